@@ -1,0 +1,55 @@
+# Everything runs from .venv, which the first target that needs it creates: `make demo`, `make test`.
+# Needs Python 3.11 or newer; choose one with `make PYTHON=python3.12 ...`.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv demo test lint types pytest format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    install into $(VENV) and run 'linnet demo'"
+	@echo "make test    lint, types, doctests and tests (WORKERS=$(WORKERS) processes)"
+	@echo "make lint | types | pytest | format | bench | venv | clean"
+
+# Installed again whenever the requirements change.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "linnet needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+		     "Choose another with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Installing linnet into $(VENV); this takes a few minutes the first time."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+venv: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/linnet demo
+
+test: lint types pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# One thread in each process: more would compete for the same cores.
+pytest: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks passes
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

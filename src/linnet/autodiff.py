@@ -1,0 +1,151 @@
+"""Columns of the Jacobian by torch's own differentiation: for parameters that no layer rule covers, and for few columns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.func import jacrev, jvp, vmap
+from torch.utils import _pytree as pytree
+
+from linnet.batch import Batch
+from linnet.factors import Factor, Rows, Size
+from linnet.params import Layout
+
+Forward = Callable[[Mapping[str, Tensor], Batch], Tensor]
+"""Some named parameters (the others stay at theta) and a batch to the output (n, c)."""
+
+
+@final
+class Autodiff(Factor):
+    """The columns of some parameters, differentiated by torch each time they are needed.
+
+    Products go column by column, forward mode for ``J V`` and reverse mode for ``J^T U``; rows come from reverse
+    mode vectorized over the examples, or example by example where that fails.
+
+    Args:
+        forward: See `Forward`.
+        theta: The selected parameters.
+        names: Those that this factor covers.
+        layout: Places in the flat vector.
+        batch: The chunk.
+        c: Outputs.
+        dtype: Dtype of the columns.
+        vectorize: Whether rows may be vectorized over examples.
+        columns: Whether products go column by column (else through the rows).
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        theta: Mapping[str, Tensor],
+        names: Sequence[str],
+        layout: Layout,
+        batch: Batch,
+        *,
+        c: int,
+        dtype: torch.dtype,
+        vectorize: bool,
+        columns: bool,
+    ) -> None:
+        ranges = [(layout.slices[name].start, layout.slices[name].stop) for name in names]
+        super().__init__(ranges, n=batch.n, c=c)
+        self._forward, self._layout, self._batch = forward, layout, batch
+        self._theta = {name: theta[name] for name in names}
+        self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
+        self._rows: Rows | None = None
+
+    @property
+    def size(self) -> Size:
+        return Size(self.q)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return () if self._rows is None else self._rows.parts
+
+    def expand(self) -> Rows:
+        if self._rows is None:
+            found = rows(self._forward, self._theta, self._batch, vectorize=self._vectorize)
+            parts = [found[name].to(self._dtype).reshape(self.n, self.c, -1) for name in self._theta]
+            self._rows = Rows(self.ranges, parts)
+        return self._rows
+
+    def matmul(self, V: Tensor) -> Tensor:
+        if not self._columns:
+            return self.expand().matmul(V)
+
+        def f(th: dict[str, Tensor]) -> Tensor:
+            return self._forward(th, self._batch)
+
+        products = []
+        for column in V.unbind(1):
+            tangent = {name: self._part(column, name) for name in self._theta}
+            products.append(jvp_of(f, self._theta, tangent))
+        return torch.stack(products, -1).to(self._dtype)
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        if not self._columns:
+            return self.expand().rmatmul(U, out)
+        leaves = {name: t.detach().requires_grad_() for name, t in self._theta.items()}
+        with torch.enable_grad():
+            f = self._forward(leaves, self._batch)
+        for j, u in enumerate(U.to(f.dtype).unbind(2)):
+            grads = torch.autograd.grad(f, list(leaves.values()), u, True, allow_unused=True)
+            for (start, stop), g in zip(self.ranges, grads, strict=True):
+                if g is not None:
+                    out[start:stop, j] += g.to_dense().flatten()
+
+    def _part(self, column: Tensor, name: str) -> Tensor:
+        t = self._theta[name]
+        return column[self._layout.slices[name]].view(t.shape).to(t.dtype)
+
+
+def rows(
+    forward: Forward, theta: Mapping[str, Tensor], batch: Batch, *, vectorize: bool
+) -> dict[str, Tensor]:
+    """Per-example gradients of every output: name to (n, c, *shape).
+
+    Args:
+        forward: See `Forward`.
+        theta: The parameters to differentiate.
+        batch: The examples.
+        vectorize: Vectorize over examples instead of taking them one by one.
+    """
+    if not vectorize:
+        found = [_jacobian_of_one(forward, theta, one) for one in batch.split(1)]
+        return {name: torch.stack([f[name] for f in found]) for name in theta}
+    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    mapped = [isinstance(x, Tensor) and x.ndim > 0 and len(x) == batch.n for x in leaves]
+
+    def one(th: dict[str, Tensor], *xs: object) -> Tensor:
+        inputs = [x[None] if m and isinstance(x, Tensor) else x for x, m in zip(xs, mapped, strict=True)]
+        args, kwargs = pytree.tree_unflatten(inputs, spec)
+        return forward(th, Batch(args, kwargs, None, batch.start, 1))[0]
+
+    dims = tuple(0 if m else None for m in mapped)
+    return vmap(jacrev(one), in_dims=(None, *dims))(dict(theta), *leaves)
+
+
+def _jacobian_of_one(forward: Forward, theta: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
+    with torch.enable_grad():
+        out = forward(leaves, batch)[0]
+    if not out.requires_grad:
+        return {name: t.new_zeros(len(out), *t.shape) for name, t in theta.items()}
+    columns = []
+    for value in out:
+        grads = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
+        columns.append([torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(theta.values(), grads, strict=True)])
+    return {name: torch.stack(column) for name, column in zip(theta, zip(*columns, strict=True), strict=True)}
+
+
+def jvp_of(
+    f: Callable[[dict[str, Tensor]], Tensor], theta: dict[str, Tensor], tangent: dict[str, Tensor]
+) -> Tensor:
+    """The forward-mode derivative of ``f`` at theta along a tangent."""
+    with warnings.catch_warnings():
+        # torch 2.13 scripts its forward-mode decompositions at first use and warns about its own scripting.
+        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        return jvp(f, (theta,), (tangent,))[1]

@@ -1,0 +1,205 @@
+"""A batch of examples, and the interface of everything that gives batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet import _checks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Consecutive examples of a data set, split into what the model takes and the rest.
+
+    Attributes:
+        args: Positional arguments of the model's forward.
+        kwargs: Keyword arguments of the model's forward.
+        rest: What the model does not take, such as targets: one item as it is, several as a tuple, those of a
+            dict as a dict; None if there is nothing.
+        start: Position of the first example in the source.
+        n: Number of examples.
+        positions: For a subset, the examples' positions in the full data, (n,); otherwise None.
+        f: The network's outputs (n, c), where a pass has computed them; otherwise None.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rest: Any
+    start: int
+    n: int
+    positions: Tensor | None = None
+    f: Tensor | None = None
+
+    @property
+    def index(self) -> Tensor:
+        """Positions of the examples in the full data, (n,), for looking up targets or weights."""
+        return torch.arange(self.start, self.start + self.n) if self.positions is None else self.positions
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Examples start to stop of this batch, as views."""
+        return self._map(
+            lambda leaf: leaf[start:stop],
+            start=self.start + start,
+            n=stop - start,
+            positions=None if self.positions is None else self.positions[start:stop],
+        )
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """Batches of at most ``size`` examples, in order.
+
+        Example:
+            >>> whole = Batch((torch.zeros(5, 2),), {}, None, start=10, n=5)
+            >>> [(b.start, b.n) for b in whole.split(2)]
+            [(10, 2), (12, 2), (14, 1)]
+        """
+        for start in range(0, self.n, size):
+            yield self.part(start, min(start + size, self.n))
+
+    def take(self, index: Tensor) -> Batch:
+        """Copies of the examples at ``index``, which counts from the batch's first."""
+        return self._map(
+            lambda leaf: (
+                leaf.index_select(0, index.to(leaf.device))
+                if isinstance(leaf, Tensor)
+                else [leaf[i] for i in index.tolist()]
+            ),
+            n=len(index),
+            positions=index + self.start if self.positions is None else self.positions[index],
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch with its tensors on ``device``; copies to a GPU do not wait."""
+        # A copy from a GPU to the CPU that does not wait would be read before it has arrived.
+        later = torch.device(device).type == "cuda"
+        return self._map(
+            lambda leaf: leaf.to(device, non_blocking=later) if isinstance(leaf, Tensor) else leaf,
+            scalars=True,
+        )
+
+    def _map(self, fn: Callable[[Any], Any], *, scalars: bool = False, **changes: Any) -> Batch:
+        args, kwargs, rest = (_map(fn, value, scalars) for value in (self.args, self.kwargs, self.rest))
+        return replace(self, args=args, kwargs=kwargs, rest=rest, **changes)
+
+
+class Source(ABC):
+    """Examples in a fixed order, given batch by batch as often as asked.
+
+    Attributes:
+        n: Number of examples.
+        kind: What the data is, in a few words.
+        by_position: Whether any examples can be chosen, with ``subset``.
+    """
+
+    n: int
+    kind: str
+    by_position: bool = False
+
+    def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Batches of at most ``size`` examples that cover examples start to stop (default: all), in order."""
+        stop = self.n if stop is None else stop
+        _checks.check_range(size, start, stop, self.n)
+        return self._batches(size, start, stop) if start < stop else iter(())
+
+    def subset(self, index: Tensor) -> Source:
+        """The examples at ``index`` (m,), in that order; ``Batch.index`` has their positions here."""
+        _checks.check_subset_index(index, self.n)
+        return Subset(self, index.cpu().long())
+
+    @abstractmethod
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        """The batches of a valid range that is not empty."""
+
+    def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch for each index tensor; only asked of a source that is ``by_position``."""
+        raise NotImplementedError
+
+
+class Subset(Source):
+    """Chosen examples of another source, in any order."""
+
+    by_position = True
+
+    def __init__(self, base: Source, index: Tensor) -> None:
+        if not base.by_position:
+            raise _checks.no_subset(base.kind)
+        self.base, self.indices = base, index
+        self.n = len(index)
+        self.kind = f"{self.n} of {base.n} examples, {base.kind}"
+
+    def subset(self, index: Tensor) -> Source:
+        _checks.check_subset_index(index, self.n)
+        return Subset(self.base, self.indices[index.cpu().long()])
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        chunks = self.indices[start:stop].split(size)
+        for chunk, batch in zip(chunks, self.base._gather(chunks), strict=True):
+            yield replace(batch, start=start, positions=chunk)
+            start += len(chunk)
+
+
+def leaves(value: Any, name: str = "the data") -> Iterator[tuple[str, Any]]:
+    """Name and value of everything that has one entry for each example: tensors and lists of strings."""
+    if is_strings(value) or (isinstance(value, Tensor) and value.ndim > 0):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{key!r} of {name}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from leaves(item, f"item {i} of {name}")
+
+
+def check_finite(batch: Batch, positions: Sequence[int] | None = None) -> None:
+    """No floating input of the batch holds NaN or infinity; the error names the first example that does.
+
+    Args:
+        batch: The batch.
+        positions: The examples' positions, where they are not consecutive.
+    """
+    inputs = [*leaves(batch.args, "the inputs"), *leaves(batch.kwargs, "the inputs")]
+    found = [(first_bad(leaf), name) for name, leaf in inputs]
+    bad = min(((row, name) for row, name in found if row is not None), default=None)
+    if bad is not None:
+        row, name = bad
+        raise _checks.not_finite(batch.start + row if positions is None else positions[row], name)
+
+
+def first_bad(tensor: Any, *, block: int = 2**24) -> int | None:
+    """The first row that holds NaN or infinity; reads the tensor once, ``block`` entries at a time."""
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    rows = max(1, block * len(tensor) // max(1, tensor.numel()))
+    for start in range(0, len(tensor), rows):
+        part = tensor[start : start + rows].detach()
+        part = part.float() if part.dtype.itemsize < 4 else part
+        # A finite sum means finite entries and needs no temporary; another sum may only have overflowed.
+        if not torch.isfinite(part.sum()):
+            bad = ~torch.isfinite(part).reshape(len(part), -1).all(dim=1)
+            if bad.any():
+                return start + int(bad.nonzero()[0])
+    return None
+
+
+def is_strings(value: Any) -> bool:
+    """Whether this is what collation makes of strings: a list of them, one for each example."""
+    return isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], str | bytes)
+
+
+def _map(fn: Callable[[Any], Any], value: Any, scalars: bool) -> Any:
+    """The value with ``fn`` of its leaves; tensors without dimensions are leaves only where ``scalars``."""
+    if is_strings(value) or (isinstance(value, Tensor) and (value.ndim > 0 or scalars)):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: _map(fn, item, scalars) for key, item in value.items()}
+    return rebuilt(value, [_map(fn, i, scalars) for i in value]) if isinstance(value, list | tuple) else value
+
+
+def rebuilt(like: Any, items: list[Any]) -> Any:
+    """A list, tuple or named tuple like the one given, of other items."""
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)

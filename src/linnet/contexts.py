@@ -1,0 +1,67 @@
+"""Torch settings that a call of linnet needs, set for its duration and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Precision = Literal["highest", "high", "bf16"]
+
+
+def check_precision(precision: str) -> None:
+    """Raise unless ``precision`` is one of the names."""
+    if precision not in get_args(Precision):
+        raise ValueError(
+            f"precision must be 'highest' (IEEE float32), 'high' (tf32 on GPUs that have it) or 'bf16' (the "
+            f"network under bfloat16 autocast, products in float32); got {precision!r}."
+        )
+
+
+@contextmanager
+def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Float32 products and convolutions at the given precision inside the block."""
+    if device.type != "cuda":
+        yield
+        return
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee" if precision == "highest" else "tf32"
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
+@contextmanager
+def network(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
+    """For running the network: one attention path, recurrent layers that can be differentiated in eval mode."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        if device.type == "cuda" and _recurrent(model):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if precision == "bf16":
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
+        yield
+
+
+@contextmanager
+def forward_mode(model: nn.Module) -> Iterator[None]:
+    """For torch.func transforms: kernels that have forward-mode derivatives and batching rules."""
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if _recurrent(model):
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        yield
+
+
+def _recurrent(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())

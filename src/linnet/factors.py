@@ -1,0 +1,562 @@
+r"""Blocks of the Jacobian of one chunk of examples, in the form in which a layer gives them.
+
+A chunk has n examples and c outputs; a `Factor` holds the columns of its Jacobian that belong to one or two
+contiguous ranges of the flat parameter vector (a weight and its bias). `Rows` holds them as they are;
+`Outer` and `Tokens` hold the two small sides of the outer product they are,
+
+.. math:: G_{iu} = \sum_t g_{iut} \, x_{it}^\top ,
+
+so that products (*bilinear*) and Gram matrices (*ghost*) never form the rows. Every factor can be expanded into
+`Rows`, which is what the tests compare it with.
+
+Letters: ``n`` examples, ``c`` outputs, ``T`` uses of the weight per example (tokens, pixels), ``k`` columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]
+"""Start and stop in the flat parameter vector."""
+
+TEMPORARY = 1 << 26
+"""Entries that an intermediate may have before a product is cut into pieces."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a factor costs, in numbers: see `linnet.plan`.
+
+    Attributes:
+        q: Columns, i.e. parameters.
+        T: Uses of the weight per example.
+        dx: Length of the side that does not depend on the output; 0 where there is no outer product.
+        dg: Length of the side that does.
+        groups: Independent outer products.
+    """
+
+    q: int
+    T: int = 1
+    dx: int = 0
+    dg: int = 0
+    groups: int = 1
+
+
+class Scale:
+    """A diagonal between two Jacobians; None stands for ones.
+
+    Args:
+        vector: (p,) or None.
+    """
+
+    def __init__(self, vector: Tensor | None = None) -> None:
+        self.vector = vector
+        self._known: dict[Range, float | None] = {}
+
+    def constant(self, r: Range | None) -> float | None:
+        """The value over a range if there is only one, else None; 0 over no range at all."""
+        if r is None or self.vector is None:
+            return 0.0 if r is None else 1.0
+        if r not in self._known:
+            low, high = self.vector[slice(*r)].aminmax()
+            self._known[r] = float(low) if bool(low == high) else None
+        return self._known[r]
+
+
+class Factor(ABC):
+    """Columns ``ranges`` of the Jacobian of n examples and c outputs.
+
+    Args:
+        ranges: Where the columns lie in the flat parameter vector.
+        n: Examples.
+        c: Outputs.
+    """
+
+    def __init__(self, ranges: Sequence[Range], *, n: int, c: int) -> None:
+        self.ranges = tuple(ranges)
+        self.n, self.c = n, c
+
+    @property
+    def q(self) -> int:
+        """The number of columns."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def size(self) -> Size:
+        """What the planner needs to know."""
+        return Size(self.q)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors held."""
+
+    @abstractmethod
+    def expand(self) -> Rows:
+        """The same columns as explicit rows."""
+
+    def matmul(self, V: Tensor) -> Tensor:
+        """``J V`` restricted to these columns: V (p, k) to (n, c, k)."""
+        return self.expand().matmul(V)
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        """Adds ``J^T U`` into these columns of ``out`` (p, k), for U (n, c, k)."""
+        self.expand().rmatmul(U, out)
+
+    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+        """Adds ``J diag(scale) J'^T`` over these columns into ``out`` (n c, m c')."""
+        self.expand().gram(other.expand(), scale, out)
+
+    def diag(self, scale: Scale) -> Tensor:
+        """Squared row norms over these columns, (n, c)."""
+        return self.expand().diag(scale)
+
+    def squares(self, weight: Tensor | None, out: Tensor) -> None:
+        """Adds the diagonal of ``J^T W J`` into these columns of ``out`` (p,); weight (n, c) or (n, c, c)."""
+        self.expand().squares(weight, out)
+
+
+@final
+class Rows(Factor):
+    """Columns held as explicit per-example gradients.
+
+    Args:
+        ranges: Where the columns lie.
+        parts: One (n, c, q) tensor per range.
+    """
+
+    def __init__(self, ranges: Sequence[Range], parts: Sequence[Tensor]) -> None:
+        super().__init__(ranges, n=parts[0].shape[0], c=parts[0].shape[1])
+        self.parts = tuple(parts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.parts
+
+    def expand(self) -> Rows:
+        return self
+
+    def matmul(self, V: Tensor) -> Tensor:
+        out = V.new_zeros(self.n * self.c, V.shape[1])
+        for (start, stop), part in zip(self.ranges, self.parts, strict=True):
+            out.addmm_(part.reshape(self.n * self.c, -1), V[start:stop])
+        return out.view(self.n, self.c, -1)
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        flat = U.reshape(self.n * self.c, -1)
+        for (start, stop), part in zip(self.ranges, self.parts, strict=True):
+            out[start:stop].addmm_(part.reshape(self.n * self.c, -1).T, flat)
+
+    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+        right = other.expand()
+        for r, a, b in zip(self.ranges, self.parts, right.parts, strict=True):
+            flat = a.reshape(self.n * self.c, -1)
+            flat = flat if scale.vector is None else flat * scale.vector[slice(*r)]
+            out.addmm_(flat, b.reshape(right.n * right.c, -1).T)
+
+    def diag(self, scale: Scale) -> Tensor:
+        out = self.parts[0].new_zeros(self.n, self.c)
+        for r, part in zip(self.ranges, self.parts, strict=True):
+            squared = part.square()
+            out += squared.sum(-1) if scale.vector is None else squared @ scale.vector[slice(*r)]
+        return out
+
+    def squares(self, weight: Tensor | None, out: Tensor) -> None:
+        for (start, stop), part in zip(self.ranges, self.parts, strict=True):
+            if weight is None:
+                weighted = part
+            elif weight.ndim == 2:
+                weighted = weight[..., None] * part
+            else:
+                weighted = weight @ part
+            out[start:stop] += (weighted * part).sum((0, 1))
+
+
+@final
+class Outer(Factor):
+    r"""Outer products :math:`G_{iu} = \sum_t g_{iut} x_{it}^\top` of a weight, and :math:`\sum_t g_{iut}` of its bias.
+
+    Args:
+        x: (n, groups, T, dx), the side that all outputs share.
+        g: (n, c, groups, T, dg), the side of the output gradients.
+        weight: Range of the weight, or None if it is not selected; laid out as (groups, dg, dx).
+        bias: Range of the bias, laid out as (groups, dg), or None.
+        swapped: The weight is laid out as (groups, dx, dg) instead.
+    """
+
+    def __init__(
+        self, x: Tensor, g: Tensor, *, weight: Range | None, bias: Range | None = None, swapped: bool = False
+    ) -> None:
+        super().__init__([r for r in (weight, bias) if r is not None], n=g.shape[0], c=g.shape[1])
+        self.x, self.g = x, g
+        self.weight, self.bias, self.swapped = weight, bias, swapped
+
+    @property
+    def size(self) -> Size:
+        groups, T, dx = self.x.shape[1:]
+        return Size(self.q, T, dx, self.g.shape[-1], groups)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.g
+
+    @property
+    def joined(self) -> Tensor:
+        """The gradient summed over uses, (n, c, groups * dg): the bias's rows."""
+        return self.g.sum(-2).flatten(2)
+
+    def expand(self) -> Rows:
+        parts = []
+        if self.weight is not None:
+            x, g = self.x[:, None], self.g
+            G = (x.mT if self.swapped else g.mT) @ (g if self.swapped else x)
+            parts.append(G.flatten(2))
+        if self.bias is not None:
+            parts.append(self.joined)
+        return Rows(self.ranges, parts)
+
+    def _columns(self, V: Tensor) -> Tensor:
+        """The weight's part of V (p, k) as (groups, dx, dg, k)."""
+        assert self.weight is not None
+        dx, dg = self.x.shape[-1], self.g.shape[-1]
+        shape = (self.x.shape[1], dx, dg) if self.swapped else (self.x.shape[1], dg, dx)
+        block = V[slice(*self.weight)].view(*shape, -1)
+        return block if self.swapped else block.transpose(1, 2)
+
+    def matmul(self, V: Tensor) -> Tensor:
+        k = V.shape[1]
+        out = V.new_zeros(self.n, self.c, k)
+        if self.bias is not None:
+            out += self.joined @ V[slice(*self.bias)]
+        if self.weight is None:
+            return out
+        columns = self._columns(V)
+        for s in _pieces(self.n, self.x[0, ..., 0].numel() * self.g.shape[-1] * k):
+            for j in range(self.x.shape[1]):
+                x, g = self.x[s, j], self.g[s, :, j]
+                h = x.reshape(-1, x.shape[-1]) @ columns[j].reshape(x.shape[-1], -1)
+                out[s] += g.flatten(2) @ h.view(len(x), -1, k)
+        return out
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        k = U.shape[2]
+        if self.bias is not None:
+            out[slice(*self.bias)].addmm_(self.joined.flatten(0, 1).T, U.flatten(0, 1))
+        if self.weight is None:
+            return
+        columns = self._columns(out)
+        for s in _pieces(self.n, self.x[0, ..., 0].numel() * self.g.shape[-1] * k):
+            for j in range(self.x.shape[1]):
+                x, g = self.x[s, j], self.g[s, :, j]
+                h = (g.flatten(2).mT @ U[s]).view(-1, g.shape[-1] * k)
+                columns[j] += (x.reshape(-1, x.shape[-1]).T @ h).view(x.shape[-1], -1, k)
+
+    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+        constants = scale.constant(self.weight), scale.constant(self.bias)
+        if not isinstance(other, Outer) or None in constants or not self._alike(other):
+            return self.expand().gram(other.expand(), scale, out)
+        _ghost(self.g, other.g, self._inner(other, *constants), out)  # type: ignore[arg-type]
+
+    def _alike(self, other: Outer) -> bool:
+        mine, theirs = (self.ranges, self.swapped), (other.ranges, other.swapped)
+        return mine == theirs and self.x.shape[1] == other.x.shape[1]
+
+    def _inner(self, other: Outer, weight: float, bias: float) -> Inner:
+        def inner(a: slice, b: slice, j: int) -> Tensor:
+            x, y = self.x[a, j], other.x[b, j]
+            left, right = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+            if weight == 0:
+                A = left.new_full((len(left), len(right)), bias)
+            else:
+                A = torch.addmm(left.new_full((1, 1), bias), left, right.T, alpha=weight)
+            return A.view(len(x), x.shape[1], len(y), y.shape[1])
+
+        return inner
+
+    def diag(self, scale: Scale) -> Tensor:
+        weight, bias = scale.constant(self.weight), scale.constant(self.bias)
+        T, dx, dg = self.x.shape[2], self.x.shape[3], self.g.shape[-1]
+        if weight is None or bias is None or T * (dx + dg) > dx * dg:
+            return self.expand().diag(scale)
+        if T == 1:
+            inner = weight * self.x.square().sum((-2, -1)) + bias
+            return (self.g.square().sum((-2, -1)) * inner[:, None]).sum(2)
+        inner = weight * (self.x @ self.x.mT) + bias
+        return ((self.g @ self.g.mT) * inner[:, None]).sum((2, 3, 4))
+
+    def squares(self, weight: Tensor | None, out: Tensor) -> None:
+        if self.x.shape[2] > 1:
+            return self.expand().squares(weight, out)
+        g = self.g.squeeze(3)  # (n, c, groups, dg)
+        if weight is None:
+            m = g.square().sum(1)
+        elif weight.ndim == 2:
+            m = (weight[:, :, None, None] * g.square()).sum(1)
+        else:
+            m = (g * (weight @ g.flatten(2)).view_as(g)).sum(1)
+        if self.bias is not None:
+            out[slice(*self.bias)] += m.sum(0).flatten()
+        if self.weight is not None:
+            total = self.x.squeeze(2).square().permute(1, 2, 0) @ m.transpose(0, 1)  # (groups, dx, dg)
+            out[slice(*self.weight)] += (total if self.swapped else total.mT).flatten()
+
+
+@final
+class Tokens(Factor):
+    r"""An embedding table's columns: :math:`G_{iu} = \sum_t e_{\mathrm{id}_{it}} g_{iut}^\top`.
+
+    Args:
+        ids: (n, T) row numbers of the table; -1 where the gradient is to be dropped (padding).
+        g: (n, c, T, d).
+        table: Range of the table, laid out as (rows, d).
+    """
+
+    def __init__(self, ids: Tensor, g: Tensor, table: Range) -> None:
+        super().__init__([table], n=g.shape[0], c=g.shape[1])
+        kept = ids >= 0
+        self.ids = ids.clamp(min=0)
+        self.g = g if bool(kept.all()) else g * kept[:, None, :, None]
+        self.vocabulary = (table[1] - table[0]) // g.shape[-1]
+
+    @property
+    def size(self) -> Size:
+        return Size(self.q, self.ids.shape[1], 1, self.g.shape[-1])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids, self.g
+
+    def _view(self, flat: Tensor) -> Tensor:
+        start, stop = self.ranges[0]
+        return flat[start:stop].view(self.vocabulary, -1)
+
+    def expand(self) -> Rows:
+        d = self.g.shape[-1]
+        rows = self.g.new_zeros(self.n, self.c, self.vocabulary, d)
+        index = self.ids[:, None, :, None].expand_as(self.g)
+        return Rows(self.ranges, [rows.scatter_add_(2, index, self.g).flatten(2)])
+
+    def matmul(self, V: Tensor) -> Tensor:
+        k, table = V.shape[1], self._view(V)
+        out = V.new_empty(self.n, self.c, k)
+        for s in _pieces(self.n, self.g[0, 0].numel() * k):
+            out[s] = self.g[s].flatten(2) @ table[self.ids[s]].view(self.ids[s].shape[0], -1, k)
+        return out
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        k, table = U.shape[2], self._view(out)
+        for s in _pieces(self.n, self.g[0, 0].numel() * k):
+            h = self.g[s].flatten(2).mT @ U[s]
+            table.index_add_(0, self.ids[s].flatten(), h.view(-1, self.g.shape[-1] * k))
+
+    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+        constant = scale.constant(self.ranges[0])
+        if not isinstance(other, Tokens) or constant is None:
+            return self.expand().gram(other.expand(), scale, out)
+        mine, theirs = self.ids, other.ids
+
+        def inner(a: slice, b: slice, j: int) -> Tensor:
+            same = mine[a][:, :, None, None] == theirs[b][None, None]
+            return same.to(self.g.dtype) * constant
+
+        _ghost(self.g[:, :, None], other.g[:, :, None], inner, out)
+
+    def diag(self, scale: Scale) -> Tensor:
+        example, joined, token = self._coalesced()
+        squared = joined.square()
+        if scale.vector is not None:
+            squared = squared * self._view(scale.vector)[token][:, None]
+        return squared.new_zeros(self.n, self.c).index_add_(0, example, squared.sum(-1))
+
+    def _coalesced(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Per (example, token) pair that occurs: the example, the summed gradient (c, d), the token."""
+        keys = self.ids + self.vocabulary * torch.arange(self.n, device=self.ids.device)[:, None]
+        pairs, inverse = keys.flatten().unique(return_inverse=True)
+        g = self.g.transpose(1, 2).flatten(0, 1)  # (n T, c, d)
+        joined = g.new_zeros(len(pairs), *g.shape[1:]).index_add_(0, inverse, g)
+        return pairs // self.vocabulary, joined, pairs % self.vocabulary
+
+    def squares(self, weight: Tensor | None, out: Tensor) -> None:
+        example, joined, token = self._coalesced()
+        if weight is None:
+            weighted = joined
+        elif weight.ndim == 2:
+            weighted = weight[example][..., None] * joined
+        else:
+            weighted = weight[example] @ joined
+        self._view(out).index_add_(0, token, (weighted * joined).sum(1))
+
+
+@final
+class Lazy(Factor):
+    """Columns whose rows come from a function, formed when they are first asked for (convolutions).
+
+    Args:
+        ranges: Where the columns lie.
+        rows: Gives one (n, c, q) tensor per range.
+        outer: Gives the same columns as an `Outer` (patches), or None where there is none.
+        size: The numbers of that outer product.
+        held: The tensors that the functions hold on to.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[Range],
+        rows: Callable[[], Sequence[Tensor]],
+        *,
+        n: int,
+        c: int,
+        size: Size,
+        held: tuple[Tensor, ...],
+        outer: Callable[[], Outer] | None = None,
+    ) -> None:
+        super().__init__(ranges, n=n, c=c)
+        self._rows, self._outer, self._size, self._held = rows, outer, size, held
+
+    @property
+    def size(self) -> Size:
+        return self._size
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._held
+
+    def expand(self) -> Rows:
+        return Rows(self.ranges, self._rows())
+
+    def factored(self) -> Factor:
+        """The outer-product form where there is one."""
+        return self if self._outer is None else self._outer()
+
+
+@final
+class Sum(Factor):
+    """Columns to which several uses of the same parameter contribute: the rows add up before any product."""
+
+    def __init__(self, parts: Sequence[Factor]) -> None:
+        super().__init__(parts[0].ranges, n=parts[0].n, c=parts[0].c)
+        self.parts = tuple(parts)
+
+    @property
+    def size(self) -> Size:
+        return Size(self.q)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for part in self.parts for t in part.tensors())
+
+    def expand(self) -> Rows:
+        rows = [part.expand().parts for part in self.parts]
+        return Rows(self.ranges, [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)])
+
+    def matmul(self, V: Tensor) -> Tensor:
+        products = [part.matmul(V) for part in self.parts]
+        return sum(products[1:], start=products[0])
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        for part in self.parts:
+            part.rmatmul(U, out)
+
+
+def combine(factors: Sequence[Factor]) -> list[Factor]:
+    """One factor per range: contributions of tied parameters are put together before any product.
+
+    Several `Outer` over the same ranges become one with their uses side by side; unlike ones become a `Sum`.
+    Factors that share a weight but not the bias, or only part of a range, are split or padded first.
+    """
+    alone: list[Factor] = []
+    shared: list[list[Factor]] = []
+    for factor in factors:
+        met = [group for group in shared if any(_overlap(factor, f) for f in group)]
+        merged = [factor] + [f for group in met for f in group]
+        shared = [group for group in shared if group not in met] + [merged]
+    for group in shared:
+        group = group[::-1] if len(group) > 1 else group
+        alone.extend(group if len(group) == 1 else _merge(group))
+    return alone
+
+
+def _merge(group: Sequence[Factor]) -> list[Factor]:
+    """Overlapping factors as factors over disjoint ranges."""
+    if len({f.ranges for f in group}) == 1:
+        outers = [f for f in group if isinstance(f, Outer)]
+        shapes = {(f.swapped, f.x.shape[1], f.x.shape[3]) for f in outers}
+        if len(outers) == len(group) and len(shapes) == 1:
+            x = torch.cat([f.x for f in outers], 2)
+            g = torch.cat([f.g for f in outers], 3)
+            first = outers[0]
+            return [Outer(x, g, weight=first.weight, bias=first.bias, swapped=first.swapped)]
+        return [Sum(group)]
+    if any(isinstance(f, Outer) and len(f.ranges) == 2 for f in group):
+        split: list[Factor] = []
+        for f in group:
+            if isinstance(f, Outer) and f.weight is not None and f.bias is not None:
+                split.append(Outer(f.x, f.g, weight=f.weight, swapped=f.swapped))
+                split.append(Rows([f.bias], [f.joined]))
+            else:
+                split.append(f)
+        return combine(split)
+    if any(len(f.ranges) > 1 for f in group):
+        expanded = [f.expand() for f in group]
+        singles = [Rows([r], [part]) for f in expanded for r, part in zip(f.ranges, f.parts, strict=True)]
+        return combine(singles)
+    start = min(f.ranges[0][0] for f in group)
+    stop = max(f.ranges[0][1] for f in group)
+    total = None
+    for f in group:
+        part = f.expand().parts[0]
+        total = part.new_zeros(f.n, f.c, stop - start) if total is None else total
+        a, b = f.ranges[0]
+        total[..., a - start : b - start] += part
+    assert total is not None
+    return [Rows([(start, stop)], [total])]
+
+
+def _overlap(a: Factor, b: Factor) -> bool:
+    return any(r[0] < s[1] and s[0] < r[1] for r in a.ranges for s in b.ranges)
+
+
+Inner = Callable[[slice, slice, int], Tensor]
+
+
+def _ghost(g: Tensor, h: Tensor, inner: Inner, out: Tensor) -> None:
+    r"""Adds ``sum_{groups,t,s} inner[i,t,j,s] (g_iut . h_jvs)`` into out (n c, m c'), tile by tile.
+
+    Args:
+        g: (n, c, groups, T, d).
+        h: (m, c', groups, T', d).
+        inner: Gives the (n', T, m', T') inner products of the other sides, for slices of examples and a group.
+        out: (n c, m c').
+    """
+    n, c, groups, T, d = g.shape
+    m, e, _, S, _ = h.shape
+    for a, b in _tiles(n, m, c * T * e * S):
+        K = out[a.start * c : a.stop * c, b.start * e : b.stop * e]
+        for j in range(groups):
+            left, right = g[a, :, j].reshape(-1, d), h[b, :, j].reshape(-1, d)
+            G, A = left @ right.T, inner(a, b, j)
+            if c == T == e == S == 1:
+                K.addcmul_(G, A[:, 0, :, 0])
+            else:
+                G = G.view(-1, c, T, b.stop - b.start, e, S).mul_(A[:, None, :, :, None, :])
+                K += G.sum((2, 5)).view(K.shape)
+
+
+def _pieces(n: int, each: int) -> Iterator[slice]:
+    """Slices of n examples with at most TEMPORARY entries each, for ``each`` entries per example."""
+    step = max(1, min(n, TEMPORARY // max(1, each)))
+    return (slice(i, min(i + step, n)) for i in range(0, n, step))
+
+
+def _tiles(n: int, m: int, each: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of an n by m grid with ``each`` entries per cell and about TEMPORARY entries per tile."""
+    side = max(1, int((TEMPORARY / max(1, each)) ** 0.5))
+    step = max(side, TEMPORARY // max(1, each * min(m, side)))
+    for a in range(0, n, step):
+        for b in range(0, m, side):
+            yield slice(a, min(a + step, n)), slice(b, min(b + side, m))

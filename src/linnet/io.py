@@ -1,0 +1,233 @@
+"""Files: tensors and JSON in one safetensors file, written whole or not at all, never unpickled.
+
+`save` and `load` serve every object that can be kept. `Checkpoint` keeps the state of a long computation, and
+`fingerprint` says whether it belongs to the computation that asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from linnet import _checks
+
+FORMAT = 1
+"""The format version this linnet writes, and the newest it reads."""
+
+_KEY = "linnet"  # the one entry of the safetensors metadata
+
+
+def save(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict[str, Any], *, kind: str
+) -> None:
+    """Write tensors and JSON to one file.
+
+    The data goes to a temporary file in the same folder, reaches the disk, and then takes the place of the
+    old file in one step: a process killed on the way leaves the old file whole. Missing folders are created.
+
+    Args:
+        path: Where to write, usually ``*.safetensors``.
+        tensors: Named tensors of any shape and device. Those that share memory are written separately.
+        meta: JSON values under string keys; tuples come back as lists. NaN and infinity are refused.
+        kind: What the file holds; `load` asks for it again.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/a.safetensors", {"x": torch.ones(2)}, {"step": 3}, kind="example")
+    ...     load(f"{folder}/a.safetensors", kind="example")
+    ({'x': tensor([1., 1.])}, {'step': 3})
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"save needs tensors, and tensors[{name!r}] is {_checks.kind(x)}; move it to meta."
+            )
+    _check_json(meta, "meta")
+    header = {"format": FORMAT, "kind": kind, "version": _version(), "meta": meta}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(header, allow_nan=False)})
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:  # also KeyboardInterrupt
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        _sync(path.parent)  # the new name itself
+
+
+def load(
+    path: str | os.PathLike[str], *, kind: str, device: str | torch.device = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file that `save` wrote.
+
+    Args:
+        path: The file.
+        kind: What it must hold.
+        device: Where the tensors go.
+
+    Returns:
+        The tensors by name, and the meta dict.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"load needs a file that linnet saved; {path} {what}.")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            meta = _read_header(path, file.metadata(), kind)
+            return {name: file.get_tensor(name) for name in file.keys()}, meta  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        with path.open("rb") as raw:
+            pickled = raw.read(2) in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+        why = (
+            "It looks like a pickle, as torch.save writes, and linnet never unpickles."
+            if pickled
+            else "It was cut short when it was written or copied, or has another format. Save it again."
+        )
+        raise ValueError(f"{path} is not a complete safetensors file ({error}). {why}") from None
+
+
+@final
+class Checkpoint:
+    """The saved state of one long computation, for going on after an interruption.
+
+    Args:
+        path: The file; None turns every method into a no-op.
+        kind: What is computed.
+        fingerprint: Identifies the computation's inputs; a file with another fingerprint is refused.
+
+    >>> Checkpoint(None, kind="example", fingerprint="").load() is None
+    True
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, kind: str, fingerprint: str) -> None:
+        self.path = None if path is None else Path(path)
+        self.kind = f"checkpoint of {kind}"
+        self.fingerprint = fingerprint
+
+    def save(self, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+        """Replace the state, as `linnet.io.save` does."""
+        if self.path is not None:
+            _check_json(meta, "meta")
+            save(self.path, tensors, {"fingerprint": self.fingerprint, "state": meta}, kind=self.kind)
+
+    def load(self, *, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last saved state, or None when there is none."""
+        if self.path is None or not self.path.exists():
+            return None
+        tensors, meta = load(self.path, kind=self.kind, device=device)
+        if meta["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"{self.path} belongs to another computation: this one has fingerprint {self.fingerprint}, "
+                f"the file has {meta['fingerprint']}. The model, data or settings have changed; remove the "
+                "file or name another."
+            )
+        return tensors, meta["state"]
+
+    def done(self) -> None:
+        """Remove the file, and what a killed process left half-written beside it."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            for file in self.path.parent.iterdir() if self.path.parent.is_dir() else ():
+                if file.name.startswith(f".{self.path.name}.") and file.suffix == ".tmp":
+                    file.unlink(missing_ok=True)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of names, shapes, dtypes and bytes, in order, as 64 hex digits.
+
+    >>> fingerprint({"w": torch.zeros(2)})[:8] == fingerprint({"w": torch.zeros(2, 1)})[:8]
+    False
+    """
+    digest = hashlib.sha256()
+    for name, x in tensors.items():
+        digest.update(f"{name!r} {x.dtype} {tuple(x.shape)}\n".encode())
+        digest.update(_plain(x).reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_header(path: Path, entries: dict[str, str] | None, kind: str) -> dict[str, Any]:
+    try:
+        header = json.loads((entries or {})[_KEY])
+        form, version, found = int(header["format"]), header["version"], header["kind"]
+        meta: dict[str, Any] = header["meta"]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise ValueError(
+            f"{path} is a safetensors file that linnet did not write (no linnet header)."
+        ) from None
+    if form > FORMAT:
+        raise ValueError(
+            f"{path} has format {form}, written by linnet {version}; this is linnet "
+            f"{_version()}, which reads up to format {FORMAT}. Upgrade linnet."
+        )
+    if found != kind:
+        raise ValueError(f"{path} holds {found!r}; {kind!r} was asked for.")
+    return meta
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors, each with memory of its own."""
+    apart, seen = {}, set()
+    for name, x in tensors.items():
+        x = _plain(x)
+        storage = x.untyped_storage()
+        if storage.nbytes() != x.nbytes or storage.data_ptr() in seen:
+            x = x.clone()
+        seen.add(x.untyped_storage().data_ptr())
+        apart[name] = x
+    return apart
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The tensor's own bytes on the CPU: contiguous, no pending conjugation or sign."""
+    return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _check_json(value: object, where: str) -> None:
+    """Raise, naming the place, unless ``value`` survives JSON."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} needs string keys; got {key!r}, {_checks.kind(key)}.")
+            _check_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, which JSON cannot hold; save None or a finite number instead.")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise TypeError(
+            f"{where} is {_checks.kind(value)}; JSON holds dicts, lists, strings, numbers, booleans and "
+            "None. Convert it, or save it among the tensors."
+        )
+
+
+def _sync(path: Path) -> None:
+    """Make sure that what was written to a file or folder has reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("linnet")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -1,0 +1,537 @@
+r"""The Jacobian of a network over a data set, as a linear operator; the only loops over data.
+
+Row ``i * c + j`` is output j of example i; columns follow ``lin.theta``, each tensor flattened. A pass holds one chunk of
+examples, never (n, p). Each rank of a torch.distributed process group takes its part of the examples, and every rank
+gets the same answer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from linnet import _checks
+from linnet.autodiff import Autodiff
+from linnet.batch import Batch, Source
+from linnet.contexts import Precision, arithmetic, check_precision
+from linnet.data import bar
+from linnet.distributed import add_up, rank_and_world, shard, share_rows
+from linnet.factors import Factor, Outer, Rows, Scale
+from linnet.linearize import Chunk, Linearization
+from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result
+from linnet.plan import (
+    PRODUCTS,
+    Engine,
+    Line,
+    Plan,
+    Request,
+    autodiff_wins,
+    budget,
+    check_engine,
+    choose,
+    chunk_size,
+    prepare,
+    working_size,
+)
+from linnet.structure import PROBE
+
+T = TypeVar("T")
+BatchFn = Callable[[Tensor, Batch], Tensor]
+
+
+@dataclass
+class _Settings:
+    """How passes are made; shared with the minibatches of a Jacobian."""
+
+    batch_size: int | str
+    memory: float | str
+    precision: Precision
+    engine: Engine
+    progress: bool | None
+    per_example: int = 1
+    largest: int | None = None  # what an out-of-memory error has left
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk, ready for one kind of request."""
+
+    batch: Batch
+    f: Tensor
+    factors: list[Factor]
+
+
+class Jacobian(LinearOperator):
+    """See `linnet.Linearization.jacobian`.
+
+    Attributes:
+        n: Examples.
+        c: Outputs.
+        shape: (n * c, p).
+    """
+
+    symbol = "J"
+
+    def __init__(
+        self,
+        lin: Linearization,
+        source: Source,
+        *,
+        batch_size: int | str = "auto",
+        memory: float | str = "auto",
+        precision: Precision = "highest",
+        engine: str = "auto",
+        progress: bool | None = None,
+    ) -> None:
+        check_precision(precision)
+        check_engine(engine)
+        _checks.check_batch_size(batch_size)
+        self._settings = _Settings(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
+        self.lin, self._source = lin, source
+        self.n = source.n
+        first = next(iter(source.batches(min(PROBE, source.n)))).to(lin.device)
+        chunk = self._first(first)
+        self.c = chunk.f.shape[1]
+        super().__init__((self.n * self.c, lin.p), dtype=lin.dtype, device=lin.device)
+        self.block = self.c
+
+    def _first(self, batch: Batch) -> Chunk:
+        """Check the model on the first examples and measure what an example takes."""
+        self.lin.check_unchanged()
+        saved: dict[int, int] = {}
+        own = {t.data_ptr() for t in self.lin.theta.values()}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.data_ptr() not in own:
+                saved[t.data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        self.lin.structure(batch)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            chunk = self.lin.chunk(batch, self._settings.precision)
+        _checks.check_outputs_finite(chunk.f, batch.start)
+        itemsize = self.lin.dtype.itemsize
+        held = sum(f.bytes for f in chunk.factors) // batch.n
+        working = sum(working_size(f, itemsize) for f in chunk.factors)
+        self._settings.per_example = 2 * sum(saved.values()) // batch.n + 2 * held + working
+        self._sample = chunk.factors
+        return chunk
+
+    # Products.
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        V = V.contiguous()
+
+        def run() -> Tensor:
+            out = V.new_zeros(self.shape[0], V.shape[1])
+            for piece in self._pieces("matmul", V.shape[1], "J V"):
+                out[self._rows(piece)] = _product(piece, V)
+            share_rows(out, self.n, self.c)
+            return out
+
+        return self._completed(run)
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        def run() -> Tensor:
+            out = U.new_zeros(self.shape[1], U.shape[1])
+            for piece in self._pieces("rmatmul", U.shape[1], "J^T U"):
+                part = U[self._rows(piece)].reshape(piece.batch.n, self.c, -1)
+                for factor in piece.factors:
+                    factor.rmatmul(part, out)
+            add_up(out)
+            return out
+
+        return self._completed(run)
+
+    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
+        return self._fused_by_piece(lambda out, piece: fn(out, self._rows(piece)), V)
+
+    def _fused_by_piece(self, fn: Callable[[Tensor, _Piece], Tensor], V: Tensor) -> tuple[Tensor, Tensor]:
+        V = V.contiguous()
+
+        def run() -> tuple[Tensor, Tensor]:
+            out, sums = V.new_zeros(self.shape[1], V.shape[1]), V.new_zeros(V.shape[1])
+            for piece in self._pieces("fused", V.shape[1], "J^T J V"):
+                U = fn(_product(piece, V), piece)
+                sums += U.sum(0)
+                part = U.reshape(piece.batch.n, self.c, -1)
+                for factor in piece.factors:
+                    factor.rmatmul(part, out)
+            add_up(out, sums)
+            return out, sums
+
+        return self._completed(run)
+
+    def fused(self, fn: BatchFn, V: Tensor) -> Tensor:  # type: ignore[override]
+        r""":math:`J^\top \mathrm{fn}(J V)` in one pass: the gradient of any loss on the linearized outputs.
+
+        Args:
+            fn: Called once per chunk as ``fn(JV, batch)``, with the chunk's rows of ``J V``, (r,) for a vector V or
+                (r, k), and the `Batch`: ``batch.f`` are the network's outputs (n, c), ``batch.rest`` what came with the
+                data (targets), ``batch.index`` the examples' positions. Returns a tensor of the shape of JV.
+            V: (p,) or (p, k).
+
+        Example:
+            >>> import linnet
+            >>> X, y = torch.ones(6, 2), torch.zeros(6)
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian((X, y))
+            >>> J.fused(lambda JV, batch: batch.f.flatten() + JV - batch.rest, torch.zeros(J.shape[1])).shape
+            torch.Size([3])
+        """
+        vector = isinstance(V, Tensor) and V.ndim == 1
+
+        def by_piece(out: Tensor, piece: _Piece) -> Tensor:
+            given = out[:, 0] if vector else out
+            found = fn(given, replace(piece.batch, f=piece.f))
+            check_fn_result(self, found, given)
+            return found[:, None] if vector else found
+
+        return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block)[0])
+
+    def outputs(self) -> Tensor:
+        """f(x; theta0) for all examples, (n, c); forward passes only."""
+
+        def run() -> Tensor:
+            out = torch.zeros(self.n, self.c, dtype=self.dtype, device=self.device)
+            with torch.no_grad(), bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick:
+                for batch in self._batches(self._chunk()):
+                    with self.lin._setting(self._settings.precision):
+                        f = self.lin.forward({}, batch).to(self.dtype)
+                    _checks.check_outputs_finite(f, batch.start)
+                    out[batch.start : batch.start + batch.n] = f
+                    tick(batch.n)
+            share_rows(out, self.n, 1)
+            return out
+
+        return self._completed(run)
+
+    def minibatches(self, size: int, seed: int) -> Iterator[Jacobian]:
+        """Jacobians of shuffled minibatches, one epoch; their batches' ``index`` says which examples they hold.
+
+        Args:
+            size: Examples per minibatch; the last may be smaller.
+            seed: Of the permutation: take another one for each epoch.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(5, 2))
+            >>> [minibatch.shape for minibatch in J.minibatches(2, seed=0)]
+            [(2, 3), (2, 3), (1, 3)]
+        """
+        _checks.check_batch_size(size)
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed))
+        for index in order.split(size):
+            yield self.subset(index)
+
+    def subset(self, index: Tensor) -> Jacobian:
+        """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
+        part = object.__new__(Jacobian)
+        part._settings, part.lin, part._sample = self._settings, self.lin, self._sample
+        part._source = self._source.subset(index)
+        part.n, part.c = part._source.n, self.c
+        LinearOperator.__init__(part, (part.n * part.c, self.lin.p), dtype=self.dtype, device=self.device)
+        part.block = part.c
+        return part
+
+    @property
+    def index(self) -> Tensor:
+        """Positions of the examples in the full data, (n,)."""
+        indices = getattr(self._source, "indices", None)
+        return torch.arange(self.n) if indices is None else indices
+
+    # Gram matrices and norms.
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        if other is not None and not isinstance(other, Jacobian):
+            right = other.dense().T if scale is None else scale[:, None] * other.dense().T
+            return self._matmul(right)
+        total = self._grams(other, Scale(None if scale is None else scale.contiguous()), lambda factor: [("", factor)])
+        return total.get("", torch.zeros(self.shape[0], (other or self).shape[0], dtype=self.dtype, device=self.device))
+
+    def layer_grams(self) -> dict[str, Tensor]:
+        """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
+
+        Parameters that are tied form one layer, under their first name.
+        """
+        grams = self._grams(None, Scale(), self._by_layer)
+        zero = torch.zeros(self.shape[0], self.shape[0], dtype=self.dtype, device=self.device)
+        return {layer: grams[layer] if layer in grams else zero.clone() for layer in self.lin.layout.layers}
+
+    def _grams(
+        self, other: Jacobian | None, scale: Scale, parts: Callable[[Factor], list[tuple[str, Factor]]]
+    ) -> dict[str, Tensor]:
+        right = self if other is None else other
+        _checks.check_same_shapes(self.lin.layout.shapes, right.lin.layout.shapes)
+
+        def run() -> dict[str, Tensor]:
+            grams: dict[str, Tensor] = {}
+            rank, world = rank_and_world()
+            symmetric = other is None and world == 1
+            shape = (self.shape[0], right.shape[0])
+            for block in self._blocks(right):
+                pieces: Iterator[_Piece]
+                start = block[0].batch.start if symmetric else 0
+                pieces = right._pieces("gram", 1, "gram", start=start, stop=right.n, block=block if symmetric else ())
+                for b in pieces:
+                    for a in block:
+                        if symmetric and a.batch.start > b.batch.start:
+                            continue
+                        rows, columns = self._rows(a), right._rows(b)
+                        for name, x, y in _matched(a.factors, b.factors, parts):
+                            K = grams.get(name)
+                            if K is None:
+                                K = grams[name] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                            x.gram(y, scale, K[rows, columns])
+                        if symmetric and a.batch.start != b.batch.start:
+                            for K in grams.values():
+                                K[columns, rows] = K[rows, columns].T
+            for K in grams.values():
+                share_rows(K, self.n, self.c)
+            return grams
+
+        return self._completed(run)
+
+    def _blocks(self, right: Jacobian) -> Iterator[list[_Piece]]:
+        """This rank's examples in runs of chunks whose factors fit in memory together."""
+        limit = budget(self._settings.memory, self.device) // 2
+        block: list[_Piece] = []
+        held = 0
+        for piece in self._pieces("gram", 1, ""):
+            size = sum(f.bytes for f in piece.factors)
+            if block and held + size > limit:
+                yield block
+                block, held = [], 0
+            block.append(piece)
+            held += size
+        if block:
+            yield block
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        diagonal = Scale(None if scale is None else scale.contiguous())
+
+        def run() -> Tensor:
+            out = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
+            for piece in self._pieces("diag", 1, "diag J J^T"):
+                for factor in piece.factors:
+                    out[self._rows(piece)] += factor.diag(diagonal).flatten()
+            share_rows(out, self.n, self.c)
+            return out
+
+        return self._completed(run)
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        def run() -> Tensor:
+            total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
+            for piece in self._pieces("squares", 1, "diag J^T W J"):
+                part = torch.zeros(self.shape[1], dtype=self.dtype, device=self.device)
+                b = piece.batch
+                w = weight.view(self.n, self.c) if weight is not None and weight.ndim == 1 else weight
+                w = None if w is None else w[b.start : b.start + b.n]
+                for factor in piece.factors:
+                    factor.squares(w, part)
+                total += part
+            add_up(total)
+            return total.to(self.dtype)
+
+        return self._completed(run)
+
+    # The loop.
+
+    @property
+    def _own(self) -> tuple[int, int]:
+        return shard(self.n, *rank_and_world())
+
+    def _rows(self, piece: _Piece) -> slice:
+        start = piece.batch.start * self.c
+        return slice(start, start + piece.batch.n * self.c)
+
+    def _batches(self, size: int, start: int | None = None, stop: int | None = None) -> Iterator[Batch]:
+        self.lin.check_unchanged()
+        own = self._own
+        first, last = own[0] if start is None else start, own[1] if stop is None else stop
+        if last > first:
+            for batch in self._source.batches(size, first, last):
+                yield batch.to(self.device)
+
+    def _pieces(
+        self,
+        request: Request,
+        k: int,
+        label: str,
+        *,
+        start: int | None = None,
+        stop: int | None = None,
+        block: Sequence[_Piece] = (),
+    ) -> Iterator[_Piece]:
+        """The chunks of a pass, each prepared for a request; those of ``block`` are at hand already."""
+        s = self._settings
+        size = self._chunk() if request != "gram" else self._gram_chunk()
+        yield from block
+        start = block[-1].batch.start + block[-1].batch.n if block else start
+        first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
+        with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
+            for batch in self._batches(size, start, stop):
+                with arithmetic(s.precision, self.device):
+                    chunk = self._chunk_of(batch, request, k)
+                    _checks.check_outputs_finite(chunk.f, batch.start)
+                    factors = [prepare(f, request, k=k, engine=s.engine) for f in chunk.factors]
+                    yield _Piece(batch, chunk.f, factors)
+                tick(batch.n)
+
+    def _chunk_of(self, batch: Batch, request: Request, k: int) -> Chunk:
+        s, lin = self._settings, self.lin
+        product = request in PRODUCTS
+        if s.engine == "autodiff":
+            return lin.chunk(batch, s.precision, autodiff_only=True, columns=product)
+        if (
+            s.engine == "auto"
+            and product
+            and autodiff_wins(request, k=k, c=self.c)
+            and lin.can("forward_mode", batch)
+        ):
+            return lin.chunk(batch, s.precision, autodiff_only=True, columns=True)
+        few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
+        return lin.chunk(batch, s.precision, columns=few)
+
+    def _chunk(self) -> int:
+        s = self._settings
+        if isinstance(s.batch_size, int):
+            size = min(s.batch_size, self.n)
+        else:
+            size = chunk_size(self.n, s.per_example, budget(s.memory, self.device))
+        return size if s.largest is None else min(size, s.largest)
+
+    def _gram_chunk(self) -> int:
+        """Chunks of a Gram matrix: several, so that its symmetry halves the work."""
+        size = self._chunk()
+        return size if isinstance(self._settings.batch_size, int) else min(size, max(512, ceil(self.n / 16)))
+
+    def _completed(self, run: Callable[[], T]) -> T:
+        """The result of a pass; out of memory on the GPU, it starts again with half the chunk."""
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                size = self._chunk()
+                if size == 1:
+                    raise
+                if self._settings.largest is None:
+                    warnings.warn(
+                        f"linnet ran out of memory with chunks of {size} examples and goes on with smaller ones; "
+                        "pass memory= or batch_size= to choose them.",
+                        stacklevel=4,
+                    )
+                self._settings.largest = max(1, size // 2)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    # What it is made of.
+
+    @property
+    def plan(self) -> Plan:
+        """Which engine serves each layer, chunk and memory; print it."""
+        return self._plan()
+
+    def _by_layer(self, factor: Factor) -> list[tuple[str, Factor]]:
+        """The factor cut into its layers' columns."""
+        layers = [self._layer_at(r[0]) for r in factor.ranges]
+        if len(set(layers)) == 1:
+            return [(layers[0], factor)]
+        if isinstance(factor, Outer):
+            one = Outer(factor.x, factor.g, weight=factor.weight, swapped=factor.swapped)
+            two = Outer(factor.x, factor.g, weight=None, bias=factor.bias)
+            return [(layers[0], one), (layers[1], two)]
+        rows = factor.expand()
+        return [(layer, Rows([r], [part])) for layer, r, part in zip(layers, rows.ranges, rows.parts, strict=True)]
+
+    def _layer_at(self, position: int) -> str:
+        for layer, names in self.lin.layout.layers.items():
+            for name in names:
+                where = self.lin.layout.slices[name]
+                if where.start <= position < where.stop:
+                    return layer
+        raise AssertionError(position)
+
+    def _plan(self) -> Plan:
+        s, lin = self._settings, self.lin
+        structure = lin.last_structure
+        found: dict[str, tuple[int, set[str], set[str]]] = {}
+        for factor in self._sample:
+            for layer, part in self._by_layer(factor) if not isinstance(factor, Autodiff) else ():
+                uses, products, gram = found.get(layer, (0, set(), set()))
+                products = products | {choose(part, "fused", k=32, engine=s.engine)}
+                gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
+                found[layer] = (max(uses, part.size.T), products, gram)
+        lines = []
+        for layer, names in lin.layout.layers.items():
+            rules = dict.fromkeys(structure.rules.get(name, "") for name in names)
+            unused = all(name in structure.unused for name in names)
+            rest = any(name in structure.rest for name in names)
+            uses, products, gram = found.get(layer, (0, set(), set()))
+            if rest or s.engine == "autodiff":
+                products, gram = products | {"autodiff"}, gram | {"autodiff rows"}
+            lines.append(
+                Line(
+                    layer=layer,
+                    rule=" + ".join(r for r in rules if r) or ("unused" if unused else "none"),
+                    parameters=sum(lin.layout.shapes[name].numel() for name in names),
+                    uses=uses,
+                    products=", ".join(sorted(products)) or "zero",
+                    gram=", ".join(sorted(gram)) or "zero",
+                )
+            )
+        world = rank_and_world()[1]
+        note = f"{str(self.dtype).removeprefix('torch.')} on {self.device}, precision {s.precision}"
+        return Plan(
+            lines=tuple(lines),
+            shape=self.shape,
+            n=self.n,
+            c=self.c,
+            chunk=self._chunk(),
+            per_example=s.per_example,
+            budget=budget(s.memory, self.device),
+            data=self._source.kind,
+            note=note if world == 1 else f"{note}, {world} ranks",
+        )
+
+
+def _product(piece: _Piece, V: Tensor) -> Tensor:
+    """``J V`` of a chunk, (n c, k)."""
+    total = V.new_zeros(*piece.f.shape, V.shape[1])
+    for factor in piece.factors:
+        total += factor.matmul(V)
+    return total.flatten(0, 1)
+
+
+def _matched(
+    left: Sequence[Factor],
+    right: Sequence[Factor],
+    parts: Callable[[Factor], list[tuple[str, Factor]]],
+) -> Iterator[tuple[str, Factor, Factor]]:
+    """Pairs of factors over the same columns, with a name; columns that one side lacks are zero there."""
+    mine = {(name, f.ranges): f for factor in left for name, f in parts(factor)}
+    theirs = {(name, f.ranges): f for factor in right for name, f in parts(factor)}
+    for key in mine.keys() & theirs.keys():
+        yield key[0], mine[key], theirs[key]
+    lone = [(name, f) for (name, r), f in mine.items() if (name, r) not in theirs]
+    others = [(name, f) for (name, r), f in theirs.items() if (name, r) not in mine]
+    # The same parameters came in other forms (data-dependent calls, another model): meet as rows, range by range.
+    cut = [(name, r, p) for name, f in lone for r, p in _by_range(f)]
+    for name, (start, stop), part in cut:
+        for _, f in others:
+            for (a, b), other in _by_range(f):
+                low, high = max(start, a), min(stop, b)
+                if low < high:
+                    x = Rows([(low, high)], [part[..., low - start : high - start]])
+                    yield name, x, Rows([(low, high)], [other[..., low - a : high - a]])
+
+
+def _by_range(factor: Factor) -> list[tuple[tuple[int, int], Tensor]]:
+    rows = factor.expand()
+    return list(zip(rows.ranges, rows.parts, strict=True))

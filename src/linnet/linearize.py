@@ -1,0 +1,354 @@
+"""A trained network as the linear model it is to first order around its own weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from linnet import _checks, autodiff
+from linnet.autodiff import Autodiff
+from linnet.batch import Batch, leaves
+from linnet.capture import NO_COPIES, Recording, record
+from linnet.contexts import Precision, arithmetic, forward_mode, network
+from linnet.data import as_source
+from linnet.factors import Factor, combine
+from linnet.layers import LayoutError
+from linnet.params import Layout, Params, select
+from linnet.structure import PROBE, TOLERANCE, Structure, factors_of, gradients, inspect
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+
+Output = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The Jacobian of a few examples, in factors.
+
+    Attributes:
+        f: Outputs (n, c).
+        factors: Columns; those that are missing are zero.
+    """
+
+    f: Tensor
+    factors: list[Factor]
+
+
+def linearize(model: nn.Module, params: Params = None, *, output: Output | None = None) -> Linearization:
+    """The network as a linear model around its own weights, f(x; theta) ~ f(x; theta0) + J(x) (theta - theta0).
+
+    The module is never modified: linnet works on a copy of its structure that shares the parameters and is in eval
+    mode. Parameters that change afterwards (more training) are noticed, and refused.
+
+    Args:
+        model: Any module.
+        params: Which parameters: None for all trainable ones, a glob or a list of globs over their names, or a
+            callable ``(name, tensor) -> bool``.
+        output: From what the model returns to a tensor (n, c) or (n,). By default tensors are taken as they are, and
+            Hugging Face's outputs by their ``logits``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> lin = linearize(model)
+        >>> lin.p, lin(torch.zeros(5, 4)).shape
+        (67, torch.Size([5, 3]))
+        >>> linearize(model, "2.*").p
+        27
+    """
+    return Linearization(model, params, output=output)
+
+
+class Linearization:
+    """See `linearize`.
+
+    Attributes:
+        theta: The selected parameters, by name.
+        layout: Their places in the flat vector.
+        p: Their number.
+        dtype: Dtype of the Jacobian: the parameters', but at least float32.
+        device: Where the model is.
+    """
+
+    def __init__(self, model: nn.Module, params: Params = None, *, output: Output | None = None) -> None:
+        self.theta = {name: t.detach() for name, t in select(model, params).items()}
+        self.layout = Layout(self.theta)
+        self.p = self.layout.p
+        first = next(iter(self.theta.values()))
+        self.device = first.device
+        self.model_dtype = first.dtype
+        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        self._output = output
+        self._model = _shadow(model)
+        self._places = _places(self._model, select(model, params))
+        self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
+        self._copies = NO_COPIES
+        self._structures: dict[tuple[Any, ...], Structure] = {}
+        self.last_structure: Structure | None = None
+        self._abilities: dict[str, bool] = {}
+
+    def __repr__(self) -> str:
+        layers = len(self.layout.layers)
+        return f"Linearization({type(self._model).__name__}, p={self.p:,} in {layers} layers, {self.dtype})"
+
+    def __call__(self, x: Any) -> Tensor:
+        """f(x; theta0) as (n, c), for anything that the model takes: a tensor, an array, a tuple or a dict."""
+        source = as_source(x, self._model.forward)
+        batch = next(iter(source.batches(source.n))).to(self.device)
+        with torch.no_grad(), self._setting("highest"):
+            return self.forward({}, batch)
+
+    def jacobian(
+        self,
+        data: Any,
+        batch_size: int | str = "auto",
+        *,
+        memory: float | str = "auto",
+        precision: Precision = "highest",
+        engine: str = "auto",
+        progress: bool | None = None,
+    ) -> Jacobian:
+        """The Jacobian over a data set, (n * c, p), rows by example; a linear operator that is never stored.
+
+        Args:
+            data: Tensors, arrays, tuples, dicts, a Dataset or a DataLoader; see `linnet.data.as_source`.
+            batch_size: Examples per chunk, or "auto" for as many as the memory allows.
+            memory: Bytes that a pass may use for its chunk, or "auto" for a fraction of what is free.
+            precision: "highest" (IEEE float32, or the model's own dtype), "high" (tf32) or "bf16".
+            engine: "auto", or one of "rows", "bilinear", "ghost", "autodiff" to use it wherever it can serve.
+            progress: False for no progress bar; True or None for one on a terminal after two seconds.
+
+        Example:
+            >>> lin = linearize(nn.Linear(4, 3))
+            >>> J = lin.jacobian(torch.ones(5, 4))
+            >>> J.shape, (J @ torch.ones(lin.p)).shape, J.gram().shape
+            ((15, 15), torch.Size([15]), torch.Size([15, 15]))
+        """
+        from linnet.jacobian import Jacobian
+
+        source = as_source(data, self._model.forward)
+        return Jacobian(
+            self, source, batch_size=batch_size, memory=memory, precision=precision, engine=engine, progress=progress
+        )
+
+    # What the Jacobian is made of.
+
+    def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Outputs (n, c) of a batch with some parameters replaced."""
+        full = {place: theta.get(name, self.theta[name]) for place, name in self._places.items()}
+        try:
+            raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
+        except (RuntimeError, TypeError) as error:
+            _checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
+            raise
+        out = _checks.output_tensor(raw) if self._output is None else self._output(raw)
+        return _checks.output_matrix(out, batch.n)
+
+    def check_unchanged(self) -> None:
+        """Raise if a parameter of the model has changed since it was linearized."""
+        for name, (t, version) in self._watched.items():
+            if t._version != version:
+                raise _checks.changed_parameter(name)
+
+    def structure(self, batch: Batch) -> Structure:
+        """Which rules serve a batch, checked on its first examples if its calls are new."""
+        with self._setting("highest"):
+            recording = self._record(batch.part(0, min(PROBE, batch.n)))
+        return self._structure(recording, batch)
+
+    def chunk(
+        self, batch: Batch, precision: Precision, *, autodiff_only: bool = False, columns: bool = False
+    ) -> Chunk:
+        """The Jacobian of a batch in factors.
+
+        Args:
+            batch: The examples, on the model's device.
+            precision: Of the network's passes.
+            autodiff_only: Use no layer rules.
+            columns: Autodiff's products go column by column.
+        """
+        if autodiff_only:
+            with self._setting(precision), torch.no_grad():
+                f = self.forward({}, batch)
+            rest = [self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns)]
+            return Chunk(f.to(self.dtype), rest)
+        with self._setting(precision):
+            recording = self._record(batch)
+            structure = self._structure(recording, batch)
+            factors, structure = self._captured(recording, structure, batch)
+        if structure.rest:
+            c = recording.out.shape[1]
+            factors.append(self._autodiff(structure.rest, batch, c, precision, columns))
+        return Chunk(recording.out.detach().to(self.dtype), factors)
+
+    def _captured(
+        self, recording: Recording, structure: Structure, batch: Batch
+    ) -> tuple[list[Factor], Structure]:
+        out = recording.out
+        pairs = [(use, kept) for use, kept in zip(recording.uses, structure.kept, strict=True) if kept]
+        if structure.unused and out.requires_grad:
+            leaves = [recording.leaves[name] for name in structure.unused]
+            found = torch.autograd.grad(out.sum(), leaves, retain_graph=True, allow_unused=True)
+            late = [name for name, g in zip(structure.unused, found, strict=True) if g is not None]
+            if late:  # used for some examples only
+                return self._demoted(recording, structure, late, batch)
+        seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
+        grads = gradients(out, [use for use, _ in pairs], seeds, batched=structure.batched)
+        factors: list[Factor] = []
+        for (use, kept), g in zip(pairs, grads, strict=True):
+            if g is None:
+                continue
+            try:
+                factors += factors_of(use, kept, g, n=batch.n, dtype=self.dtype)
+            except LayoutError:  # another number of rows than examples: data-dependent routing
+                names = [slot.name for slot in kept.slots.values()]
+                return self._demoted(recording, structure, names, batch)
+        return combine(factors), structure
+
+    def _demoted(
+        self, recording: Recording, structure: Structure, names: list[str], batch: Batch
+    ) -> tuple[list[Factor], Structure]:
+        """Leave parameters to autodiff from now on, whose use depends on the data."""
+        structure = self._structures[recording.signature] = structure.without(names)
+        return self._captured(recording, structure, batch)
+
+    def _record(self, batch: Batch) -> Recording:
+        recording = record(lambda theta: self.forward(theta, batch), self.theta, self.layout, copies=self._copies)
+        self._copies = recording.copies
+        return recording
+
+    def _structure(self, recording: Recording, batch: Batch) -> Structure:
+        found = self._structures.get(recording.signature)
+        if found is None:
+            probe = batch.part(0, min(PROBE, batch.n))
+            with self._setting("highest"):
+                small = self._record(probe)
+                self._check_independent(small.out, probe)
+                if small.signature != recording.signature:
+                    # The calls depend on the data beyond the first examples: trust no rule with them.
+                    every = tuple(self.theta)
+                    found = Structure([None] * len(recording.uses), every, ())
+                else:
+                    found = inspect(small, self.dtype, names=tuple(self.theta))
+            self._structures[recording.signature] = found
+        self.last_structure = found
+        return found
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether some parameters are left to autodiff."""
+        return any(structure.rest for structure in self._structures.values())
+
+    def _check_independent(self, out: Tensor, probe: Batch) -> None:
+        """Raise if the outputs are random, or change with the other examples of the batch."""
+        tolerance = TOLERANCE[self.model_dtype]
+        with torch.no_grad():
+            if not _checks.close(self.forward({}, probe), out, tolerance):
+                raise _checks.random_output()
+            if probe.n > 1 and not _checks.close(
+                self.forward({}, probe.part(0, probe.n - 1)), out[:-1], tolerance
+            ):
+                raise _checks.examples_interact()
+
+    def _autodiff(
+        self, names: tuple[str, ...], batch: Batch, c: int, precision: Precision, columns: bool
+    ) -> Autodiff:
+        def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            with self._setting(precision), forward_mode(self._model):
+                return self.forward(theta, part)
+
+        vectorize = self.can("vectorize", batch)
+        return Autodiff(
+            forward,
+            self.theta,
+            names,
+            self.layout,
+            batch,
+            c=c,
+            dtype=self.dtype,
+            vectorize=vectorize,
+            columns=columns and self.can("forward_mode", batch),
+        )
+
+    def can(self, ability: str, batch: Batch) -> bool:
+        """Whether the model supports "vectorize" (vmap over examples) or "forward_mode", tried once on an example.
+
+        Half-precision models use neither: their tangents would be rounded to half precision.
+        """
+        if self.model_dtype != self.dtype:
+            return False
+        if ability not in self._abilities:
+            probe = batch.part(0, min(2, batch.n))
+            self._abilities[ability] = self._try(ability, probe)
+        return self._abilities[ability]
+
+    def _try(self, ability: str, probe: Batch) -> bool:
+        """Compare one random combination of the outputs with reverse mode."""
+        if ability == "forward_mode" and _pads(self._model):
+            return False  # torch's forward mode counts the padding row of an embedding, reverse mode does not
+        u = None
+
+        def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            with self._setting("highest"), forward_mode(self._model):
+                f = self.forward(theta, part)
+            return f if u is None else (f * u).sum(1, keepdim=True)
+
+        with torch.no_grad():
+            c = forward({}, probe).shape[1]
+        u = torch.linspace(0.5, 1.5, c, dtype=self.dtype, device=self.device)
+        exact = autodiff.rows(forward, self.theta, probe, vectorize=False)
+        try:
+            if ability == "vectorize":
+                found = autodiff.rows(forward, self.theta, probe, vectorize=True)
+                pairs = [(found[name], exact[name]) for name in exact]
+            else:
+                tangent = {name: torch.cos(torch.arange(t.numel()).to(t)).view_as(t) for name, t in self.theta.items()}
+                product = autodiff.jvp_of(lambda theta: forward(theta, probe), self.theta, tangent)
+                along = [(exact[name] * tangent[name]).reshape(probe.n, 1, -1).sum(2) for name in exact]
+                pairs = [(product, torch.stack(along).sum(0))]
+        except (RuntimeError, NotImplementedError, ValueError):
+            return False
+        return all(_checks.close(a, b, TOLERANCE[self.model_dtype]) for a, b in pairs)
+
+    @contextmanager
+    def _setting(self, precision: Precision) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(arithmetic(precision, self.device))
+            stack.enter_context(network(self._model, precision, self.device))
+            yield
+
+
+def _shadow(model: nn.Module) -> nn.Module:
+    """A copy of the module's structure in eval mode that shares its parameters; buffers are copied."""
+    memo = {id(t): t for t in model.parameters()}
+    try:
+        return copy.deepcopy(model, memo).eval()
+    except Exception as error:
+        raise TypeError(
+            f"linnet works on a copy of the module's structure, and {type(model).__name__} cannot be copied "
+            f"({error}). Remove what copy.deepcopy cannot handle, such as tensors with a graph kept as attributes."
+        ) from error
+
+
+def _places(model: nn.Module, selected: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every place where a selected parameter hangs in the module tree, to its name; each module once."""
+    names = {id(t): name for name, t in selected.items()}
+    return {
+        f"{prefix}.{key}" if prefix else key: names[id(t)]
+        for prefix, module in model.named_modules()
+        for key, t in module._parameters.items()
+        if t is not None and id(t) in names
+    }
+
+
+def _pads(model: nn.Module) -> bool:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return any(isinstance(m, kinds) and m.padding_idx is not None for m in model.modules())

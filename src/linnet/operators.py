@@ -1,0 +1,576 @@
+r"""Linear operators and their algebra.
+
+A `LinearOperator` is a matrix known through its products. A subclass writes two methods, ``_matmul`` and
+``_rmatmul``; the adjoint, the normal product and the compositions follow. Compositions change the columns
+only, and any chain of them collapses into one `Affine` over the same base:
+
+.. math:: B = A[:, \mathrm{index}] \, \mathrm{diag}(d) - 1 z^\top
+
+so Fisher vectors, priors and dropped columns cost no pass beyond those of ``A`` itself.
+
+Letters: ``V`` lives on the columns, ``U`` on the rows, ``k`` is the number of vectors in a block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+Rows = slice | Tensor
+"""The rows a chunk covers: a slice, or a long tensor of row numbers."""
+
+RowFn = Callable[[Tensor, Rows], Tensor]
+"""Maps a chunk ``A V`` of shape (r, k) and the rows it covers to another (r, k) tensor."""
+
+
+class LinearOperator(ABC):
+    """A matrix of shape (rows, cols), known through its products.
+
+    Subclasses write ``_matmul`` and ``_rmatmul``. Those that stream over rows also write ``_fused``, and
+    those that can do better than an error write ``_gram``, ``_gram_diag`` and ``_column_norms``. The methods
+    with an underscore get blocks that are already checked.
+
+    Args:
+        shape: (rows, cols).
+        dtype: Dtype of the products; vectors must have it too.
+        device: Device of the products; vectors must be there too.
+    """
+
+    symbol = "A"  # how error texts write this operator
+    block: int | None = None  # the size that (n, c, c) weights must have, where chunks need it
+
+    def __init__(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+
+    # What a subclass writes.
+
+    @abstractmethod
+    def _matmul(self, V: Tensor) -> Tensor:
+        """``A V``: (cols, k) to (rows, k)."""
+
+    @abstractmethod
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        """``A^T U``: (rows, k) to (cols, k)."""
+
+    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
+        """``A^T fn(A V)`` of shape (cols, k), and the column sums of ``fn(A V)`` of shape (k,).
+
+        An operator that streams over rows calls ``fn`` once per chunk and needs a single pass.
+        """
+        U = fn(self._matmul(V), slice(0, self.shape[0]))
+        return self._rmatmul(U), U.sum(0)
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        raise NotImplementedError(f"{self.name} has no gram")
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        raise NotImplementedError(f"{self.name} has no gram_diag")
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        raise NotImplementedError(f"{self.name} has no column_norms")
+
+    # Products.
+
+    @property
+    def name(self) -> str:
+        """What error texts call this operator."""
+        return type(self).__name__
+
+    @property
+    def T(self) -> LinearOperator:
+        """The adjoint; ``A.T.T`` is ``A`` itself."""
+        return Adjoint(self)
+
+    def __matmul__(self, V: Tensor) -> Tensor:
+        """``A V`` for V of shape (cols,) or (cols, k)."""
+        return by_block(self, V, self._matmul)
+
+    def normal(self, V: Tensor, weight: Tensor | None = None) -> Tensor:
+        r"""The normal product :math:`A^\top W A V`, in one pass where the operator streams.
+
+        Args:
+            V: (cols,) or (cols, k).
+            weight: None for the identity, (rows,) for a diagonal ``W``, or (n, c, c) with ``n * c = rows``
+                for a block-diagonal one over consecutive rows.
+
+        >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> A.normal(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 3.0]))
+        tensor([4., 6.])
+        """
+        check_weight(self, weight)
+        return by_block(self, V, lambda block: self._fused(lambda U, rows: weigh(U, weight, rows), block)[0])
+
+    def fused(self, fn: RowFn, V: Tensor) -> Tensor:
+        r""":math:`A^\top \mathrm{fn}(A V)`, in one pass where the operator streams.
+
+        Args:
+            fn: Called as ``fn(U, rows)``, perhaps many times, with the chunk ``U = (A V)[rows]`` of shape
+                (r,) for a vector V, or (r, k), and the rows it covers; returns a tensor of that shape.
+            V: (cols,) or (cols, k).
+
+        >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> A.fused(lambda U, rows: U.square(), torch.tensor([1.0, 1.0]))
+        tensor([10., 18.])
+        """
+        vector = isinstance(V, Tensor) and V.ndim == 1
+
+        def checked(U: Tensor, rows: Rows) -> Tensor:
+            given = U[:, 0] if vector else U
+            out = fn(given, rows)
+            check_fn_result(self, out, given)
+            return out[:, None] if vector else out
+
+        return by_block(self, V, lambda block: self._fused(checked, block)[0])
+
+    def gram(self, other: LinearOperator | None = None, scale: Tensor | None = None) -> Tensor:
+        r"""The dense :math:`A \, \mathrm{diag}(\mathrm{scale}) \, B^\top`, with B = ``other`` or A itself.
+
+        Args:
+            other: An operator with the same number of columns; None means this one.
+            scale: (cols,); None means ones.
+
+        Returns:
+            (rows, rows of other).
+
+        >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> A.gram(scale=torch.tensor([1.0, 10.0]))
+        tensor([[ 1.,  1.],
+                [ 1., 41.]])
+        """
+        if other is not None and other.shape[1] != self.shape[1]:
+            raise ValueError(
+                f"{self.name} has {self.shape[1]} columns, so gram needs another operator with as many; "
+                f"got {other.name} of shape {other.shape}."
+            )
+        check_vector(self, "gram", "scale", scale, self.shape[1])
+        if isinstance(other, Affine) and not isinstance(self, Affine):
+            return other._gram(self, scale).T
+        return self._gram(None if other is self else other, scale)
+
+    def gram_diag(self, scale: Tensor | None = None) -> Tensor:
+        """The diagonal of ``gram(scale=scale)``, (rows,): squared row norms."""
+        check_vector(self, "gram_diag", "scale", scale, self.shape[1])
+        return self._gram_diag(scale)
+
+    def column_norms(self, weight: Tensor | None = None) -> Tensor:
+        r"""The diagonal of :math:`A^\top W A`, (cols,): squared column norms; ``weight`` as in `normal`."""
+        check_weight(self, weight)
+        return self._column_norms(weight)
+
+    # Compositions.
+
+    def scaled(self, d: Tensor) -> LinearOperator:
+        """``A diag(d)``, with d of shape (cols,)."""
+        check_vector(self, "scaled", "d", d, self.shape[1])
+        return Affine(self, d=d)
+
+    def centered(self, z: Tensor) -> LinearOperator:
+        """``A - 1 z^T``, with z of shape (cols,)."""
+        check_vector(self, "centered", "z", z, self.shape[1])
+        return Affine(self, z=z)
+
+    def columns(self, index: Tensor) -> LinearOperator:
+        """``A[:, index]``, with a boolean mask of shape (cols,) or a long tensor of column numbers.
+
+        >>> A = Matrix(torch.eye(3))
+        >>> A.columns(torch.tensor([True, False, True])).shape
+        (3, 2)
+        """
+        return Affine(self, index=_column_numbers(self, index))
+
+    def dense(self, *, block: int = 256, limit: int = 100_000_000) -> Tensor:
+        """The matrix itself, by products with the identity on its shorter side; for small operators.
+
+        Args:
+            block: Columns of the identity in one product.
+            limit: Refuse to build more entries than this.
+        """
+        rows, cols = self.shape
+        if rows * cols > limit:
+            raise ValueError(
+                f"{self.name} has shape {self.shape}, {rows * cols} entries, and dense() stops at {limit}. "
+                f"Use products such as {self.symbol} @ V, or raise limit."
+            )
+        if rows < cols:
+            return Adjoint(self).dense(block=block, limit=limit).T
+        eye = torch.eye(cols, dtype=self.dtype, device=self.device)
+        parts = [self._matmul(part) for part in torch.split(eye, block, dim=1)]
+        return torch.cat(parts, 1) if parts else eye.new_zeros(rows, cols)
+
+    def __repr__(self) -> str:
+        return f"{self.name}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+
+
+@final
+class Adjoint(LinearOperator):
+    """``A^T``. A fused product with it takes two passes: the rows of ``A^T`` are not streamed.
+
+    >>> A = Matrix(torch.tensor([[1.0, 2.0]]))
+    >>> A.T @ torch.ones(1), A.T.T is A
+    (tensor([1., 2.]), True)
+    """
+
+    def __init__(self, base: LinearOperator) -> None:
+        super().__init__((base.shape[1], base.shape[0]), dtype=base.dtype, device=base.device)
+        self.base = base
+        self.symbol = f"{base.symbol}.T"
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}.T"
+
+    @property
+    def T(self) -> LinearOperator:
+        return self.base
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        return self.base._rmatmul(V)
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        return self.base._matmul(U)
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        return self.base.column_norms(scale)
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        if weight is not None and weight.ndim == 3:
+            raise NotImplementedError(f"{self.name} has no column_norms with a block-diagonal weight")
+        return self.base.gram_diag(weight)
+
+
+@final
+class Affine(LinearOperator):
+    r"""``B = A[:, index] diag(d) - 1 z^T``: every composition that acts on columns.
+
+    Compositions of an `Affine` fold into another over the same base ``A``. ``_fused`` is one pass of ``A``; a
+    centered Gram needs one product with ``A`` (two when ``other`` is centered too) beside the Gram of ``A``.
+    Centered Gram diagonals and column norms are differences of two positive terms, hence only accurate to
+    ``eps`` times the uncentered ones.
+
+    Args:
+        base: The operator ``A``.
+        index: Long column numbers of ``A``; None means all.
+        d: (cols,) factors; None means ones.
+        z: (cols,) shifts; None means zeros.
+
+    >>> A = Matrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> A.centered(torch.tensor([2.0, 3.0])).scaled(torch.tensor([1.0, 10.0])).dense()
+    tensor([[ -1., -10.],
+            [  1.,  10.]])
+    """
+
+    def __init__(
+        self,
+        base: LinearOperator,
+        *,
+        index: Tensor | None = None,
+        d: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> None:
+        cols = base.shape[1] if index is None else len(index)
+        super().__init__((base.shape[0], cols), dtype=base.dtype, device=base.device)
+        self.base, self.index, self.d, self.z = base, index, d, z
+        self.block = base.block
+
+    def scaled(self, d: Tensor) -> LinearOperator:
+        check_vector(self, "scaled", "d", d, self.shape[1])
+        z = None if self.z is None else self.z * d
+        return Affine(self.base, index=self.index, d=_times(self.d, d), z=z)
+
+    def centered(self, z: Tensor) -> LinearOperator:
+        check_vector(self, "centered", "z", z, self.shape[1])
+        return Affine(self.base, index=self.index, d=self.d, z=z if self.z is None else self.z + z)
+
+    def columns(self, index: Tensor) -> LinearOperator:
+        index = _column_numbers(self, index)
+        d, z = (None if x is None else x[index] for x in (self.d, self.z))
+        return Affine(self.base, index=index if self.index is None else self.index[index], d=d, z=z)
+
+    # M = (selection of columns) diag(d), so that B = A M - 1 z^T.
+
+    def _push(self, V: Tensor) -> Tensor:
+        """``M V``: from this operator's columns to the base's."""
+        return self._scatter(V if self.d is None else self.d[:, None] * V)
+
+    def _pull(self, X: Tensor) -> Tensor:
+        """``M^T X``: from the base's columns to this operator's."""
+        X = X if self.index is None else X[self.index]
+        return X if self.d is None else self.d[:, None] * X
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        if self.index is None:
+            return x
+        return x.new_zeros(self.base.shape[1], *x.shape[1:]).index_add(0, self.index, x)
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        U = self.base._matmul(self._push(V))
+        return U if self.z is None else U - self.z @ V
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        X = self._pull(self.base._rmatmul(U))
+        return X if self.z is None else X - torch.outer(self.z, U.sum(0))
+
+    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
+        if self.z is None:
+            X, sums = self.base._fused(fn, self._push(V))
+            return self._pull(X), sums
+        shift = self.z @ V
+        X, sums = self.base._fused(lambda U, rows: fn(U - shift, rows), self._push(V))
+        return self._pull(X) - torch.outer(self.z, sums), sums
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        # (A M - 1 z^T) S (A' M' - 1 z'^T)^T; M S M'^T is diagonal when both select the same columns.
+        B = self if other is None else other if isinstance(other, Affine) else Affine(other)
+        if not _same_columns(self.index, B.index):
+            raise NotImplementedError(
+                f"{self.name} has no gram with an operator that selects other columns of its base. "
+                f"Select the same columns of both."
+            )
+        inner = self._inner(_times(_times(self.d, B.d), scale))
+        K = self.base.gram(None if B.base is self.base else B.base, scale=inner)
+        if B.z is not None:
+            mine = self._product(B.z, scale)
+            K = K - mine[:, None]
+        if self.z is not None:
+            K = K - (mine if B is self else B._product(self.z, scale))
+        if self.z is not None and B.z is not None:
+            K = K + _dot(self.z, B.z, scale)
+        return K
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        diag = self.base.gram_diag(scale=self._inner(_times(_times(self.d, self.d), scale)))
+        if self.z is None:
+            return diag
+        return diag - 2 * self._product(self.z, scale) + _dot(self.z, self.z, scale)
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        norms = self.base.column_norms(weight)
+        norms = norms if self.index is None else norms[self.index]
+        norms = norms if self.d is None else self.d.square() * norms
+        if self.z is None:
+            return norms
+        # diag(B^T W B) = diag(M^T A^T W A M) - z * M^T A^T (W + W^T) 1 + z^2 (1^T W 1)
+        ones = torch.ones(self.shape[0], 1, dtype=self.dtype, device=self.device)
+        every = slice(0, self.shape[0])
+        transposed = weight.mT if weight is not None and weight.ndim == 3 else weight
+        W1 = weigh(ones, weight, every)
+        cross = self._pull(self.base._rmatmul(W1 + weigh(ones, transposed, every)))[:, 0]
+        return norms - self.z * cross + self.z.square() * W1.sum()
+
+    def _inner(self, scale: Tensor | None) -> Tensor | None:
+        """The diagonal of (selection) diag(scale) (selection)^T, over the base's columns."""
+        if self.index is None:
+            return scale
+        return self._scatter(torch.ones_like(self.index, dtype=self.dtype) if scale is None else scale)
+
+    def _product(self, v: Tensor, scale: Tensor | None) -> Tensor:
+        """``A M diag(scale) v``, (rows,)."""
+        v = v if scale is None else scale * v
+        return self.base._matmul(self._push(v[:, None]))[:, 0]
+
+
+@final
+class Matrix(LinearOperator):
+    """A dense matrix as an operator: the reference for the others.
+
+    >>> Matrix(torch.eye(2)) @ torch.tensor([1.0, 2.0])
+    tensor([1., 2.])
+    """
+
+    def __init__(self, A: Tensor) -> None:
+        if A.ndim != 2 or not A.is_floating_point():
+            raise ValueError(
+                f"Matrix needs a floating tensor of shape (rows, cols); got {tuple(A.shape)}, {A.dtype}."
+            )
+        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
+        self.A = A
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        return self.A @ V
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        return self.A.T @ U
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        right = self.A.T if scale is None else scale[:, None] * self.A.T
+        return self.A @ right if other is None else other._matmul(right).T
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        square = self.A.square()
+        return square.sum(1) if scale is None else square @ scale
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        return (self.A * weigh(self.A, weight, slice(0, self.shape[0]))).sum(0)
+
+
+@final
+class LowRank(LinearOperator):
+    """``U diag(s) V^T``, never multiplied out.
+
+    Args:
+        U: (rows, r).
+        s: (r,).
+        V: (cols, r).
+
+    >>> LowRank(torch.ones(3, 1), torch.tensor([2.0]), torch.ones(4, 1)) @ torch.ones(4)
+    tensor([8., 8., 8.])
+    """
+
+    def __init__(self, U: Tensor, s: Tensor, V: Tensor) -> None:
+        r = s.numel()
+        if U.ndim != 2 or V.ndim != 2 or s.ndim != 1 or U.shape[1] != r or V.shape[1] != r:
+            raise ValueError(
+                f"LowRank needs U (rows, r), s (r,) and V (cols, r); "
+                f"got {tuple(U.shape)}, {tuple(s.shape)} and {tuple(V.shape)}."
+            )
+        if len({(x.dtype, x.device) for x in (U, s, V)}) > 1 or not U.is_floating_point():
+            raise TypeError(
+                f"LowRank needs U, s and V of one floating dtype on one device; got "
+                f"{', '.join(f'{x.dtype} on {x.device}' for x in (U, s, V))}."
+            )
+        super().__init__((U.shape[0], V.shape[0]), dtype=U.dtype, device=U.device)
+        self.U, self.s, self.V = U, s, V
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        return self.U @ (self.s[:, None] * (self.V.T @ V))
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        return self.V @ (self.s[:, None] * (self.U.T @ U))
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        right = self.V if scale is None else scale[:, None] * self.V
+        return (self.U * self.s) @ (self if other is None else other)._matmul(right).T
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        right = self.V if scale is None else scale[:, None] * self.V
+        left = self.U * self.s
+        return (left * (left @ (self.V.T @ right))).sum(1)
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        left = self.V * self.s
+        return (left * (left @ (self.U.T @ weigh(self.U, weight, slice(0, self.shape[0]))))).sum(1)
+
+
+# Weights on rows.
+
+
+def weigh(U: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
+    """``W U`` for the chunk ``U`` (r, k) that covers ``rows`` of an operator.
+
+    Args:
+        U: (r, k).
+        weight: The weight of *all* rows: None, (rows,) or (n, c, c). Blocks are never cut: with an (n, c, c)
+            weight the chunk covers whole examples.
+        rows: The rows of the chunk.
+
+    >>> weigh(torch.ones(2, 1), torch.tensor([1.0, 2.0, 3.0]), slice(1, 3)).T
+    tensor([[2., 3.]])
+    """
+    if weight is None:
+        return U
+    if weight.ndim == 1:
+        return weight[rows][:, None] * U
+    c = weight.shape[-1]
+    blocks = slice(rows.start // c, rows.stop // c) if isinstance(rows, slice) else rows[::c] // c
+    return (weight[blocks] @ U.reshape(-1, c, U.shape[1])).reshape(U.shape)
+
+
+def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:
+    """Raise unless a function given to ``fused`` has returned the shape that it was given."""
+    if out.shape != given.shape:
+        raise ValueError(
+            f"{op.name}.fused needs fn to return the shape it is given, {tuple(given.shape)}; "
+            f"got {tuple(out.shape)}."
+        )
+
+
+def check_weight(op: LinearOperator, weight: Tensor | None) -> None:
+    """Raise unless ``weight`` is None, (rows,) or (n, c, c) with ``n * c = rows``."""
+    if weight is None:
+        return
+    rows, shape, c = op.shape[0], tuple(weight.shape), op.block
+    blocks = len(shape) == 3 and shape[1] == shape[2] and shape[0] * shape[1] == rows and c in (None, shape[1])
+    if shape != (rows,) and not blocks:
+        known = f"(n, c, c) with n * c = {rows}" if c is None else f"({rows // c}, {c}, {c})"
+        raise ValueError(f"{op.name} has {rows} rows, so weight needs shape ({rows},), or {known}; got {shape}.")
+    _check_kind(op, "weight", weight)
+
+
+def check_vector(op: LinearOperator, method: str, name: str, x: Tensor | None, size: int) -> None:
+    """Raise unless ``x`` is None or a vector of shape (size,) with the operator's dtype and device."""
+    if x is None:
+        return
+    if tuple(x.shape) != (size,):
+        raise ValueError(
+            f"{op.name} has shape {op.shape}, so {method} needs {name} of shape ({size},); "
+            f"got {tuple(x.shape)}."
+        )
+    _check_kind(op, name, x)
+
+
+def by_block(op: LinearOperator, V: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """Check ``V`` and run ``product`` on it as a block of columns; a vector gives a vector."""
+    if not isinstance(V, Tensor):
+        raise TypeError(
+            f"{op.name} multiplies tensors of shape ({op.shape[1]},) or ({op.shape[1]}, k); "
+            f"got {type(V).__name__}."
+        )
+    if V.ndim not in (1, 2) or V.shape[0] != op.shape[1]:
+        swapped = V.ndim in (1, 2) and V.shape[0] == op.shape[0]
+        hint = f" For the transpose use {op.T.symbol} @ V." if swapped else ""
+        raise ValueError(
+            f"{op.name} has shape {op.shape}, so {op.symbol} @ V needs V of shape ({op.shape[1]},) or "
+            f"({op.shape[1]}, k); got {tuple(V.shape)}.{hint}"
+        )
+    _check_kind(op, "V", V)
+    return product(V) if V.ndim == 2 else product(V[:, None])[:, 0]
+
+
+def _check_kind(op: LinearOperator, name: str, x: Tensor) -> None:
+    if x.dtype != op.dtype or x.device != op.device:
+        raise TypeError(
+            f"{op.name} is {op.dtype} on {op.device}, so {name} must be too; got {x.dtype} on {x.device}. "
+            f"Convert it with {name}.to({op.dtype}, device={str(op.device)!r})."
+        )
+
+
+def _column_numbers(op: LinearOperator, index: Tensor) -> Tensor:
+    """A mask or an index as checked long column numbers on the operator's device."""
+    cols = op.shape[1]
+    if index.ndim != 1 or index.dtype not in (torch.bool, torch.int64):
+        raise TypeError(
+            f"{op.name} has {cols} columns, so columns needs a boolean mask of shape ({cols},) or a vector "
+            f"of int64 column numbers; got {index.dtype} of shape {tuple(index.shape)}."
+        )
+    if index.dtype == torch.bool:
+        if len(index) != cols:
+            raise ValueError(
+                f"{op.name} has {cols} columns, so a mask needs shape ({cols},); got ({len(index)},)."
+            )
+        index = index.nonzero()[:, 0]
+    if len(index) == 0:
+        raise ValueError(f"{op.name} has {cols} columns and none was selected; select at least one.")
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= cols:
+        bad = low if low < 0 else high
+        raise IndexError(f"{op.name} has columns 0 to {cols - 1}; got column {bad}.")
+    return index.to(op.device)
+
+
+def _same_columns(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """``a * b``, where None stands for ones."""
+    return b if a is None else a if b is None else a * b
+
+
+def _dot(a: Tensor, b: Tensor, scale: Tensor | None) -> Tensor:
+    return a @ b if scale is None else (a * scale) @ b

@@ -1,0 +1,178 @@
+"""Which parameters are linearized, and how their named tensors lie in one flat vector of length p."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from linnet import _checks
+
+Params = str | Sequence[str] | Callable[[str, Tensor], bool] | None
+
+
+def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
+    """The selected parameters of a model by name, in the order of ``model.named_parameters()``.
+
+    A tied parameter appears once, under its first name; a glob may use any of its names.
+
+    Args:
+        model: Any module. Its parameters share one device.
+        params: ``None`` for every floating parameter that requires a gradient; a glob over full names such
+            as ``"layer4.*"``, or several globs (these also select frozen parameters; ``*`` crosses dots); or
+            a callable ``(name, tensor) -> bool``, asked about every floating parameter.
+
+    Returns:
+        The model's own ``nn.Parameter`` objects, not copies.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> list(select(model))
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> list(select(model, "2.*"))
+        ['2.weight', '2.bias']
+        >>> list(select(model, lambda name, tensor: tensor.ndim == 2))
+        ['0.weight', '2.weight']
+    """
+    _checks.check_module(model)
+    _checks.check_params_argument(params)
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    _checks.check_materialized(parameters)
+    _checks.check_one_device(parameters)
+    floating = {name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}
+
+    if params is None:
+        selected = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        _checks.check_not_complex(selected)
+    elif callable(params):
+        selected = {name: tensor for name, tensor in floating.items() if params(name, tensor)}
+    else:
+        chosen = _glob(model, floating, [params] if isinstance(params, str) else list(params))
+        selected = {name: tensor for name, tensor in floating.items() if name in chosen}
+
+    _checks.check_selected(selected, parameters)
+    _checks.check_one_dtype(selected)
+    return selected
+
+
+def _glob(model: nn.Module, floating: Mapping[str, Tensor], globs: Sequence[str]) -> set[str]:
+    """First names of the parameters that any of the globs matches under any of their names."""
+    first = {id(tensor): name for name, tensor in floating.items()}
+    aliases = {
+        alias: first[id(tensor)]
+        for alias, tensor in model.named_parameters(remove_duplicate=False)
+        if id(tensor) in first
+    }
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    chosen: set[str] = set()
+    for glob in globs:
+        # A full name is meant as it is, also where it contains a bracket (ParameterDict keys).
+        matched = [glob] if glob in aliases else [alias for alias in aliases if fnmatchcase(alias, glob)]
+        _checks.check_glob_matched(glob, matched, list(aliases), modules)
+        chosen.update(aliases[alias] for alias in matched)
+    return chosen
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """Where named tensors lie in one flat vector: in their order, each flattened row by row.
+
+    It holds names and shapes only, no data. Two layouts are equal when names, order and shapes are.
+
+    Args:
+        tensors: The named tensors whose order and shapes the layout takes.
+
+    Attributes:
+        names: The names in order.
+        shapes: Name to shape.
+        offsets: Name to the position of its first entry.
+        slices: Name to its slice of the flat vector.
+        layers: Layer name to the names of its parameters. The layer is everything before the last dot; a
+            parameter of the root module is its own layer.
+        p: The length of the flat vector.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> layout = Layout(select(model))
+        >>> layout.p, layout.slices["2.weight"], layout.layers["2"]
+        (13, slice(9, 12, None), ['2.weight', '2.bias'])
+        >>> vector = layout.flatten(select(model))
+        >>> vector.shape, layout.unflatten(vector)["0.weight"].shape
+        (torch.Size([13]), torch.Size([3, 2]))
+    """
+
+    names: tuple[str, ...]
+    shapes: dict[str, torch.Size] = field(hash=False)
+    offsets: dict[str, int] = field(compare=False, repr=False)
+    slices: dict[str, slice] = field(compare=False, repr=False)
+    layers: dict[str, list[str]] = field(compare=False, repr=False)
+    p: int = field(compare=False)
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        _checks.check_not_empty(tensors)
+        offsets: dict[str, int] = {}
+        slices: dict[str, slice] = {}
+        layers: dict[str, list[str]] = {}
+        p = 0
+        for name, tensor in tensors.items():
+            offsets[name] = p
+            slices[name] = slice(p, p + tensor.numel())
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+            p += tensor.numel()
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        values = {
+            "names": tuple(shapes),
+            "shapes": shapes,
+            "offsets": offsets,
+            "slices": slices,
+            "layers": layers,
+        }
+        for attribute, value in values.items():
+            object.__setattr__(self, attribute, value)
+        object.__setattr__(self, "p", p)
+
+    def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
+        """One vector (p,) from named tensors, or (p, k) when each carries one trailing axis k.
+
+        Args:
+            tree: A tensor for every name, in any order: all of the layout's shapes, or all ``(*shape, k)``.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout({"a": torch.zeros(2, 2), "b": torch.zeros(())})
+            >>> layout.flatten({"b": torch.ones(()), "a": torch.zeros(2, 2)})
+            tensor([0., 0., 0., 0., 1.])
+            >>> layout.flatten({"a": torch.zeros(2, 2, 7), "b": torch.zeros(7)}).shape
+            torch.Size([5, 7])
+        """
+        _checks.check_tree(tree, self.shapes)
+        first = self.names[0]
+        columns = tree[first].shape[len(self.shapes[first]) :]
+        return torch.cat([tree[name].reshape(self.shapes[name].numel(), *columns) for name in self.names])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Named tensors from a vector (p,), or with a trailing axis k from (p, k); views where possible.
+
+        Args:
+            vector: Shape (p,) or (p, k).
+
+        Example:
+            >>> import torch
+            >>> layout = Layout({"a": torch.zeros(2, 2), "b": torch.zeros(())})
+            >>> layout.unflatten(torch.arange(5))["a"].tolist()
+            [[0, 1], [2, 3]]
+            >>> layout.unflatten(torch.zeros(5, 7))["b"].shape
+            torch.Size([7])
+        """
+        _checks.check_flat(vector, self.p)
+        columns = vector.shape[1:]
+        parts = vector.split([shape.numel() for shape in self.shapes.values()])
+        return {
+            name: part.reshape(shape + columns)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }

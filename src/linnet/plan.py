@@ -1,0 +1,173 @@
+"""Which engine serves which layer, and how many examples make a chunk.
+
+Costs are counted in multiply-adds per example, for c outputs, k columns, and a layer whose weight (dg x dx, P entries)
+is used T times per example:
+
+* rows: form the per-example gradient, c T P, then multiply, c P k;
+* bilinear: multiply the input by all columns, T P k, then contract with the gradients, c T dg k;
+* ghost: per pair of examples, T^2 (dx + c^2 dg) against c^2 P for rows;
+* autodiff: a forward-mode pass costs about 2.5 forward passes per column, a reverse-mode pass about 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import psutil
+import torch
+
+from linnet.factors import Factor, Lazy, Outer, Rows, Size, Sum, Tokens
+
+Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares"]
+Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
+
+PRODUCTS = ("matmul", "rmatmul", "fused")
+
+
+def check_engine(engine: str) -> None:
+    """Raise unless ``engine`` is one of the names."""
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine must be one of {', '.join(map(repr, get_args(Engine)))}; got {engine!r}.")
+
+
+def choose(factor: Factor, request: Request, *, k: int, engine: Engine = "auto") -> str:
+    """The engine for one factor: "rows", "bilinear", "ghost" or "autodiff"."""
+    if not isinstance(factor, Outer | Tokens | Lazy | Sum):
+        return "rows" if isinstance(factor, Rows) else "autodiff"
+    factored = "bilinear" if request in PRODUCTS else "ghost"
+    if engine in ("rows", factored):
+        return engine
+    if isinstance(factor, Sum):
+        tokens = any(isinstance(part, Tokens) for part in factor.parts)
+        return factored if tokens and request in PRODUCTS else "rows"
+    return factored if _factored_wins(factor, request, k) else "rows"
+
+
+def _factored_wins(factor: Factor, request: Request, k: int) -> bool:
+    s, c = factor.size, factor.c
+    if isinstance(factor, Tokens):
+        return request != "gram" or s.T**2 < factor.vocabulary
+    if request in PRODUCTS:
+        return s.T * k * (s.dx + c) < c * s.dx * (s.T + k)
+    if request == "gram":
+        return s.T**2 * (s.dx + c**2 * s.dg) < c**2 * s.dx * s.dg
+    if request == "diag":
+        return s.T * (s.dx + s.dg) < s.dx * s.dg
+    return isinstance(factor, Outer) and s.T == 1
+
+
+def prepare(factor: Factor, request: Request, *, k: int, engine: Engine = "auto") -> Factor:
+    """The factor in the form that its engine works on."""
+    chosen = choose(factor, request, k=k, engine=engine)
+    if chosen == "rows":
+        return factor.expand()
+    if chosen == "autodiff" and request not in PRODUCTS:
+        return factor.expand()
+    return factor.factored() if isinstance(factor, Lazy) else factor
+
+
+def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
+    """Whether differentiating column by column beats c backward passes with captures."""
+    captured = 1 + c + min(c, k)
+    if request == "matmul":
+        return 2.5 * k < captured
+    if request == "rmatmul":
+        return 1 + 2 * k <= captured
+    return request == "fused" and 1 + 4.5 * k < captured
+
+
+def budget(memory: float | str, device: torch.device) -> int:
+    """Bytes that a chunk may take: as given, or a fraction of what is free."""
+    if isinstance(memory, str):
+        if memory != "auto":
+            raise ValueError(f"memory must be a number of bytes or 'auto'; got {memory!r}.")
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int(0.4 * (free + cached))
+        return int(min(0.25 * psutil.virtual_memory().available, 2**30))
+    if not memory > 0:
+        raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
+    return int(memory)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layer in the plan."""
+
+    layer: str
+    rule: str
+    parameters: int
+    uses: int
+    products: str
+    gram: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a Jacobian will do; print it.
+
+    Attributes:
+        lines: One per layer.
+        shape: Of the Jacobian.
+        n: Examples.
+        c: Outputs.
+        chunk: Examples per chunk.
+        per_example: Bytes that an example takes in a chunk.
+        budget: Bytes that a chunk may take.
+        data: What the data is.
+        note: Where and how it is computed.
+    """
+
+    lines: tuple[Line, ...]
+    shape: tuple[int, int]
+    n: int
+    c: int
+    chunk: int
+    per_example: int
+    budget: int
+    data: str
+    note: str
+
+    def __str__(self) -> str:
+        head = [
+            f"Jacobian ({self.shape[0]:,} x {self.shape[1]:,}): {self.n:,} examples ({self.data}), {self.c} outputs, "
+            f"{self.note}",
+            f"chunks of {self.chunk:,} examples, {_bytes(self.per_example)} each, within {_bytes(self.budget)}",
+        ]
+        titles = ("layer", "rule", "parameters", "uses", "products", "gram")
+        body = [
+            (line.layer, line.rule, f"{line.parameters:,}", f"{line.uses:,}", line.products, line.gram)
+            for line in self.lines
+        ]
+        widths = [max(len(row[i]) for row in [titles, *body]) for i in range(len(titles))]
+        right = (False, False, True, True, False, False)
+        table = [
+            "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+            for row in [titles, *body]
+        ]
+        return "\n".join(line.rstrip() for line in head + table)
+
+    __repr__ = __str__
+
+
+def chunk_size(n: int, per_example: int, limit: int) -> int:
+    """Examples per chunk within a limit of bytes."""
+    return max(1, min(n, limit // max(1, per_example)))
+
+
+def working_size(factor: Factor, itemsize: int) -> int:
+    """Bytes per example that the largest intermediate of a factor takes: rows, or patches of a convolution."""
+    s: Size = factor.size
+    rows = factor.c * s.q if not isinstance(factor, Tokens) else 0
+    patches = s.groups * s.T * s.dx if isinstance(factor, Lazy) else 0
+    return itemsize * max(rows, patches)
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError

@@ -1,0 +1,103 @@
+"""What a model's forward takes of the data: positional arguments, keyword arguments, and the rest."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from linnet import _checks
+from linnet.batch import Batch, is_strings, leaves, rebuilt
+
+TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"})
+"""Keys of a dict that a forward need not accept: they travel in ``Batch.rest``."""
+
+
+class Signature:
+    """What a forward takes: which items of a tuple and which keys of a dict are its arguments.
+
+    Args:
+        forward: A bound ``forward``, any callable, or a module (its forward is meant).
+
+    Example:
+        >>> import torch
+        >>> data = {"x": torch.zeros(3), "y": torch.ones(3)}
+        >>> args, kwargs, rest = Signature(lambda x, mask=None: x).bind(data)
+        >>> list(kwargs), list(rest)
+        (['x'], ['y'])
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        forward = forward.forward if isinstance(forward, nn.Module) else forward
+        try:
+            parameters = list(inspect.signature(forward).parameters.values())
+        except (TypeError, ValueError):  # written in C, without a signature
+            parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
+        groups: dict[object, list[inspect.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(parameter.kind, []).append(parameter)
+        named = groups.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
+        positional = groups.get(inspect.Parameter.POSITIONAL_ONLY, []) + named
+        keyword_only = groups.get(inspect.Parameter.KEYWORD_ONLY, [])
+        self.any_positional = inspect.Parameter.VAR_POSITIONAL in groups
+        self.any_keyword = inspect.Parameter.VAR_KEYWORD in groups
+        self.positional = [p.name for p in positional]
+        self.required = [p.name for p in positional if p.default is p.empty]
+        self.required_by_name = [p.name for p in keyword_only if p.default is p.empty]
+        self.accepted = [p.name for p in named + keyword_only]
+
+    def bind(self, data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The data of a batch as (args, kwargs, rest)."""
+        if isinstance(data, Mapping):
+            kwargs = {key: value for key, value in data.items() if key in self.accepted or key not in TARGETS}
+            required = self.required + self.required_by_name
+            _checks.check_keywords(list(kwargs), self.accepted, required, any_keyword=self.any_keyword)
+            rest = {key: value for key, value in data.items() if key not in kwargs}
+            return (), kwargs, rest or None
+        items = tuple(data) if isinstance(data, tuple | list) else (data,)
+        every = self.any_positional and not self.positional
+        r = len(items) if every else max(1, len(self.required))
+        takes_one = bool(self.positional) or self.any_positional
+        _checks.check_positional(len(items), self.required, self.required_by_name, takes_one=takes_one)
+        extra = items[r:]
+        return items[:r], {}, extra[0] if len(extra) == 1 else extra or None
+
+    def batch(self, data: Any, start: int) -> Batch:
+        """The data of a batch as a Batch, its arrays wrapped as tensors and its first dimensions checked."""
+        data = as_tensors(data)
+        found = dict(leaves(data))
+        _checks.check_some_tensor(found)
+        n = _checks.check_lengths(found)
+        args, kwargs, rest = self.bind(data)
+        return Batch(args, kwargs, rest, start, n)
+
+
+def as_tensors(value: Any, name: str = "the data") -> Any:
+    """The value with numpy arrays wrapped as tensors, without copy or cast; refuses what has no batch."""
+    if isinstance(value, np.ndarray):
+        _checks.check_array(value, name)
+        value = value.copy() if any(stride < 0 for stride in value.strides) else value
+        with read_only_welcome():
+            return torch.from_numpy(value)
+    if isinstance(value, Mapping):
+        return {key: as_tensors(item, f"{key!r} of {name}") for key, item in value.items()}
+    if is_strings(value):
+        return list(value)
+    if isinstance(value, list | tuple):
+        return rebuilt(value, [as_tensors(item, f"item {i} of {name}") for i, item in enumerate(value)])
+    _checks.check_leaf(value, name)
+    return value
+
+
+@contextmanager
+def read_only_welcome() -> Iterator[None]:
+    """No warning when torch wraps a read-only array: linnet never writes into data."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable")
+        yield

@@ -1,0 +1,177 @@
+"""Datasets, whose examples are read anew in every pass.
+
+A row of the Jacobian belongs to one example, so every pass must give the same examples in the same order. A
+checksum of what was read tells: it is kept from the first time an example is seen and compared afterwards.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from linnet import _checks
+from linnet.batch import Batch, Source, check_finite
+from linnet.signature import Signature, read_only_welcome
+
+
+class Mapped(Source):
+    """A map-style Dataset: examples are looked up by position and collated.
+
+    Args:
+        dataset: Anything with ``__len__`` and ``__getitem__``.
+        signature: What the model's forward takes.
+        collate: Makes a batch of a list of examples.
+        order: The dataset's indices in the order of the source; default: all, as they are.
+        options: More arguments of the ``DataLoader`` that reads the examples, such as ``num_workers``.
+        kind: What the data is, in a few words.
+    """
+
+    by_position = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        signature: Signature,
+        *,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        order: Sequence[int] | None = None,
+        options: Mapping[str, Any] | None = None,
+        kind: str | None = None,
+    ) -> None:
+        self.dataset, self.signature, self.order = dataset, signature, order
+        self.collate = CheckedCollate(collate)
+        self.options = dict(options or {})
+        self.n = len(dataset) if order is None else len(order)
+        self.kind = kind or f"{type(dataset).__name__}, by position"
+        self.codes = Codes(self.kind)
+        _checks.check_some(self.n, self.kind)
+        if order is None:  # one example shows what a pass would stumble over
+            item = dataset[0]
+            _checks.check_item(item)
+            signature.batch(self.collate([item])[1], 0)
+
+    def read(self, chunks: Sequence[Sequence[int]], loader: DataLoader[Any] | None = None) -> Iterator[Batch]:
+        """One batch for each list of positions; ``loader`` reads these very batches where it is given."""
+        if self.order is None:
+            _checks.check_pass(len(self.dataset), self.n, self.kind)
+        loader = self._loader(chunks) if loader is None else loader
+        for chunk, (codes, data) in zip(chunks, loader, strict=True):
+            batch = self.signature.batch(data, chunk[0])
+            _checks.check_collated(batch.n, len(chunk), chunk[0])
+            if self.codes.record(chunk, codes):
+                check_finite(batch, chunk)
+            yield batch
+
+    def _loader(self, chunks: Sequence[Sequence[int]]) -> DataLoader[Any]:
+        order = self.order
+        indices = (list(chunk) if order is None else [order[i] for i in chunk] for chunk in chunks)
+        # Its own generator leaves the global random state alone.
+        options = {"collate_fn": self.collate, "generator": torch.Generator(), **self.options}
+        return DataLoader(self.dataset, batch_sampler=indices, **options)
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        return self.read([range(a, min(a + size, stop)) for a in range(start, stop, size)])
+
+    def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
+        return self.read([chunk.tolist() for chunk in chunks])
+
+
+class Iterated(Source):
+    """An IterableDataset: examples come in order and are collated; counted by a first pass."""
+
+    def __init__(self, dataset: IterableDataset[Any], signature: Signature) -> None:
+        self.dataset, self.signature = dataset, signature
+        self.kind = f"{type(dataset).__name__}, in order"
+        self.codes = Codes(self.kind)
+        self.collate = CheckedCollate(default_collate)
+        self.n = sum(batch.n for batch in self._read(iter(dataset), 64, 0))
+        _checks.check_some(self.n, self.kind)
+
+    def _read(self, examples: Iterator[Any], size: int, start: int) -> Iterator[Batch]:
+        while items := list(islice(examples, size)):
+            if start == 0:
+                _checks.check_item(items[0])
+            codes, data = self.collate(items)
+            batch = self.signature.batch(data, start)
+            if self.codes.record(range(start, start + len(items)), codes):
+                check_finite(batch)
+            yield batch
+            start += len(items)
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        examples = iter(self.dataset)
+        count = sum(1 for _ in islice(examples, start))
+        for batch in self._read(islice(examples, stop - start), size, start):
+            count += batch.n
+            yield batch
+        if count < stop or stop == self.n:
+            _checks.check_pass(count + sum(1 for _ in islice(examples, 1)), self.n, self.kind)
+
+
+class CheckedCollate:
+    """Collates examples and gives the checksum of each beside the batch; runs in worker processes too."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: list[Any]) -> tuple[list[int], Any]:
+        codes = [checksum(item) for item in items]
+        if self.collate is not default_collate:
+            return codes, self.collate(items)
+        try:
+            with read_only_welcome():
+                return codes, default_collate(items)
+        except (RuntimeError, TypeError) as error:
+            raise _checks.not_stackable(error) from error
+
+
+class Codes:
+    """Checksums of the examples seen so far, by position."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.seen = array("q")
+
+    def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
+        """Compare with what was seen, or keep; whether any is new.
+
+        Args:
+            positions: Positions of the examples, or that of a batch's first example.
+            codes: Their checksums.
+            last: Position of the batch's last example.
+        """
+        self.seen.extend([-1] * (max(positions) + 1 - len(self.seen)))
+        new = False
+        for position, code in zip(positions, codes, strict=True):
+            if self.seen[position] == -1:
+                self.seen[position], new = code, True
+            elif self.seen[position] != code:
+                raise _checks.changed(position, position if last is None else last, self.kind)
+        return new
+
+
+def checksum(value: Any, code: int = 0) -> int:
+    """The crc32 of a value's tensors, arrays, numbers and strings; others count if they have ``tobytes``."""
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        code = zlib.crc32(repr(tuple(value.shape)).encode(), code)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, code)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return zlib.crc32(np.ascontiguousarray(value).tobytes(), zlib.crc32(repr(value.shape).encode(), code))
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        for item in value:
+            code = checksum(item, code)
+        return code
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        return zlib.crc32(repr(value).encode(), code)
+    return zlib.crc32(value.tobytes(), code) if hasattr(value, "tobytes") else code

@@ -1,0 +1,18 @@
+"""The contract every operator meets, and a zoo of tiny models to hold it on.
+
+A new operator, layer rule or engine is right when `check_operator` is silent about it on the whole zoo:
+
+    >>> from linnet.operators import Matrix
+    >>> from linnet.testing import check_operator, zoo
+    >>> case = zoo()["mlp"]
+    >>> dense = case.dense(case.build(), case.data(4, 0))
+    >>> check_operator(Matrix(dense), dense, blocks=3)
+"""
+
+from __future__ import annotations
+
+from linnet.testing.case import Case, call, dense_jacobian
+from linnet.testing.contract import check_operator
+from linnet.testing.zoo import zoo
+
+__all__ = ["Case", "call", "check_operator", "dense_jacobian", "zoo"]

@@ -1,0 +1,204 @@
+"""One tiny model with its data, and the dense Jacobian every fast path is held against."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Data = Callable[[int, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A tiny architecture of the zoo.
+
+    Attributes:
+        name: What it is called in `zoo()`.
+        build: Makes the model: the same one every time, float64, in eval mode, no parameter at a
+            special value such as zero or one.
+        data: `data(n, seed)` gives n examples in any form `linearize(...).jacobian` takes: a tensor, a
+            tuple of positional arguments, or a dict of keyword arguments.
+        output: From the model's raw output to `(n, c)` or `(n,)`; None where the raw output already is.
+        needs: An optional package without which `build` fails, or None.
+
+    Example:
+        >>> from linnet.testing import zoo
+        >>> case = zoo()["mlp"]
+        >>> case.outputs(case.build(), case.data(5, 0)).shape
+        torch.Size([5, 3])
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    data: Data
+    output: Callable[[Any], Tensor] | None = None
+    needs: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def outputs(self, model: nn.Module, data: Any) -> Tensor:
+        """The outputs `(n, c)` of `model` on `data`, an output `(n,)` as `(n, 1)`."""
+        return call(model, data, output=self.output)
+
+    def dense(self, model: nn.Module, data: Any) -> Tensor:
+        """The dense Jacobian `(n*c, p)` of `model` on `data`, see `dense_jacobian`."""
+        return dense_jacobian(model, data, output=self.output)
+
+
+def call(model: Callable[..., Any], data: Any, *, output: Callable[[Any], Tensor] | None = None) -> Tensor:
+    """Call `model` on a tensor, a tuple of arguments or a dict of keywords; returns `(n, c)`.
+
+    Example:
+        >>> call(nn.Linear(3, 2), torch.ones(4, 3), output=lambda raw: raw[:, 0]).shape
+        torch.Size([4, 1])
+    """
+    if isinstance(data, Mapping):
+        raw = model(**data)
+    elif isinstance(data, (tuple, list)):
+        raw = model(*data)
+    else:
+        raw = model(data)
+    f: Tensor = output(raw) if output is not None else getattr(raw, "logits", raw)
+    return f.unsqueeze(1) if f.ndim == 1 else f
+
+
+def dense_jacobian(
+    model: nn.Module,
+    data: Any,
+    *,
+    output: Callable[[Any], Tensor] | None = None,
+    names: Iterable[str] | None = None,
+) -> Tensor:
+    """The Jacobian as one dense matrix `(n*c, p)`, by `torch.func.jacrev`: slow, simple, the reference.
+
+    Rows are example-major (row `i*c + j` is output j of example i), columns follow
+    `model.named_parameters()`, tied parameters once.
+
+    Args:
+        model: The network, used in the mode it is in.
+        data: A tensor, a tuple of positional arguments or a dict of keyword arguments, n examples each.
+        output: From the model's raw output to `(n, c)` or `(n,)`; by default the raw output or its
+            attribute `logits`.
+        names: Names of the parameters to differentiate by; by default those with `requires_grad`.
+
+    Example:
+        >>> dense_jacobian(nn.Linear(3, 2), torch.ones(4, 3)).shape
+        torch.Size([8, 8])
+    """
+    parameters = dict(model.named_parameters())
+    if names is None:
+        names = [name for name, tensor in parameters.items() if tensor.requires_grad]
+    theta = {name: parameters[name].detach() for name in names}
+    if not theta:
+        raise ValueError("dense_jacobian needs at least one parameter to differentiate by; got none.")
+
+    # Each place a parameter sits in, once: functional_call's own way of tying weights leaves a module that
+    # is registered under two names changed (pytorch issue 164759).
+    first = {tensor: name for name, tensor in parameters.items()}
+    places = {
+        f"{path}.{attribute}".lstrip("."): first[tensor]
+        for path, module in model.named_modules()
+        for attribute, tensor in module._parameters.items()
+        if tensor is not None and first[tensor] in theta
+    }
+
+    def f(theta: dict[str, Tensor]) -> Tensor:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values = {place: theta[name] for place, name in places.items()}
+            return functional_call(model, values, args, kwargs, tie_weights=False)
+
+        return call(run, data, output=output).flatten()
+
+    # Fused attention kernels have no rule for batched cotangents; other operations fall back to a loop.
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        blocks = jacrev(f)(theta)
+    return torch.cat([block.detach().reshape(len(block), -1) for block in blocks.values()], dim=1)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the CPU's random numbers inside the block and leave them outside as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def case(
+    name: str,
+    factory: Callable[[], nn.Module],
+    data: Data,
+    output: Callable[[Any], Tensor] | None = None,
+    needs: str | None = None,
+) -> Case:
+    """A `Case` whose `build` runs `factory` seeded by the name and moves it away from special values.
+
+    Zero biases, unit scales and fresh running statistics hide wrong rules, so every parameter gets
+    noise and every normalization some statistics of its own.
+    """
+
+    def build() -> nn.Module:
+        with seeded(zlib.crc32(name.encode())), torch.no_grad():
+            model = factory().double().eval()
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+                    module.running_mean.normal_(std=0.5)
+                    module.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr]
+        return model
+
+    return Case(name, build, data, output, needs)
+
+
+class Net(nn.Module):
+    """A module written as one function of itself and its inputs, with its parts as keywords.
+
+    Example:
+        >>> net = Net(lambda m, x: m.b(m.a(x).relu()), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def normal(*shape: int) -> Data:
+    """Standard normal inputs `(n, *shape)` in float64."""
+
+    def data(n: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(n, *shape, dtype=torch.float64, generator=generator)
+
+    return data
+
+
+def tokens(vocabulary: int, length: int) -> Data:
+    """Token indices `(n, length)`, int64."""
+
+    def data(n: int, seed: int) -> Tensor:
+        return torch.randint(vocabulary, (n, length), generator=torch.Generator().manual_seed(seed))
+
+    return data
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """A raw parameter with standard normal entries."""
+    return nn.Parameter(torch.randn(shape))

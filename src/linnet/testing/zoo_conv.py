@@ -1,0 +1,240 @@
+"""Convolutions of every kind, alone and in small networks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linnet.testing.case import Case, Net, case, normal, parameter
+
+
+def pooled(conv: Callable[[], nn.Module], channels: int) -> Callable[[], nn.Module]:
+    """A convolution, a smooth activation, a 1-wide convolution of the same rank, a position-aware sum."""
+
+    def factory() -> nn.Module:
+        first = conv()
+        rank = first.weight.ndim - 2  # type: ignore[operator]
+        head = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](channels, 2, 1)
+
+        def forward(m: Any, x: Tensor) -> Tensor:
+            with warnings.catch_warnings():  # torch warns once that padding="same" may copy
+                warnings.filterwarnings("ignore", message="Using padding='same'")
+                h = m.conv(x)
+            h = m.head(torch.tanh(h)).flatten(2)
+            return (h * torch.linspace(0.2, 1.0, h.shape[2], dtype=h.dtype, device=h.device)).sum(2)
+
+        return Net(forward, conv=first, head=head)
+
+    return factory
+
+
+class Residual(nn.Module):
+    """A ResNet of two blocks: batch norm, in-place ReLU, in-place addition, strided shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(5))
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, stride=s, padding=1, bias=False) for s in (1, 1, 2, 1))
+        self.shortcut = nn.Conv2d(4, 4, 1, stride=2, bias=False)
+        self.relu, self.fc = nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norms[0](self.stem(x)))
+        for b, shortcut in enumerate([nn.Identity(), self.shortcut]):
+            y = self.relu(self.norms[2 * b + 1](self.convs[2 * b](x)))
+            y = self.norms[2 * b + 2](self.convs[2 * b + 1](y))
+            y += shortcut(x)
+            x = self.relu(y)
+        return self.fc(x.mean((2, 3)))
+
+
+class Concatenating(nn.Module):
+    """A dense block: every layer sees all earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(2 + 3 * i, 3, 3, padding=1) for i in range(3))
+        self.norm, self.fc = nn.BatchNorm2d(11), nn.Linear(11, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = torch.cat([x, F.softplus(conv(x))], 1)
+        return self.fc(self.norm(x).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Down, up by a transposed convolution, skip by concatenation; one output per pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.down = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.up = nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1)
+        self.leave = nn.Conv2d(6, 1, 3, padding=1, padding_mode="replicate")
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.tanh(self.enter(x))
+        h = torch.tanh(self.norm(self.down(skip)))
+        return self.leave(torch.cat([skip, torch.tanh(self.up(h))], 1))
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise convolution, channels-last LayerNorm and MLP, layer scale, residual."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.norm = nn.LayerNorm(dim)
+        self.expand, self.contract = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.gamma = parameter(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.depthwise(x).permute(0, 2, 3, 1)
+        h = self.gamma * self.contract(F.gelu(self.expand(self.norm(h))))
+        return x + h.permute(0, 3, 1, 2)
+
+
+def convnext() -> nn.Module:
+    return Net(
+        lambda m, x: m.fc(m.norm(m.blocks(m.stem(x)).mean((2, 3)))),
+        stem=nn.Conv2d(2, 6, 2, stride=2),
+        blocks=nn.Sequential(ConvNeXtBlock(6), ConvNeXtBlock(6)),
+        norm=nn.LayerNorm(6),
+        fc=nn.Linear(6, 3),
+    )
+
+
+def frames() -> nn.Module:
+    """Video: frames folded into the batch for the convolution, averaged per example after it."""
+    return Net(
+        lambda m, x: m.fc(
+            torch.tanh(m.conv(x.flatten(0, 1))).mean((2, 3)).unflatten(0, (-1, x.shape[1])).mean(1)
+        ),
+        conv=nn.Conv2d(2, 4, 3),
+        fc=nn.Linear(4, 3),
+    )
+
+
+def pyramid() -> nn.Module:
+    """One convolution applied at three resolutions."""
+    return Net(
+        lambda m, x: sum(torch.tanh(m.head(F.avg_pool2d(m.stem(x), s))).mean((2, 3)) * s for s in (1, 2, 3)),
+        stem=nn.Conv2d(2, 4, 3, padding=1),
+        head=nn.Conv2d(4, 3, 2, padding=1),
+    )
+
+
+def flat(raw: Tensor) -> Tensor:
+    return raw.flatten(1)
+
+
+IMAGE, VOLUME, SIGNAL = normal(4, 6, 5), normal(2, 4, 3, 5), normal(4, 9)
+
+CASES: list[Case] = [
+    case("conv1d", pooled(lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), 6), SIGNAL),
+    case(
+        "conv1d_circular",
+        pooled(lambda: nn.Conv1d(4, 6, 4, stride=3, padding=2, padding_mode="circular"), 6),
+        SIGNAL,
+    ),
+    case("conv1d_grouped", pooled(lambda: nn.Conv1d(4, 6, 2, dilation=3, groups=2, bias=False), 6), SIGNAL),
+    case("conv1d_same", pooled(lambda: nn.Conv1d(4, 6, 4, dilation=2, padding="same"), 6), SIGNAL),
+    case(
+        "conv1d_same_reflect",
+        pooled(lambda: nn.Conv1d(4, 6, 4, padding="same", padding_mode="reflect"), 6),
+        SIGNAL,
+    ),
+    case("conv2d", pooled(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), 6), IMAGE),
+    case("conv2d_no_bias", pooled(lambda: nn.Conv2d(4, 6, 3, bias=False), 6), IMAGE),
+    case("conv2d_pointwise", pooled(lambda: nn.Conv2d(4, 6, 1), 6), IMAGE),
+    case("conv2d_even", pooled(lambda: nn.Conv2d(4, 6, 2, stride=2, padding=1), 6), IMAGE),
+    case(
+        "conv2d_asymmetric",
+        pooled(lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(0, 2), dilation=(1, 2)), 6),
+        IMAGE,
+    ),
+    case(
+        "conv2d_reflect", pooled(lambda: nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="reflect"), 6), IMAGE
+    ),
+    case(
+        "conv2d_replicate",
+        pooled(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=2, padding_mode="replicate"), 6),
+        IMAGE,
+    ),
+    case(
+        "conv2d_circular",
+        pooled(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2, padding_mode="circular"), 6),
+        IMAGE,
+    ),
+    case("conv2d_same", pooled(lambda: nn.Conv2d(4, 6, (4, 3), padding="same"), 6), IMAGE),
+    case("conv2d_valid", pooled(lambda: nn.Conv2d(4, 6, 3, stride=(3, 2), padding="valid"), 6), IMAGE),
+    case("conv2d_dilated", pooled(lambda: nn.Conv2d(4, 6, 3, padding=2, dilation=2), 6), IMAGE),
+    case("conv2d_grouped", pooled(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), 6), IMAGE),
+    case("conv2d_depthwise", pooled(lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4), 8), IMAGE),
+    case("conv3d", pooled(lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1), 4), VOLUME),
+    case(
+        "conv3d_grouped",
+        pooled(lambda: nn.Conv3d(2, 4, (2, 1, 3), dilation=(2, 1, 2), groups=2, bias=False), 4),
+        VOLUME,
+    ),
+    case(
+        "conv3d_replicate", pooled(lambda: nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate"), 4), VOLUME
+    ),
+    case(
+        "conv3d_circular", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="circular"), 4), VOLUME
+    ),
+    case("conv3d_reflect", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="reflect"), 4), VOLUME),
+    case("conv3d_same", pooled(lambda: nn.Conv3d(2, 4, (2, 3, 4), padding="same"), 4), VOLUME),
+    case(
+        "conv_transpose1d",
+        pooled(lambda: nn.ConvTranspose1d(4, 6, 4, stride=3, padding=1, output_padding=2), 6),
+        SIGNAL,
+    ),
+    case(
+        "conv_transpose1d_grouped",
+        pooled(lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, dilation=2, bias=False), 6),
+        SIGNAL,
+    ),
+    case(
+        "conv_transpose2d",
+        pooled(lambda: nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1), 3),
+        normal(4, 3, 4),
+    ),
+    case(
+        "conv_transpose2d_grouped",
+        pooled(
+            lambda: nn.ConvTranspose2d(
+                4, 6, (3, 2), stride=(2, 3), padding=(1, 0), output_padding=(0, 2), groups=2, dilation=(1, 2)
+            ),
+            6,
+        ),
+        normal(4, 3, 4),
+    ),
+    case(
+        "conv_transpose3d",
+        pooled(
+            lambda: nn.ConvTranspose3d(
+                2, 4, (2, 3, 1), stride=(2, 1, 2), padding=(0, 1, 0), output_padding=(1, 0, 1)
+            ),
+            4,
+        ),
+        normal(2, 2, 3, 2),
+    ),
+    case(
+        "conv_transpose3d_grouped",
+        pooled(lambda: nn.ConvTranspose3d(2, 4, 2, stride=2, dilation=2, groups=2), 4),
+        normal(2, 2, 3, 2),
+    ),
+    case("resnet", Residual, normal(2, 6, 6)),
+    case("densenet", Concatenating, normal(2, 5, 5)),
+    case("unet", UNet, normal(1, 4, 4), flat),
+    case("convnext", convnext, normal(2, 6, 6)),
+    case("frames", frames, normal(3, 2, 5, 5)),
+    case("pyramid", pyramid, normal(2, 6, 6)),
+]

@@ -1,0 +1,354 @@
+"""The contract catches what is wrong, and the zoo is what it says."""
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnet.operators import LinearOperator, Matrix
+from linnet.testing import Case, call, check_operator, dense_jacobian, zoo
+
+CASES = list(zoo().values())
+ROWS, COLS, BLOCKS = 6, 5, 2
+
+
+class Broken(LinearOperator):
+    """A dense matrix whose method named `wrong` has its result passed through `change`."""
+
+    def __init__(self, A: Tensor, *, wrong: str = "", change=lambda out: 1.001 * out) -> None:
+        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
+        self.base, self.wrong, self.change = Matrix(A), wrong, change
+
+    def _do(self, method: str, *args):
+        out = getattr(self.base, method)(*args)
+        if method != self.wrong:
+            return out
+        return (self.change(out[0]), out[1]) if method == "_fused" else self.change(out)
+
+    def _matmul(self, V):
+        return self._do("_matmul", V)
+
+    def _rmatmul(self, U):
+        return self._do("_rmatmul", U)
+
+    def _fused(self, fn, V):
+        return self._do("_fused", fn, V)
+
+    def _gram(self, other, scale):
+        return self._do("_gram", other, scale)
+
+    def _gram_diag(self, scale):
+        return self._do("_gram_diag", scale)
+
+    def _column_norms(self, weight):
+        return self._do("_column_norms", weight)
+
+
+def matrix(rows: int = ROWS, cols: int = COLS, seed: int = 3) -> Tensor:
+    return torch.randn(rows, cols, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def raise_not_implemented(out):
+    raise NotImplementedError("Broken has none")
+
+
+def skip(case: Case) -> None:
+    if case.needs is not None:
+        pytest.importorskip(case.needs)
+
+
+def example(data, i: int):
+    if isinstance(data, dict):
+        return {key: value[i : i + 1] for key, value in data.items()}
+    return tuple(x[i : i + 1] for x in data) if isinstance(data, tuple) else data[i : i + 1]
+
+
+# The contract.
+
+
+def test_right_operator_passes():
+    A, B = matrix(), matrix(rows=4, seed=4)
+    check_operator(Broken(A), A, blocks=BLOCKS, other=(Matrix(B), B))
+
+
+def test_right_compositions_pass():
+    A, d, z = matrix(), matrix(1)[0], matrix(1, seed=5)[0]
+    op = Matrix(A).centered(z).scaled(d).columns(torch.tensor([3, 0, 1]))
+    check_operator(op, ((A - z) * d)[:, [3, 0, 1]], blocks=3)
+
+
+def test_float32_passes_at_its_own_tolerance():
+    A = matrix().float()
+    check_operator(Matrix(A), A, rtol=1e-5)
+    with pytest.raises(AssertionError, match=r"above rtol 1\.0e-12"):
+        check_operator(Matrix(A), A, rtol=1e-12)
+
+
+def test_zero_matrix_passes():
+    A = torch.zeros(ROWS, COLS, dtype=torch.float64)
+    check_operator(Matrix(A), A)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ("_matmul", "A @ v"),
+        ("_rmatmul", "A.T @ u"),
+        ("_fused", r"normal\(v\)"),
+        ("_gram", r"gram\(\)"),
+        ("_gram_diag", r"gram_diag\(\)"),
+        ("_column_norms", r"column_norms\(\)"),
+    ],
+)
+def test_each_wrong_product_is_named(wrong, names):
+    A = matrix()
+    with pytest.raises(
+        AssertionError, match=rf"^{names} disagrees .* relative error 1\.0e-03, above .* entry \("
+    ):
+        check_operator(Broken(A, wrong=wrong), A, blocks=BLOCKS)
+
+
+@pytest.mark.parametrize("wrong", ["_gram", "_gram_diag", "_column_norms", "_fused"])
+def test_missing_methods_are_accepted_only_when_allowed(wrong):
+    A = matrix()
+    op = Broken(A, wrong=wrong, change=raise_not_implemented)
+    method = "normal" if wrong == "_fused" else wrong[1:]
+    with pytest.raises(
+        AssertionError, match=rf"{method}\(.*not implemented \(Broken has none\); allow=\('{method}',\)"
+    ):
+        check_operator(op, A)
+    check_operator(op, A, allow=("normal", "fused") if wrong == "_fused" else (method,))
+
+
+class IgnoresWeight(Broken):
+    """Every product that takes a weight or a scale of one kind ignores it."""
+
+    def __init__(self, A: Tensor, kind: str) -> None:
+        super().__init__(A)
+        self.kind = kind
+
+    def normal(self, V, weight=None):
+        return super().normal(
+            V, None if weight is not None and self.kind == f"normal{weight.ndim}" else weight
+        )
+
+    def gram(self, other=None, scale=None):
+        return super().gram(other, None if self.kind == "gram" else scale)
+
+    def gram_diag(self, scale=None):
+        return super().gram_diag(None if self.kind == "gram_diag" else scale)
+
+    def column_norms(self, weight=None):
+        ignored = weight is not None and self.kind == f"column_norms{weight.ndim}"
+        return super().column_norms(None if ignored else weight)
+
+    def fused(self, fn, V):
+        return super().fused((lambda out, rows: out) if self.kind == "fused" else fn, V)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("normal1", r"normal\(V, w\) with w \(rows,\) disagrees"),
+        ("normal3", r"normal\(V, W\) with W \(n, c, c\) disagrees"),
+        ("gram", r"gram\(scale\) disagrees"),
+        ("gram_diag", r"gram_diag\(scale\) disagrees"),
+        ("column_norms1", r"column_norms\(w\) with w \(rows,\) disagrees"),
+        ("column_norms3", r"column_norms\(W\) with W \(n, c, c\) disagrees"),
+        ("fused", r"fused\(tanh, v\) disagrees"),
+    ],
+)
+def test_ignored_weights_are_caught(kind, names):
+    A = matrix()
+    with pytest.raises(AssertionError, match=names):
+        check_operator(IgnoresWeight(A, kind), A, blocks=BLOCKS)
+
+
+def test_transposed_block_weight_is_caught():
+    class Transposed(Broken):
+        def normal(self, V, weight=None):
+            return super().normal(V, weight.mT if weight is not None and weight.ndim == 3 else weight)
+
+    A = matrix()
+    with pytest.raises(AssertionError, match=r"normal\(V, W\)"):
+        check_operator(Transposed(A), A, blocks=BLOCKS)
+
+
+def test_wrong_cross_gram_is_caught():
+    A, B = matrix(), matrix(rows=4, seed=4)
+    with pytest.raises(AssertionError, match=r"^gram\(other\) disagrees"):
+        check_operator(Matrix(A), A, other=(Matrix(2 * B), B))
+
+
+def test_wrong_block_product_is_caught():
+    class FirstColumnOnly(Broken):
+        def _matmul(self, V):
+            return super()._matmul(V[:, :1].expand_as(V))
+
+    A = matrix()
+    with pytest.raises(AssertionError, match=r"^A @ V disagrees"):
+        check_operator(FirstColumnOnly(A), A)
+
+
+def test_operand_changed_in_place_is_caught():
+    class Overwrites(Broken):
+        def _matmul(self, V):
+            return self.base._matmul(V.mul_(2)) / 2
+
+    A = matrix()
+    with pytest.raises(AssertionError, match=r"A @ v changed an operand of shape \(5,\) in place"):
+        check_operator(Overwrites(A), A)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda out: out.float(), "A @ v has dtype torch.float32, needed torch.float64"),
+        (lambda out: out[:-1], r"A @ v has shape \(5,\), needed \(6,\)"),
+        (lambda out: out * torch.nan, "A @ v disagrees .* got nan"),
+    ],
+)
+def test_wrong_kind_of_result_is_caught(change, names):
+    A = matrix()
+    with pytest.raises(AssertionError, match=names):
+        check_operator(Broken(A, wrong="_matmul", change=change), A)
+
+
+def test_shape_dtype_and_transpose_of_the_operator_are_checked():
+    A = matrix()
+    with pytest.raises(AssertionError, match=r"A.shape is \(6, 5\), needed \(5, 6\)"):
+        check_operator(Matrix(A), A.T)
+    with pytest.raises(AssertionError, match=r"A.dtype is torch.float64, needed torch.float32"):
+        check_operator(Matrix(A), A.float())
+
+    class NewTranspose(Broken):
+        @property
+        def T(self):
+            return Matrix(self.base.A.T)
+
+    with pytest.raises(AssertionError, match=r"A.T.T is not A itself"):
+        check_operator(NewTranspose(A), A)
+
+
+def test_operator_that_takes_any_shape_is_caught():
+    class Lenient(Broken):
+        def __matmul__(self, V):
+            return super().__matmul__(V[: self.shape[1]])
+
+    A = matrix()
+    with pytest.raises(AssertionError, match=r"A @ V with V \(6,\) must raise .* it returned a result"):
+        check_operator(Lenient(A), A)
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [(ValueError("wrong"), "refused by a text without 5: wrong"), (KeyError("V"), "it raised KeyError")],
+)
+def test_unhelpful_refusal_is_caught(error, names):
+    class Terse(Broken):
+        def __matmul__(self, V):
+            if V.shape[0] != self.shape[1]:
+                raise error
+            return super().__matmul__(V)
+
+    A = matrix()
+    with pytest.raises(AssertionError, match=names):
+        check_operator(Terse(A), A)
+
+
+def test_arguments_of_the_check_are_checked():
+    A = matrix()
+    with pytest.raises(ValueError, match=r"allow takes names among normal, .*; got grams"):
+        check_operator(Matrix(A), A, allow=("grams",))
+    with pytest.raises(ValueError, match="must divide the 6 rows of the matrix; got 4"):
+        check_operator(Matrix(A), A, blocks=4)
+
+
+# The reference.
+
+
+def test_dense_jacobian_of_a_linear_map_is_known():
+    x = matrix(2, 3)
+    J = dense_jacobian(nn.Linear(3, 2).double(), x)
+    by_hand = torch.cat([torch.kron(torch.eye(2), x[i]).reshape(2, 6) for i in range(2)])
+    torch.testing.assert_close(J, torch.cat([by_hand, torch.eye(2).repeat(2, 1)], 1).double())
+
+
+def test_dense_jacobian_takes_names():
+    x, model = matrix(2, 3), nn.Linear(3, 2).double()
+    J = dense_jacobian(model, x)
+    torch.testing.assert_close(dense_jacobian(model, x, names=["bias"]), J[:, 6:])
+    with pytest.raises(ValueError, match="at least one parameter"):
+        dense_jacobian(model, x, names=[])
+
+
+def test_call_understands_logits_and_vectors():
+    class Output:
+        logits = torch.ones(3, 2)
+
+    assert call(lambda x: Output(), torch.ones(3)).shape == (3, 2)
+    assert call(lambda x: x, torch.ones(3)).shape == (3, 1)
+
+
+# The zoo.
+
+
+def test_zoo_is_large_and_named():
+    assert len(CASES) >= 36
+    assert all(name == case.name for name, case in zoo().items())
+    files = ("attention", "conv", "dense", "norm", "sequence", "sharing", "transformers")
+    defined = sum(len(importlib.import_module(f"linnet.testing.zoo_{file}").CASES) for file in files)
+    assert defined == len(CASES), "two cases share a name"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_zoo_case_is_what_it_says(case):
+    skip(case)
+    state = torch.get_rng_state()
+    model, data = case.build(), case.data(3, 1)
+    assert torch.equal(torch.get_rng_state(), state), "building moved the global random numbers"
+    assert not any(module.training for module in model.modules())
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert 10 <= sum(p.numel() for p in model.parameters() if p.requires_grad) <= 3_000
+
+    f = case.outputs(model, data)
+    assert f.shape[0] == 3
+    assert f.ndim == 2
+    assert f.dtype == torch.float64
+    assert f.isfinite().all()
+
+    again = case.outputs(case.build(), case.data(3, 1))
+    assert torch.equal(f, again), "the case is not deterministic"
+    alone = torch.cat([case.outputs(model, example(data, i)) for i in range(3)])
+    torch.testing.assert_close(alone, f, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_zoo_reference_agrees_with_plain_backward_passes(case):
+    skip(case)
+    model, data = case.build(), case.data(2, 2)
+    before = list(model.named_parameters(remove_duplicate=False))
+    J = case.dense(model, data)
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True)), (
+        "the reference changed the model"
+    )
+
+    theta = [p for p in model.parameters() if p.requires_grad]
+    rows = []
+    for value in case.outputs(model, data).flatten():
+        grads = torch.autograd.grad(
+            value, theta, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    torch.testing.assert_close(J, torch.stack(rows), rtol=1e-9, atol=1e-9 * float(J.abs().max()))
+    assert J.abs().max() > 0
+
+
+def test_zoo_takes_a_single_example_and_other_seeds():
+    case = zoo()["routing"]
+    model = case.build()
+    gates = {int(model.gate(case.data(1, seed)).argmax()) for seed in range(20)}
+    assert gates == {0, 1}, "some batches leave an expert without examples, others do not"
+    assert case.dense(model, case.data(1, 0)).shape == (3, 68)
