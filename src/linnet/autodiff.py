@@ -34,7 +34,7 @@ class Autodiff(Factor):
         batch: The chunk.
         c: Outputs.
         dtype: Dtype of the columns.
-        vectorize: Whether rows may be vectorized over examples.
+        vectorize: Says whether rows may be vectorized over examples, when they are needed.
         columns: Whether products go column by column (else through the rows).
     """
 
@@ -48,7 +48,7 @@ class Autodiff(Factor):
         *,
         c: int,
         dtype: torch.dtype,
-        vectorize: bool,
+        vectorize: Callable[[], bool],
         columns: bool,
     ) -> None:
         ranges = [(layout.slices[name].start, layout.slices[name].stop) for name in names]
@@ -67,7 +67,7 @@ class Autodiff(Factor):
 
     def expand(self) -> Rows:
         if self._rows is None:
-            found = rows(self._forward, self._theta, self._batch, vectorize=self._vectorize)
+            found = rows(self._forward, self._theta, self._batch, vectorize=self._vectorize())
             parts = [found[name].to(self._dtype).reshape(self.n, self.c, -1) for name in self._theta]
             self._rows = Rows(self.ranges, parts)
         return self._rows
@@ -125,7 +125,9 @@ def rows(
         return forward(th, Batch(args, kwargs, None, batch.start, 1))[0]
 
     dims = tuple(0 if m else None for m in mapped)
-    return vmap(jacrev(one), in_dims=(None, *dims))(dict(theta), *leaves)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        return vmap(jacrev(one), in_dims=(None, *dims))(dict(theta), *leaves)
 
 
 def _jacobian_of_one(forward: Forward, theta: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:

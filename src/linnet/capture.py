@@ -24,6 +24,24 @@ from linnet.params import Layout
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What is done to calls, by their numbers, so that their gradients can be had; the output stays the same.
+
+    Attributes:
+        inputs: The input is copied, because it is overwritten later.
+        outputs: The output is copied, because it is a view that is overwritten later.
+        spread: The output is repeated for every example, because all examples share the call (position embeddings).
+    """
+
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+    spread: frozenset[int] = frozenset()
+
+
+NO_CHANGES = Changes()
+
+
+@dataclass(frozen=True)
 class Use:
     """One call that uses selected parameters.
 
@@ -32,12 +50,14 @@ class Use:
         call: Its input and settings.
         slots: Role to the place of the parameter.
         edge: Where the gradient of its output is taken.
+        number: Its place among the calls.
     """
 
     rule: Rule
     call: Call
     slots: dict[str, Slot]
     edge: GradientEdge
+    number: int
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -51,15 +71,16 @@ class Recorder(TorchFunctionMode):
     Args:
         leaves: The selected parameters, as the leaves that this forward pass uses.
         layout: Their places in the flat vector.
-        copies: Numbers of the calls whose input is copied before, and whose output is copied after.
+        n: Examples.
+        changes: What is done to the calls.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], layout: Layout, *, copies: Copies) -> None:
+    def __init__(self, leaves: Mapping[str, Tensor], layout: Layout, *, n: int, changes: Changes) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
-        self._copy = copies
+        self._n, self._changes = n, changes
         self._versions: list[tuple[Tensor | None, int, Tensor | None, int]] = []
 
     def __torch_function__(
@@ -78,28 +99,31 @@ class Recorder(TorchFunctionMode):
         slots = {} if call is None else self._slots(call)
         if rule is None or call is None or not slots:
             return func(*args, **kwargs)
-        number, x = len(self.uses), call.x
-        if x is not None and number in self._copy[0]:
+        number, x, changes = len(self.uses), call.x, self._changes
+        if x is not None and number in changes.inputs:
             copied = x.clone()
             args = tuple(copied if a is x else a for a in args)
             kwargs = {key: copied if a is x else a for key, a in kwargs.items()}
-            call = Call(copied, call.params, call.conf)
+            x = copied
         y = func(*args, **kwargs)
-        if number in self._copy[1]:
+        if number in changes.outputs:
             y = y.clone()
+        if number in changes.spread:
+            x, y = (None if t is None else _spread(t, self._n) for t in (x, y))
         if y.requires_grad:
-            x = None if call.x is None else call.x.detach()
-            self.uses.append(Use(rule, Call(x, {}, call.conf), slots, get_gradient_edge(y)))
+            x = None if x is None else x.detach()
+            self.uses.append(Use(rule, Call(x, {}, call.conf), slots, get_gradient_edge(y), number))
             # The output matters only if it is a view: an in-place change then replaces its gradient edge.
             view = y if y._is_view() and y._base is not None and not y._base.is_leaf else None
             self._versions.append((x, -1 if x is None else x._version, view, y._version))
         return y
 
-    def overwritten(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Numbers of the calls whose input, or output, was changed in place after the call."""
+    def overwritten(self) -> Changes:
+        """The changes, and copies of what was overwritten in place after its call."""
         inputs = {i for i, (x, v, _, _) in enumerate(self._versions) if x is not None and x._version != v}
         outputs = {i for i, (_, _, y, v) in enumerate(self._versions) if y is not None and y._version != v}
-        return frozenset(inputs), frozenset(outputs)
+        old = self._changes
+        return Changes(old.inputs | inputs, old.outputs | outputs, old.spread)
 
     def _known(self, t: Any) -> bool:
         return isinstance(t, Tensor) and id(_base(t)) in self._names
@@ -126,6 +150,12 @@ class Recorder(TorchFunctionMode):
         return Slot(name, where, shape, origin, swapped=True) if t.ndim == 2 and t.T.is_contiguous() else None
 
 
+def _spread(t: Tensor, n: int) -> Tensor:
+    """A tensor that all examples share, repeated for each: along its first axis of one, or a new one."""
+    shared = t if t.shape[:1] == (1,) else t[None]
+    return shared.expand(n, *shared.shape[1:])
+
+
 def _base(t: Tensor) -> Tensor:
     base = t._base if t._is_view() else None
     return t if base is None else base
@@ -142,12 +172,6 @@ def _opened(function: types.FunctionType) -> Callable[..., Any]:
 _open_attention = _opened(F.multi_head_attention_forward)  # type: ignore[arg-type]
 
 
-Copies = tuple[frozenset[int], frozenset[int]]
-"""Numbers of the calls whose input, and whose output, is copied."""
-
-NO_COPIES: Copies = (frozenset(), frozenset())
-
-
 @dataclass(frozen=True)
 class Recording:
     """A forward pass with all its uses of parameters.
@@ -156,13 +180,13 @@ class Recording:
         out: The output (n, c), with its graph.
         leaves: The parameters as the leaves of that graph.
         uses: The calls that use them, in order.
-        copies: What had to be copied.
+        changes: What was done to them.
     """
 
     out: Tensor
     leaves: dict[str, Tensor]
     uses: list[Use]
-    copies: Copies
+    changes: Changes
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -175,7 +199,8 @@ def record(
     theta: Mapping[str, Tensor],
     layout: Layout,
     *,
-    copies: Copies = NO_COPIES,
+    n: int,
+    changes: Changes = NO_CHANGES,
 ) -> Recording:
     """A forward pass at theta.
 
@@ -183,17 +208,18 @@ def record(
         forward: Named parameters to the output (n, c).
         theta: The selected parameters.
         layout: Their places in the flat vector.
-        copies: What an earlier pass had to copy.
+        n: Examples.
+        changes: What earlier passes have found necessary.
     """
     for _ in range(4):
         leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
-        recorder = Recorder(leaves, layout, copies=copies)
+        recorder = Recorder(leaves, layout, n=n, changes=changes)
         with torch.enable_grad(), recorder:
             out = forward(leaves)
-        changed = recorder.overwritten()
-        if not changed[0] and not changed[1]:
-            return Recording(out, leaves, recorder.uses, copies)
-        copies = copies[0] | changed[0], copies[1] | changed[1]
+        needed = recorder.overwritten()
+        if needed == changes:
+            return Recording(out, leaves, recorder.uses, changes)
+        changes = needed
     raise RuntimeError(
         "The model overwrites the inputs of its layers in place, differently at each call. "
         "Replace in-place operations (x += y, relu_) by their ordinary forms."

@@ -59,7 +59,9 @@ def forward_mode(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if _recurrent(model):
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            # set_flags, since the context manager of the same module also writes flags that warn on CPUs
+            before = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)
+            stack.callback(torch.backends.mkldnn.set_flags, _enabled=before[0], _fp32_precision=None)
         yield
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +16,13 @@ from torch.func import functional_call
 from linnet import _checks, autodiff
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, leaves
-from linnet.capture import NO_COPIES, Recording, record
+from linnet.capture import NO_CHANGES, Changes, Recording, record
 from linnet.contexts import Precision, arithmetic, forward_mode, network
 from linnet.data import as_source
 from linnet.factors import Factor, combine
 from linnet.layers import LayoutError
 from linnet.params import Layout, Params, select
-from linnet.structure import PROBE, TOLERANCE, Structure, factors_of, gradients, inspect
+from linnet.structure import PROBE, TOLERANCE, Structure, factors_of, gradients, inspect, warn_of
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
@@ -90,7 +90,7 @@ class Linearization:
         self._model = _shadow(model)
         self._places = _places(self._model, select(model, params))
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
-        self._copies = NO_COPIES
+        self._changes = NO_CHANGES
         self._structures: dict[tuple[Any, ...], Structure] = {}
         self.last_structure: Structure | None = None
         self._abilities: dict[str, bool] = {}
@@ -183,6 +183,8 @@ class Linearization:
         with self._setting(precision):
             recording = self._record(batch)
             structure = self._structure(recording, batch)
+            if structure.changes.spread != recording.changes.spread:
+                recording = self._record(batch, structure.changes)
             factors, structure = self._captured(recording, structure, batch)
         if structure.rest:
             c = recording.out.shape[1]
@@ -220,27 +222,53 @@ class Linearization:
         structure = self._structures[recording.signature] = structure.without(names)
         return self._captured(recording, structure, batch)
 
-    def _record(self, batch: Batch) -> Recording:
-        recording = record(lambda theta: self.forward(theta, batch), self.theta, self.layout, copies=self._copies)
-        self._copies = recording.copies
-        return recording
+    def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
+        return record(
+            lambda theta: self.forward(theta, batch),
+            self.theta,
+            self.layout,
+            n=batch.n,
+            changes=self._changes if changes is None else changes,
+        )
 
     def _structure(self, recording: Recording, batch: Batch) -> Structure:
         found = self._structures.get(recording.signature)
         if found is None:
-            probe = batch.part(0, min(PROBE, batch.n))
             with self._setting("highest"):
-                small = self._record(probe)
-                self._check_independent(small.out, probe)
-                if small.signature != recording.signature:
-                    # The calls depend on the data beyond the first examples: trust no rule with them.
-                    every = tuple(self.theta)
-                    found = Structure([None] * len(recording.uses), every, ())
-                else:
-                    found = inspect(small, self.dtype, names=tuple(self.theta))
+                found = self._inspected(recording, batch.part(0, min(PROBE, batch.n)))
             self._structures[recording.signature] = found
+            self._changes = found.changes
         self.last_structure = found
         return found
+
+    def _inspected(self, recording: Recording, probe: Batch) -> Structure:
+        small = self._record(probe, recording.changes)
+        self._check_independent(small.out, probe)
+        if small.signature != recording.signature:
+            # The calls depend on the data beyond the first examples: trust no rule with them.
+            return Structure([None] * len(recording.uses), tuple(self.theta), ())
+        names = tuple(self.theta)
+        found = inspect(small, self.dtype, names=names)
+        if found.failed and probe.n > 1:
+            # Calls that all examples share have no gradient by example, until their output is repeated for each.
+            for spread in (found.failed, *({i} for i in sorted(found.failed))):
+                trial = self._spread(small, probe, found.changes.spread | spread)
+                better = None if trial is None else inspect(trial, self.dtype, names=names)
+                if better is not None and len(better.rest) < len(found.rest):
+                    found = better
+                if not found.failed:
+                    break
+        warn_of(found, small.uses)
+        return found
+
+    def _spread(self, small: Recording, probe: Batch, numbers: frozenset[int]) -> Recording | None:
+        """The recording with calls spread over the examples, if the model takes it and gives the same output."""
+        try:
+            trial = self._record(probe, replace(small.changes, spread=numbers))
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
+            return None
+        same = trial.signature == small.signature and trial.out.shape == small.out.shape
+        return trial if same and _checks.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
 
     @property
     def has_rest(self) -> bool:
@@ -265,7 +293,6 @@ class Linearization:
             with self._setting(precision), forward_mode(self._model):
                 return self.forward(theta, part)
 
-        vectorize = self.can("vectorize", batch)
         return Autodiff(
             forward,
             self.theta,
@@ -274,7 +301,7 @@ class Linearization:
             batch,
             c=c,
             dtype=self.dtype,
-            vectorize=vectorize,
+            vectorize=lambda: self.can("vectorize", batch),
             columns=columns and self.can("forward_mode", batch),
         )
 

@@ -15,7 +15,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from linnet.capture import Recording, Use
+from linnet.capture import NO_CHANGES, Changes, Recording, Use
 from linnet.factors import Factor
 from linnet.layers import Elementwise, LayoutError, Slot, arrange
 
@@ -44,6 +44,8 @@ class Structure:
         unused: Parameters that the output does not depend on.
         batched: Whether the gradients of all outputs can be taken in one batched backward pass.
         rules: Parameter to the names of the rules that serve it, for the plan.
+        failed: Numbers of the calls whose rule did not agree with autodiff.
+        changes: What has to be done to the calls.
     """
 
     kept: list[Kept | None]
@@ -51,6 +53,8 @@ class Structure:
     unused: tuple[str, ...]
     batched: bool = True
     rules: dict[str, str] = field(default_factory=dict)
+    failed: frozenset[int] = frozenset()
+    changes: Changes = NO_CHANGES
 
     def without(self, names: Iterable[str]) -> Structure:
         """The same with further parameters left to autodiff."""
@@ -130,6 +134,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
     trials = [_trials(use, g, leaves, n=n, dtype=dtype) for use, g in zip(uses, grads, strict=True)]
     kept: list[Kept | None] = [None] * len(uses)
     served: dict[str, str] = {}
+    failed: set[int] = set()
     for cluster in _clusters(uses, grads):
         members = {slot.name for i in cluster for slot in uses[i].slots.values() if slot.name in truth}
         best: tuple[set[str], Sequence[str | None]] = (set(), [None] * len(cluster))
@@ -159,10 +164,10 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
                     known = seen.split("+")
                     rule = uses[i].rule.name
                     served[slot.name] = seen if rule in known else f"{seen}+{rule}" if seen else rule
-        _warn(members - right, [uses[i] for i in cluster])
+        failed |= {i for i in cluster if {slot.name for slot in uses[i].slots.values()} & (members - right)}
     rest = tuple(name for name in names if name in truth and name not in served)
     batched = _batches(out, [use for use, k in zip(uses, kept, strict=True) if k is not None])
-    return Structure(kept, rest, unused, batched, served)
+    return Structure(kept, rest, unused, batched, served, frozenset(failed), recording.changes)
 
 
 def _autodiff(out: Tensor, leaves: Mapping[str, Tensor], u: Tensor) -> dict[str, Tensor]:
@@ -228,10 +233,15 @@ def _agrees(parts: Sequence[Tensor | None], truth: Tensor, tolerance: float, big
     return error <= tolerance * max(truth.abs().max().item(), 1e-3 * biggest)
 
 
-def _warn(wrong: set[str], uses: Sequence[Use]) -> None:
-    """Say which layers fall back; elementwise uses are tried on the chance and may fail in silence."""
-    tried = {s.name for use in uses if not isinstance(use.rule, Elementwise) for s in use.slots.values()}
-    if names := sorted(wrong & tried):
+def warn_of(structure: Structure, uses: Sequence[Use]) -> None:
+    """Say which parameters fall back; elementwise uses are tried on the chance and may fail in silence."""
+    tried = {
+        slot.name
+        for i in structure.failed
+        if not isinstance(uses[i].rule, Elementwise)
+        for slot in uses[i].slots.values()
+    }
+    if names := sorted(tried & set(structure.rest)):
         warnings.warn(
             f"linnet's layer rules do not reproduce autodiff's per-example gradients of {', '.join(names)} (used in "
             "a way that mixes or reorders examples, or also outside the layer); these parameters are computed by "
