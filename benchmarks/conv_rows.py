@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHAPES = ((16, 32, 32, 1), (32, 32, 32, 1), (64, 64, 16, 1), (128, 128, 8, 1), (32, 64, 32, 2), (3, 16, 32, 1))
+from benchmarks.timing import milliseconds
+
+SHAPES = (
+    (16, 32, 32, 1),
+    (32, 32, 32, 1),
+    (64, 64, 16, 1),
+    (128, 128, 8, 1),
+    (32, 64, 32, 2),
+    (3, 16, 32, 1),
+)
 
 
 def grouped(a: Tensor, g: Tensor, stride: int) -> Tensor:
@@ -71,25 +78,16 @@ def summed(a: Tensor, g: Tensor, stride: int) -> Tensor:
 
 
 def summed_last(a: Tensor, g: Tensor, stride: int) -> Tensor:
-    return summed(a.contiguous(memory_format=torch.channels_last), g.contiguous(memory_format=torch.channels_last), stride)
+    return summed(
+        a.contiguous(memory_format=torch.channels_last),
+        g.contiguous(memory_format=torch.channels_last),
+        stride,
+    )
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     f.__name__: f for f in (summed, summed_last, grouped, patches, patches_last, shifts)
 }
-
-
-def milliseconds(run: Callable[[], object], device: str, repeats: int = 7) -> float:
-    """Median wall time of run, synchronized."""
-    times = []
-    for i in range(repeats + 2):
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if i >= 2:
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
 
 
 def main() -> None:
@@ -102,8 +100,12 @@ def main() -> None:
         for ci, co, size, stride in SHAPES:
             a = torch.randn(args.batch, ci, size, size, device=args.device)
             g = torch.randn(args.batch, co, size // stride, size // stride, device=args.device)
-            row = {name: round(milliseconds(lambda f=f: f(a, g, stride), args.device), 3) for name, f in WAYS.items()}
-            print(json.dumps({"tf32": tf32, "ci": ci, "co": co, "size": size, "stride": stride} | row), flush=True)
+            ways = {name: lambda f=f: f(a, g, stride) for name, f in WAYS.items()}
+            row = {name: round(ms, 3) for name, ms in milliseconds(ways, args.device, rounds=7).items()}
+            print(
+                json.dumps({"tf32": tf32, "ci": ci, "co": co, "size": size, "stride": stride} | row),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -137,9 +137,7 @@ def mlp() -> nn.Sequential:
     803601
     """
     widths = (5, 200, 2000, 200, 1)
-    layers = [
-        layer for d_in, d_out in itertools.pairwise(widths) for layer in (nn.Linear(d_in, d_out), nn.ELU())
-    ]
+    layers = [layer for d_in, d_out in itertools.pairwise(widths) for layer in (nn.Linear(d_in, d_out), nn.ELU())]
     return nn.Sequential(*layers[:-1])
 
 

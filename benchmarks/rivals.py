@@ -50,9 +50,7 @@ def published(model: nn.Module, output: Output, x: Tensor, V: Tensor, *, chunk: 
     return torch.cat([tensor.flatten(1) for tensor in tree.values()], 1).T
 
 
-def per_example_rows(
-    model: nn.Module, output: Output, x: Tensor, V: Tensor, *, chunk: int | None = None
-) -> Tensor:
+def per_example_rows(model: nn.Module, output: Output, x: Tensor, V: Tensor, *, chunk: int | None = None) -> Tensor:
     """Rows of J by `vmap(grad)` over the examples, all n of them held at once, then two matrix products.
 
     Args:

@@ -25,9 +25,7 @@ def tiny(kind: str) -> tuple[nn.Module, torch.Tensor]:
             return model.double().eval(), torch.randn(5, 4, dtype=torch.float64, generator=generator)
         if kind == "vit":
             return VisionTransformer(dim=8, depth=1, heads=2).double().eval(), images
-        model = nn.Sequential(
-            nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(1)
-        )
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(1))
         return nn.Sequential(*model, nn.Linear(256, 2)).double().eval(), images
 
 
@@ -69,9 +67,7 @@ def test_resnet20_shortcut_keeps_channels_in_the_middle():
 
 
 def test_wide_resnet_has_forty_layers():
-    convolutions = [
-        m for m in WideResNet(40, 2).modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)
-    ]
+    convolutions = [m for m in WideResNet(40, 2).modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     assert len(convolutions) == 37  # and three shortcuts, and the linear layer
 
 

@@ -133,9 +133,7 @@ def test_subset_keeps_the_positions(name: str) -> None:
     source = as_source(KINDS[name](), forward)
     index = torch.tensor([9, 0, 7, 7, 3])
     if not source.by_position:
-        with pytest.raises(
-            TypeError, match=r"data that is read in order \(.*in order\)\. Use tensors, arrays, or"
-        ):
+        with pytest.raises(TypeError, match=r"data that is read in order \(.*in order\)\. Use tensors, arrays, or"):
             source.subset(index)
         return
     chosen = source.subset(index)
@@ -240,9 +238,7 @@ def test_ranges_and_indices_are_checked() -> None:
     for start, stop in ((-1, 3), (4, 3), (0, 12)):
         with pytest.raises(ValueError, match=rf"11 examples, so batches needs .* got {start}, {stop}\."):
             source.batches(2, start, stop)
-    with pytest.raises(
-        TypeError, match=r"int64 tensor of shape \(m,\); got torch.bool \(11,\)\. For a mask use"
-    ):
+    with pytest.raises(TypeError, match=r"int64 tensor of shape \(m,\); got torch.bool \(11,\)\. For a mask use"):
         source.subset(torch.ones(N, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"int64 tensor of shape \(m,\); got a list"):
         source.subset([1, 2])  # type: ignore[arg-type]
@@ -319,9 +315,7 @@ def test_hugging_face_batches() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"requires 2 arguments \(x, mask\); the data has 1\. Give a tuple of 2"
-    ):
+    with pytest.raises(TypeError, match=r"requires 2 arguments \(x, mask\); the data has 1\. Give a tuple of 2"):
         as_source(X, lambda x, mask: x)
     with pytest.raises(TypeError, match=r"takes \(mask\) by keyword only\. Give the data as a dict"):
         as_source((X, X), lambda x, *, mask: x)
@@ -341,16 +335,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="item 0 of the data has 11 and item 1 of the data has 10"):
         as_source((X, X[1:]), forward)
-    with pytest.raises(
-        ValueError, match="'x' of the data has 11 and 'k' of item 1 of 'past' of the data has 3"
-    ):
+    with pytest.raises(ValueError, match="'x' of the data has 11 and 'k' of item 1 of 'past' of the data has 3"):
         as_source({"x": X, "past": [X, {"k": X[:3]}]}, lambda x, past: x)
     with pytest.raises(ValueError, match="item 0 of the data has 4 and item 1 of the data has 3"):
-        list(
-            as_source(
-                DataLoader(Pairs(), batch_size=4, collate_fn=lambda b: (X[:4], X[:3])), forward
-            ).batches(4)
-        )
+        list(as_source(DataLoader(Pairs(), batch_size=4, collate_fn=lambda b: (X[:4], X[:3])), forward).batches(4))
 
 
 @pytest.mark.parametrize(
@@ -397,9 +385,7 @@ def test_unknown_data_is_refused() -> None:
         as_source(3, forward)
     with pytest.raises(TypeError, match=r"got a str\. Convert"):
         as_source("abc", forward)
-    with pytest.raises(
-        TypeError, match=r"item 1 of the data is an object\. Convert it with torch\.as_tensor"
-    ):
+    with pytest.raises(TypeError, match=r"item 1 of the data is an object\. Convert it with torch\.as_tensor"):
         as_source((X, object()), forward)
     with pytest.raises(TypeError, match=r"the data has layout torch\.sparse_coo\. Use tensor\.to_dense\(\)"):
         as_source(X.to_sparse(), forward)
@@ -522,9 +508,7 @@ def test_a_pass_of_another_length_is_caught(kind: str, n: int, found: str) -> No
     inner.n, inner.x = n, images(n)
     # A loader's last batch of another length is a batch that changed.
     last = {12: "Examples 8 to 11 changed", 9: "Example 8 changed"} if kind == "loader of a stream" else {}
-    with pytest.raises(
-        RuntimeError, match=last.get(n, f"had 11 examples at first and {found} in a later pass")
-    ):
+    with pytest.raises(RuntimeError, match=last.get(n, f"had 11 examples at first and {found} in a later pass")):
         list(source.batches(4))
 
 
@@ -585,14 +569,10 @@ def test_workers_out_of_order_are_refused() -> None:
 
 
 def test_drop_last_is_refused_where_it_drops() -> None:
-    with pytest.raises(
-        ValueError, match=r"drop_last=True drops 3 of 11 examples\. Build it with drop_last=False"
-    ):
+    with pytest.raises(ValueError, match=r"drop_last=True drops 3 of 11 examples\. Build it with drop_last=False"):
         as_source(DataLoader(Pairs(), batch_size=4, drop_last=True), forward)
     with pytest.raises(ValueError, match="drops 3 of 11 examples"):
-        as_source(
-            DataLoader(Pairs(), batch_sampler=BatchSampler(SequentialSampler(Pairs()), 4, True)), forward
-        )
+        as_source(DataLoader(Pairs(), batch_sampler=BatchSampler(SequentialSampler(Pairs()), 4, True)), forward)
     with pytest.raises(ValueError, match="drop_last=True may drop examples"):
         as_source(DataLoader(Stream(), batch_size=4, drop_last=True), forward)
     assert as_source(DataLoader(Pairs(12), batch_size=4, drop_last=True), forward).n == 12
@@ -634,21 +614,15 @@ def test_a_loader_with_its_own_loop_is_used_as_it_is() -> None:
 
 def test_a_collate_that_changes_the_count_is_refused() -> None:
     loader = DataLoader(Pairs(), batch_size=4, collate_fn=lambda items: images(8))
-    with pytest.raises(
-        ValueError, match=r"collate_fn made a batch of 8 from the 4 examples that begin at example 0"
-    ):
+    with pytest.raises(ValueError, match=r"collate_fn made a batch of 8 from the 4 examples that begin at example 0"):
         list(as_source(loader, forward).batches(4))
 
 
 def test_examples_that_do_not_stack_are_refused() -> None:
     ragged = [(torch.zeros(i + 1), i) for i in range(3)]
-    with pytest.raises(
-        TypeError, match=r"cannot be stacked into a batch: .* DataLoader with a collate_fn that pads"
-    ):
+    with pytest.raises(TypeError, match=r"cannot be stacked into a batch: .* DataLoader with a collate_fn that pads"):
         list(as_source(ragged, forward).batches(2))
-    with pytest.raises(
-        TypeError, match=r"Field 'x' of the Dataset's examples is a list of numbers.*with_format"
-    ):
+    with pytest.raises(TypeError, match=r"Field 'x' of the Dataset's examples is a list of numbers.*with_format"):
         as_source([{"x": [1, 2]}, {"x": [3, 4]}], forward)
     with pytest.raises(TypeError, match="cannot be stacked into a batch"):
         as_source([(object(),)], forward)

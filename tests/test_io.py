@@ -195,13 +195,9 @@ def test_done_leaves_other_files_alone(path: Path) -> None:
 
 def test_checkpoint_of_another_computation_is_refused(path: Path) -> None:
     io.Checkpoint(path, kind="test", fingerprint="abc").save({}, {})
-    with pytest.raises(
-        ValueError, match=r"fingerprint def, the file has abc\. .* remove the file or name another"
-    ):
+    with pytest.raises(ValueError, match=r"fingerprint def, the file has abc\. .* remove the file or name another"):
         io.Checkpoint(path, kind="test", fingerprint="def").load()
-    with pytest.raises(
-        ValueError, match="holds 'checkpoint of test'; 'checkpoint of spectrum' was asked for"
-    ):
+    with pytest.raises(ValueError, match="holds 'checkpoint of test'; 'checkpoint of spectrum' was asked for"):
         io.Checkpoint(path, kind="spectrum", fingerprint="abc").load()
     with pytest.raises(ValueError, match=r"^meta\['loss'\] is nan"):
         io.Checkpoint(path, kind="test", fingerprint="abc").save({}, {"loss": float("nan")})
@@ -275,9 +271,7 @@ def test_wrong_kind(path: Path) -> None:
 def test_newer_format(path: Path) -> None:
     header = {"format": io.FORMAT + 1, "kind": "test", "version": "9.0", "meta": {}}
     save_file({}, path, metadata={"linnet": json.dumps(header)})
-    with pytest.raises(
-        ValueError, match=r"format 2, written by linnet 9\.0; .* up to format 1\. Upgrade linnet"
-    ):
+    with pytest.raises(ValueError, match=r"format 2, written by linnet 9\.0; .* up to format 1\. Upgrade linnet"):
         io.load(path, kind="test")
 
 

@@ -348,9 +348,7 @@ def test_repr_names_the_operator() -> None:
 
 def test_wrong_length_says_what_is_needed() -> None:
     op = Matrix(A0)
-    with pytest.raises(
-        ValueError, match=r"shape \(12, 7\), so A @ V needs V of shape \(7,\) or \(7, k\); got"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(12, 7\), so A @ V needs V of shape \(7,\) or \(7, k\); got"):
         op @ torch.ones(5, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"got \(12,\)\. For the transpose use A\.T @ V\."):
         op @ torch.ones(ROWS, dtype=torch.float64)
@@ -365,9 +363,7 @@ def test_wrong_length_says_what_is_needed() -> None:
 def test_wrong_kind_says_how_to_convert() -> None:
     with pytest.raises(TypeError, match=r"torch\.float64 on cpu, so V must be too; got torch\.float32"):
         Matrix(A0) @ torch.ones(COLS)
-    with pytest.raises(
-        TypeError, match=r"got torch\.float64 on meta\. Convert it with V\.to\(torch\.float64"
-    ):
+    with pytest.raises(TypeError, match=r"got torch\.float64 on meta\. Convert it with V\.to\(torch\.float64"):
         Matrix(A0) @ torch.ones(COLS, dtype=torch.float64, device="meta")
     with pytest.raises(TypeError, match=r"multiplies tensors of shape \(7,\) or \(7, k\); got list"):
         Matrix(A0) @ [1.0] * COLS  # type: ignore[operator]
@@ -422,9 +418,7 @@ def test_wrong_fused_function() -> None:
 
 
 def test_wrong_other() -> None:
-    with pytest.raises(
-        ValueError, match=r"Matrix has 7 columns, so gram needs .* as many; got Matrix of shape"
-    ):
+    with pytest.raises(ValueError, match=r"Matrix has 7 columns, so gram needs .* as many; got Matrix of shape"):
         Matrix(A0).gram(Matrix(A0[:, :3]))
     with pytest.raises(NotImplementedError, match="selects other columns of its base"):
         Matrix(A0).columns(INDEX).gram(Matrix(A0).columns(INDEX.flip(0)))
@@ -449,9 +443,7 @@ def test_what_is_not_written_is_named() -> None:
 
 
 def test_dense_refuses_large_operators() -> None:
-    with pytest.raises(
-        ValueError, match=r"84 entries, and dense\(\) stops at 50\. Use products such as A @ V"
-    ):
+    with pytest.raises(ValueError, match=r"84 entries, and dense\(\) stops at 50\. Use products such as A @ V"):
         Matrix(A0).dense(limit=50)
 
 

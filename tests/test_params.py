@@ -87,9 +87,7 @@ def test_integer_parameters_are_never_selected() -> None:
 
 def test_nothing_selected_counts_parameters() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"the model has 2 parameters, 2 of them frozen\. Set requires_grad_"
-    ):
+    with pytest.raises(ValueError, match=r"the model has 2 parameters, 2 of them frozen\. Set requires_grad_"):
         select(model)
     with pytest.raises(ValueError, match=r"2 parameters, 0 of them frozen\. Name some with params="):
         select(nn.Linear(2, 2), lambda name, tensor: False)
@@ -112,9 +110,7 @@ def test_glob_without_match_suggests_names() -> None:
 
 def test_a_module_without_parameters_is_not_suggested() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    with pytest.raises(
-        ValueError, match=r"params='1' matches none of the model's 2 floating parameters\. The"
-    ):
+    with pytest.raises(ValueError, match=r"params='1' matches none of the model's 2 floating parameters\. The"):
         select(model, "1")
 
 
@@ -135,21 +131,15 @@ def test_several_devices_are_refused() -> None:
 
 def test_several_dtypes_are_refused_where_selected() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
-    with pytest.raises(
-        ValueError, match=r"'0\.weight' is torch\.float32 and '1\.weight' torch\.float64\. Conv"
-    ):
+    with pytest.raises(ValueError, match=r"'0\.weight' is torch\.float32 and '1\.weight' torch\.float64\. Conv"):
         select(model)
     assert select(model, "1.*")["1.bias"].dtype == torch.float64
 
 
 def test_unusable_parameters_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"'weight' has no shape yet \(a lazy module\)\. Call the model once"
-    ):
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet \(a lazy module\)\. Call the model once"):
         select(nn.LazyLinear(2))
-    with pytest.raises(
-        ValueError, match=r"'weight' is on the meta device and has no values\. Load the weights"
-    ):
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device and has no values\. Load the weights"):
         select(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"differentiates real parameters; 'weight' is torch\.complex64"):
         select(nn.Linear(2, 2, dtype=torch.complex64))
@@ -245,16 +235,12 @@ def test_layout_errors() -> None:
         ValueError, match=r"needs 'a' of shape \(2, 3\) or, for all names alike, \(2, 3, k\); got \(6,\)"
     ):
         layout.flatten({**good, "a": torch.zeros(6)})
-    with pytest.raises(
-        ValueError, match=r"'b' of shape \(4,\).*\(4, k\); got \(4,\), while 'a' has \(2, 3, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"'b' of shape \(4,\).*\(4, k\); got \(4,\), while 'a' has \(2, 3, 5\)"):
         layout.flatten({**good, "a": torch.zeros(2, 3, 5)})
     with pytest.raises(ValueError, match=r"'b'.*got \(4, 6\), while 'a' has \(2, 3, 5\)"):
         layout.flatten({"a": torch.zeros(2, 3, 5), "b": torch.zeros(4, 6)})
     with pytest.raises(ValueError, match=r"one dtype; 'a' is torch\.float32 and 'b' torch\.float64"):
         layout.flatten({**good, "b": torch.zeros(4, dtype=torch.float64)})
     for shape in ((9,), (9, 2), (10, 1, 1), ()):
-        with pytest.raises(
-            ValueError, match=r"p = 10 entries, so unflatten needs shape \(10,\) or \(10, k\); got"
-        ):
+        with pytest.raises(ValueError, match=r"p = 10 entries, so unflatten needs shape \(10,\) or \(10, k\); got"):
             layout.unflatten(torch.zeros(shape))

@@ -103,9 +103,7 @@ def test_zero_matrix_passes():
 )
 def test_each_wrong_product_is_named(wrong, names):
     A = matrix()
-    with pytest.raises(
-        AssertionError, match=rf"^{names} disagrees .* relative error 1\.0e-03, above .* entry \("
-    ):
+    with pytest.raises(AssertionError, match=rf"^{names} disagrees .* relative error 1\.0e-03, above .* entry \("):
         check_operator(Broken(A, wrong=wrong), A, blocks=BLOCKS)
 
 
@@ -129,9 +127,7 @@ class IgnoresWeight(Broken):
         self.kind = kind
 
     def normal(self, V, weight=None):
-        return super().normal(
-            V, None if weight is not None and self.kind == f"normal{weight.ndim}" else weight
-        )
+        return super().normal(V, None if weight is not None and self.kind == f"normal{weight.ndim}" else weight)
 
     def gram(self, other=None, scale=None):
         return super().gram(other, None if self.kind == "gram" else scale)
@@ -331,16 +327,12 @@ def test_zoo_reference_agrees_with_plain_backward_passes(case):
     before = list(model.named_parameters(remove_duplicate=False))
     J = case.dense(model, data)
     after = list(model.named_parameters(remove_duplicate=False))
-    assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True)), (
-        "the reference changed the model"
-    )
+    assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True)), "the reference changed the model"
 
     theta = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for value in case.outputs(model, data).flatten():
-        grads = torch.autograd.grad(
-            value, theta, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(value, theta, retain_graph=True, allow_unused=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten() for g in grads]))
     torch.testing.assert_close(J, torch.stack(rows), rtol=1e-9, atol=1e-9 * float(J.abs().max()))
     assert J.abs().max() > 0

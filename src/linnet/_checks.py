@@ -90,9 +90,7 @@ def check_one_dtype(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_glob_matched(
-    glob: str, matched: Sequence[str], names: Sequence[str], modules: Sequence[str]
-) -> None:
+def check_glob_matched(glob: str, matched: Sequence[str], names: Sequence[str], modules: Sequence[str]) -> None:
     """A glob has matched a parameter; ``names`` and ``modules`` serve to suggest one that does."""
     if matched:
         return
@@ -146,13 +144,9 @@ def check_tree(tree: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> 
     """A tree has the layout's names, its shapes (all plain, or all with one trailing axis) and one dtype."""
     missing = [name for name in shapes if name not in tree]
     unknown = [name for name in tree if name not in shapes]
-    wrong = [
-        f"{word} {listing(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names
-    ]
+    wrong = [f"{word} {listing(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
     if wrong:
-        raise ValueError(
-            f"flatten needs one tensor for each of the layout's {len(shapes)} names; {', '.join(wrong)}."
-        )
+        raise ValueError(f"flatten needs one tensor for each of the layout's {len(shapes)} names; {', '.join(wrong)}.")
     first = next(iter(shapes))
     columns = tree[first].shape[len(shapes[first]) :]
     columns = columns if len(columns) <= 1 else torch.Size()
@@ -176,8 +170,7 @@ def check_flat(vector: Tensor, p: int) -> None:
     """A flat vector or block of columns has p rows."""
     if vector.ndim not in (1, 2) or vector.shape[0] != p:
         raise ValueError(
-            f"The layout has p = {p} entries, so unflatten needs shape ({p},) or ({p}, k); "
-            f"got {tuple(vector.shape)}."
+            f"The layout has p = {p} entries, so unflatten needs shape ({p},) or ({p}, k); got {tuple(vector.shape)}."
         )
 
 
@@ -189,9 +182,7 @@ def check_range(size: int, start: int, stop: int, n: int) -> None:
     if size < 1:
         raise ValueError(f"batches needs a size of at least 1; got {size}.")
     if not 0 <= start <= stop <= n:
-        raise ValueError(
-            f"The data has {n} examples, so batches needs 0 <= start <= stop <= {n}; got {start}, {stop}."
-        )
+        raise ValueError(f"The data has {n} examples, so batches needs 0 <= start <= stop <= {n}; got {start}, {stop}.")
 
 
 def check_subset_index(index: Tensor, n: int) -> None:
@@ -219,9 +210,7 @@ def check_positional(count: int, required: Sequence[str], by_name: Sequence[str]
     """The items of a tuple fill what forward requires by position."""
     if by_name or not takes_one:
         names = f"({', '.join(by_name)})" if by_name else "arguments"
-        raise TypeError(
-            f"The model's forward takes {names} by keyword only. Give the data as a dict of its arguments."
-        )
+        raise TypeError(f"The model's forward takes {names} by keyword only. Give the data as a dict of its arguments.")
     if count < len(required):
         raise TypeError(
             f"The model's forward requires {len(required)} arguments ({', '.join(required)}); the data has "
@@ -229,9 +218,7 @@ def check_positional(count: int, required: Sequence[str], by_name: Sequence[str]
         )
 
 
-def check_keywords(
-    keys: Sequence[str], accepted: Sequence[str], required: Sequence[str], *, any_keyword: bool
-) -> None:
+def check_keywords(keys: Sequence[str], accepted: Sequence[str], required: Sequence[str], *, any_keyword: bool) -> None:
     """The keys of a dict are arguments of forward, and none that it requires is missing."""
     unknown = [] if any_keyword else [key for key in keys if key not in accepted]
     if unknown:
@@ -252,9 +239,7 @@ def check_array(array: np.ndarray, name: str) -> None:
     largest = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}.get(array.dtype.kind, 0)  # bytes, by numpy's letter
     if array.dtype.itemsize > largest or not array.dtype.isnative:
         hint = "stack equal shapes with np.stack" if array.dtype == object else "convert it with array.astype"
-        raise TypeError(
-            f"linnet needs arrays of native numbers; {name} is an array of dtype {array.dtype}: {hint}."
-        )
+        raise TypeError(f"linnet needs arrays of native numbers; {name} is an array of dtype {array.dtype}: {hint}.")
 
 
 def check_some_tensor(leaves: Mapping[str, object]) -> None:
@@ -270,14 +255,11 @@ def check_leaf(value: object, name: str) -> None:
     """What sits in the data is a dense tensor, a number, a string or None."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise TypeError(
-                f"linnet needs dense tensors; {name} has layout {value.layout}. Use tensor.to_dense()."
-            )
+            raise TypeError(f"linnet needs dense tensors; {name} has layout {value.layout}. Use tensor.to_dense().")
     elif value is not None and not isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         hint = "Use its to_numpy()." if hasattr(value, "to_numpy") else "Convert it with torch.as_tensor."
         raise TypeError(
-            "linnet needs data made of tensors and numpy arrays (in tuples or dicts); "
-            f"{name} is {kind(value)}. {hint}"
+            f"linnet needs data made of tensors and numpy arrays (in tuples or dicts); {name} is {kind(value)}. {hint}"
         )
 
 
@@ -303,8 +285,7 @@ def check_some(n: int, source: str) -> None:
 def not_finite(example: int, name: str) -> ValueError:
     """The error of an input with NaN or infinity."""
     return ValueError(
-        f"linnet needs finite inputs; example {example} has NaN or infinity in {name}. "
-        "Clean it or leave it out."
+        f"linnet needs finite inputs; example {example} has NaN or infinity in {name}. Clean it or leave it out."
     )
 
 
@@ -366,8 +347,7 @@ def check_nothing_dropped(batch_size: int | None, n: int | None, *, drop_last: b
     if drop_last and batch_size is not None and (n is None or n % batch_size):
         lost = "may drop examples" if n is None else f"drops {n % batch_size} of {n} examples"
         raise ValueError(
-            f"linnet needs every example; the DataLoader's drop_last=True {lost}. "
-            "Build it with drop_last=False."
+            f"linnet needs every example; the DataLoader's drop_last=True {lost}. Build it with drop_last=False."
         )
 
 

@@ -91,6 +91,8 @@ class Autodiff(Factor):
         leaves = {name: t.detach().requires_grad_() for name, t in self._theta.items()}
         with torch.enable_grad():
             f = self._forward(leaves, self._batch)
+        if not f.requires_grad:  # these examples do not use the parameters
+            return
         for j, u in enumerate(U.to(f.dtype).unbind(2)):
             grads = torch.autograd.grad(f, list(leaves.values()), u, True, allow_unused=True)
             for (start, stop), g in zip(self.ranges, grads, strict=True):
@@ -102,9 +104,7 @@ class Autodiff(Factor):
         return column[self._layout.slices[name]].view(t.shape).to(t.dtype)
 
 
-def rows(
-    forward: Forward, theta: Mapping[str, Tensor], batch: Batch, *, vectorize: bool
-) -> dict[str, Tensor]:
+def rows(forward: Forward, theta: Mapping[str, Tensor], batch: Batch, *, vectorize: bool) -> dict[str, Tensor]:
     """Per-example gradients of every output: name to (n, c, *shape).
 
     Args:
@@ -139,13 +139,13 @@ def _jacobian_of_one(forward: Forward, theta: Mapping[str, Tensor], batch: Batch
     columns = []
     for value in out:
         grads = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
-        columns.append([torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(theta.values(), grads, strict=True)])
+        columns.append(
+            [torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(theta.values(), grads, strict=True)]
+        )
     return {name: torch.stack(column) for name, column in zip(theta, zip(*columns, strict=True), strict=True)}
 
 
-def jvp_of(
-    f: Callable[[dict[str, Tensor]], Tensor], theta: dict[str, Tensor], tangent: dict[str, Tensor]
-) -> Tensor:
+def jvp_of(f: Callable[[dict[str, Tensor]], Tensor], theta: dict[str, Tensor], tangent: dict[str, Tensor]) -> Tensor:
     """The forward-mode derivative of ``f`` at theta along a tangent."""
     with warnings.catch_warnings():
         # torch 2.13 scripts its forward-mode decompositions at first use and warns about its own scripting.

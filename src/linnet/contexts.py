@@ -24,15 +24,24 @@ def check_precision(precision: str) -> None:
 
 @contextmanager
 def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Float32 products and convolutions at the given precision inside the block."""
-    if device.type != "cuda":
+    """Float32 products and convolutions at the given precision inside the block, whatever surrounds it."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # no gradients could be had there
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(_tf32(precision != "highest"))
         yield
-        return
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
     places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
     before = [place.fp32_precision for place in places]
     try:
         for place in places:
-            place.fp32_precision = "ieee" if precision == "highest" else "tf32"
+            place.fp32_precision = "tf32" if allowed else "ieee"
         yield
     finally:
         for place, value in zip(places, before, strict=True):
@@ -47,7 +56,9 @@ def network(model: nn.Module, precision: Precision, device: torch.device) -> Ite
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         if device.type == "cuda" and _recurrent(model):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            # Not cudnn.flags: it reads the older tf32 flags, which torch refuses beside the newer ones.
+            stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
+            torch.backends.cudnn.enabled = False
         if precision == "bf16":
             stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         yield

@@ -1,20 +1,23 @@
 """Per-example weight gradients of convolutions in one, two or three dimensions.
 
-Two ways, both exact. *Patches* copies the strided patch view and multiplies batched. *Grouped* makes one weight
-gradient of a convolution that has the batch as groups. Which is faster depends on device, precision and shape;
-``python -m benchmarks.conv_rows`` times both.
+Three ways, all exact. *Patches* copies the strided patch view and multiplies batched. *Grouped* makes one weight
+gradient of a convolution that has the batch as groups. *Taps* is a GPU kernel that gathers the patches as it multiplies.
+Which is faster depends on device, precision and shape; ``python -m benchmarks.conv_rows`` times them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from linnet import kernels
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,11 @@ class Convolution:
     @classmethod
     def of(cls, shape: Sequence[int], *, stride: Any, padding: Any, dilation: Any, groups: int) -> Convolution:
         """From the weight's shape (out, in / groups, *kernel) and torch's arguments."""
-        kernel = tuple(shape[2:])
+        return _numbers(tuple(shape), _hashable(stride), _hashable(padding), _hashable(dilation), groups)
+
+    @classmethod
+    def _of(cls, shape: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> Convolution:
+        kernel = shape[2:]
         d = len(kernel)
         dilations = _each(dilation, d)
         if padding == "same":  # torch puts the odd cell behind
@@ -66,6 +73,17 @@ class Convolution:
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         """Per-example weight gradients: x (m, C, *S), g (m, c, out, *S') to (m, c, prod(weight shape))."""
         return self._rows_grouped(x, g) if self._prefers_grouped(x, g) else self._rows_patches(x, g)
+
+    def has_taps(self, x: Tensor, g: Tensor) -> bool:
+        """Whether `taps` can serve: a GPU, tf32 asked for, two dimensions, no groups."""
+        even = all(before == after for before, after in self.padding)
+        plain = len(self.kernel) == 2 and self.groups == 1 and even and prod(self.kernel) > 1
+        return plain and kernels.available(x) and torch.backends.cudnn.conv.fp32_precision == "tf32"
+
+    def taps(self, x: Tensor, g: Tensor) -> Tensor:
+        """Per-example weight gradients as (m, c, out, prod(kernel), C), by one GPU kernel."""
+        rows = kernels.conv_rows(self, x, g.flatten(1, 2))
+        return rows.unflatten(1, g.shape[1:3])
 
     def _rows_patches(self, x: Tensor, g: Tensor) -> Tensor:
         m, c = g.shape[:2]
@@ -117,6 +135,15 @@ class Convolution:
         if not any(max(p) for p in self.padding):
             return x.contiguous()
         return F.pad(x, [size for pair in reversed(self.padding) for size in pair]).contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _numbers(shape: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> Convolution:
+    return Convolution._of(shape, stride, padding, dilation, groups)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _each(value: Any, d: int) -> tuple[int, ...]:

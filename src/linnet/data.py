@@ -58,9 +58,7 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
         return Iterated(data, signature)
     if type(data) is TensorDataset:
         return InMemory(data.tensors, signature)
-    if isinstance(data, Tensor | np.ndarray | Mapping | tuple) or (
-        isinstance(data, list) and not _is_examples(data)
-    ):
+    if isinstance(data, Tensor | np.ndarray | Mapping | tuple) or (isinstance(data, list) and not _is_examples(data)):
         return InMemory(data, signature)
     by_position = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc")
     if by_position and not isinstance(data, str | bytes):

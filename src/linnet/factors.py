@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -109,6 +110,10 @@ class Factor(ABC):
         """``J V`` restricted to these columns: V (p, k) to (n, c, k)."""
         return self.expand().matmul(V)
 
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
+        """Adds ``J V`` into ``out`` (n, c, k)."""
+        out += self.matmul(V)
+
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         """Adds ``J^T U`` into these columns of ``out`` (p, k), for U (n, c, k)."""
         self.expand().rmatmul(U, out)
@@ -146,10 +151,14 @@ class Rows(Factor):
         return self
 
     def matmul(self, V: Tensor) -> Tensor:
-        out = V.new_zeros(self.n * self.c, V.shape[1])
+        out = V.new_zeros(self.n, self.c, V.shape[1])
+        self.add_matmul(V, out)
+        return out
+
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
+        flat = out.view(self.n * self.c, -1)
         for (start, stop), part in zip(self.ranges, self.parts, strict=True):
-            out.addmm_(part.reshape(self.n * self.c, -1), V[start:stop])
-        return out.view(self.n, self.c, -1)
+            flat.addmm_(part.reshape(self.n * self.c, -1), V[start:stop])
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         flat = U.reshape(self.n * self.c, -1)
@@ -266,8 +275,8 @@ class Outer(Factor):
         _ghost(self.g, other.g, self._inner(other, *constants), out)  # type: ignore[arg-type]
 
     def _alike(self, other: Outer) -> bool:
-        mine, theirs = (self.ranges, self.swapped), (other.ranges, other.swapped)
-        return mine == theirs and self.x.shape[1] == other.x.shape[1]
+        mine, theirs = ((f.weight, f.bias, f.swapped, f.x.shape[1], f.x.shape[3]) for f in (self, other))
+        return mine == theirs
 
     def _inner(self, other: Outer, weight: float, bias: float) -> Inner:
         def inner(a: slice, b: slice, j: int) -> Tensor:
@@ -404,6 +413,7 @@ class Lazy(Factor):
         outer: Gives the same columns as an `Outer` (patches), or None where there is none.
         size: The numbers of that outer product.
         held: The tensors that the functions hold on to.
+        products: Gives the form that is best for products, where it is neither rows nor an outer product.
     """
 
     def __init__(
@@ -416,9 +426,11 @@ class Lazy(Factor):
         size: Size,
         held: tuple[Tensor, ...],
         outer: Callable[[], Outer] | None = None,
+        products: Callable[[], Factor] | None = None,
     ) -> None:
         super().__init__(ranges, n=n, c=c)
         self._rows, self._outer, self._size, self._held = rows, outer, size, held
+        self._products = products
 
     @property
     def size(self) -> Size:
@@ -430,9 +442,92 @@ class Lazy(Factor):
     def expand(self) -> Rows:
         return Rows(self.ranges, self._rows())
 
+    def for_products(self) -> Factor:
+        """Rows, in the order that is cheapest to write."""
+        return self.expand() if self._products is None else self._products()
+
     def factored(self) -> Factor:
         """The outer-product form where there is one."""
         return self if self._outer is None else self._outer()
+
+
+@final
+class Taps(Factor):
+    """Rows of a convolution with the kernel's axes before the channels, as the GPU kernel writes them; for products.
+
+    Args:
+        weight: Range of the weight, laid out as (out, channels, taps).
+        rows: (n, c, out, taps, channels).
+        bias: Range of the bias and its rows (n, c, out), or None.
+    """
+
+    def __init__(self, weight: Range, rows: Tensor, bias: tuple[Range, Tensor] | None = None) -> None:
+        self._others = [] if bias is None else [Rows([bias[0]], [bias[1]])]
+        ranges = [weight, *(r for f in self._others for r in f.ranges)]
+        super().__init__(ranges, n=rows.shape[0], c=rows.shape[1])
+        self._weight, self._rows = weight, rows
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._rows, *(t for f in self._others for t in f.tensors()))
+
+    def expand(self) -> Rows:
+        parts = [self._rows.transpose(3, 4).flatten(2)]
+        return Rows(self.ranges, parts + [t for f in self._others for t in f.tensors()])
+
+    def matmul(self, V: Tensor) -> Tensor:
+        out, taps, channels = self._rows.shape[2:]
+        columns = V[slice(*self._weight)].view(out, channels, taps, -1).transpose(1, 2)
+        total = self._rows.view(self.n * self.c, -1) @ columns.reshape(-1, V.shape[1])
+        total = total.view(self.n, self.c, -1)
+        return sum((f.matmul(V) for f in self._others), start=total)
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        outs, taps, channels = self._rows.shape[2:]
+        flat = self._rows.view(self.n * self.c, -1).T @ U.reshape(self.n * self.c, -1)
+        place = out[slice(*self._weight)].view(outs, channels, taps, -1)
+        place += flat.view(outs, taps, channels, -1).transpose(1, 2)
+        for f in self._others:
+            f.rmatmul(U, out)
+
+
+@final
+class Packed(Factor):
+    """Many small `Rows` side by side, so that a product is one call instead of many; for products.
+
+    Args:
+        parts: The rows.
+    """
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        super().__init__([r for f in parts for r in f.ranges], n=parts[0].n, c=parts[0].c)
+        self._rows = torch.cat([t for f in parts for t in f.parts], -1).view(self.n * self.c, -1)
+        self._index = _positions(self.ranges, self._rows.device)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._rows,)
+
+    def expand(self) -> Rows:
+        sizes = [stop - start for start, stop in self.ranges]
+        return Rows(self.ranges, self._rows.view(self.n, self.c, -1).split(sizes, -1))
+
+    def matmul(self, V: Tensor) -> Tensor:
+        return (self._rows @ V[self._index]).view(self.n, self.c, -1)
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        out.index_add_(0, self._index, self._rows.T @ U.reshape(self.n * self.c, -1))
+
+
+@lru_cache(maxsize=64)
+def _positions(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
+
+
+def pack(factors: Sequence[Factor], *, small: int = 2048) -> list[Factor]:
+    """The factors with their small rows (norms, biases) packed into one."""
+    few = [f for f in factors if isinstance(f, Rows) and f.q <= small]
+    if len(few) < 4:
+        return list(factors)
+    return [*(f for f in factors if not (isinstance(f, Rows) and f.q <= small)), Packed(few)]
 
 
 @final
@@ -469,23 +564,32 @@ def combine(factors: Sequence[Factor]) -> list[Factor]:
     Several `Outer` over the same ranges become one with their uses side by side; unlike ones become a `Sum`.
     Factors that share a weight but not the bias, or only part of a range, are split or padded first.
     """
-    alone: list[Factor] = []
-    shared: list[list[Factor]] = []
-    for factor in factors:
-        met = [group for group in shared if any(_overlap(factor, f) for f in group)]
-        merged = [factor] + [f for group in met for f in group]
-        shared = [group for group in shared if group not in met] + [merged]
-    for group in shared:
-        group = group[::-1] if len(group) > 1 else group
-        alone.extend(group if len(group) == 1 else _merge(group))
-    return alone
+    spans = sorted((start, stop, i) for i, f in enumerate(factors) for start, stop in f.ranges)
+    owner = list(range(len(factors)))  # the first factor of the group that each belongs to
+
+    def root(i: int) -> int:
+        while owner[i] != i:
+            i = owner[i]
+        return i
+
+    reach, last = -1, -1
+    for start, stop, i in spans:
+        if start < reach:
+            a, b = sorted((root(last), root(i)))
+            owner[b] = a
+        if stop > reach:
+            reach, last = stop, i
+    groups: dict[int, list[Factor]] = {}
+    for i, factor in enumerate(factors):
+        groups.setdefault(root(i), []).append(factor)
+    return [f for group in groups.values() for f in (group if len(group) == 1 else _merge(group))]
 
 
 def _merge(group: Sequence[Factor]) -> list[Factor]:
     """Overlapping factors as factors over disjoint ranges."""
     if len({f.ranges for f in group}) == 1:
         outers = [f for f in group if isinstance(f, Outer)]
-        shapes = {(f.swapped, f.x.shape[1], f.x.shape[3]) for f in outers}
+        shapes = {(f.weight, f.bias, f.swapped, f.x.shape[1], f.x.shape[3]) for f in outers}
         if len(outers) == len(group) and len(shapes) == 1:
             x = torch.cat([f.x for f in outers], 2)
             g = torch.cat([f.g for f in outers], 3)
@@ -515,10 +619,6 @@ def _merge(group: Sequence[Factor]) -> list[Factor]:
         total[..., a - start : b - start] += part
     assert total is not None
     return [Rows([(start, stop)], [total])]
-
-
-def _overlap(a: Factor, b: Factor) -> bool:
-    return any(r[0] < s[1] and s[0] < r[1] for r in a.ranges for s in b.ranges)
 
 
 Inner = Callable[[slice, slice, int], Tensor]

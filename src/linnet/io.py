@@ -29,9 +29,7 @@ FORMAT = 1
 _KEY = "linnet"  # the one entry of the safetensors metadata
 
 
-def save(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict[str, Any], *, kind: str
-) -> None:
+def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict[str, Any], *, kind: str) -> None:
     """Write tensors and JSON to one file.
 
     The data goes to a temporary file in the same folder, reaches the disk, and then takes the place of the
@@ -51,9 +49,7 @@ def save(
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"save needs tensors, and tensors[{name!r}] is {_checks.kind(x)}; move it to meta."
-            )
+            raise TypeError(f"save needs tensors, and tensors[{name!r}] is {_checks.kind(x)}; move it to meta.")
     _check_json(meta, "meta")
     header = {"format": FORMAT, "kind": kind, "version": _version(), "meta": meta}
     path = Path(path)
@@ -167,9 +163,7 @@ def _read_header(path: Path, entries: dict[str, str] | None, kind: str) -> dict[
         form, version, found = int(header["format"]), header["version"], header["kind"]
         meta: dict[str, Any] = header["meta"]
     except (KeyError, TypeError, json.JSONDecodeError):
-        raise ValueError(
-            f"{path} is a safetensors file that linnet did not write (no linnet header)."
-        ) from None
+        raise ValueError(f"{path} is a safetensors file that linnet did not write (no linnet header).") from None
     if form > FORMAT:
         raise ValueError(
             f"{path} has format {form}, written by linnet {version}; this is linnet "

@@ -14,6 +14,7 @@ from math import ceil
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linnet import _checks
@@ -22,7 +23,7 @@ from linnet.batch import Batch, Source
 from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
-from linnet.factors import Factor, Outer, Rows, Scale
+from linnet.factors import Factor, Outer, Rows, Scale, pack
 from linnet.linearize import Chunk, Linearization
 from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result
 from linnet.plan import (
@@ -92,6 +93,7 @@ class Jacobian(LinearOperator):
         check_precision(precision)
         check_engine(engine)
         _checks.check_batch_size(batch_size)
+        budget(memory, lin.device)
         self._settings = _Settings(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
         self.lin, self._source = lin, source
         self.n = source.n
@@ -104,29 +106,31 @@ class Jacobian(LinearOperator):
     def _first(self, batch: Batch) -> Chunk:
         """Check the model on the first examples and measure what an example takes."""
         self.lin.check_unchanged()
-        saved: dict[int, int] = {}
-        own = {t.data_ptr() for t in self.lin.theta.values()}
+        sizes: dict[int, int] = {}
+        own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
 
-        def pack(t: Tensor) -> Tensor:
-            if t.data_ptr() not in own:
-                saved[t.data_ptr()] = t.untyped_storage().nbytes()
+        def note(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                sizes[storage.data_ptr()] = storage.nbytes()
             return t
 
         self.lin.structure(batch)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             chunk = self.lin.chunk(batch, self._settings.precision)
         _checks.check_outputs_finite(chunk.f, batch.start)
-        itemsize = self.lin.dtype.itemsize
-        held = sum(f.bytes for f in chunk.factors) // batch.n
-        working = sum(working_size(f, itemsize) for f in chunk.factors)
-        self._settings.per_example = 2 * sum(saved.values()) // batch.n + 2 * held + working
+        for factor in chunk.factors:
+            for t in factor.tensors():
+                note(t)
+        working = working_size(chunk.factors, self.lin.dtype.itemsize)
+        self._settings.per_example = sum(sizes.values()) // batch.n + working
         self._sample = chunk.factors
         return chunk
 
     # Products.
 
     def _matmul(self, V: Tensor) -> Tensor:
-        V = V.contiguous()
+        k, V = V.shape[1], self._aligned(V)
 
         def run() -> Tensor:
             out = V.new_zeros(self.shape[0], V.shape[1])
@@ -135,9 +139,11 @@ class Jacobian(LinearOperator):
             share_rows(out, self.n, self.c)
             return out
 
-        return self._completed(run)
+        return self._completed(run)[:, :k]
 
     def _rmatmul(self, U: Tensor) -> Tensor:
+        k, U = U.shape[1], self._aligned(U)
+
         def run() -> Tensor:
             out = U.new_zeros(self.shape[1], U.shape[1])
             for piece in self._pieces("rmatmul", U.shape[1], "J^T U"):
@@ -147,18 +153,18 @@ class Jacobian(LinearOperator):
             add_up(out)
             return out
 
-        return self._completed(run)
+        return self._completed(run)[:, :k]
 
     def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
         return self._fused_by_piece(lambda out, piece: fn(out, self._rows(piece)), V)
 
     def _fused_by_piece(self, fn: Callable[[Tensor, _Piece], Tensor], V: Tensor) -> tuple[Tensor, Tensor]:
-        V = V.contiguous()
+        k, V = V.shape[1], self._aligned(V)
 
         def run() -> tuple[Tensor, Tensor]:
             out, sums = V.new_zeros(self.shape[1], V.shape[1]), V.new_zeros(V.shape[1])
             for piece in self._pieces("fused", V.shape[1], "J^T J V"):
-                U = fn(_product(piece, V), piece)
+                U = self._aligned(fn(_product(piece, V)[:, :k], piece))
                 sums += U.sum(0)
                 part = U.reshape(piece.batch.n, self.c, -1)
                 for factor in piece.factors:
@@ -166,7 +172,13 @@ class Jacobian(LinearOperator):
             add_up(out, sums)
             return out, sums
 
-        return self._completed(run)
+        out, sums = self._completed(run)
+        return out[:, :k], sums[:k]
+
+    def _aligned(self, V: Tensor) -> Tensor:
+        """Contiguous, and on a GPU with columns to a multiple of four, without which its matrix units are slow."""
+        extra = -V.shape[1] % 4 if self.device.type == "cuda" and V.shape[1] > 16 else 0
+        return F.pad(V, (0, extra)) if extra else V.contiguous()
 
     def fused(self, fn: BatchFn, V: Tensor) -> Tensor:  # type: ignore[override]
         r""":math:`J^\top \mathrm{fn}(J V)` in one pass: the gradient of any loss on the linearized outputs.
@@ -199,7 +211,10 @@ class Jacobian(LinearOperator):
 
         def run() -> Tensor:
             out = torch.zeros(self.n, self.c, dtype=self.dtype, device=self.device)
-            with torch.no_grad(), bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick:
+            with (
+                torch.no_grad(),
+                bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick,
+            ):
                 for batch in self._batches(self._chunk()):
                     with self.lin._setting(self._settings.precision):
                         f = self.lin.forward({}, batch).to(self.dtype)
@@ -251,29 +266,31 @@ class Jacobian(LinearOperator):
         if other is not None and not isinstance(other, Jacobian):
             right = other.dense().T if scale is None else scale[:, None] * other.dense().T
             return self._matmul(right)
-        total = self._grams(other, Scale(None if scale is None else scale.contiguous()), lambda factor: [("", factor)])
-        return total.get("", torch.zeros(self.shape[0], (other or self).shape[0], dtype=self.dtype, device=self.device))
+        diagonal = Scale(None if scale is None else scale.contiguous())
+        return self._grams(other, diagonal, [""], lambda factor: [("", factor)])[""]
 
     def layer_grams(self) -> dict[str, Tensor]:
         """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
 
         Parameters that are tied form one layer, under their first name.
         """
-        grams = self._grams(None, Scale(), self._by_layer)
-        zero = torch.zeros(self.shape[0], self.shape[0], dtype=self.dtype, device=self.device)
-        return {layer: grams[layer] if layer in grams else zero.clone() for layer in self.lin.layout.layers}
+        return self._grams(None, Scale(), list(self.lin.layout.layers), self._by_layer)
 
     def _grams(
-        self, other: Jacobian | None, scale: Scale, parts: Callable[[Factor], list[tuple[str, Factor]]]
+        self,
+        other: Jacobian | None,
+        scale: Scale,
+        names: Sequence[str],
+        parts: Callable[[Factor], list[tuple[str, Factor]]],
     ) -> dict[str, Tensor]:
+        """Gram matrices by name, from factors cut into named parts; every rank makes the same ones in one order."""
         right = self if other is None else other
         _checks.check_same_shapes(self.lin.layout.shapes, right.lin.layout.shapes)
 
         def run() -> dict[str, Tensor]:
-            grams: dict[str, Tensor] = {}
-            rank, world = rank_and_world()
-            symmetric = other is None and world == 1
+            symmetric = other is None and rank_and_world()[1] == 1
             shape = (self.shape[0], right.shape[0])
+            grams = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name in names}
             for block in self._blocks(right):
                 pieces: Iterator[_Piece]
                 start = block[0].batch.start if symmetric else 0
@@ -284,10 +301,7 @@ class Jacobian(LinearOperator):
                             continue
                         rows, columns = self._rows(a), right._rows(b)
                         for name, x, y in _matched(a.factors, b.factors, parts):
-                            K = grams.get(name)
-                            if K is None:
-                                K = grams[name] = torch.zeros(shape, dtype=self.dtype, device=self.device)
-                            x.gram(y, scale, K[rows, columns])
+                            x.gram(y, scale, grams[name][rows, columns])
                         if symmetric and a.batch.start != b.batch.start:
                             for K in grams.values():
                                 K[columns, rows] = K[rows, columns].T
@@ -377,11 +391,12 @@ class Jacobian(LinearOperator):
         first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch in self._batches(size, start, stop):
-                with arithmetic(s.precision, self.device):
-                    chunk = self._chunk_of(batch, request, k)
-                    _checks.check_outputs_finite(chunk.f, batch.start)
-                    factors = [prepare(f, request, k=k, engine=s.engine) for f in chunk.factors]
-                    yield _Piece(batch, chunk.f, factors)
+                chunk = self._chunk_of(batch, request, k)
+                factors = [prepare(f, request, k=k, engine=s.engine) for f in chunk.factors]
+                factors = pack(factors) if request in PRODUCTS else factors
+                yield _Piece(batch, chunk.f, factors)
+                # After the chunk's work is queued, so that a GPU does not wait for the answer.
+                _checks.check_outputs_finite(chunk.f, batch.start)
                 tick(batch.n)
 
     def _chunk_of(self, batch: Batch, request: Request, k: int) -> Chunk:
@@ -389,12 +404,7 @@ class Jacobian(LinearOperator):
         product = request in PRODUCTS
         if s.engine == "autodiff":
             return lin.chunk(batch, s.precision, autodiff_only=True, columns=product)
-        if (
-            s.engine == "auto"
-            and product
-            and autodiff_wins(request, k=k, c=self.c)
-            and lin.can("forward_mode", batch)
-        ):
+        if s.engine == "auto" and product and autodiff_wins(request, k=k, c=self.c) and lin.can("forward_mode", batch):
             return lin.chunk(batch, s.precision, autodiff_only=True, columns=True)
         few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
         return lin.chunk(batch, s.precision, columns=few)
@@ -416,7 +426,8 @@ class Jacobian(LinearOperator):
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk."""
         while True:
             try:
-                return run()
+                with arithmetic(self._settings.precision, self.device):
+                    return run()
             except torch.OutOfMemoryError:
                 size = self._chunk()
                 if size == 1:
@@ -505,7 +516,7 @@ def _product(piece: _Piece, V: Tensor) -> Tensor:
     """``J V`` of a chunk, (n c, k)."""
     total = V.new_zeros(*piece.f.shape, V.shape[1])
     for factor in piece.factors:
-        total += factor.matmul(V)
+        factor.add_matmul(V, total)
     return total.flatten(0, 1)
 
 
@@ -517,8 +528,9 @@ def _matched(
     """Pairs of factors over the same columns, with a name; columns that one side lacks are zero there."""
     mine = {(name, f.ranges): f for factor in left for name, f in parts(factor)}
     theirs = {(name, f.ranges): f for factor in right for name, f in parts(factor)}
-    for key in mine.keys() & theirs.keys():
-        yield key[0], mine[key], theirs[key]
+    for key in mine:
+        if key in theirs:
+            yield key[0], mine[key], theirs[key]
     lone = [(name, f) for (name, r), f in mine.items() if (name, r) not in theirs]
     others = [(name, f) for (name, r), f in theirs.items() if (name, r) not in mine]
     # The same parameters came in other forms (data-dependent calls, another model): meet as rows, range by range.

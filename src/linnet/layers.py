@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linnet import kernels
 from linnet.convolution import Convolution
-from linnet.factors import Factor, Lazy, Outer, Range, Rows, Size, Tokens
+from linnet.factors import Factor, Lazy, Outer, Range, Rows, Size, Taps, Tokens
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -90,9 +91,7 @@ class Rule(ABC):
         return x
 
     @abstractmethod
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         """Columns of the parameters in ``slots``; x (n, r, ...), g (n, c, r, ...)."""
 
 
@@ -149,9 +148,7 @@ class Linear(Rule):
             return None
         return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")))
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         return _outer(x, g, slots, input_first=False)
 
@@ -167,9 +164,7 @@ class Matmul(Rule):
             return None
         return Call(args[0], {"weight": args[1]}) if args[1].ndim == 2 and args[0].ndim >= 2 else None
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         return _outer(x, g, slots, input_first=True)
 
@@ -185,9 +180,7 @@ class Addmm(Rule):
             return None
         return Call(args[1], {"bias": args[0], "weight": args[2]})
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         return _outer(x, g, slots, input_first=True)
 
@@ -213,9 +206,7 @@ class Conv(Rule):
         )
         return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         conv: Convolution = call.conf["conv"]
         weight, bias = _range(slots, "weight"), _range(slots, "bias")
@@ -226,7 +217,13 @@ class Conv(Rule):
 
         def rows() -> list[Tensor]:
             parts = [_add_repeats(conv.rows(flat_x, flat_g), n)]
-            return parts if bias is None else [*parts, g.flatten(4).sum((2, 4))]
+            return parts if bias is None else [*parts, shift()]
+
+        def shift() -> Tensor:
+            return g.flatten(4).sum((2, 4))
+
+        def products() -> Factor:
+            return Taps(weight, conv.taps(flat_x, flat_g), None if bias is None else (bias, shift()))
 
         def outer() -> Outer:
             left, right = conv.sides(flat_x, flat_g)  # (n r, groups, T, dx), (n r, c, groups, T, dg)
@@ -242,7 +239,8 @@ class Conv(Rule):
             dg=g.shape[3] // conv.groups,
             groups=conv.groups,
         )
-        return [Lazy(ranges, rows, n=n, c=g.shape[1], size=size, held=(x, g), outer=outer)]
+        by_taps = products if r == 1 and conv.has_taps(x, g) else None
+        return [Lazy(ranges, rows, n=n, c=g.shape[1], size=size, held=(x, g), outer=outer, products=by_taps)]
 
 
 @final
@@ -266,9 +264,7 @@ class ConvTranspose(Rule):
         )
         return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         out: list[Factor] = []
         if "bias" in slots:
@@ -314,9 +310,7 @@ class Norm(Rule):
 
     channels = True
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         if any(slot.swapped for slot in slots.values()):
             return []
@@ -350,9 +344,22 @@ class BatchNorm(Norm):
         conf = {"mean": a["mean"], "var": a["var"], "eps": a.get("eps", 1e-5)}
         return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
 
-    def prepare(self, call: Call, x: Tensor) -> Tensor:
-        mean, var = call.conf["mean"].to(x.dtype), call.conf["var"].to(x.dtype)
-        return F.batch_norm(x, mean, var, None, None, False, 0.0, call.conf["eps"])
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
+        assert x is not None
+        if any(slot.swapped for slot in slots.values()):
+            return []
+        mean = call.conf["mean"].to(x.dtype)
+        scale = (call.conf["var"].to(x.dtype) + call.conf["eps"]).rsqrt()
+        n, c, r, channels = g.shape[:4]
+        x, g = x.reshape(n, r, channels, -1), g.reshape(n, c, r, channels, -1)
+        if r == 1 and kernels.available(x):
+            pairs = [kernels.channel_sums(x[:, 0], g[:, j, 0], mean) for j in range(c)]
+            weight, bias = (sums[0][:, None] if c == 1 else torch.stack(sums, 1) for sums in zip(*pairs, strict=True))
+        else:
+            weight = (g * (x - mean[:, None])[:, None]).sum((2, 4)) if "weight" in slots else g
+            bias = g.sum((2, 4))
+        parts = {"weight": weight * scale, "bias": bias} if "weight" in slots else {"bias": bias}
+        return [Rows([slots[role].range], [part]) for role, part in parts.items() if role in slots]
 
 
 @final
@@ -438,9 +445,7 @@ class Embedding(Rule):
             padding += a["weight"].shape[0]
         return Call(a["input"], {"weight": a["weight"]}, {"padding": padding})
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         if slots["weight"].swapped:
             return []
@@ -454,9 +459,7 @@ class Embedding(Rule):
 class Elementwise(Rule):
     """A parameter that is broadcast against the data: its gradient is summed over the broadcast axes."""
 
-    def factors(
-        self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str
-    ) -> list[Factor]:
+    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         slot = slots["weight"]
         example = 1 if layout == "second" else 0
         # g is (n, c, r, *rest); the parameter's axes, padded on the left, lose the example axis.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +92,7 @@ class Linearization:
         self._changes = NO_CHANGES
         self._structures: dict[tuple[Any, ...], Structure] = {}
         self.last_structure: Structure | None = None
-        self._abilities: dict[str, bool] = {}
+        self._abilities: dict[tuple[str, int], bool] = {}
 
     def __repr__(self) -> str:
         layers = len(self.layout.layers)
@@ -102,9 +101,8 @@ class Linearization:
     def __call__(self, x: Any) -> Tensor:
         """f(x; theta0) as (n, c), for anything that the model takes: a tensor, an array, a tuple or a dict."""
         source = as_source(x, self._model.forward)
-        batch = next(iter(source.batches(source.n))).to(self.device)
         with torch.no_grad(), self._setting("highest"):
-            return self.forward({}, batch)
+            return torch.cat([self.forward({}, b.to(self.device)) for b in source.batches(source.n)])
 
     def jacobian(
         self,
@@ -136,7 +134,13 @@ class Linearization:
 
         source = as_source(data, self._model.forward)
         return Jacobian(
-            self, source, batch_size=batch_size, memory=memory, precision=precision, engine=engine, progress=progress
+            self,
+            source,
+            batch_size=batch_size,
+            memory=memory,
+            precision=precision,
+            engine=engine,
+            progress=progress,
         )
 
     # What the Jacobian is made of.
@@ -164,9 +168,7 @@ class Linearization:
             recording = self._record(batch.part(0, min(PROBE, batch.n)))
         return self._structure(recording, batch)
 
-    def chunk(
-        self, batch: Batch, precision: Precision, *, autodiff_only: bool = False, columns: bool = False
-    ) -> Chunk:
+    def chunk(self, batch: Batch, precision: Precision, *, autodiff_only: bool = False, columns: bool = False) -> Chunk:
         """The Jacobian of a batch in factors.
 
         Args:
@@ -191,9 +193,7 @@ class Linearization:
             factors.append(self._autodiff(structure.rest, batch, c, precision, columns))
         return Chunk(recording.out.detach().to(self.dtype), factors)
 
-    def _captured(
-        self, recording: Recording, structure: Structure, batch: Batch
-    ) -> tuple[list[Factor], Structure]:
+    def _captured(self, recording: Recording, structure: Structure, batch: Batch) -> tuple[list[Factor], Structure]:
         out = recording.out
         pairs = [(use, kept) for use, kept in zip(recording.uses, structure.kept, strict=True) if kept]
         if structure.unused and out.requires_grad:
@@ -223,6 +223,8 @@ class Linearization:
         return self._captured(recording, structure, batch)
 
     def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
+        if changes is None and self._changes.spread:
+            return self._record_like_last(batch)
         return record(
             lambda theta: self.forward(theta, batch),
             self.theta,
@@ -231,11 +233,22 @@ class Linearization:
             changes=self._changes if changes is None else changes,
         )
 
+    def _record_like_last(self, batch: Batch) -> Recording:
+        """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
+        try:
+            recording = self._record(batch, self._changes)
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
+            return self._record(batch, NO_CHANGES)
+        found = self._structures.get(recording.signature)
+        known = found is not None and found.changes.spread == self._changes.spread
+        return recording if known else self._record(batch, NO_CHANGES)
+
     def _structure(self, recording: Recording, batch: Batch) -> Structure:
         found = self._structures.get(recording.signature)
-        if found is None:
+        if found is None or (found.examples == 1 and batch.n > 1):
+            probe = batch.part(0, min(PROBE, batch.n))
             with self._setting("highest"):
-                found = self._inspected(recording, batch.part(0, min(PROBE, batch.n)))
+                found = replace(self._inspected(recording, probe), examples=probe.n)
             self._structures[recording.signature] = found
             self._changes = found.changes
         self.last_structure = found
@@ -243,6 +256,7 @@ class Linearization:
 
     def _inspected(self, recording: Recording, probe: Batch) -> Structure:
         small = self._record(probe, recording.changes)
+        _checks.check_outputs_finite(small.out, probe.start)
         self._check_independent(small.out, probe)
         if small.signature != recording.signature:
             # The calls depend on the data beyond the first examples: trust no rule with them.
@@ -281,14 +295,10 @@ class Linearization:
         with torch.no_grad():
             if not _checks.close(self.forward({}, probe), out, tolerance):
                 raise _checks.random_output()
-            if probe.n > 1 and not _checks.close(
-                self.forward({}, probe.part(0, probe.n - 1)), out[:-1], tolerance
-            ):
+            if probe.n > 1 and not _checks.close(self.forward({}, probe.part(0, probe.n - 1)), out[:-1], tolerance):
                 raise _checks.examples_interact()
 
-    def _autodiff(
-        self, names: tuple[str, ...], batch: Batch, c: int, precision: Precision, columns: bool
-    ) -> Autodiff:
+    def _autodiff(self, names: tuple[str, ...], batch: Batch, c: int, precision: Precision, columns: bool) -> Autodiff:
         def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
             with self._setting(precision), forward_mode(self._model):
                 return self.forward(theta, part)
@@ -312,10 +322,11 @@ class Linearization:
         """
         if self.model_dtype != self.dtype:
             return False
-        if ability not in self._abilities:
-            probe = batch.part(0, min(2, batch.n))
-            self._abilities[ability] = self._try(ability, probe)
-        return self._abilities[ability]
+        probe = batch.part(0, min(2, batch.n))  # one example alone hides what goes wrong with several
+        key = (ability, probe.n)
+        if key not in self._abilities:
+            self._abilities[key] = self._try(ability, probe)
+        return self._abilities[key]
 
     def _try(self, ability: str, probe: Batch) -> bool:
         """Compare one random combination of the outputs with reverse mode."""

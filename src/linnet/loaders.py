@@ -45,7 +45,7 @@ class LoadedInOrder(Source):
 
     def _read(self) -> Iterator[Batch]:
         start = 0
-        for data in self.loader:
+        for data in _afresh(self.loader):
             batch = self.signature.batch(data, start)
             if self.codes.record([start], [checksum(data)], last=start + batch.n - 1):
                 check_finite(batch)
@@ -96,7 +96,8 @@ class LoadedByPosition(Source):
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         # Whole batches of the loader, so that a collate_fn that pads gives what it gives in a full pass.
         ranges = [r for r in self.ranges if r.start < stop and r.stop > start]
-        for batch in self.mapped.read(ranges, self.loader if len(ranges) == len(self.ranges) else None):
+        whole = len(ranges) == len(self.ranges)
+        for batch in self.mapped.read(ranges, _afresh(self.loader) if whole else None):
             if self.codes is not None:
                 code = checksum((batch.args, batch.kwargs, batch.rest))
                 self.codes.record([batch.start], [code], last=batch.start + batch.n - 1)
@@ -104,6 +105,15 @@ class LoadedByPosition(Source):
 
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         return self.mapped._gather(chunks)
+
+
+def _afresh(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader for a pass of its own: workers that persist serve one pass at a time, and passes can be nested."""
+    if not loader.persistent_workers:
+        return loader
+    loader = copy(loader)
+    loader._iterator = None
+    return loader
 
 
 def _between(batch: Batch, start: int, stop: int, size: int) -> Iterator[Batch]:

@@ -385,9 +385,7 @@ class Matrix(LinearOperator):
 
     def __init__(self, A: Tensor) -> None:
         if A.ndim != 2 or not A.is_floating_point():
-            raise ValueError(
-                f"Matrix needs a floating tensor of shape (rows, cols); got {tuple(A.shape)}, {A.dtype}."
-            )
+            raise ValueError(f"Matrix needs a floating tensor of shape (rows, cols); got {tuple(A.shape)}, {A.dtype}.")
         super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
         self.A = A
 
@@ -485,8 +483,7 @@ def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:
     """Raise unless a function given to ``fused`` has returned the shape that it was given."""
     if out.shape != given.shape:
         raise ValueError(
-            f"{op.name}.fused needs fn to return the shape it is given, {tuple(given.shape)}; "
-            f"got {tuple(out.shape)}."
+            f"{op.name}.fused needs fn to return the shape it is given, {tuple(given.shape)}; got {tuple(out.shape)}."
         )
 
 
@@ -508,8 +505,7 @@ def check_vector(op: LinearOperator, method: str, name: str, x: Tensor | None, s
         return
     if tuple(x.shape) != (size,):
         raise ValueError(
-            f"{op.name} has shape {op.shape}, so {method} needs {name} of shape ({size},); "
-            f"got {tuple(x.shape)}."
+            f"{op.name} has shape {op.shape}, so {method} needs {name} of shape ({size},); got {tuple(x.shape)}."
         )
     _check_kind(op, name, x)
 
@@ -518,8 +514,7 @@ def by_block(op: LinearOperator, V: Tensor, product: Callable[[Tensor], Tensor])
     """Check ``V`` and run ``product`` on it as a block of columns; a vector gives a vector."""
     if not isinstance(V, Tensor):
         raise TypeError(
-            f"{op.name} multiplies tensors of shape ({op.shape[1]},) or ({op.shape[1]}, k); "
-            f"got {type(V).__name__}."
+            f"{op.name} multiplies tensors of shape ({op.shape[1]},) or ({op.shape[1]}, k); got {type(V).__name__}."
         )
     if V.ndim not in (1, 2) or V.shape[0] != op.shape[1]:
         swapped = V.ndim in (1, 2) and V.shape[0] == op.shape[0]
@@ -550,9 +545,7 @@ def _column_numbers(op: LinearOperator, index: Tensor) -> Tensor:
         )
     if index.dtype == torch.bool:
         if len(index) != cols:
-            raise ValueError(
-                f"{op.name} has {cols} columns, so a mask needs shape ({cols},); got ({len(index)},)."
-            )
+            raise ValueError(f"{op.name} has {cols} columns, so a mask needs shape ({cols},); got ({len(index)},).")
         index = index.nonzero()[:, 0]
     if len(index) == 0:
         raise ValueError(f"{op.name} has {cols} columns and none was selected; select at least one.")

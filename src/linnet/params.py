@@ -173,6 +173,5 @@ class Layout:
         columns = vector.shape[1:]
         parts = vector.split([shape.numel() for shape in self.shapes.values()])
         return {
-            name: part.reshape(shape + columns)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+            name: part.reshape(shape + columns) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }

@@ -11,13 +11,14 @@ is used T times per example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import psutil
 import torch
 
-from linnet.factors import Factor, Lazy, Outer, Rows, Size, Sum, Tokens
+from linnet.factors import Factor, Lazy, Outer, Rows, Sum, Tokens
 
 Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares"]
 Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
@@ -47,7 +48,7 @@ def choose(factor: Factor, request: Request, *, k: int, engine: Engine = "auto")
 def _factored_wins(factor: Factor, request: Request, k: int) -> bool:
     s, c = factor.size, factor.c
     if isinstance(factor, Tokens):
-        return request != "gram" or s.T**2 < factor.vocabulary
+        return request != "gram" or factor.vocabulary > s.T**2
     if request in PRODUCTS:
         return s.T * k * (s.dx + c) < c * s.dx * (s.T + k)
     if request == "gram":
@@ -61,6 +62,8 @@ def prepare(factor: Factor, request: Request, *, k: int, engine: Engine = "auto"
     """The factor in the form that its engine works on."""
     chosen = choose(factor, request, k=k, engine=engine)
     if chosen == "rows":
+        if isinstance(factor, Lazy) and request in PRODUCTS:
+            return factor.for_products()
         return factor.expand()
     if chosen == "autodiff" and request not in PRODUCTS:
         return factor.expand()
@@ -85,7 +88,7 @@ def budget(memory: float | str, device: torch.device) -> int:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return int(0.4 * (free + cached))
+            return int(0.5 * (free + cached))
         return int(min(0.25 * psutil.virtual_memory().available, 2**30))
     if not memory > 0:
         raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
@@ -153,16 +156,20 @@ class Plan:
 
 
 def chunk_size(n: int, per_example: int, limit: int) -> int:
-    """Examples per chunk within a limit of bytes."""
-    return max(1, min(n, limit // max(1, per_example)))
+    """Examples per chunk within a limit of bytes, all chunks about alike.
+
+    >>> chunk_size(100, 1, 60), chunk_size(100, 1, 1000)
+    (50, 100)
+    """
+    most = max(1, min(n, limit // max(1, per_example)))
+    return -(-n // -(-n // most))
 
 
-def working_size(factor: Factor, itemsize: int) -> int:
-    """Bytes per example that the largest intermediate of a factor takes: rows, or patches of a convolution."""
-    s: Size = factor.size
-    rows = factor.c * s.q if not isinstance(factor, Tokens) else 0
-    patches = s.groups * s.T * s.dx if isinstance(factor, Lazy) else 0
-    return itemsize * max(rows, patches)
+def working_size(factors: Sequence[Factor], itemsize: int) -> int:
+    """Bytes per example of the rows of all factors and of the largest patches of a convolution."""
+    rows = sum(f.c * f.q for f in factors if not isinstance(f, Tokens))
+    patches = max((f.size.groups * f.size.T * f.size.dx for f in factors if isinstance(f, Lazy)), default=0)
+    return itemsize * (rows + patches)
 
 
 def _bytes(number: float) -> str:

@@ -46,6 +46,7 @@ class Structure:
         rules: Parameter to the names of the rules that serve it, for the plan.
         failed: Numbers of the calls whose rule did not agree with autodiff.
         changes: What has to be done to the calls.
+        examples: How many examples it was checked on; one example alone does not show where examples lie.
     """
 
     kept: list[Kept | None]
@@ -55,10 +56,11 @@ class Structure:
     rules: dict[str, str] = field(default_factory=dict)
     failed: frozenset[int] = frozenset()
     changes: Changes = NO_CHANGES
+    examples: int = 0
 
     def without(self, names: Iterable[str]) -> Structure:
         """The same with further parameters left to autodiff."""
-        gone = set(names)
+        gone = dict.fromkeys(names)
         kept: list[Kept | None] = []
         for k in self.kept:
             slots = {} if k is None else {r: s for r, s in k.slots.items() if s.name not in gone}

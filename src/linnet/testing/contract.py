@@ -164,9 +164,7 @@ class _Check:
             if method in self.allow:
                 self.skipped.add(method)
                 return
-            raise AssertionError(
-                f"{what} is not implemented ({error}); allow=({method!r},) accepts that"
-            ) from error
+            raise AssertionError(f"{what} is not implemented ({error}); allow=({method!r},) accepts that") from error
         for name, operand in self.operands.items():
             same = torch.equal(operand.to("cpu", torch.float64), self.exact[name])
             _require(same, f"{what} changed an operand of shape {tuple(operand.shape)} in place")

@@ -114,9 +114,7 @@ def encoder(*, batch_first: bool, norm_first: bool = False) -> nn.Module:
         h = m.encoder(m.embed(x) if batch_first else m.embed(x).transpose(0, 1))
         return m.head(h.mean(1 if batch_first else 0))
 
-    layer = nn.TransformerEncoderLayer(
-        6, 2, 8, activation="gelu", batch_first=batch_first, norm_first=norm_first
-    )
+    layer = nn.TransformerEncoderLayer(6, 2, 8, activation="gelu", batch_first=batch_first, norm_first=norm_first)
     body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return Net(forward, embed=nn.Linear(4, 6), encoder=body, head=nn.Linear(6, 3))
 

@@ -113,9 +113,7 @@ def convnext() -> nn.Module:
 def frames() -> nn.Module:
     """Video: frames folded into the batch for the convolution, averaged per example after it."""
     return Net(
-        lambda m, x: m.fc(
-            torch.tanh(m.conv(x.flatten(0, 1))).mean((2, 3)).unflatten(0, (-1, x.shape[1])).mean(1)
-        ),
+        lambda m, x: m.fc(torch.tanh(m.conv(x.flatten(0, 1))).mean((2, 3)).unflatten(0, (-1, x.shape[1])).mean(1)),
         conv=nn.Conv2d(2, 4, 3),
         fc=nn.Linear(4, 3),
     )
@@ -159,9 +157,7 @@ CASES: list[Case] = [
         pooled(lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(0, 2), dilation=(1, 2)), 6),
         IMAGE,
     ),
-    case(
-        "conv2d_reflect", pooled(lambda: nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="reflect"), 6), IMAGE
-    ),
+    case("conv2d_reflect", pooled(lambda: nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="reflect"), 6), IMAGE),
     case(
         "conv2d_replicate",
         pooled(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=2, padding_mode="replicate"), 6),
@@ -183,12 +179,8 @@ CASES: list[Case] = [
         pooled(lambda: nn.Conv3d(2, 4, (2, 1, 3), dilation=(2, 1, 2), groups=2, bias=False), 4),
         VOLUME,
     ),
-    case(
-        "conv3d_replicate", pooled(lambda: nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate"), 4), VOLUME
-    ),
-    case(
-        "conv3d_circular", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="circular"), 4), VOLUME
-    ),
+    case("conv3d_replicate", pooled(lambda: nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate"), 4), VOLUME),
+    case("conv3d_circular", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="circular"), 4), VOLUME),
     case("conv3d_reflect", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="reflect"), 4), VOLUME),
     case("conv3d_same", pooled(lambda: nn.Conv3d(2, 4, (2, 3, 4), padding="same"), 4), VOLUME),
     case(
@@ -219,9 +211,7 @@ CASES: list[Case] = [
     case(
         "conv_transpose3d",
         pooled(
-            lambda: nn.ConvTranspose3d(
-                2, 4, (2, 3, 1), stride=(2, 1, 2), padding=(0, 1, 0), output_padding=(1, 0, 1)
-            ),
+            lambda: nn.ConvTranspose3d(2, 4, (2, 3, 1), stride=(2, 1, 2), padding=(0, 1, 0), output_padding=(1, 0, 1)),
             4,
         ),
         normal(2, 2, 3, 2),

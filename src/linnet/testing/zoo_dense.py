@@ -153,9 +153,7 @@ CASES: list[Case] = [
     case("mlp", lambda: mlp(5, 8, 6, 3), normal(5)),
     case("mlp_no_bias", lambda: mlp(5, 8, 6, 2, bias=False, activation=nn.SiLU), normal(5)),
     case("mlp_elu_scalar", lambda: mlp(5, 16, 16, 1, activation=nn.ELU), normal(5)),
-    case(
-        "prelu", lambda: nn.Sequential(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 3), nn.PReLU()), normal(4)
-    ),
+    case("prelu", lambda: nn.Sequential(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 3), nn.PReLU()), normal(4)),
     case(
         "bilinear",
         lambda: Net(lambda m, x: m.b(x[:, :3], m.a(x)), a=nn.Linear(5, 4), b=nn.Bilinear(3, 4, 2)),

@@ -62,9 +62,7 @@ def three_shapes() -> nn.Module:
     """One layer on (n, T, d), on (n, d) and on (n * T, d)."""
     return Net(
         lambda m, x: (
-            m.a(x).tanh().sum(1)
-            + m.a(x[:, 0]).square()
-            + m.a(x.flatten(0, 1)).view(len(x), -1, 3).sin().mean(1)
+            m.a(x).tanh().sum(1) + m.a(x[:, 0]).square() + m.a(x.flatten(0, 1)).view(len(x), -1, 3).sin().mean(1)
         ),
         a=nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 3)),
     )

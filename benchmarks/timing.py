@@ -1,0 +1,41 @@
+"""Timing side by side: every contender once per round, medians over rounds, so that drift hits all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def milliseconds(contenders: Mapping[str, Callable[[], object]], device: str, *, rounds: int = 5) -> dict[str, float]:
+    """Median wall time of each contender, after one round of warm-up.
+
+    Args:
+        contenders: Name to what is timed.
+        device: Synchronized before the clock is read, if it is a GPU.
+        rounds: Timed rounds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(rounds + 1):
+        for name, run in contenders.items():
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            if i:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def machine(device: str) -> str:
+    """The device in words."""
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{torch.get_num_threads()} CPU threads, torch {torch.__version__}"

@@ -1,0 +1,333 @@
+"""Factors of the Jacobian: every product against the dense columns, written as the definition says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from linnet import factors
+from linnet.factors import Lazy, Outer, Rows, Scale, Size, Sum, Tokens, combine
+
+P = 40  # columns of the whole Jacobian; factors cover some of them
+N, C = 5, 3
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(value: Tensor, reference: Tensor) -> None:
+    assert value.shape == reference.shape
+    assert (value - reference).abs().max() <= 1e-12 * max(1.0, float(reference.abs().max()))
+
+
+def placed(n, c, *blocks):
+    """Dense (n c, P) from (start, columns (n, c, q)) pairs, which add up where they overlap."""
+    J = torch.zeros(n, c, P, dtype=torch.float64)
+    for start, columns in blocks:
+        J[..., start : start + columns.shape[-1]] += columns
+    return J.flatten(0, 1)
+
+
+def outer(n, c, seed, *, T=1, groups=1, dx=3, dg=2, weight=None, bias=None, swapped=False):
+    x, g = normal(n, groups, T, dx, seed=seed), normal(n, c, groups, T, dg, seed=seed + 1)
+    spec = "njtx,ncjtg->ncjxg" if swapped else "njtx,ncjtg->ncjgx"
+    q = groups * dx * dg
+    blocks = []
+    if weight is not None:
+        blocks.append((weight, torch.einsum(spec, x, g).flatten(2)))
+    if bias is not None:
+        blocks.append((bias, g.sum(3).flatten(2)))
+    ranges = {
+        "weight": None if weight is None else (weight, weight + q),
+        "bias": None if bias is None else (bias, bias + groups * dg),
+    }
+    return Outer(x, g, **ranges, swapped=swapped), placed(n, c, *blocks)
+
+
+def rows(n, c, seed, *, starts=(2, 20), sizes=(4, 3)):
+    parts = [normal(n, c, q, seed=seed + i) for i, q in enumerate(sizes)]
+    ranges = [(a, a + q) for a, q in zip(starts, sizes, strict=True)]
+    return Rows(ranges, parts), placed(n, c, *zip(starts, parts, strict=True))
+
+
+def tokens(n, c, seed, *, padding=False, start=4, vocabulary=5, T=4, d=3):
+    g = normal(n, c, T, d, seed=seed)
+    ids = torch.randint(-1 if padding else 0, vocabulary, (n, T), generator=torch.Generator().manual_seed(seed))
+    if padding:
+        ids[0] = -1  # one example is padding only
+    J = torch.zeros(n, c, vocabulary, d, dtype=torch.float64)
+    for i in range(n):
+        for t in range(T):
+            if ids[i, t] >= 0:
+                J[i, :, ids[i, t]] += g[i, :, t]
+    table = (start, start + vocabulary * d)
+    return Tokens(ids, g, table), placed(n, c, (start, J.flatten(2)))
+
+
+def lazy(n, c, seed, *, factored=True):
+    found, J = outer(n, c, seed, T=4, groups=2, weight=3, bias=30)
+    return Lazy(
+        found.ranges,
+        lambda: found.expand().parts,
+        n=n,
+        c=c,
+        size=found.size,
+        held=(found.x, found.g),
+        outer=(lambda: found) if factored else None,
+    ), J
+
+
+def summed(n, c, seed):
+    """An embedding table that is also the output layer, and is read directly once more."""
+    table, A = tokens(n, c, seed)
+    layer, B = outer(n, c, seed + 7, T=2, dx=3, dg=5, weight=4)
+    direct, D = rows(n, c, seed + 9, starts=(4,), sizes=(15,))
+    return Sum([table, layer, direct]), A + B + D
+
+
+MAKE = {
+    "rows": rows,
+    "outer": lambda *a: outer(*a, weight=4, bias=20),
+    "outer_weight": lambda *a: outer(*a, weight=4),
+    "outer_bias": lambda *a: outer(*a, bias=20),
+    "outer_swapped": lambda *a: outer(*a, weight=4, bias=20, swapped=True),
+    "outer_tokens": lambda *a: outer(*a, T=4, weight=20, bias=4),
+    "outer_groups": lambda *a: outer(*a, groups=3, weight=1, bias=33),
+    "outer_groups_tokens": lambda *a: outer(*a, groups=2, T=3, dx=4, weight=1, bias=33),
+    "outer_groups_swapped": lambda *a: outer(*a, groups=2, T=3, dg=4, weight=1, swapped=True),
+    "outer_long": lambda *a: outer(*a, T=9, weight=4, bias=20),  # where the diagonal prefers rows
+    "outer_wide": lambda *a: outer(*a, T=2, dx=5, dg=5, weight=4, bias=30),  # where it does not
+    "tokens": tokens,
+    "tokens_padding": lambda *a: tokens(*a, padding=True),
+    "lazy": lazy,
+    "lazy_rows_only": lambda *a: lazy(*a, factored=False),
+    "lazy_factored": lambda *a: (lazy(*a)[0].factored(), lazy(*a)[1]),
+    "sum": summed,
+}
+
+
+@pytest.fixture(params=[None, 1, 50], ids=["whole", "single", "tiles"])
+def temporary(request, monkeypatch):
+    """The largest intermediate: as it is, one entry, a few."""
+    if request.param is not None:
+        monkeypatch.setattr(factors, "TEMPORARY", request.param)
+
+
+@pytest.fixture(params=list(MAKE))
+def make(request):
+    return MAKE[request.param]
+
+
+def scales(factor):
+    level = torch.full((P,), 0.7, dtype=torch.float64)
+    for i, (start, stop) in enumerate(factor.ranges):
+        level[start:stop] = 1.5 + i
+    ramp = torch.linspace(-1.0, 2.0, P, dtype=torch.float64)
+    zero = level.clone()
+    zero[slice(*factor.ranges[0])] = 0.0
+    return {"none": None, "constant": level, "zero on a range": zero, "varying": ramp}
+
+
+def test_expand(make):
+    factor, J = make(N, C, 0)
+    expanded = factor.expand()
+    close(placed(N, C, *((r[0], part) for r, part in zip(expanded.ranges, expanded.parts, strict=True))), J)
+    assert factor.ranges == expanded.ranges
+    assert factor.q == factor.size.q == sum(stop - start for start, stop in factor.ranges)
+    assert factor.bytes == sum(t.numel() * t.element_size() for t in factor.tensors()) > 0
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_matmul(make, temporary, k):
+    factor, J = make(N, C, 0)
+    V = normal(P, k, seed=5)
+    close(factor.matmul(V), (J @ V).view(N, C, k))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_rmatmul_adds_to_its_columns_only(make, temporary, k):
+    factor, J = make(N, C, 0)
+    U, before = normal(N, C, k, seed=5), normal(P, k, seed=6)
+    out = before.clone()
+    factor.rmatmul(U, out)
+    close(out, before + J.T @ U.flatten(0, 1))
+    covered = torch.zeros(P, dtype=torch.bool)
+    for start, stop in factor.ranges:
+        covered[start:stop] = True
+    assert torch.equal(out[~covered], before[~covered])
+
+
+@pytest.mark.parametrize("scale", ["none", "constant", "zero on a range", "varying"])
+def test_gram_adds(make, temporary, scale):
+    (a, A), (b, B) = make(N, C, 0), make(4, 2, 10)  # other examples, another number of outputs
+    d = scales(a)[scale]
+    S = torch.ones(P, dtype=torch.float64) if d is None else d
+    for factor, matrix in ((a, A), (b, B)):
+        before = normal(len(A), len(matrix), seed=8)
+        out = before.clone()
+        a.gram(factor, Scale(d), out)
+        close(out, before + (A * S) @ matrix.T)
+
+
+@pytest.mark.parametrize("scale", ["none", "constant", "zero on a range", "varying"])
+def test_diag(make, scale):
+    factor, J = make(N, C, 0)
+    d = scales(factor)[scale]
+    S = torch.ones(P, dtype=torch.float64) if d is None else d
+    close(factor.diag(Scale(d)), (J * J @ S).view(N, C))
+
+
+@pytest.mark.parametrize("weight", [None, (N, C), (N, C, C)])
+def test_squares_add(make, weight):
+    factor, J = make(N, C, 0)
+    w = None if weight is None else normal(*weight, seed=3)
+    W = torch.eye(N * C, dtype=torch.float64)
+    if w is not None:
+        W = torch.diag(w.flatten()) if w.ndim == 2 else torch.block_diag(*w)
+    before = normal(P, seed=4)
+    out = before.clone()
+    factor.squares(w, out)
+    close(out, before + (J * (W @ J)).sum(0))
+
+
+def test_gram_of_unlike_factors_over_the_same_columns():
+    """The same columns may come as a weight, as a bias, transposed or in other groups: then rows meet."""
+    q = (4, 10)
+    alike = {
+        "weight": outer(N, C, 0, dx=3, dg=2, weight=4),
+        "other width": outer(N, C, 1, dx=2, dg=3, weight=4),
+        "swapped": outer(N, C, 2, dx=3, dg=2, weight=4, swapped=True),
+        "groups": outer(N, C, 3, groups=2, dx=3, dg=1, weight=4),
+        "bias": outer(N, C, 4, dx=3, dg=6, bias=4),
+        "one input": outer(N, C, 5, dx=1, dg=6, weight=4),
+        "rows": rows(N, C, 6, starts=(4,), sizes=(6,)),
+        "tokens": tokens(N, C, 7, vocabulary=2),
+    }
+    for a, A in alike.values():
+        for b, B in alike.values():
+            assert a.ranges == b.ranges == (q,)
+            out = torch.zeros(N * C, N * C, dtype=torch.float64)
+            a.gram(b, Scale(), out)
+            close(out, A @ B.T)
+
+
+def test_scale_is_constant_where_it_has_one_value():
+    scale = Scale(torch.tensor([2.0, 2.0, 3.0]))
+    assert scale.constant((0, 2)) == 2.0
+    assert scale.constant((1, 3)) is None
+    assert scale.constant(None) == 0.0
+    assert Scale().constant((0, 2)) == 1.0
+
+
+def test_lazy_rows_are_made_when_asked_for():
+    asked = []
+
+    def make_rows():
+        asked.append(1)
+        return [normal(N, C, 4)]
+
+    factor = Lazy([(0, 4)], make_rows, n=N, c=C, size=Size(4), held=())
+    assert factor.factored() is factor
+    assert not asked
+    factor.expand()
+    assert asked
+
+
+# Tied parameters.
+
+
+def check_combined(pairs, *, kinds=None):
+    """The factors cover disjoint columns and add up to the dense sum, also where products are not linear."""
+    found = combine([factor for factor, _ in pairs])
+    J = sum(matrix for _, matrix in pairs)
+    ranges = sorted(r for factor in found for r in factor.ranges)
+    assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    if kinds is not None:
+        assert [type(factor) for factor in found] == kinds
+    K = torch.zeros(len(J), len(J), dtype=torch.float64)
+    V, U, X = normal(P, 2), normal(N, C, 2), torch.zeros(P, 2, dtype=torch.float64)
+    for factor in found:
+        factor.gram(factor, Scale(), K)
+        factor.rmatmul(U, X)
+    close(K, J @ J.T)
+    close(X, J.T @ U.flatten(0, 1))
+    close(sum(factor.matmul(V) for factor in found).flatten(0, 1), J @ V)
+    close(sum(factor.diag(Scale()) for factor in found).flatten(), (J * J).sum(1))
+    return found
+
+
+def test_disjoint_factors_stay_as_they_are():
+    pairs = [outer(N, C, 0, weight=20, bias=30), tokens(N, C, 1), rows(N, C, 2, starts=(0,), sizes=(4,))]
+    assert check_combined(pairs) == [factor for factor, _ in pairs]
+    assert combine([]) == []
+
+
+def test_repeated_calls_lie_side_by_side():
+    pairs = [outer(N, C, i, T=T, weight=4, bias=20) for i, T in enumerate((1, 3, 2))]
+    (found,) = check_combined(pairs, kinds=[Outer])
+    assert found.size.T == 6
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kinds"),
+    [
+        pytest.param(
+            [outer(N, C, 0, weight=4, dx=3, dg=3), outer(N, C, 1, weight=4, dx=3, dg=3, swapped=True)],
+            [Sum],
+            id="transposed",
+        ),
+        pytest.param(
+            [outer(N, C, 0, weight=4, dx=3, dg=5), tokens(N, C, 1)], [Sum], id="embedding and output layer"
+        ),
+        pytest.param(
+            [outer(N, C, 0, weight=4, dx=1, dg=3), outer(N, C, 1, bias=4, dx=1, dg=3)],
+            [Sum],
+            id="weight and bias",
+        ),
+        pytest.param(
+            [outer(N, C, 0, weight=4, dx=3, dg=1), outer(N, C, 1, bias=4, dx=3, dg=3)],
+            [Sum],
+            id="weight and bias of other shapes",
+        ),
+        pytest.param(
+            [outer(N, C, 0, bias=4, dx=3), outer(N, C, 1, bias=4, dx=2)], [Sum], id="biases of frozen weights"
+        ),
+        pytest.param(
+            [outer(N, C, 0, weight=4, bias=20), outer(N, C, 1, weight=4, bias=22)],
+            [Outer, Rows, Rows],
+            id="one weight, two biases",
+        ),
+        pytest.param(
+            [outer(N, C, 0, weight=4, bias=20), outer(N, C, 1, weight=12, bias=20)],
+            None,
+            id="two weights, one bias",
+        ),
+        pytest.param(
+            [lazy(N, C, 0), outer(N, C, 1, weight=3, dx=3, dg=4)], None, id="convolution's weight read alone"
+        ),
+        pytest.param([lazy(N, C, 0), lazy(N, C, 5)], [Sum], id="convolution called twice"),
+        pytest.param(
+            [outer(N, C, i, weight=4 + 6 * i) for i in range(3)] + [rows(N, C, 9, starts=(4,), sizes=(18,))],
+            [Rows],
+            id="thirds and the whole",
+        ),
+        pytest.param(
+            [
+                rows(N, C, 0, starts=(2,), sizes=(6,)),
+                rows(N, C, 1, starts=(12,), sizes=(6,)),
+                outer(N, C, 2, weight=6, dx=4, dg=2),
+                rows(N, C, 3, starts=(18,), sizes=(6,)),
+            ],
+            None,
+            id="a chain of overlaps, and a neighbor",
+        ),
+        pytest.param(
+            [rows(N, C, 0), outer(N, C, 1, weight=20, bias=3, dx=1, dg=3)], None, id="crosswise overlaps"
+        ),
+    ],
+)
+def test_shared_columns_add_up(pairs, kinds):
+    check_combined(pairs, kinds=kinds)
+    check_combined(pairs[::-1])
