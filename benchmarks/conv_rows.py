@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +101,7 @@ def main() -> None:
         for ci, co, size, stride in SHAPES:
             a = torch.randn(args.batch, ci, size, size, device=args.device)
             g = torch.randn(args.batch, co, size // stride, size // stride, device=args.device)
-            ways = {name: lambda f=f: f(a, g, stride) for name, f in WAYS.items()}
+            ways = {name: partial(f, a, g, stride) for name, f in WAYS.items()}
             row = {name: round(ms, 3) for name, ms in milliseconds(ways, args.device, rounds=7).items()}
             print(
                 json.dumps({"tf32": tf32, "ci": ci, "co": co, "size": size, "stride": stride} | row),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -243,7 +245,7 @@ def check_combined(pairs, *, kinds=None):
     found = combine([factor for factor, _ in pairs])
     J = sum(matrix for _, matrix in pairs)
     ranges = sorted(r for factor in found for r in factor.ranges)
-    assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
     if kinds is not None:
         assert [type(factor) for factor in found] == kinds
     K = torch.zeros(len(J), len(J), dtype=torch.float64)
@@ -278,9 +280,7 @@ def test_repeated_calls_lie_side_by_side():
             [Sum],
             id="transposed",
         ),
-        pytest.param(
-            [outer(N, C, 0, weight=4, dx=3, dg=5), tokens(N, C, 1)], [Sum], id="embedding and output layer"
-        ),
+        pytest.param([outer(N, C, 0, weight=4, dx=3, dg=5), tokens(N, C, 1)], [Sum], id="embedding and output layer"),
         pytest.param(
             [outer(N, C, 0, weight=4, dx=1, dg=3), outer(N, C, 1, bias=4, dx=1, dg=3)],
             [Sum],
@@ -304,9 +304,7 @@ def test_repeated_calls_lie_side_by_side():
             None,
             id="two weights, one bias",
         ),
-        pytest.param(
-            [lazy(N, C, 0), outer(N, C, 1, weight=3, dx=3, dg=4)], None, id="convolution's weight read alone"
-        ),
+        pytest.param([lazy(N, C, 0), outer(N, C, 1, weight=3, dx=3, dg=4)], None, id="convolution's weight read alone"),
         pytest.param([lazy(N, C, 0), lazy(N, C, 5)], [Sum], id="convolution called twice"),
         pytest.param(
             [outer(N, C, i, weight=4 + 6 * i) for i in range(3)] + [rows(N, C, 9, starts=(4,), sizes=(18,))],
@@ -323,9 +321,7 @@ def test_repeated_calls_lie_side_by_side():
             None,
             id="a chain of overlaps, and a neighbor",
         ),
-        pytest.param(
-            [rows(N, C, 0), outer(N, C, 1, weight=20, bias=3, dx=1, dg=3)], None, id="crosswise overlaps"
-        ),
+        pytest.param([rows(N, C, 0), outer(N, C, 1, weight=20, bias=3, dx=1, dg=3)], None, id="crosswise overlaps"),
     ],
 )
 def test_shared_columns_add_up(pairs, kinds):

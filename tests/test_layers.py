@@ -222,13 +222,9 @@ PLAIN = torch.zeros(3, 4)
         pytest.param(torch.matmul, (torch.zeros(4), torch.zeros(4, 5)), {}, id="vector times matrix"),
         pytest.param(torch.matmul, (PLAIN, torch.zeros(4, 5)), {"out": PLAIN}, id="matmul with out"),
         pytest.param(torch.addmm, (PLAIN, PLAIN, torch.zeros(4, 4)), {}, id="addmm with a matrix"),
-        pytest.param(
-            torch.addmm, (torch.zeros(4), PLAIN, torch.zeros(4, 4)), {"beta": 2.0}, id="addmm with beta"
-        ),
+        pytest.param(torch.addmm, (torch.zeros(4), PLAIN, torch.zeros(4, 4)), {"beta": 2.0}, id="addmm with beta"),
         pytest.param(torch.conv1d, (torch.zeros(2, 9), torch.zeros(3, 2, 2)), {}, id="unbatched conv"),
-        pytest.param(
-            torch.conv_transpose1d, (torch.zeros(2, 9), torch.zeros(2, 3, 2)), {}, id="unbatched transpose"
-        ),
+        pytest.param(torch.conv_transpose1d, (torch.zeros(2, 9), torch.zeros(2, 3, 2)), {}, id="unbatched transpose"),
         pytest.param(F.instance_norm, (PLAIN,), {}, id="unbatched instance norm"),
         pytest.param(
             F.embedding, (torch.zeros(3).long(), torch.zeros(4, 2)), {"max_norm": 1.0}, id="embedding max_norm"
@@ -263,9 +259,7 @@ def test_arrange():
     assert arrange(t, "major", 6).shape == (6, 1, 4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout"), [((4, 3), "major"), ((4, 3), "minor"), ((0, 3), "major"), ((), "major")]
-)
+@pytest.mark.parametrize(("shape", "layout"), [((4, 3), "major"), ((4, 3), "minor"), ((0, 3), "major"), ((), "major")])
 def test_arrange_needs_whole_examples(shape, layout):
     with pytest.raises(LayoutError, match="no axis of 3 examples in first place"):
         arrange(torch.zeros(shape), layout, 3)

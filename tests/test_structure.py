@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import linnet
 from linnet import layers, structure
@@ -125,9 +126,7 @@ def test_a_new_rule_needs_nothing_but_its_entry(monkeypatch):
 
 
 def test_the_warning_names_the_parameter_and_comes_once():
-    model = double(
-        Net(lambda m, x: m.b(m.a(x).tanh()) + m.a.weight.sum(), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    )
+    model = double(Net(lambda m, x: m.b(m.a(x).tanh()) + m.a.weight.sum(), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     x = normal(N, 3)
     lin = linnet.linearize(model)
     with pytest.warns(UserWarning, match=r"gradients of a\.weight \(") as caught:
@@ -271,6 +270,94 @@ def test_where_the_examples_lie_is_found_with_as_many_examples_as_steps(time_fir
     assert lin.last_structure.rest == ()
 
 
+# The order of the examples inside a batch may depend on the data; the first examples do not show it.
+
+
+class Sorted(nn.Module):
+    """Works on the examples in the order of their first entry, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.head(self.inner(x[order]).tanh()[order.argsort()])
+
+
+class Packed(nn.Module):
+    """Sequences of several lengths, packed: the steps of all examples in one axis, by time."""
+
+    def __init__(self, *, sorted: bool) -> None:
+        super().__init__()
+        self.inner, self.head, self.sorted = nn.Linear(3, 4), nn.Linear(4, 2), sorted
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=self.sorted)
+        packed = packed._replace(data=self.inner(packed.data).tanh())
+        return self.head(pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])[0].sum(1))
+
+
+def by_hand(model: nn.Module, *x: Tensor) -> Tensor:
+    grads = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in model(*x).flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in grads])
+
+
+@pytest.mark.parametrize("engine", ["auto", "rows", "ghost"])
+def test_examples_that_are_sorted(engine):
+    model, x = double(Sorted()), normal(8, 3)
+    x[:3, 0] = torch.tensor([-3.0, -2.0, -1.0])
+    lin = linnet.linearize(model)
+    J = lin.jacobian(x, 4, engine=engine)
+    assert lin.last_structure.rest == ()
+    with pytest.warns(UserWarning, match=r"gradients of inner\.weight, inner\.bias \(.*reorders examples") as caught:
+        check(J, by_hand(model, x))
+    assert len(caught) == 1
+    assert lin.last_structure.rest == ("inner.weight", "inner.bias")
+
+
+@pytest.mark.parametrize("sorted", [True, False])
+def test_examples_that_are_packed(sorted):
+    """As many steps in all as if the lengths were equal, so that the shapes say nothing."""
+    model, x = double(Packed(sorted=sorted)), normal(8, 4, 3)
+    lengths = torch.tensor([3, 3, 3, 3, 4, 4, 2, 2] if sorted else [3, 3, 3, 3, 4, 2, 4, 2])
+    lin = linnet.linearize(model)
+    J = lin.jacobian((x, lengths), 4, engine="rows")
+    assert lin.last_structure.rest == ()
+    with pytest.warns(UserWarning, match=r"gradients of inner\.weight, inner\.bias \("):
+        check(J, torch.cat([by_hand(model, x[s], lengths[s]) for s in (slice(4), slice(4, 8))]))
+
+
+def test_examples_that_are_picked_in_their_own_order():
+    """Indices that move no example are checked too, and the rules stay."""
+
+    def forward(m, x):
+        last = (x[:, :, 0] > 0).long().argmax(1)
+        return m.head(m.inner(x)[torch.arange(len(x)), last].tanh())
+
+    model, x = double(Net(forward, inner=nn.Linear(3, 4), head=nn.Linear(4, 2))), normal(N, 5, 3)
+    lin = linnet.linearize(model)
+    check(lin.jacobian(x, 3, engine="rows"), by_hand(model, x))
+    assert lin.last_structure.rest == ()
+
+
+def test_layers_that_the_first_examples_do_not_show():
+    """Gates that are closed at first leave open where the examples lie: (3, 3, d) is read either way."""
+
+    def forward(m, x):
+        gate = (x[:, 0, :1] - 1).relu()
+        return m.head(m.inner(x.transpose(0, 1)).tanh().mean(0)) * gate + m.out(x.mean(1))
+
+    model = double(Net(forward, inner=nn.Linear(3, 5), head=nn.Linear(5, 2), out=nn.Linear(3, 2)))
+    x = normal(9, 3, 3).clamp(max=0.9)
+    x[3:, 0, 0] = torch.linspace(2, 3, 6)
+    lin = linnet.linearize(model)
+    J = lin.jacobian(x, 3, engine="rows")
+    assert lin.last_structure.unproven == {"inner.weight", "inner.bias", "head.weight", "head.bias"}
+    with pytest.warns(UserWarning, match=r"gradients of inner\.weight, inner\.bias \("):
+        check(J, dense_jacobian(model, x))
+
+
 # Backward passes.
 
 
@@ -311,9 +398,7 @@ class Unbatchable(torch.autograd.Function):
 
 
 def test_outputs_are_taken_one_by_one_where_batching_fails():
-    model = double(
-        Net(lambda m, x: m.b(Unbatchable.apply(m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    )
+    model = double(Net(lambda m, x: m.b(Unbatchable.apply(m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     plain = double(Net(lambda m, x: m.b((2 * m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     x = normal(N, 3)
     lin = linnet.linearize(model)

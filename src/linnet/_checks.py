@@ -6,7 +6,7 @@ stands alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -474,22 +474,25 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 def random_output() -> ValueError:
     return ValueError(
-        "The model gives different outputs for the same input, even in eval mode, so it has no Jacobian. Remove what is "
-        "random in its forward (functional dropout without training=self.training, sampled noise), or fix the seed."
+        "The model gives different outputs for the same input, even in eval mode, so it has no Jacobian. Remove what "
+        "is random in its forward (functional dropout without training=self.training, sampled noise), or fix the seed."
     )
 
 
 def examples_interact() -> ValueError:
     return ValueError(
-        "The output of an example changes with the other examples of its batch, so the Jacobian has no rows by example. "
-        "Look for statistics over the batch (batch norm without running statistics, normalization over axis 0)."
+        "The output of an example changes with the other examples of its batch, so the Jacobian has no rows by "
+        "example. Look for statistics over the batch (batch norm without running ones, normalization over axis 0)."
     )
 
 
-def check_batch_size(size: object) -> None:
-    """A batch size is a positive number or "auto"."""
-    if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"batch_size must be a positive number of examples or 'auto'; got {size!r}.")
+def check_batch_size(size: object, *, name: str = "batch_size", auto: bool = True) -> None:
+    """A batch size is a positive number or, where that is a choice, "auto"."""
+    if auto and size == "auto":
+        return
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        choice = " or 'auto'" if auto else ""
+        raise ValueError(f"{name} must be a positive number of examples{choice}; got {size!r}.")
 
 
 def check_same_shapes(mine: Mapping[str, torch.Size], theirs: Mapping[str, torch.Size]) -> None:
@@ -497,8 +500,8 @@ def check_same_shapes(mine: Mapping[str, torch.Size], theirs: Mapping[str, torch
     for (a, shape), (b, other) in zip(mine.items(), theirs.items(), strict=False):
         if shape != other:
             raise ValueError(
-                f"A Gram matrix between two models needs parameters of the same shapes; {a!r} is {tuple(shape)} and the "
-                f"other's {b!r} {tuple(other)}."
+                f"A Gram matrix between two models needs parameters of the same shapes; {a!r} is {tuple(shape)} and "
+                f"the other's {b!r} {tuple(other)}."
             )
     if len(mine) != len(theirs):
         raise ValueError(

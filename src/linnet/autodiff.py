@@ -1,4 +1,4 @@
-"""Columns of the Jacobian by torch's own differentiation: for parameters that no layer rule covers, and for few columns."""
+"""Columns of the Jacobian by torch's own differentiation: for parameters without a layer rule, and for few columns."""
 
 from __future__ import annotations
 
@@ -134,10 +134,11 @@ def _jacobian_of_one(forward: Forward, theta: Mapping[str, Tensor], batch: Batch
     leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
     with torch.enable_grad():
         out = forward(leaves, batch)[0]
+        values = out.unbind()
     if not out.requires_grad:
         return {name: t.new_zeros(len(out), *t.shape) for name, t in theta.items()}
     columns = []
-    for value in out:
+    for value in values:
         grads = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
         columns.append(
             [torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(theta.values(), grads, strict=True)]

@@ -22,6 +22,13 @@ from torch.overrides import TorchFunctionMode
 from linnet.layers import RULES, Call, Rule, Slot
 from linnet.params import Layout
 
+REORDERING: frozenset[Callable[..., Any]] = frozenset(
+    function
+    for name in ("index_select", "masked_select", "gather", "take", "take_along_dim", "sort", "topk", "unique")
+    for function in (getattr(torch, name), getattr(Tensor, name))
+) | {Tensor.__getitem__, torch._C._VariableFunctions._pack_padded_sequence}
+"""Functions with which the order of the examples inside a batch can come to depend on the data."""
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -78,6 +85,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, leaves: Mapping[str, Tensor], layout: Layout, *, n: int, changes: Changes) -> None:
         super().__init__()
         self.uses: list[Use] = []
+        self.reorders = False
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
         self._n, self._changes = n, changes
@@ -94,6 +102,7 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _open_attention(*args, **kwargs)
+        self.reorders = self.reorders or (func in REORDERING and _moves_numbers(func, args))
         rule = RULES.get(func)
         call = None if rule is None else rule.read(args, kwargs, self._known)
         slots = {} if call is None else self._slots(call)
@@ -150,6 +159,16 @@ class Recorder(TorchFunctionMode):
         return Slot(name, where, shape, origin, swapped=True) if t.ndim == 2 and t.T.is_contiguous() else None
 
 
+def _moves_numbers(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether numbers, not masks or positions, are picked by a tensor."""
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return False
+    if func is not Tensor.__getitem__:
+        return True
+    index = args[1] if isinstance(args[1], tuple | list) else (args[1],)
+    return any(isinstance(part, Tensor) for part in index)
+
+
 def _spread(t: Tensor, n: int) -> Tensor:
     """A tensor that all examples share, repeated for each: along its first axis of one, or a new one."""
     shared = t if t.shape[:1] == (1,) else t[None]
@@ -181,12 +200,14 @@ class Recording:
         leaves: The parameters as the leaves of that graph.
         uses: The calls that use them, in order.
         changes: What was done to them.
+        reorders: Whether the order of the examples inside the pass may depend on the data.
     """
 
     out: Tensor
     leaves: dict[str, Tensor]
     uses: list[Use]
     changes: Changes
+    reorders: bool = False
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -218,7 +239,7 @@ def record(
             out = forward(leaves)
         needed = recorder.overwritten()
         if needed == changes:
-            return Recording(out, leaves, recorder.uses, changes)
+            return Recording(out, leaves, recorder.uses, changes, recorder.reorders)
         changes = needed
     raise RuntimeError(
         "The model overwrites the inputs of its layers in place, differently at each call. "

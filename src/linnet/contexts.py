@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -37,7 +37,8 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    cudnn: Any = torch.backends.cudnn
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [place.fp32_precision for place in places]
     try:
         for place in places:

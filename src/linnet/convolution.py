@@ -1,8 +1,9 @@
 """Per-example weight gradients of convolutions in one, two or three dimensions.
 
-Three ways, all exact. *Patches* copies the strided patch view and multiplies batched. *Grouped* makes one weight
-gradient of a convolution that has the batch as groups. *Taps* is a GPU kernel that gathers the patches as it multiplies.
-Which is faster depends on device, precision and shape; ``python -m benchmarks.conv_rows`` times them.
+All ways are exact. *Patches* copies the strided patch view and multiplies batched. *Grouped* makes one weight gradient
+of a convolution that has the batch as groups. By *taps*, a GPU kernel gathers the patches as it multiplies, and on the
+CPU shifted views are multiplied one tap at a time. Which is faster depends on device, precision and shape;
+``python -m benchmarks.conv_rows`` times them.
 """
 
 from __future__ import annotations
@@ -74,16 +75,37 @@ class Convolution:
         """Per-example weight gradients: x (m, C, *S), g (m, c, out, *S') to (m, c, prod(weight shape))."""
         return self._rows_grouped(x, g) if self._prefers_grouped(x, g) else self._rows_patches(x, g)
 
-    def has_taps(self, x: Tensor, g: Tensor) -> bool:
-        """Whether `taps` can serve: a GPU, tf32 asked for, two dimensions, no groups."""
-        even = all(before == after for before, after in self.padding)
-        plain = len(self.kernel) == 2 and self.groups == 1 and even and prod(self.kernel) > 1
-        return plain and kernels.available(x) and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    def by_taps(self, x: Tensor, g: Tensor) -> tuple[Tensor, str] | None:
+        """Per-example weight gradients with the kernel's axes not last, where that is faster to write.
 
-    def taps(self, x: Tensor, g: Tensor) -> Tensor:
-        """Per-example weight gradients as (m, c, out, prod(kernel), C), by one GPU kernel."""
-        rows = kernels.conv_rows(self, x, g.flatten(1, 2))
-        return rows.unflatten(1, g.shape[1:3])
+        Returns:
+            (1, m c, out taps channels) and "otc" from the GPU kernel, (taps, m, out channels) and "toc" from shifted
+            products on the CPU, or None where the other ways are better.
+        """
+        even = all(before == after for before, after in self.padding)
+        if len(self.kernel) != 2 or self.groups > 1 or not even or prod(self.kernel) == 1:
+            return None
+        if kernels.available(x) and torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
+            rows = kernels.conv_rows(self, x, g.flatten(1, 2))
+            return rows.view(1, g.shape[0] * g.shape[1], -1), "otc"
+        # Shifts win where writing the gradient takes longer than computing it.
+        large = g.shape[2] * self.channels * prod(self.kernel) > 64 * prod(g.shape[3:])
+        if x.device.type == "cpu" and g.shape[1] == 1 and set(self.stride) == {1} and large:
+            return self._rows_shifted(x, g[:, 0]).flatten(2), "toc"
+        return None
+
+    def _rows_shifted(self, x: Tensor, g: Tensor) -> Tensor:
+        """One product per tap of flat shifted views, without patches: x (m, C, H, W), g (m, out, H', W'), stride 1."""
+        (top, _), (left, _) = self.padding
+        x = F.pad(x, (left, left, top, top + 1)).flatten(2)  # one row more, so that every shift stays inside
+        width = g.shape[3] + self.dilation[1] * (self.kernel[1] - 1)
+        g = F.pad(g, (0, width - g.shape[3])).flatten(2)  # as wide as x, the surplus zero
+        rows = x.new_empty(prod(self.kernel), len(x), g.shape[1], x.shape[1])
+        for tap in range(prod(self.kernel)):
+            i, j = divmod(tap, self.kernel[1])
+            start = i * self.dilation[0] * width + j * self.dilation[1]
+            torch.bmm(g, x[:, :, start : start + g.shape[2]].mT, out=rows[tap])
+        return rows
 
     def _rows_patches(self, x: Tensor, g: Tensor) -> Tensor:
         m, c = g.shape[:2]
@@ -124,7 +146,7 @@ class Convolution:
             return False
         if x.device.type == "cpu":
             return self.channels >= 8 and len(self.kernel) == 2
-        tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"
+        tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
         return tf32 and self.channels >= 16 and prod(g.shape[3:]) >= 256
 
     def _by_group(self, g: Tensor) -> Tensor:

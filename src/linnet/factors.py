@@ -413,7 +413,7 @@ class Lazy(Factor):
         outer: Gives the same columns as an `Outer` (patches), or None where there is none.
         size: The numbers of that outer product.
         held: The tensors that the functions hold on to.
-        products: Gives the form that is best for products, where it is neither rows nor an outer product.
+        products: Gives the form that is best for products where it is neither rows nor an outer product, else None.
     """
 
     def __init__(
@@ -426,7 +426,7 @@ class Lazy(Factor):
         size: Size,
         held: tuple[Tensor, ...],
         outer: Callable[[], Outer] | None = None,
-        products: Callable[[], Factor] | None = None,
+        products: Callable[[], Factor | None] | None = None,
     ) -> None:
         super().__init__(ranges, n=n, c=c)
         self._rows, self._outer, self._size, self._held = rows, outer, size, held
@@ -444,7 +444,8 @@ class Lazy(Factor):
 
     def for_products(self) -> Factor:
         """Rows, in the order that is cheapest to write."""
-        return self.expand() if self._products is None else self._products()
+        found = None if self._products is None else self._products()
+        return self.expand() if found is None else found
 
     def factored(self) -> Factor:
         """The outer-product form where there is one."""
@@ -453,39 +454,54 @@ class Lazy(Factor):
 
 @final
 class Taps(Factor):
-    """Rows of a convolution with the kernel's axes before the channels, as the GPU kernel writes them; for products.
+    """Rows of a convolution with the kernel's axes not last, in the order that is cheapest to write; for products.
 
     Args:
         weight: Range of the weight, laid out as (out, channels, taps).
-        rows: (n, c, out, taps, channels).
+        rows: (s, n c, q / s), the weight's columns in the given order cut into s equal parts.
+        order: Letters o, c and t for out, channels and taps, slowest first.
+        sizes: Out, channels, taps.
+        n: Examples.
         bias: Range of the bias and its rows (n, c, out), or None.
     """
 
-    def __init__(self, weight: Range, rows: Tensor, bias: tuple[Range, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        weight: Range,
+        rows: Tensor,
+        order: str,
+        *,
+        sizes: tuple[int, int, int],
+        n: int,
+        bias: tuple[Range, Tensor] | None = None,
+    ) -> None:
         self._others = [] if bias is None else [Rows([bias[0]], [bias[1]])]
         ranges = [weight, *(r for f in self._others for r in f.ranges)]
-        super().__init__(ranges, n=rows.shape[0], c=rows.shape[1])
-        self._weight, self._rows = weight, rows
+        super().__init__(ranges, n=n, c=rows.shape[1] // n)
+        self._weight, self._rows, self._order, self._sizes = weight, rows, order, sizes
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._rows, *(t for f in self._others for t in f.tensors()))
 
     def expand(self) -> Rows:
-        parts = [self._rows.transpose(3, 4).flatten(2)]
-        return Rows(self.ranges, parts + [t for f in self._others for t in f.tensors()])
+        stored = [self._sizes["oct".index(axis)] for axis in self._order]
+        rows = self._rows.transpose(0, 1).reshape(self.n, self.c, *stored)
+        rows = rows.permute(0, 1, *(2 + self._order.index(axis) for axis in "oct")).flatten(2)
+        return Rows(self.ranges, [rows, *(t for f in self._others for t in f.tensors())])
+
+    def _columns(self, V: Tensor) -> Tensor:
+        """The weight's part of V (p, k), its axes in the stored order, as a view."""
+        block = V[slice(*self._weight)].view(*self._sizes, -1)
+        return block.permute(*("oct".index(axis) for axis in self._order), 3)
 
     def matmul(self, V: Tensor) -> Tensor:
-        out, taps, channels = self._rows.shape[2:]
-        columns = V[slice(*self._weight)].view(out, channels, taps, -1).transpose(1, 2)
-        total = self._rows.view(self.n * self.c, -1) @ columns.reshape(-1, V.shape[1])
-        total = total.view(self.n, self.c, -1)
+        columns = self._columns(V).reshape(len(self._rows), -1, V.shape[1])
+        total = torch.bmm(self._rows, columns).sum(0).view(self.n, self.c, -1)
         return sum((f.matmul(V) for f in self._others), start=total)
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
-        outs, taps, channels = self._rows.shape[2:]
-        flat = self._rows.view(self.n * self.c, -1).T @ U.reshape(self.n * self.c, -1)
-        place = out[slice(*self._weight)].view(outs, channels, taps, -1)
-        place += flat.view(outs, taps, channels, -1).transpose(1, 2)
+        columns = self._columns(out)
+        columns += (self._rows.mT @ U.reshape(self.n * self.c, -1)).view(columns.shape)
         for f in self._others:
             f.rmatmul(U, out)
 

@@ -1,7 +1,7 @@
 r"""The Jacobian of a network over a data set, as a linear operator; the only loops over data.
 
-Row ``i * c + j`` is output j of example i; columns follow ``lin.theta``, each tensor flattened. A pass holds one chunk of
-examples, never (n, p). Each rank of a torch.distributed process group takes its part of the examples, and every rank
+Row ``i * c + j`` is output j of example i; columns follow ``lin.theta``, each tensor flattened. A pass holds one chunk
+of examples, never (n, p). Each rank of a torch.distributed process group takes its part of the examples, and every rank
 gets the same answer.
 """
 
@@ -239,7 +239,7 @@ class Jacobian(LinearOperator):
             >>> [minibatch.shape for minibatch in J.minibatches(2, seed=0)]
             [(2, 3), (2, 3), (1, 3)]
         """
-        _checks.check_batch_size(size)
+        _checks.check_batch_size(size, name="size", auto=False)
         order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed))
         for index in order.split(size):
             yield self.subset(index)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[import-not-found]
+    import triton.language as tl  # type: ignore[import-not-found]
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
@@ -30,7 +30,7 @@ def available(t: Tensor) -> bool:
 if triton is not None:
 
     @triton.jit
-    def _conv_rows(
+    def _conv_rows(  # type: ignore[no-untyped-def]
         x_ptr, g_ptr, out_ptr,
         outs, height, width, T, columns,
         xn, xc, xh, xw, gn, gc, gh, gw,
@@ -69,7 +69,7 @@ if triton is not None:
         tl.store(at, total, mask=(o < outs)[:, None] & (j < columns)[None, :])
 
     @triton.jit
-    def _channel_sums(
+    def _channel_sums(  # type: ignore[no-untyped-def]
         x_ptr, g_ptr, mean_ptr, weight_ptr, bias_ptr,
         channels, size,
         xn, xc, xs, gn, gc, gs,

@@ -222,8 +222,12 @@ class Conv(Rule):
         def shift() -> Tensor:
             return g.flatten(4).sum((2, 4))
 
-        def products() -> Factor:
-            return Taps(weight, conv.taps(flat_x, flat_g), None if bias is None else (bias, shift()))
+        def products() -> Factor | None:
+            found = conv.by_taps(flat_x, flat_g) if r == 1 else None
+            if found is None:
+                return None
+            sizes = (g.shape[3], conv.channels, prod(conv.kernel))
+            return Taps(weight, *found, sizes=sizes, n=n, bias=None if bias is None else (bias, shift()))
 
         def outer() -> Outer:
             left, right = conv.sides(flat_x, flat_g)  # (n r, groups, T, dx), (n r, c, groups, T, dg)
@@ -239,8 +243,7 @@ class Conv(Rule):
             dg=g.shape[3] // conv.groups,
             groups=conv.groups,
         )
-        by_taps = products if r == 1 and conv.has_taps(x, g) else None
-        return [Lazy(ranges, rows, n=n, c=g.shape[1], size=size, held=(x, g), outer=outer, products=by_taps)]
+        return [Lazy(ranges, rows, n=n, c=g.shape[1], size=size, held=(x, g), outer=outer, products=products)]
 
 
 @final
@@ -348,18 +351,28 @@ class BatchNorm(Norm):
         assert x is not None
         if any(slot.swapped for slot in slots.values()):
             return []
-        mean = call.conf["mean"].to(x.dtype)
-        scale = (call.conf["var"].to(x.dtype) + call.conf["eps"]).rsqrt()
+        mean, var = call.conf["mean"].to(x.dtype), call.conf["var"].to(x.dtype)
         n, c, r, channels = g.shape[:4]
         x, g = x.reshape(n, r, channels, -1), g.reshape(n, c, r, channels, -1)
         if r == 1 and kernels.available(x):
             pairs = [kernels.channel_sums(x[:, 0], g[:, j, 0], mean) for j in range(c)]
-            weight, bias = (sums[0][:, None] if c == 1 else torch.stack(sums, 1) for sums in zip(*pairs, strict=True))
+            scale = (var + call.conf["eps"]).rsqrt()
+            pairs = [(weight * scale, bias) for weight, bias in pairs]
         else:
-            weight = (g * (x - mean[:, None])[:, None]).sum((2, 4)) if "weight" in slots else g
-            bias = g.sum((2, 4))
-        parts = {"weight": weight * scale, "bias": bias} if "weight" in slots else {"bias": bias}
-        return [Rows([slots[role].range], [part]) for role, part in parts.items() if role in slots]
+            # One backward pass of a batch norm that has (example, channel) as its channels; two sums in one reading.
+            flat = x.reshape(1, n * r * channels, -1)
+            many = mean.repeat(n * r), var.repeat(n * r)
+            pairs = []
+            for j in range(c):
+                args = (g[:, j].reshape(flat.shape), flat, None, *many, None, None, False, call.conf["eps"])
+                _, *sums = torch.ops.aten.native_batch_norm_backward(*args, [False, True, True])
+                weight, bias = (t.view(n, r, channels).sum(1) if r > 1 else t.view(n, channels) for t in sums)
+                pairs.append((weight, bias))
+        parts = {
+            role: sums[0][:, None] if c == 1 else torch.stack(sums, 1)
+            for role, sums in zip(("weight", "bias"), zip(*pairs, strict=True), strict=True)
+        }
+        return [Rows([slot.range], [parts[role]]) for role, slot in slots.items()]
 
 
 @final

@@ -21,7 +21,17 @@ from linnet.data import as_source
 from linnet.factors import Factor, combine
 from linnet.layers import LayoutError
 from linnet.params import Layout, Params, select
-from linnet.structure import PROBE, TOLERANCE, Structure, factors_of, gradients, inspect, warn_of
+from linnet.structure import (
+    PROBE,
+    TOLERANCE,
+    Structure,
+    factors_of,
+    gradients,
+    inspect,
+    misplaced,
+    warn_fallback,
+    warn_of,
+)
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
@@ -91,7 +101,7 @@ class Linearization:
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
         self._changes = NO_CHANGES
         self._structures: dict[tuple[Any, ...], Structure] = {}
-        self.last_structure: Structure | None = None
+        self.last_structure = Structure([], (), ())
         self._abilities: dict[tuple[str, int], bool] = {}
 
     def __repr__(self) -> str:
@@ -180,7 +190,7 @@ class Linearization:
         if autodiff_only:
             with self._setting(precision), torch.no_grad():
                 f = self.forward({}, batch)
-            rest = [self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns)]
+            rest: list[Factor] = [self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns)]
             return Chunk(f.to(self.dtype), rest)
         with self._setting(precision):
             recording = self._record(batch)
@@ -198,12 +208,24 @@ class Linearization:
         pairs = [(use, kept) for use, kept in zip(recording.uses, structure.kept, strict=True) if kept]
         if structure.unused and out.requires_grad:
             leaves = [recording.leaves[name] for name in structure.unused]
-            found = torch.autograd.grad(out.sum(), leaves, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(out, leaves, torch.ones_like(out), True, allow_unused=True)
             late = [name for name, g in zip(structure.unused, found, strict=True) if g is not None]
             if late:  # used for some examples only
                 return self._demoted(recording, structure, late, batch)
         seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
         grads = gradients(out, [use for use, _ in pairs], seeds, batched=structure.batched)
+        doubtful = [
+            (use, kept, g)
+            for (use, kept), g in zip(pairs, grads, strict=True)
+            if g is not None
+            and (recording.reorders or any(slot.name in structure.unproven for slot in kept.slots.values()))
+        ]
+        if doubtful and batch.n > 1:
+            half = torch.is_autocast_enabled(self.device.type)
+            names = misplaced(out, doubtful, TOLERANCE[torch.bfloat16 if half else self.model_dtype])
+            if names:
+                warn_fallback(names)
+                return self._demoted(recording, structure, names, batch)
         factors: list[Factor] = []
         for (use, kept), g in zip(pairs, grads, strict=True):
             if g is None:
@@ -219,7 +241,7 @@ class Linearization:
         self, recording: Recording, structure: Structure, names: list[str], batch: Batch
     ) -> tuple[list[Factor], Structure]:
         """Leave parameters to autodiff from now on, whose use depends on the data."""
-        structure = self._structures[recording.signature] = structure.without(names)
+        structure = self._structures[recording.signature] = self.last_structure = structure.without(names)
         return self._captured(recording, structure, batch)
 
     def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:

@@ -47,6 +47,7 @@ class Structure:
         failed: Numbers of the calls whose rule did not agree with autodiff.
         changes: What has to be done to the calls.
         examples: How many examples it was checked on; one example alone does not show where examples lie.
+        unproven: Parameters whose gradients were all zero, which any layout agrees with.
     """
 
     kept: list[Kept | None]
@@ -57,6 +58,7 @@ class Structure:
     failed: frozenset[int] = frozenset()
     changes: Changes = NO_CHANGES
     examples: int = 0
+    unproven: frozenset[str] = frozenset()
 
     def without(self, names: Iterable[str]) -> Structure:
         """The same with further parameters left to autodiff."""
@@ -115,6 +117,33 @@ def gradients(out: Tensor, uses: Sequence[Use], seeds: Tensor, *, batched: bool)
     return stacked
 
 
+def misplaced(out: Tensor, uses: Sequence[tuple[Use, Kept, Tensor]], tolerance: float) -> list[str]:
+    """Parameters whose uses do not have the examples where their layout says, by one more backward pass.
+
+    With every example's output weighted by its own number, the gradient at an entry of a call's output is
+    multiplied by the number of the example that the entry belongs to.
+
+    Args:
+        out: (n, c) with its graph.
+        uses: Each with what is kept of it, and the gradients of the c outputs there.
+        tolerance: Relative disagreement that is rounding.
+    """
+    n = len(out)
+    w = torch.rand(n, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add(0.5).to(out)
+    weighted = gradients(out, [use for use, _, _ in uses], w.expand_as(out)[None], batched=False)
+    wrong: list[str] = []
+    for (_, kept, g), found in zip(uses, weighted, strict=True):
+        assert found is not None
+        try:
+            plain, scaled = arrange(g.sum(0), kept.layout, n), arrange(found[0], kept.layout, n)
+        except LayoutError:  # the caller meets it too
+            continue
+        expected = plain * w.view(n, *(1,) * (plain.ndim - 1))
+        if (scaled - expected).abs().max() > tolerance * expected.abs().max():
+            wrong += [slot.name for slot in kept.slots.values()]
+    return wrong
+
+
 def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -> Structure:
     """Check every use of every parameter against autodiff, on the few examples of a recording.
 
@@ -140,7 +169,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
     for cluster in _clusters(uses, grads):
         members = {slot.name for i in cluster for slot in uses[i].slots.values() if slot.name in truth}
         best: tuple[set[str], Sequence[str | None]] = (set(), [None] * len(cluster))
-        options = [list(trials[i]) or [None] for i in cluster]
+        options: list[list[str | None]] = [[*trials[i]] or [None] for i in cluster]
         for choice in _choices(options):
             right = {
                 name
@@ -169,7 +198,8 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
         failed |= {i for i in cluster if {slot.name for slot in uses[i].slots.values()} & (members - right)}
     rest = tuple(name for name in names if name in truth and name not in served)
     batched = _batches(out, [use for use, k in zip(uses, kept, strict=True) if k is not None])
-    return Structure(kept, rest, unused, batched, served, frozenset(failed), recording.changes)
+    unproven = frozenset(name for name, t in truth.items() if not t.count_nonzero())
+    return Structure(kept, rest, unused, batched, served, frozenset(failed), recording.changes, unproven=unproven)
 
 
 def _autodiff(out: Tensor, leaves: Mapping[str, Tensor], u: Tensor) -> dict[str, Tensor]:
@@ -244,12 +274,17 @@ def warn_of(structure: Structure, uses: Sequence[Use]) -> None:
         for slot in uses[i].slots.values()
     }
     if names := sorted(tried & set(structure.rest)):
-        warnings.warn(
-            f"linnet's layer rules do not reproduce autodiff's per-example gradients of {', '.join(names)} (used in "
-            "a way that mixes or reorders examples, or also outside the layer); these parameters are computed by "
-            "autodiff, exactly but more slowly.",
-            stacklevel=2,
-        )
+        warn_fallback(names)
+
+
+def warn_fallback(names: Iterable[str]) -> None:
+    """Say that parameters are left to autodiff from now on."""
+    warnings.warn(
+        f"linnet's layer rules do not reproduce autodiff's per-example gradients of {', '.join(names)} (used in "
+        "a way that mixes or reorders examples, or also outside the layer); these parameters are computed by "
+        "autodiff, exactly but more slowly.",
+        stacklevel=3,
+    )
 
 
 def _batches(out: Tensor, uses: Sequence[Use]) -> bool:

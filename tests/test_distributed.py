@@ -1,0 +1,193 @@
+"""Two ranks give every rank the answer of one process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import linnet
+from linnet.distributed import add_up, rank_and_world, shard, share_rows
+from linnet.testing.case import Net
+
+WORLD = 2
+C, D = 3, 4
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class Switched(nn.Module):
+    """Some layers only serve examples that one of the ranks has, and one serves none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far, self.head = nn.Linear(D, 5), nn.Linear(D, 5), nn.Linear(5, C)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = x[:, 0] > 1
+        h = self.near(x)
+        if mine.any():
+            h = torch.where(mine[:, None], self.far(x), h)
+        return self.head(h.tanh())
+
+
+def convolutional() -> nn.Module:
+    return Net(
+        lambda m, x: m.fc(torch.tanh(m.norm(m.conv(x.view(-1, 1, 2, 2)))).flatten(1)) * m.scale.exp(),
+        conv=nn.Conv2d(1, 4, 2),
+        norm=nn.GroupNorm(2, 4),
+        fc=nn.Linear(4, C),
+        scale=nn.Parameter(torch.zeros(C)),
+    )
+
+
+class Examples(Dataset):
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i], i
+
+
+MODELS = {"switched": Switched, "convolutional": convolutional}
+SCENARIOS = [
+    (model, n, kind, engine)
+    for model in MODELS
+    for n in (7, 1)  # not divisible by the ranks, and fewer than ranks
+    for kind in ("memory", "Dataset")
+    for engine in ("auto", "ghost")
+    if (kind, engine) != ("Dataset", "ghost")
+]
+
+
+def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
+    """Every product of one Jacobian; what a rank computes is what a process alone computes."""
+    torch.manual_seed(0)
+    net = MODELS[model]().double()
+    x = normal(n, D).clamp(max=0.9)
+    x[-1, 0] = 2.0  # an example of the last rank
+    data = (x, torch.arange(n)) if kind == "memory" else Examples(x)
+    J = linnet.linearize(net).jacobian(data, 2, engine=engine)
+    other = linnet.linearize(net).jacobian(normal(3, D, seed=5), 2)
+    V, U = normal(J.shape[1], 4), normal(J.shape[0], 4, seed=1)
+    w, W, s = normal(n * C, seed=2), normal(n, C, C, seed=3), normal(J.shape[1], seed=4)
+
+    def fn(JV: Tensor, batch) -> Tensor:
+        return (JV + batch.f.flatten()).sin() * (1.0 + batch.index).repeat_interleave(C)
+
+    found = {
+        "J V": J @ V,
+        "J v": J @ V[:, 0],
+        "J^T U": J.T @ U,
+        "J^T u": J.T @ U[:, 0],
+        "normal": J.normal(V),
+        "normal, weight": J.normal(V, w),
+        "normal, blocks": J.normal(V, W),
+        "centered": J.centered(s).normal(V, w),
+        "fused": J.fused(fn, V[:, 0]),
+        "gram": J.gram(),
+        "gram, scale": J.gram(scale=s),
+        "cross gram": J.gram(other),
+        "other cross gram": other.gram(J),
+        "gram_diag": J.gram_diag(s),
+        "column_norms": J.column_norms(w),
+        "outputs": J.outputs(),
+    }
+    found |= {f"layer {name}": K for name, K in J.layer_grams().items()}
+    for i, part in enumerate(J.minibatches(3, seed=0)):
+        found[f"minibatch {i}"] = part.normal(V)
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    """One rank: every scenario, then its results to a file."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        assert rank_and_world() == (rank, WORLD)
+        t = torch.full((2,), float(rank + 1))
+        add_up(t)
+        rows = torch.zeros(6, 2)
+        start, stop = shard(3, rank, WORLD)
+        rows[2 * start : 2 * stop] = rank + 1
+        share_rows(rows, 3, 2)
+        found = {"parts": {"sum": t, "rows": rows}}
+        for scenario in SCENARIOS:
+            found["/".join(map(str, scenario))] = results(*scenario)
+        net = linnet.linearize(nn.Linear(D, C).double()).jacobian(normal(3, D))
+        found["parts"]["plan"] = torch.tensor(str(net.plan).count("2 ranks"))
+        torch.save(found, f"{folder}/rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+    """The results of both ranks, which run once for all tests."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(work, args=(folder,), nprocs=WORLD, join=True)
+    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "/".join(map(str, scenario)))
+def test_every_rank_has_the_answer_of_one_process(ranks, scenario):
+    alone = results(*scenario)
+    for found in ranks:
+        here = found["/".join(map(str, scenario))]
+        assert list(here) == list(alone)
+        for name, reference in alone.items():
+            size = max(float(reference.abs().max()), 1e-300)
+            assert here[name].shape == reference.shape, name
+            assert float((here[name] - reference).abs().max()) <= 1e-12 * size, name
+
+
+def test_ranks_agree_to_the_last_bit(ranks):
+    for scenario in ranks[0]:
+        for name, value in ranks[0][scenario].items():
+            assert torch.equal(value, ranks[1][scenario][name]), (scenario, name)
+
+
+def test_parts(ranks):
+    assert ranks[1]["parts"]["sum"].tolist() == [3.0, 3.0]
+    assert ranks[0]["parts"]["rows"][:, 0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    assert int(ranks[0]["parts"]["plan"]) == 1
+
+
+@pytest.mark.parametrize(("n", "world"), [(10, 3), (2, 5), (1, 2), (8, 4)])
+def test_shards_cover_all_examples_in_order(n, world):
+    parts = [shard(n, rank, world) for rank in range(world)]
+    assert [i for start, stop in parts for i in range(start, stop)] == list(range(n))
+    sizes = [stop - start for start, stop in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_alone_there_is_one_rank():
+    assert rank_and_world() == (0, 1)
+    t = torch.ones(2)
+    add_up(t)
+    share_rows(t, 2, 1)
+    assert t.tolist() == [1.0, 1.0]
