@@ -58,6 +58,7 @@ class Use:
         slots: Role to the place of the parameter.
         edge: Where the gradient of its output is taken.
         number: Its place among the calls.
+        source: Nothing before it in the network depends on a selected parameter.
     """
 
     rule: Rule
@@ -65,6 +66,7 @@ class Use:
     slots: dict[str, Slot]
     edge: GradientEdge
     number: int
+    source: bool = False
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -114,6 +116,8 @@ class Recorder(TorchFunctionMode):
             args = tuple(copied if a is x else a for a in args)
             kwargs = {key: copied if a is x else a for key, a in kwargs.items()}
             x = copied
+        given = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        source = not any(a.requires_grad and not self._known(a) for a in given)
         y = func(*args, **kwargs)
         if number in changes.outputs:
             y = y.clone()
@@ -121,7 +125,7 @@ class Recorder(TorchFunctionMode):
             x, y = (None if t is None else _spread(t, self._n) for t in (x, y))
         if y.requires_grad:
             x = None if x is None else x.detach()
-            self.uses.append(Use(rule, Call(x, {}, call.conf), slots, get_gradient_edge(y), number))
+            self.uses.append(Use(rule, Call(x, {}, call.conf), slots, get_gradient_edge(y), number, source))
             # The output matters only if it is a view: an in-place change then replaces its gradient edge.
             view = y if y._is_view() and y._base is not None and not y._base.is_leaf else None
             self._versions.append((x, -1 if x is None else x._version, view, y._version))

@@ -1,8 +1,8 @@
 """Per-example weight gradients of convolutions in one, two or three dimensions.
 
 All ways are exact. *Patches* copies the strided patch view and multiplies batched. *Grouped* makes one weight gradient
-of a convolution that has the batch as groups. By *taps*, a GPU kernel gathers the patches as it multiplies, and on the
-CPU shifted views are multiplied one tap at a time. Which is faster depends on device, precision and shape;
+of a convolution that has the batch as groups. *By taps*, one GPU kernel gathers the patches as it multiplies, and writes
+the gradient with the channels last. Which is faster depends on device, precision and shape;
 ``python -m benchmarks.conv_rows`` times them.
 """
 
@@ -75,43 +75,32 @@ class Convolution:
         """Per-example weight gradients: x (m, C, *S), g (m, c, out, *S') to (m, c, prod(weight shape))."""
         return self._rows_grouped(x, g) if self._prefers_grouped(x, g) else self._rows_patches(x, g)
 
-    def by_taps(self, x: Tensor, g: Tensor) -> tuple[Tensor, str] | None:
-        """Per-example weight gradients with the kernel's axes not last, where that is faster to write.
+    def by_taps(self, x: Tensor, g: Tensor) -> Tensor | None:
+        """Per-example weight gradients with the channels last, (m c, out, taps, channels), by one GPU kernel.
 
-        Returns:
-            (1, m c, out taps channels) and "otc" from the GPU kernel, (taps, m, out channels) and "toc" from shifted
-            products on the CPU, or None where the other ways are better.
+        None where it cannot serve: it needs tf32, two dimensions, no groups and even padding.
         """
         even = all(before == after for before, after in self.padding)
         if len(self.kernel) != 2 or self.groups > 1 or not even or prod(self.kernel) == 1:
             return None
-        if kernels.available(x) and torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
-            rows = kernels.conv_rows(self, x, g.flatten(1, 2))
-            return rows.view(1, g.shape[0] * g.shape[1], -1), "otc"
-        # Shifts win where writing the gradient takes longer than computing it.
-        large = g.shape[2] * self.channels * prod(self.kernel) > 64 * prod(g.shape[3:])
-        if x.device.type == "cpu" and g.shape[1] == 1 and set(self.stride) == {1} and large:
-            return self._rows_shifted(x, g[:, 0]).flatten(2), "toc"
-        return None
-
-    def _rows_shifted(self, x: Tensor, g: Tensor) -> Tensor:
-        """One product per tap of flat shifted views, without patches: x (m, C, H, W), g (m, out, H', W'), stride 1."""
-        (top, _), (left, _) = self.padding
-        x = F.pad(x, (left, left, top, top + 1)).flatten(2)  # one row more, so that every shift stays inside
-        width = g.shape[3] + self.dilation[1] * (self.kernel[1] - 1)
-        g = F.pad(g, (0, width - g.shape[3])).flatten(2)  # as wide as x, the surplus zero
-        rows = x.new_empty(prod(self.kernel), len(x), g.shape[1], x.shape[1])
-        for tap in range(prod(self.kernel)):
-            i, j = divmod(tap, self.kernel[1])
-            start = i * self.dilation[0] * width + j * self.dilation[1]
-            torch.bmm(g, x[:, :, start : start + g.shape[2]].mT, out=rows[tap])
-        return rows
+        if not kernels.available(x) or not _tf32():
+            return None
+        rows = kernels.conv_rows(self, x, g.flatten(1, 2))
+        return rows.view(-1, g.shape[2], prod(self.kernel), self.channels)
 
     def _rows_patches(self, x: Tensor, g: Tensor) -> Tensor:
         m, c = g.shape[:2]
-        right = self.patches(x, g.shape[3:]).mT  # (m, groups, T, dx)
         left = self._by_group(g).transpose(1, 2).flatten(2, 3)  # (m, groups, c dg, T)
-        rows = (left @ right).unflatten(2, (c, -1))  # (m, groups, c, dg, dx)
+        width = self.channels * prod(self.kernel)
+        rows = x.new_empty(m, self.groups, left.shape[2], width)
+        # On the CPU few examples at a time, so that the patches stay in its cache.
+        size = width * self.groups * left.shape[3] * x.element_size()
+        step = max(1, 2**21 // max(1, size)) if x.device.type == "cpu" else m
+        for start in range(0, m, step):
+            s = slice(start, start + step)
+            right = self.patches(x[s], g.shape[3:]).mT  # (m', groups, T, dx)
+            torch.bmm(left[s].flatten(0, 1), right.flatten(0, 1), out=rows[s].flatten(0, 1))
+        rows = rows.unflatten(2, (c, -1))  # (m, groups, c, dg, dx)
         return rows.transpose(1, 2).flatten(2) if self.groups > 1 else rows.view(m, c, -1)
 
     def _rows_grouped(self, x: Tensor, g: Tensor) -> Tensor:
@@ -144,10 +133,11 @@ class Convolution:
         """From the timings of ``benchmarks.conv_rows``: one grouped call wins where it meets tuned kernels."""
         if x.dtype != torch.float32 or prod(self.kernel) == 1:
             return False
-        if x.device.type == "cpu":
-            return self.channels >= 8 and len(self.kernel) == 2
-        tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-        return tf32 and self.channels >= 16 and prod(g.shape[3:]) >= 256
+        T = prod(g.shape[3:])
+        if x.device.type == "cpu":  # unless the gradient takes longer to write than to compute
+            small = g.shape[2] * self.channels * prod(self.kernel) <= 64 * T
+            return self.channels >= 8 and len(self.kernel) == 2 and small
+        return _tf32() and self.channels >= 16 and T >= 256
 
     def _by_group(self, g: Tensor) -> Tensor:
         """(m, c, out, *S') to (m, c, groups, dg, T)."""
@@ -157,6 +147,10 @@ class Convolution:
         if not any(max(p) for p in self.padding):
             return x.contiguous()
         return F.pad(x, [size for pair in reversed(self.padding) for size in pair]).contiguous()
+
+
+def _tf32() -> bool:
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)

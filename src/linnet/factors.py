@@ -118,6 +118,12 @@ class Factor(ABC):
         """Adds ``J^T U`` into these columns of ``out`` (p, k), for U (n, c, k)."""
         self.expand().rmatmul(U, out)
 
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        """Writes ``J^T U`` into these columns of ``out`` (p, k), whatever was there."""
+        for start, stop in self.ranges:
+            out[start:stop] = 0
+        self.rmatmul(U, out)
+
     def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
         """Adds ``J diag(scale) J'^T`` over these columns into ``out`` (n c, m c')."""
         self.expand().gram(other.expand(), scale, out)
@@ -158,12 +164,24 @@ class Rows(Factor):
     def add_matmul(self, V: Tensor, out: Tensor) -> None:
         flat = out.view(self.n * self.c, -1)
         for (start, stop), part in zip(self.ranges, self.parts, strict=True):
-            flat.addmm_(part.reshape(self.n * self.c, -1), V[start:stop])
+            rows, cut = part.reshape(self.n * self.c, -1), 8
+            if rows.is_cpu and rows.shape[1] >= 8192 and rows.shape[1] % cut == 0:
+                # A product of few rows and very many columns keeps only one core busy unless it is cut.
+                pieces = rows.unflatten(1, (cut, -1)).transpose(0, 1)
+                flat += torch.bmm(pieces, V[start:stop].unflatten(0, (cut, -1))).sum(0)
+            else:
+                flat.addmm_(rows, V[start:stop])
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        self._rmatmul(U, out, beta=1)
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        self._rmatmul(U, out, beta=0)
+
+    def _rmatmul(self, U: Tensor, out: Tensor, *, beta: int) -> None:
         flat = U.reshape(self.n * self.c, -1)
         for (start, stop), part in zip(self.ranges, self.parts, strict=True):
-            out[start:stop].addmm_(part.reshape(self.n * self.c, -1).T, flat)
+            out[start:stop].addmm_(part.reshape(self.n * self.c, -1).T, flat, beta=beta)
 
     def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
         right = other.expand()
@@ -454,56 +472,48 @@ class Lazy(Factor):
 
 @final
 class Taps(Factor):
-    """Rows of a convolution with the kernel's axes not last, in the order that is cheapest to write; for products.
+    """Rows of a convolution with the channels last, which is cheaper to write; for products.
 
     Args:
         weight: Range of the weight, laid out as (out, channels, taps).
-        rows: (s, n c, q / s), the weight's columns in the given order cut into s equal parts.
-        order: Letters o, c and t for out, channels and taps, slowest first.
-        sizes: Out, channels, taps.
+        rows: (n c, out, taps, channels).
         n: Examples.
         bias: Range of the bias and its rows (n, c, out), or None.
     """
 
-    def __init__(
-        self,
-        weight: Range,
-        rows: Tensor,
-        order: str,
-        *,
-        sizes: tuple[int, int, int],
-        n: int,
-        bias: tuple[Range, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, weight: Range, rows: Tensor, *, n: int, bias: tuple[Range, Tensor] | None = None) -> None:
         self._others = [] if bias is None else [Rows([bias[0]], [bias[1]])]
         ranges = [weight, *(r for f in self._others for r in f.ranges)]
-        super().__init__(ranges, n=n, c=rows.shape[1] // n)
-        self._weight, self._rows, self._order, self._sizes = weight, rows, order, sizes
+        super().__init__(ranges, n=n, c=rows.shape[0] // n)
+        self._weight, self._rows = weight, rows
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._rows, *(t for f in self._others for t in f.tensors()))
 
     def expand(self) -> Rows:
-        stored = [self._sizes["oct".index(axis)] for axis in self._order]
-        rows = self._rows.transpose(0, 1).reshape(self.n, self.c, *stored)
-        rows = rows.permute(0, 1, *(2 + self._order.index(axis) for axis in "oct")).flatten(2)
+        rows = self._rows.transpose(2, 3).reshape(self.n, self.c, -1)
         return Rows(self.ranges, [rows, *(t for f in self._others for t in f.tensors())])
 
     def _columns(self, V: Tensor) -> Tensor:
-        """The weight's part of V (p, k), its axes in the stored order, as a view."""
-        block = V[slice(*self._weight)].view(*self._sizes, -1)
-        return block.permute(*("oct".index(axis) for axis in self._order), 3)
+        """The weight's part of V (p, k) with the channels after the taps, as a view."""
+        out, taps, channels = self._rows.shape[1:]
+        return V[slice(*self._weight)].view(out, channels, taps, -1).transpose(1, 2)
 
     def matmul(self, V: Tensor) -> Tensor:
-        columns = self._columns(V).reshape(len(self._rows), -1, V.shape[1])
-        total = torch.bmm(self._rows, columns).sum(0).view(self.n, self.c, -1)
-        return sum((f.matmul(V) for f in self._others), start=total)
+        total = self._rows.flatten(1) @ self._columns(V).reshape(-1, V.shape[1])
+        return sum((f.matmul(V) for f in self._others), start=total.view(self.n, self.c, -1))
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         columns = self._columns(out)
-        columns += (self._rows.mT @ U.reshape(self.n * self.c, -1)).view(columns.shape)
+        columns += (self._rows.flatten(1).T @ U.reshape(self.n * self.c, -1)).view(columns.shape)
         for f in self._others:
             f.rmatmul(U, out)
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        columns = self._columns(out)
+        columns.copy_((self._rows.flatten(1).T @ U.reshape(self.n * self.c, -1)).view(columns.shape))
+        for f in self._others:
+            f.write_rmatmul(U, out)
 
 
 @final
@@ -572,6 +582,28 @@ class Sum(Factor):
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         for part in self.parts:
             part.rmatmul(U, out)
+
+
+def add_rmatmul(factors: Sequence[Factor], U: Tensor, out: Tensor, *, first: bool) -> None:
+    """Adds ``J^T U`` of all factors into ``out`` (p, k), or writes it where ``out`` is not yet filled.
+
+    Args:
+        factors: Over disjoint columns.
+        U: (n, c, k).
+        out: (p, k).
+        first: Nothing has been written to ``out``.
+    """
+    if not first:
+        for factor in factors:
+            factor.rmatmul(U, out)
+        return
+    covered = sorted(r for factor in factors for r in factor.ranges)
+    edges = [0, *(edge for r in covered for edge in r), len(out)]
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        if start < stop:
+            out[start:stop] = 0
+    for factor in factors:
+        factor.write_rmatmul(U, out)
 
 
 def combine(factors: Sequence[Factor]) -> list[Factor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from linnet.batch import Batch, Source
 from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
-from linnet.factors import Factor, Outer, Rows, Scale, pack
+from linnet.factors import Factor, Outer, Rows, Scale, add_rmatmul, pack
 from linnet.linearize import Chunk, Linearization
 from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result
 from linnet.plan import (
@@ -145,11 +146,13 @@ class Jacobian(LinearOperator):
         k, U = U.shape[1], self._aligned(U)
 
         def run() -> Tensor:
-            out = U.new_zeros(self.shape[1], U.shape[1])
+            out, first = U.new_empty(self.shape[1], U.shape[1]), True
             for piece in self._pieces("rmatmul", U.shape[1], "J^T U"):
                 part = U[self._rows(piece)].reshape(piece.batch.n, self.c, -1)
-                for factor in piece.factors:
-                    factor.rmatmul(part, out)
+                add_rmatmul(piece.factors, part, out, first=first)
+                first = False
+            if first:  # this rank has no examples
+                out.zero_()
             add_up(out)
             return out
 
@@ -162,13 +165,14 @@ class Jacobian(LinearOperator):
         k, V = V.shape[1], self._aligned(V)
 
         def run() -> tuple[Tensor, Tensor]:
-            out, sums = V.new_zeros(self.shape[1], V.shape[1]), V.new_zeros(V.shape[1])
+            out, sums, first = V.new_empty(self.shape[1], V.shape[1]), V.new_zeros(V.shape[1]), True
             for piece in self._pieces("fused", V.shape[1], "J^T J V"):
                 U = self._aligned(fn(_product(piece, V)[:, :k], piece))
                 sums += U.sum(0)
-                part = U.reshape(piece.batch.n, self.c, -1)
-                for factor in piece.factors:
-                    factor.rmatmul(part, out)
+                add_rmatmul(piece.factors, U.reshape(piece.batch.n, self.c, -1), out, first=first)
+                first = False
+            if first:  # this rank has no examples
+                out.zero_()
             add_up(out, sums)
             return out, sums
 
@@ -392,8 +396,7 @@ class Jacobian(LinearOperator):
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch in self._batches(size, start, stop):
                 chunk = self._chunk_of(batch, request, k)
-                factors = [prepare(f, request, k=k, engine=s.engine) for f in chunk.factors]
-                factors = pack(factors) if request in PRODUCTS else factors
+                factors = pack(chunk.factors) if request in PRODUCTS else chunk.factors
                 yield _Piece(batch, chunk.f, factors)
                 # After the chunk's work is queued, so that a GPU does not wait for the answer.
                 _checks.check_outputs_finite(chunk.f, batch.start)
@@ -402,12 +405,13 @@ class Jacobian(LinearOperator):
     def _chunk_of(self, batch: Batch, request: Request, k: int) -> Chunk:
         s, lin = self._settings, self.lin
         product = request in PRODUCTS
+        ready = partial(prepare, request=request, k=k, engine=s.engine)
         if s.engine == "autodiff":
-            return lin.chunk(batch, s.precision, autodiff_only=True, columns=product)
+            return lin.chunk(batch, s.precision, autodiff_only=True, columns=product, prepare=ready)
         if s.engine == "auto" and product and autodiff_wins(request, k=k, c=self.c) and lin.can("forward_mode", batch):
-            return lin.chunk(batch, s.precision, autodiff_only=True, columns=True)
+            return lin.chunk(batch, s.precision, autodiff_only=True, columns=True, prepare=ready)
         few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
-        return lin.chunk(batch, s.precision, columns=few)
+        return lin.chunk(batch, s.precision, columns=few, prepare=ready)
 
     def _chunk(self) -> int:
         s = self._settings

@@ -224,10 +224,7 @@ class Conv(Rule):
 
         def products() -> Factor | None:
             found = conv.by_taps(flat_x, flat_g) if r == 1 else None
-            if found is None:
-                return None
-            sizes = (g.shape[3], conv.channels, prod(conv.kernel))
-            return Taps(weight, *found, sizes=sizes, n=n, bias=None if bias is None else (bias, shift()))
+            return None if found is None else Taps(weight, found, n=n, bias=None if bias is None else (bias, shift()))
 
         def outer() -> Outer:
             left, right = conv.sides(flat_x, flat_g)  # (n r, groups, T, dx), (n r, c, groups, T, dg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch.func import functional_call
 from linnet import _checks, autodiff
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, leaves
-from linnet.capture import NO_CHANGES, Changes, Recording, record
+from linnet.capture import NO_CHANGES, Changes, Recording, Use, record
 from linnet.contexts import Precision, arithmetic, forward_mode, network
 from linnet.data import as_source
 from linnet.factors import Factor, combine
@@ -29,6 +30,7 @@ from linnet.structure import (
     gradients,
     inspect,
     misplaced,
+    streamed,
     warn_fallback,
     warn_of,
 )
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
 
 Output = Callable[[Any], Tensor]
+Prepare = Callable[[Factor], Factor]
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,15 @@ class Linearization:
             recording = self._record(batch.part(0, min(PROBE, batch.n)))
         return self._structure(recording, batch)
 
-    def chunk(self, batch: Batch, precision: Precision, *, autodiff_only: bool = False, columns: bool = False) -> Chunk:
+    def chunk(
+        self,
+        batch: Batch,
+        precision: Precision,
+        *,
+        autodiff_only: bool = False,
+        columns: bool = False,
+        prepare: Prepare = lambda factor: factor,
+    ) -> Chunk:
         """The Jacobian of a batch in factors.
 
         Args:
@@ -186,24 +197,59 @@ class Linearization:
             precision: Of the network's passes.
             autodiff_only: Use no layer rules.
             columns: Autodiff's products go column by column.
+            prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
         """
         if autodiff_only:
             with self._setting(precision), torch.no_grad():
                 f = self.forward({}, batch)
             rest: list[Factor] = [self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns)]
-            return Chunk(f.to(self.dtype), rest)
+            return Chunk(f.to(self.dtype), [prepare(factor) for factor in rest])
         with self._setting(precision):
             recording = self._record(batch)
             structure = self._structure(recording, batch)
             if structure.changes.spread != recording.changes.spread:
                 recording = self._record(batch, structure.changes)
-            factors, structure = self._captured(recording, structure, batch)
+            f, factors = recording.out.detach().to(self.dtype), self._streamed(recording, structure, batch, prepare)
+            if factors is None:
+                if not recording.uses:  # emptied by a stream that broke off
+                    recording = self._record(batch, structure.changes)
+                factors, structure = self._captured(recording, structure, batch, prepare)
         if structure.rest:
-            c = recording.out.shape[1]
-            factors.append(self._autodiff(structure.rest, batch, c, precision, columns))
-        return Chunk(recording.out.detach().to(self.dtype), factors)
+            factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns)))
+        return Chunk(f, factors)
 
-    def _captured(self, recording: Recording, structure: Structure, batch: Batch) -> tuple[list[Factor], Structure]:
+    def _streamed(
+        self, recording: Recording, structure: Structure, batch: Batch, prepare: Prepare
+    ) -> list[Factor] | None:
+        """The factors of a chunk with one output, each prepared during the backward pass; None if that cannot be."""
+        doubtful = structure.unused or structure.unproven or recording.reorders or not structure.streams
+        if doubtful or recording.out.shape[1] > 1 or not recording.out.requires_grad:
+            return None
+        uses: list[Use | None] = [use for use, k in zip(recording.uses, structure.kept, strict=True) if k]
+        kept = [k for k in structure.kept if k]
+        names = Counter(slot.name for k in kept for slot in k.slots.values())
+        factors: list[Factor] = []
+        shared: list[Factor] = []
+
+        def take(i: int, use: Use, g: Tensor) -> None:
+            found = factors_of(use, kept[i], g, n=batch.n, dtype=self.dtype)
+            if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
+                shared.extend(found)
+            else:
+                factors.extend(prepare(factor) for factor in found)
+
+        recording.uses.clear()
+        try:
+            structure.streams = streamed(recording.out, uses, take)
+        except LayoutError:
+            structure.streams = False
+        if not structure.streams:
+            return None
+        return factors + [prepare(factor) for factor in combine(shared)]
+
+    def _captured(
+        self, recording: Recording, structure: Structure, batch: Batch, prepare: Prepare
+    ) -> tuple[list[Factor], Structure]:
         out = recording.out
         pairs = [(use, kept) for use, kept in zip(recording.uses, structure.kept, strict=True) if kept]
         if structure.unused and out.requires_grad:
@@ -211,7 +257,7 @@ class Linearization:
             found = torch.autograd.grad(out, leaves, torch.ones_like(out), True, allow_unused=True)
             late = [name for name, g in zip(structure.unused, found, strict=True) if g is not None]
             if late:  # used for some examples only
-                return self._demoted(recording, structure, late, batch)
+                return self._demoted(recording, structure, late, batch, prepare)
         seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
         grads = gradients(out, [use for use, _ in pairs], seeds, batched=structure.batched)
         doubtful = [
@@ -225,7 +271,7 @@ class Linearization:
             names = misplaced(out, doubtful, TOLERANCE[torch.bfloat16 if half else self.model_dtype])
             if names:
                 warn_fallback(names)
-                return self._demoted(recording, structure, names, batch)
+                return self._demoted(recording, structure, names, batch, prepare)
         factors: list[Factor] = []
         for (use, kept), g in zip(pairs, grads, strict=True):
             if g is None:
@@ -234,15 +280,15 @@ class Linearization:
                 factors += factors_of(use, kept, g, n=batch.n, dtype=self.dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
-                return self._demoted(recording, structure, names, batch)
-        return combine(factors), structure
+                return self._demoted(recording, structure, names, batch, prepare)
+        return [prepare(factor) for factor in combine(factors)], structure
 
     def _demoted(
-        self, recording: Recording, structure: Structure, names: list[str], batch: Batch
+        self, recording: Recording, structure: Structure, names: list[str], batch: Batch, prepare: Prepare
     ) -> tuple[list[Factor], Structure]:
         """Leave parameters to autodiff from now on, whose use depends on the data."""
         structure = self._structures[recording.signature] = self.last_structure = structure.without(names)
-        return self._captured(recording, structure, batch)
+        return self._captured(recording, structure, batch, prepare)
 
     def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
         if changes is None and self._changes.spread:

@@ -8,7 +8,7 @@ is left to autodiff. The result, a `Structure`, is valid for every batch that ma
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 
@@ -48,6 +48,7 @@ class Structure:
         changes: What has to be done to the calls.
         examples: How many examples it was checked on; one example alone does not show where examples lie.
         unproven: Parameters whose gradients were all zero, which any layout agrees with.
+        streams: Whether one backward pass reaches every use (see `streamed`); False once it has not.
     """
 
     kept: list[Kept | None]
@@ -59,6 +60,7 @@ class Structure:
     changes: Changes = NO_CHANGES
     examples: int = 0
     unproven: frozenset[str] = frozenset()
+    streams: bool = True
 
     def without(self, names: Iterable[str]) -> Structure:
         """The same with further parameters left to autodiff."""
@@ -115,6 +117,51 @@ def gradients(out: Tensor, uses: Sequence[Use], seeds: Tensor, *, batched: bool)
         else:
             stacked.append(torch.stack([torch.zeros_like(some) if g is None else g for g in grads]))
     return stacked
+
+
+def streamed(out: Tensor, uses: list[Use | None], take: Callable[[int, Use, Tensor], None]) -> bool:
+    """One backward pass of the summed output that hands over each gradient when it is known, and keeps none.
+
+    The graph is freed on the way, and so is each use; a chunk then needs about the memory of a training step.
+
+    Args:
+        out: (n, 1) with its graph.
+        uses: The calls; emptied.
+        take: Called with the number of a use in the list, the use, and the gradient (1, *output shape) at its output.
+
+    Returns:
+        Whether every use was reached; if not, the results must be made anew without streaming.
+    """
+    reached = 0
+
+    def hand_over(i: int, g: Tensor | None) -> None:
+        nonlocal reached
+        use = uses[i]
+        if g is not None and use is not None:
+            uses[i] = None
+            reached += 1
+            with torch.no_grad():
+                take(i, use, g[None])
+
+    def hook(i: int, number: int) -> Callable[[tuple[Tensor, ...]], None]:
+        return lambda grads: hand_over(i, grads[number])
+
+    # The pass ends at the sources, whose own gradients are its result; on the way to them lie all other uses.
+    sources = [(i, use.edge) for i, use in enumerate(uses) if use is not None and use.source]
+    handles = [
+        use.edge.node.register_prehook(hook(i, use.edge.output_nr))
+        for i, use in enumerate(uses)
+        if use is not None and not use.source
+    ]
+    try:
+        if sources:
+            found = torch.autograd.grad(out, [edge for _, edge in sources], torch.ones_like(out), allow_unused=True)
+            for (i, _), g in zip(sources, found, strict=True):
+                hand_over(i, g)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return reached == len(uses)
 
 
 def misplaced(out: Tensor, uses: Sequence[tuple[Use, Kept, Tensor]], tolerance: float) -> list[str]:
