@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet import factors
-from linnet.factors import Lazy, Outer, Rows, Scale, Size, Sum, Tokens, combine
+from linnet.factors import Lazy, Outer, Rows, Scale, Size, Sum, Taps, Tokens, add_rmatmul, combine, pack
 
 P = 40  # columns of the whole Jacobian; factors cover some of them
 N, C = 5, 3
@@ -327,3 +327,74 @@ def test_repeated_calls_lie_side_by_side():
 def test_shared_columns_add_up(pairs, kinds):
     check_combined(pairs, kinds=kinds)
     check_combined(pairs[::-1])
+
+
+def taps(n, c, seed, *, bias=None):
+    out, channels, count = 2, 3, 4
+    stored = normal(n * c, out, count, channels, seed=seed)
+    weight = stored.transpose(2, 3).reshape(n, c, -1)
+    shift = normal(n, c, out, seed=seed + 1)
+    blocks = [(1, weight)] if bias is None else [(1, weight), (bias, shift)]
+    where = None if bias is None else ((bias, bias + out), shift)
+    return Taps((1, 25), stored, n=n, bias=where), placed(n, c, *blocks)
+
+
+@pytest.mark.parametrize("bias", [None, 30])
+def test_taps(bias) -> None:
+    factor, J = taps(N, C, 3, bias=bias)
+    V, U = normal(P, 6, seed=8), normal(N * C, 6, seed=9)
+    close(factor.matmul(V).flatten(0, 1), J @ V)
+    out = normal(P, 6, seed=10)
+    expected = out + J.T @ U
+    factor.rmatmul(U.view(N, C, -1), out)
+    close(out, expected)
+    expand = factor.expand()
+    close(placed(N, C, *[(r[0], part) for r, part in zip(expand.ranges, expand.parts, strict=True)]), J)
+
+
+def test_packed_rows_are_the_same_rows() -> None:
+    made = [rows(N, C, seed, starts=(start,), sizes=(size,)) for seed, start, size in
+            ((1, 0, 4), (2, 6, 5), (3, 14, 1), (4, 20, 7), (5, 33, 2))]  # fmt: skip
+    J = sum(dense for _, dense in made)
+    packed = pack([factor for factor, _ in made])
+    assert len(packed) == 1
+    V, U = normal(P, 6, seed=8), normal(N * C, 6, seed=9)
+    close(packed[0].matmul(V).flatten(0, 1), J @ V)
+    out = torch.zeros(P, 6, dtype=torch.float64)
+    packed[0].rmatmul(U.view(N, C, -1), out)
+    close(out, J.T @ U)
+    parts = packed[0].expand()
+    close(placed(N, C, *[(r[0], part) for r, part in zip(parts.ranges, parts.parts, strict=True)]), J)
+
+
+def test_pack_leaves_few_or_large_rows_alone() -> None:
+    few = [rows(N, C, seed, starts=(start,), sizes=(2,))[0] for seed, start in ((1, 0), (2, 4), (3, 8), (4, 12))]
+    assert pack(few[:3]) == few[:3]
+    assert len(pack([*few, outer(N, C, 9, weight=20)[0]])) == 2
+    assert pack(few, small=1) == few
+
+
+def test_the_first_chunk_is_written_over_whatever_was_there() -> None:
+    made = [rows(N, C, 1, starts=(2,), sizes=(4,)), outer(N, C, 2, weight=8, bias=20), taps_at_end()]
+    J = sum(dense for _, dense in made)
+    U = normal(N * C, 6, seed=9)
+    out = torch.full((P, 6), torch.nan, dtype=torch.float64)
+    add_rmatmul([factor for factor, _ in made], U.view(N, C, -1), out, first=True)
+    close(out, J.T @ U)
+    add_rmatmul([factor for factor, _ in made], U.view(N, C, -1), out, first=False)
+    close(out, 2 * (J.T @ U))
+
+
+def taps_at_end():
+    stored = normal(N * C, 2, 2, 3, seed=5)
+    dense = placed(N, C, (P - 12, stored.transpose(2, 3).reshape(N, C, -1)))
+    return Taps((P - 12, P), stored, n=N), dense
+
+
+def test_long_rows_on_the_cpu_are_cut_and_add_up() -> None:
+    part = normal(2, 1, 8192, seed=1)
+    V = normal(8200, 3, seed=2)
+    out = normal(2, 1, 3, seed=3)
+    expected = out[:, 0] + part[:, 0] @ V[4:8196]
+    Rows([(4, 8196)], [part]).add_matmul(V, out)
+    assert (out[:, 0] - expected).abs().max() < 1e-10

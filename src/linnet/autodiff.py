@@ -79,6 +79,8 @@ class Autodiff(Factor):
         def f(th: dict[str, Tensor]) -> Tensor:
             return self._forward(th, self._batch)
 
+        if V.shape[1] == 0:
+            return V.new_zeros(self.n, self.c, 0)
         products = []
         for column in V.unbind(1):
             tangent = {name: self._part(column, name) for name in self._theta}

@@ -1,8 +1,8 @@
 """Per-example weight gradients of convolutions in one, two or three dimensions.
 
 All ways are exact. *Patches* copies the strided patch view and multiplies batched. *Grouped* makes one weight gradient
-of a convolution that has the batch as groups. *By taps*, one GPU kernel gathers the patches as it multiplies, and writes
-the gradient with the channels last. Which is faster depends on device, precision and shape;
+of a convolution that has the batch as groups. *By taps*, one GPU kernel gathers the patches as it multiplies, and
+writes the gradient with the channels last. Which is faster depends on device, precision and shape;
 ``python -m benchmarks.conv_rows`` times them.
 """
 

@@ -313,11 +313,14 @@ class Jacobian(LinearOperator):
                 share_rows(K, self.n, self.c)
             return grams
 
-        return self._completed(run)
+        return self._completed(run, other)
 
     def _blocks(self, right: Jacobian) -> Iterator[list[_Piece]]:
         """This rank's examples in runs of chunks whose factors fit in memory together."""
+        # Half of the memory; less once a pass has run out of it.
         limit = budget(self._settings.memory, self.device) // 2
+        if self._settings.largest is not None:
+            limit = min(limit, 4 * self._settings.largest * self._settings.per_example)
         block: list[_Piece] = []
         held = 0
         for piece in self._pieces("gram", 1, ""):
@@ -426,8 +429,8 @@ class Jacobian(LinearOperator):
         size = self._chunk()
         return size if isinstance(self._settings.batch_size, int) else min(size, max(512, ceil(self.n / 16)))
 
-    def _completed(self, run: Callable[[], T]) -> T:
-        """The result of a pass; out of memory on the GPU, it starts again with half the chunk."""
+    def _completed(self, run: Callable[[], T], other: Jacobian | None = None) -> T:
+        """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the other's)."""
         while True:
             try:
                 with arithmetic(self._settings.precision, self.device):
@@ -442,6 +445,8 @@ class Jacobian(LinearOperator):
                         "pass memory= or batch_size= to choose them.",
                         stacklevel=4,
                     )
+                if other is not None:
+                    other._settings.largest = max(1, other._chunk() // 2)
                 self._settings.largest = max(1, size // 2)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -204,6 +204,7 @@ class Linearization:
                 f = self.forward({}, batch)
             rest: list[Factor] = [self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns)]
             return Chunk(f.to(self.dtype), [prepare(factor) for factor in rest])
+        prepare = self._without_autocast(prepare)
         with self._setting(precision):
             recording = self._record(batch)
             structure = self._structure(recording, batch)
@@ -218,12 +219,23 @@ class Linearization:
             factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns)))
         return Chunk(f, factors)
 
+    def _without_autocast(self, prepare: Prepare) -> Prepare:
+        """The same outside of bf16's autocast: products of factors are float32."""
+
+        def prepared(factor: Factor) -> Factor:
+            with torch.autocast(self.device.type, enabled=False):
+                return prepare(factor)
+
+        return prepared
+
     def _streamed(
         self, recording: Recording, structure: Structure, batch: Batch, prepare: Prepare
     ) -> list[Factor] | None:
         """The factors of a chunk with one output, each prepared during the backward pass; None if that cannot be."""
         doubtful = structure.unused or structure.unproven or recording.reorders or not structure.streams
         if doubtful or recording.out.shape[1] > 1 or not recording.out.requires_grad:
+            return None
+        if self.device.type != "cpu":  # a GPU would wait for Python between the layers
             return None
         uses: list[Use | None] = [use for use, k in zip(recording.uses, structure.kept, strict=True) if k]
         kept = [k for k in structure.kept if k]
@@ -280,6 +292,7 @@ class Linearization:
                 factors += factors_of(use, kept, g, n=batch.n, dtype=self.dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
+                warn_fallback(names)
                 return self._demoted(recording, structure, names, batch, prepare)
         return [prepare(factor) for factor in combine(factors)], structure
 

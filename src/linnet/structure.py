@@ -71,7 +71,8 @@ class Structure:
             kept.append(replace(k, slots=slots) if k is not None and slots else None)
         rest = tuple(dict.fromkeys((*self.rest, *gone)))
         unused = tuple(name for name in self.unused if name not in gone)
-        return replace(self, kept=kept, rest=rest, unused=unused)
+        rules = {name: rule for name, rule in self.rules.items() if name not in gone}
+        return replace(self, kept=kept, rest=rest, unused=unused, rules=rules)
 
 
 def factors_of(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:
