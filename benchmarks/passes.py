@@ -8,9 +8,11 @@ scaled to the same number.
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,21 +58,18 @@ def network(name: str, precision: Precision, device: str, rounds: int) -> dict[s
     layouts = {"contiguous": torch.contiguous_format}
     if any(isinstance(m, nn.Conv2d) for m in model.modules()) and name != "vit-tiny":
         layouts["channels_last"] = torch.channels_last
-    steps: dict[str, float] = {}
-    fused: dict[str, float] = {}
     with arithmetic(precision, torch.device(device)):
+        contenders: dict[str, Callable[[], object]] = {}
         for layout, form in layouts.items():
+            net, inputs = copy.deepcopy(model), x
             if x.ndim == 4:
-                model, x = model.to(memory_format=form), x.to(memory_format=form)
-            J = linnet.linearize(model, output=output).jacobian(x, precision=precision, progress=False)
-            times = milliseconds(
-                {"step": partial(rivals.plain, model, output, x), "fused": partial(J.normal, V)},
-                device,
-                rounds=rounds,
-            )
-            steps[layout], fused[layout] = times["step"], times["fused"]
-        if x.ndim == 4:
-            model, x = model.to(memory_format=torch.contiguous_format), x.contiguous()
+                net, inputs = net.to(memory_format=form), x.to(memory_format=form)
+            J = linnet.linearize(net, output=output).jacobian(inputs, precision=precision, progress=False)
+            contenders[f"step {layout}"] = partial(rivals.plain, net, output, inputs)
+            contenders[f"fused {layout}"] = partial(J.normal, V)
+        times = milliseconds(contenders, device, rounds=rounds)
+        steps = {layout: times[f"step {layout}"] for layout in layouts}
+        fused = {layout: times[f"fused {layout}"] for layout in layouts}
         chunk = 6 if device.startswith("cuda") else 7
         others = milliseconds(
             {
@@ -123,8 +122,6 @@ class Generated(torch.utils.data.Dataset[Tensor]):
 
 def peak(n: int, device: str) -> int:
     """Peak bytes of one fused pass of ResNet-20 over n streamed images (this process has done nothing else)."""
-    import resource
-
     model = MODELS["resnet-20"].build(seed=0).eval().to(device)
     lin = linnet.linearize(model, output=output)
     J = lin.jacobian(Generated(n), 100, progress=False)
@@ -133,7 +130,9 @@ def peak(n: int, device: str) -> int:
     synchronize(device)
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage: its maximum is inherited from the process that started this one.
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) * 1024
 
 
 def memory(device: str) -> dict[str, Any]:

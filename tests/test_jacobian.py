@@ -234,7 +234,15 @@ def test_plan_names_layers_rules_and_engines(x):
     assert lines["fc"][1:3] == ["Linear", "9"]
     assert lines["scale"][1] == "none"
     assert "autodiff" in lines["scale"]
-    assert lines["spare"][1:] == ["unused", "2", "0", "zero", "zero"]
+    assert lines["scale"][-1] == "?"
+    assert lines["spare"][1:] == ["unused", "2", "0", "zero", "zero", "0"]
+
+
+def test_plan_counts_multiply_adds(x):
+    plan = linnet.linearize(double(nn.Linear(4, 3))).jacobian(x, engine="rows").plan
+    assert sum(line.cost for line in plan.lines) == 3 * (4 * 3 + 2 * 15 * 32)  # form c rows, multiply them twice
+    plan = linnet.linearize(double(nn.Linear(4, 3))).jacobian(x, engine="bilinear").plan
+    assert sum(line.cost for line in plan.lines) == 2 * 32 * 3 * (4 + 3) + 2 * 32 * 3 * 3  # weight, bias
 
 
 @pytest.mark.parametrize("engine", ["rows", "bilinear", "ghost", "autodiff"])

@@ -230,7 +230,7 @@ class Outer(Factor):
     @property
     def size(self) -> Size:
         groups, T, dx = self.x.shape[1:]
-        return Size(self.q, T, dx, self.g.shape[-1], groups)
+        return Size(self.q, T, dx if self.weight is not None else 0, self.g.shape[-1], groups)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.g

@@ -28,6 +28,7 @@ from linnet.factors import Factor, Outer, Rows, Scale, add_rmatmul, pack
 from linnet.linearize import Chunk, Linearization
 from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result
 from linnet.plan import (
+    PLAN_COLUMNS,
     PRODUCTS,
     Engine,
     Line,
@@ -38,6 +39,7 @@ from linnet.plan import (
     check_engine,
     choose,
     chunk_size,
+    fused_cost,
     prepare,
     working_size,
 )
@@ -482,19 +484,23 @@ class Jacobian(LinearOperator):
         s, lin = self._settings, self.lin
         structure = lin.last_structure
         found: dict[str, tuple[int, set[str], set[str]]] = {}
+        costs: dict[str, float] = {}
         for factor in self._sample:
             for layer, part in self._by_layer(factor) if not isinstance(factor, Autodiff) else ():
                 uses, products, gram = found.get(layer, (0, set(), set()))
-                products = products | {choose(part, "fused", k=32, engine=s.engine)}
+                products = products | {choose(part, "fused", k=PLAN_COLUMNS, engine=s.engine)}
                 gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
                 found[layer] = (max(uses, part.size.T), products, gram)
+                costs[layer] = costs.get(layer, 0) + fused_cost(part, k=PLAN_COLUMNS, engine=s.engine)
         lines = []
         for layer, names in lin.layout.layers.items():
             rules = dict.fromkeys(structure.rules.get(name, "") for name in names)
             unused = all(name in structure.unused for name in names)
             rest = any(name in structure.rest for name in names)
             uses, products, gram = found.get(layer, (0, set(), set()))
-            if rest or s.engine == "autodiff":
+            if s.engine == "autodiff":
+                products, gram = {"autodiff"}, {"autodiff rows"}
+            elif rest:
                 products, gram = products | {"autodiff"}, gram | {"autodiff rows"}
             lines.append(
                 Line(
@@ -504,6 +510,7 @@ class Jacobian(LinearOperator):
                     uses=uses,
                     products=", ".join(sorted(products)) or "zero",
                     gram=", ".join(sorted(gram)) or "zero",
+                    cost=None if rest or s.engine == "autodiff" else costs.get(layer, 0),
                 )
             )
         world = rank_and_world()[1]

@@ -55,7 +55,7 @@ class Chunk:
     factors: list[Factor]
 
 
-def linearize(model: nn.Module, params: Params = None, *, output: Output | None = None) -> Linearization:
+def linearize(model: nn.Module, params: Params = None, output: Output | None = None) -> Linearization:
     """The network as a linear model around its own weights, f(x; theta) ~ f(x; theta0) + J(x) (theta - theta0).
 
     The module is never modified: linnet works on a copy of its structure that shares the parameters and is in eval
@@ -121,8 +121,8 @@ class Linearization:
         self,
         data: Any,
         batch_size: int | str = "auto",
-        *,
         memory: float | str = "auto",
+        *,
         precision: Precision = "highest",
         engine: str = "auto",
         progress: bool | None = None,
