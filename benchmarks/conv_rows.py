@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import milliseconds
+from linnet import kernels
+from linnet.convolution import Convolution
 
 SHAPES = (
     (16, 32, 32, 1),
@@ -71,6 +73,14 @@ def shifts(a: Tensor, g: Tensor, stride: int) -> Tensor:
     return out
 
 
+def taps(a: Tensor, g: Tensor, stride: int) -> Tensor:
+    """linnet's GPU kernel, which works in tf32 (patches where it cannot serve)."""
+    if not kernels.available(a):
+        return patches(a, g, stride)
+    shape = (g.shape[1], a.shape[1], 3, 3)
+    return kernels.conv_rows(Convolution.of(shape, stride=stride, padding=1, dilation=1, groups=1), a, g)
+
+
 def summed(a: Tensor, g: Tensor, stride: int) -> Tensor:
     """The ordinary weight gradient."""
     w = a.new_empty(g.shape[1], a.shape[1], 3, 3)
@@ -87,7 +97,7 @@ def summed_last(a: Tensor, g: Tensor, stride: int) -> Tensor:
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    f.__name__: f for f in (summed, summed_last, grouped, patches, patches_last, shifts)
+    f.__name__: f for f in (summed, summed_last, grouped, patches, patches_last, shifts, taps)
 }
 
 

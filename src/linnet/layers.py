@@ -185,6 +185,20 @@ class Addmm(Rule):
         return _outer(x, g, slots, input_first=True)
 
 
+def _convolution(a: Mapping[str, Any]) -> Call | None:
+    """The call of a convolution or its transpose, from its arguments by name; None without a batch axis."""
+    if a["input"].ndim != a["weight"].ndim:
+        return None
+    conv = Convolution.of(
+        a["weight"].shape,
+        stride=a.get("stride", 1),
+        padding=a.get("padding", 0),
+        dilation=a.get("dilation", 1),
+        groups=a.get("groups", 1),
+    )
+    return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
+
+
 @final
 class Conv(Rule):
     """``torch.conv1d``, ``conv2d``, ``conv3d``; modes other than zero padding arrive already padded."""
@@ -193,18 +207,8 @@ class Conv(Rule):
     layouts = ("major", "minor")
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        a = _named(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, kwargs)
-        dims = a["weight"].ndim - 2
-        if a["input"].ndim != dims + 2:
-            return None
-        conv = Convolution.of(
-            a["weight"].shape,
-            stride=a.get("stride", 1),
-            padding=a.get("padding", 0),
-            dilation=a.get("dilation", 1),
-            groups=a.get("groups", 1),
-        )
-        return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        return _convolution(_named(names, args, kwargs))
 
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
@@ -252,17 +256,7 @@ class ConvTranspose(Rule):
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-        a = _named(names, args, kwargs)
-        if a["input"].ndim != a["weight"].ndim:
-            return None
-        conv = Convolution.of(
-            a["weight"].shape,
-            stride=a.get("stride", 1),
-            padding=a.get("padding", 0),
-            dilation=a.get("dilation", 1),
-            groups=a.get("groups", 1),
-        )
-        return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
+        return _convolution(_named(names, args, kwargs))
 
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
