@@ -297,7 +297,7 @@ class Jacobian(LinearOperator):
             symmetric = other is None and rank_and_world()[1] == 1
             shape = (self.shape[0], right.shape[0])
             grams = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name in names}
-            for block in self._blocks(right):
+            for block in self._blocks():
                 pieces: Iterator[_Piece]
                 start = block[0].batch.start if symmetric else 0
                 pieces = right._pieces("gram", 1, "gram", start=start, stop=right.n, block=block if symmetric else ())
@@ -317,7 +317,7 @@ class Jacobian(LinearOperator):
 
         return self._completed(run, other)
 
-    def _blocks(self, right: Jacobian) -> Iterator[list[_Piece]]:
+    def _blocks(self) -> Iterator[list[_Piece]]:
         """This rank's examples in runs of chunks whose factors fit in memory together."""
         # Half of the memory; less once a pass has run out of it.
         limit = budget(self._settings.memory, self.device) // 2
