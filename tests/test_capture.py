@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import double, normal
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -16,19 +17,6 @@ from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 
 N = 5
-
-
-def double(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model in float64, with parameters drawn anew."""
-    generator = torch.Generator().manual_seed(seed)
-    model = model.double()
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.5
-    return model
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def recorded(model: nn.Module, x: Tensor, **options) -> Recording:

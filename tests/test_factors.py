@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from drawn import normal
 from torch import Tensor
 
 from linnet import factors
@@ -13,10 +14,6 @@ from linnet.factors import Lazy, Outer, Rows, Scale, Size, Sum, Taps, Tokens, ad
 
 P = 40  # columns of the whole Jacobian; factors cover some of them
 N, C = 5, 3
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(value: Tensor, reference: Tensor) -> None:

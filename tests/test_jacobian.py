@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from drawn import double, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,22 +26,9 @@ from linnet.testing.case import Net, parameter
 N, D, C = 7, 4, 3
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def close(value: Tensor, reference: Tensor, *, rtol: float = 1e-9) -> None:
     assert value.shape == reference.shape
     assert (value - reference).abs().max() <= rtol * reference.abs().max()
-
-
-def double(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model in float64, with parameters drawn anew."""
-    generator = torch.Generator().manual_seed(seed)
-    model = model.double()
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.5
-    return model
 
 
 def mlp(*, d: int = D, width: int = 5, c: int = C, seed: int = 0) -> nn.Module:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import double, normal
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -18,18 +19,6 @@ from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 
 N = 7
-
-
-def double(model: nn.Module, seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    model = model.double()
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.5
-    return model
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def mlp() -> nn.Module:
