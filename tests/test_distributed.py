@@ -106,12 +106,27 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
         "cross gram": J.gram(other),
         "other cross gram": other.gram(J),
         "gram_diag": J.gram_diag(s),
+        "gram_blocks": J.gram_blocks(s),
         "column_norms": J.column_norms(w),
         "outputs": J.outputs(),
     }
     found |= {f"layer {name}": K for name, K in J.layer_grams().items()}
     for i, part in enumerate(J.minibatches(3, seed=0)):
         found[f"minibatch {i}"] = part.normal(V)
+    if (kind, engine) != ("memory", "auto"):
+        return found
+    K = J.cached()
+    found |= {
+        "cached, J V": K @ V,
+        "cached, J^T U": K.T @ U,
+        "cached, fused": K.fused(fn, V[:, 0]),
+        "cached, gram": K.gram(),
+        "cached, cross gram": K.gram(other),
+        "cached, other cross gram": other.gram(K.subset(torch.arange(n).flip(0))),
+        "cached, blocks": K.gram_blocks(s),
+        "cached, column_norms": K.column_norms(w),
+        "cached, outputs": K.outputs(),
+    }
     return found
 
 
@@ -140,6 +155,11 @@ def work(rank: int, folder: str) -> None:
             found["/".join(map(str, scenario))] = results(*scenario)
         net = linnet.linearize(nn.Linear(D, C).double()).jacobian(normal(3, D))
         found["parts"]["plan"] = torch.tensor(str(net.plan).count("2 ranks"))
+        found["parts"]["refused"] = torch.zeros(1)
+        try:
+            net.cached(memory=net.cache_size - rank)
+        except MemoryError:
+            found["parts"]["refused"] += 1
         torch.save(found, f"{folder}/rank{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -169,6 +189,11 @@ def test_ranks_agree_to_the_last_bit(ranks):
     for scenario in ranks[0]:
         for name, value in ranks[0][scenario].items():
             assert torch.equal(value, ranks[1][scenario][name]), (scenario, name)
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_ranks_refuse_together_what_does_not_fit_on_one(ranks, rank):
+    assert ranks[rank]["parts"]["refused"].tolist() == [1.0]
 
 
 def test_parts(ranks):

@@ -10,7 +10,8 @@ from drawn import normal
 from torch import Tensor
 
 from linnet import factors
-from linnet.factors import Lazy, Outer, Rows, Scale, Size, Sum, Taps, Tokens, add_rmatmul, combine, pack
+from linnet.compound import Lazy, Sum, Taps, add_rmatmul, combine, pack
+from linnet.factors import Outer, Rows, Scale, Size, Tokens
 
 P = 40  # columns of the whole Jacobian; factors cover some of them
 N, C = 5, 3

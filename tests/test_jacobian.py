@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
+from linnet import factors
 from linnet import jacobian as jacobian_module
+from linnet.factors import Outer, Scale
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
-from linnet.operators import Matrix
+from linnet.operators import Matrix, Stack
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter
 
@@ -125,6 +127,141 @@ def test_fused_sees_each_chunk_with_its_batch(model, x, k):
     W = torch.diag(weights.repeat_interleave(C))
     close(J.fused(fn, V), A.T @ W @ (A @ V) ** 2)
     assert [part.tolist() for part in seen] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+# Pullbacks.
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Counts the network's forward passes and autograd's backward passes."""
+    counts = {"forward": 0, "backward": 0}
+
+    def counted(kind, fn):
+        def call(*args, **kwargs):
+            counts[kind] += 1
+            return fn(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Linearization, "forward", counted("forward", Linearization.forward))
+    monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
+    return counts
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("c", [1, C])
+def test_pullback_is_the_gradient_of_any_loss(x, c, flat):
+    model, y = mlp(c=c), normal(N, c, seed=2)
+    lin = linnet.linearize(model)
+    J = lin.jacobian((x, y), 3)
+    found = J.pullback(lambda batch: (batch.f**3 * batch.rest).flatten(0, int(flat)))
+    u = (model(x) ** 3 * y).detach()
+    close(found, dense_jacobian(model, x).T @ u.flatten())
+    grads = torch.autograd.grad((model(x) ** 4 / 4 * y).sum(), list(model.parameters()))
+    close(found, torch.cat([g.flatten() for g in grads]))
+
+
+@pytest.mark.parametrize("c", [1, C])
+def test_pullback_takes_one_forward_and_one_backward_pass(x, c, passes):
+    J = linnet.linearize(mlp(c=c)).jacobian(x, 4)
+    passes.update(forward=0, backward=0)
+    J.pullback(lambda batch: batch.f)
+    assert passes == {"forward": 2, "backward": 2}  # one each for two chunks
+    passes.update(forward=0, backward=0)
+    J.T @ normal(N * c)
+    assert passes == {"forward": 2, "backward": 2}
+
+
+def test_one_fused_column_takes_one_pass_more(x, passes):
+    J = linnet.linearize(mlp(c=9)).jacobian(x)
+    v = normal(J.shape[1])
+    close(J.normal(v), J.T @ (J @ v))
+    passes.update(forward=0, backward=0)
+    J.normal(v)
+    assert passes == {"forward": 2, "backward": 1}  # the second in forward mode
+
+
+@pytest.mark.parametrize("engine", ["auto", "rows", "autodiff"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp_elu_scalar",
+        "conv2d",
+        "tied_weights",
+        "frozen_layers",
+        "unused_layer",
+        "routing",
+        "embedding_padding",
+        "dict_inputs",
+        "lstm",
+        "attention",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:linnet.s layer rules do not reproduce:UserWarning")
+def test_pullback_of_architectures(name, engine):
+    case = zoo()[name]
+    model, data = case.build(), case.data(5, 0)
+    lin = linnet.linearize(model, output=case.output)
+    J = lin.jacobian(data, 2, engine=engine)
+    expected = case.dense(model, data).T @ case.outputs(model, data).detach().sin().flatten()
+    close(J.pullback(lambda batch: batch.f.sin()), expected)
+    close(J.cached().pullback(lambda batch: batch.f.sin()), expected)
+
+
+def test_pullback_of_a_subset_knows_its_examples(model, x):
+    J = linnet.linearize(model).jacobian(x, 2)
+    index, w = torch.tensor([5, 0, 3]), normal(N, C, seed=3)
+    found = J.subset(index).pullback(lambda batch: w[batch.index])
+    close(found, dense_jacobian(model, x[index]).T @ w[index].flatten())
+
+
+def test_pullback_in_half_precision_adds_up_in_float32():
+    model = mlp().half()
+    x, u = normal(300, D, seed=1).half(), normal(300, C, seed=2).float()
+    J = linnet.linearize(model).jacobian(x)
+    found = J.pullback(lambda batch: u[batch.index])
+    assert found.dtype == torch.float32
+    close(found, J.dense().T @ u.flatten(), rtol=1e-5)
+
+
+def test_pullback_checks_what_fn_returns(model, x):
+    J = linnet.linearize(model).jacobian(x)
+    with pytest.raises(ValueError, match=r"fn to return \(7, 3\) or \(21,\) in torch.float64; got \(7,\) in"):
+        J.pullback(lambda batch: batch.f[:, 0])
+    with pytest.raises(ValueError, match=r"in torch.float64; got \(7, 3\) in torch.float32"):
+        J.pullback(lambda batch: batch.f.float())
+
+
+# Other weights.
+
+
+def test_at_other_weights(model, x):
+    lin = linnet.linearize(model)
+    J, bias = lin.jacobian(x, 3), normal(5, seed=4)
+    moved = copy.deepcopy(model)
+    moved[0].bias.data = bias
+    other, A = J.at({"0.bias": bias}), dense_jacobian(moved, x)
+    close(other.outputs(), moved(x).detach())
+    for k in (1, 50):
+        close(other.T @ normal(N * C, k), A.T @ normal(N * C, k))
+        close(other @ normal(J.shape[1], k), A @ normal(J.shape[1], k))
+    close(other.gram(), A @ A.T)
+    close(other.cached().gram(), A @ A.T)
+    close(J.gram(), dense_jacobian(model, x) @ dense_jacobian(model, x).T)
+    assert torch.equal(lin.theta["0.bias"], model[0].bias)
+    with pytest.raises(ValueError, match="cannot go to other weights"):
+        J.cached().at({"0.bias": bias})
+
+
+def test_at_checks_the_weights(model, x):
+    lin = linnet.linearize(model, "2.*")
+    with pytest.raises(ValueError, match=r"'0\.bias' is not a selected parameter; these are 2\.weight, 2\.bias"):
+        lin.at({"0.bias": normal(5)})
+    with pytest.raises(ValueError, match=r"'2\.bias' has shape \(3,\) in torch\.float64 on cpu; got \(4,\) in"):
+        lin.at({"2.bias": normal(4)})
+    with pytest.raises(ValueError, match=r"got \(3,\) in torch\.float32 on cpu"):
+        lin.at({"2.bias": normal(3).float()})
 
 
 # Minibatches and subsets.
@@ -738,3 +875,67 @@ def test_the_module_can_be_anything_that_is_copied(x):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_operator(linnet.linearize(net).jacobian(x), dense_jacobian(net, x))
+
+
+# Blocks of the Gram matrix.
+
+
+@pytest.mark.parametrize("engine", ["auto", "rows", "ghost"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "mlp_elu_scalar", "conv2d", "resnet", "attention", "embedding", "tied_weights", "lstm", "unused_layer"],
+)
+def test_gram_blocks(name, engine):
+    case = zoo()[name]
+    network, data = case.build(), case.data(5, 0)
+    A = case.dense(network, data)
+    c = len(A) // 5
+    X = A.unflatten(0, (5, c))
+    J = linnet.linearize(network, output=case.output).jacobian(data, 2, engine=engine)
+    layout = J.lin.layout
+    level = layout.flatten({name: torch.full(s, 0.5 + i).double() for i, (name, s) in enumerate(layout.shapes.items())})
+    close(J.gram_blocks(), X @ X.mT)
+    close(J.gram_blocks().diagonal(dim1=1, dim2=2).flatten(), J.gram_diag())
+    for scale in (level, normal(J.shape[1])):
+        close(J.gram_blocks(scale), (X * scale) @ X.mT)
+
+
+def test_gram_blocks_of_compositions(model, x):
+    A = dense_jacobian(model, x)
+    z, d = normal(A.shape[1]), normal(A.shape[1], seed=2)
+    J = linnet.linearize(model).jacobian(x, 3)
+    X = ((A - z) * d).unflatten(0, (N, C))
+    close(J.centered(z).scaled(d).gram_blocks(), X @ X.mT)
+    X = (A * d).unflatten(0, (N, C))
+    close(J.scaled(d).gram_blocks(d), (X * d) @ X.mT)
+
+
+@pytest.mark.parametrize(("T", "dx", "dg"), [(1, 9, 8), (2, 9, 8), (4, 3, 2)])
+def test_gram_blocks_of_an_outer_product(T, dx, dg, monkeypatch):
+    """Factored where that costs less, expanded where not; the same numbers."""
+    n, c, groups = 4, 3, 2
+    q = groups * dx * dg
+    factor = Outer(
+        normal(n, groups, T, dx), normal(n, c, groups, T, dg, seed=1), weight=(0, q), bias=(q, q + groups * dg)
+    )
+    scale = torch.cat([torch.full((q,), 0.3), torch.full((groups * dg,), 2.0)]).double()
+    X = torch.cat(factor.expand().parts, -1)
+    expanded = []
+    expand = Outer.expand
+    monkeypatch.setattr(Outer, "expand", lambda self: expanded.append(1) or expand(self))
+    monkeypatch.setattr(factors, "TEMPORARY", 100)
+    close(factor.blocks(Scale()), X @ X.mT)
+    close(factor.blocks(Scale(scale)), (X * scale) @ X.mT)
+    assert bool(expanded) == (dx == 3)
+    ramp = torch.linspace(0.1, 1, len(scale)).double()
+    close(factor.blocks(Scale(ramp)), (X * ramp) @ X.mT)
+    assert expanded
+
+
+def test_stacked_jacobians(model, x):
+    A, B = dense_jacobian(model, x), dense_jacobian(mlp(seed=4), x[:2])
+    J, other = linnet.linearize(model).jacobian(x, 3), linnet.linearize(mlp(seed=4)).jacobian(x[:2])
+    stack, AB, z = Stack([J, other]), torch.cat([A, B]), normal(A.shape[1])
+    check_operator(stack, AB, blocks=C, other=(J.centered(z), A - z))
+    check_operator(J.centered(z), A - z, blocks=C, other=(stack, AB))
+    check_operator(stack.centered(z), AB - z, blocks=C, other=(stack, AB))

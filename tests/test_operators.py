@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.operators import Affine, LinearOperator, LowRank, Matrix, RowFn, weigh
+from linnet.operators import Affine, LinearOperator, LowRank, Matrix, RowFn, Stack, weigh
+from linnet.testing import check_operator
 
 ROWS, COLS, C = 12, 7, 3
 
@@ -123,6 +124,7 @@ BASES: dict[str, Callable[[Tensor], LinearOperator]] = {
     "chunks": Streamed,
     "shuffled chunks": lambda A: Streamed(A, shuffled=True),
     "low rank": lambda A: LowRank(*(x.mT if i == 2 else x for i, x in enumerate(torch.linalg.svd(A, False)))),
+    "stack": lambda A: Stack([Streamed(A[:C]), Streamed(A[C:], shuffled=True)]),
 }
 
 
@@ -456,3 +458,104 @@ def test_wrong_matrix_and_low_rank() -> None:
         LowRank(torch.ones(3, 2), torch.ones(1), torch.ones(4, 2))
     with pytest.raises(TypeError, match=r"one floating dtype on one device; got torch\.float32"):
         LowRank(torch.ones(3, 1), torch.ones(1).double(), torch.ones(4, 1))
+
+
+# -------------------------------------------------------------------------------------------- stacks
+
+
+B0 = normal(5, COLS, seed=11)
+
+
+def parts(A: Tensor) -> list[LinearOperator]:
+    """Every kind of operator, three rows each."""
+    a, b, c, d = A.split(C)
+    low = LowRank(*(x.mT if i == 2 else x for i, x in enumerate(torch.linalg.svd(b, False))))
+    return [Matrix(a), low, Matrix(c + Z).centered(Z), Matrix(d / D).scaled(D)]
+
+
+def test_stack_of_every_kind_is_an_operator() -> None:
+    stack = Stack(parts(A0))
+    check_operator(stack, A0, blocks=C, other=(Stack([Matrix(B0[:2]), Matrix(B0[2:])]), B0))
+    check_operator(Stack([stack]), A0, blocks=C, other=(Matrix(B0).centered(Z), B0 - Z))
+    check_operator(Stack([stack, Matrix(B0)]), torch.cat([A0, B0]), other=(stack.scaled(D), A0 * D))
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "centered", "fisher"])
+def test_gram_with_a_stack_from_either_side(name: str) -> None:
+    stack, scale = Stack(parts(A0)), normal(COLS, seed=10)
+    compose, reference = COMPOSITIONS[name]
+    for kind in ("matrix", "low rank"):
+        other, B = compose(BASES[kind](B0)), reference(B0)
+        for s in (None, scale):
+            K = A0 @ B.T if s is None else A0 * s @ B.T
+            close(stack.gram(other, s), K)
+            close(other.gram(stack, s), K.T)
+            close(stack.centered(Z).gram(other, s), K - (Z @ B.T if s is None else Z * s @ B.T))
+
+
+def test_fused_products_of_a_stack_take_one_pass_over_each_part() -> None:
+    bases = [Streamed(A0[: 2 * C]), Streamed(A0[2 * C :], shuffled=True)]
+    V = normal(COLS, 4, seed=7)
+    seen = []
+
+    def fn(U: Tensor, rows: slice | Tensor) -> Tensor:
+        seen.extend(torch.arange(ROWS)[rows].tolist())
+        close(U, A0[rows] @ V)
+        return U
+
+    close(Stack(bases).fused(fn, V), A0.T @ A0 @ V)
+    assert sorted(seen) == list(range(ROWS))
+    assert [base.passes for base in bases] == [{"fused": 1}] * 2
+
+
+def test_the_block_of_a_stack_is_that_of_all_its_parts() -> None:
+    pair = Stack([Matrix(A0[:3], block=3), Matrix(A0[3:], block=3)])
+    assert pair.block == 3
+    X = A0.view(-1, 3, COLS)
+    close(pair.gram_blocks(D), (X * D) @ X.mT)
+    close(pair.scaled(D).gram_blocks(), (X * D * D) @ X.mT)
+    mixed = Stack([Matrix(A0[:4], block=2), Matrix(A0[4:])])
+    assert mixed.block is None
+    with pytest.raises(NotImplementedError, match="Stack has no gram_blocks: its 12 rows"):
+        mixed.gram_blocks()
+    for product in (mixed.column_norms, lambda W: mixed.normal(D, W)):
+        with pytest.raises(ValueError, match=r"blocks of 3 rows, and a chunk of rows 0 to 4 cuts through one"):
+            product(WEIGHTS["blocks"])
+
+
+def test_gradients_flow_through_the_scale_of_a_stack() -> None:
+    scale = D.square().requires_grad_()
+    Stack(parts(A0)).gram(scale=scale).diagonal().sum().backward()
+    close(scale.grad, A0.square().sum(0))
+
+
+def test_wrong_stacks() -> None:
+    for wrong, came in (([], "none"), ([Matrix(A0), A0], "Matrix, Tensor")):
+        with pytest.raises(TypeError, match=rf"Stack needs one or more linear operators; got {came}\."):
+            Stack(wrong)
+    with pytest.raises(ValueError, match=r"one number of columns; got Matrix of shape \(12, 7\) and .* \(7, 12\)"):
+        Stack([Matrix(A0), Matrix(A0).T])
+    with pytest.raises(TypeError, match=r"one dtype .* torch\.float64 on cpu and Matrix in torch\.float32"):
+        Stack([Matrix(A0), Matrix(A0.float())])
+
+
+# ----------------------------------------------------------------------------- blocks of a Gram matrix
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_gram_blocks(name: str) -> None:
+    compose, reference = COMPOSITIONS[name]
+    op, A = compose(Matrix(A0, block=C)), reference(A0)
+    check_operator(op, A, blocks=C)
+    assert op.block == C
+
+
+def test_gram_blocks_need_blocks() -> None:
+    with pytest.raises(NotImplementedError, match="Affine has no gram_blocks: its 12 rows"):
+        Matrix(A0).scaled(D).gram_blocks()
+    with pytest.raises(NotImplementedError, match="TwoMethods has no gram_blocks"):
+        op = TwoMethods(A0)
+        op.block = C
+        op.gram_blocks()
+    with pytest.raises(ValueError, match="12 rows, so block needs to be a divisor of it; got 5"):
+        Matrix(A0, block=5)

@@ -3,10 +3,15 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from linnet.batch import Batch
+from linnet.classifier import TangentClassifier
+from linnet.curvature import fisher_vector_product
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.operators import LinearOperator, LowRank, Matrix
 from linnet.plan import Plan
+from linnet.regressor import TangentRegressor
+from linnet.saved import load
+from linnet.similarity import similarity
 
 try:
     __version__ = version("linnet")
@@ -21,6 +26,11 @@ __all__ = [
     "LowRank",
     "Matrix",
     "Plan",
+    "TangentClassifier",
+    "TangentRegressor",
     "__version__",
+    "fisher_vector_product",
     "linearize",
+    "load",
+    "similarity",
 ]

@@ -459,6 +459,18 @@ def check_outputs_finite(f: Tensor, start: int) -> None:
     )
 
 
+def targets_of(parts: Sequence[Any], source: str) -> Tensor:
+    """What came with the inputs, batch by batch, as one tensor."""
+    found = [next(iter(part.values())) if isinstance(part, Mapping) and len(part) == 1 else part for part in parts]
+    if all(isinstance(part, Tensor) for part in found):
+        return torch.cat([part.cpu() for part in found])
+    what = "none came with it" if all(part is None for part in found) else f"{kind(found[0])} came with it"
+    raise ValueError(
+        f"fit requires y to be passed, but the target y is None: the data ({source}) came without y, and {what}. Pass "
+        "y, or data such as (X, y) or a Dataset of pairs."
+    )
+
+
 def changed_parameter(name: str) -> RuntimeError:
     return RuntimeError(
         f"Parameter {name!r} has changed since the model was linearized, so f(x; theta0) and the Jacobian would belong "

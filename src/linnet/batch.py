@@ -82,6 +82,45 @@ class Batch:
             scalars=True,
         )
 
+    def with_inputs(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with ``fn`` of each tensor that the model takes; the rest is untouched.
+
+        Example:
+            >>> batch = Batch((torch.zeros(2, 3),), {}, torch.zeros(2), start=0, n=2).with_inputs(Tensor.double)
+            >>> batch.args[0].dtype, batch.rest.dtype
+            (torch.float64, torch.float32)
+        """
+
+        def of(leaf: Any) -> Any:
+            return fn(leaf) if isinstance(leaf, Tensor) else leaf
+
+        return replace(self, args=_map(of, self.args, True), kwargs=_map(of, self.kwargs, True))
+
+    def without_inputs(self) -> Batch:
+        """What is left when the network has run: the rest, copied, since the data may change; not the inputs."""
+        rest = _map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self.rest, True)
+        positions = torch.arange(self.start, self.start + self.n) if self.positions is None else self.positions
+        return replace(self, args=(), kwargs={}, rest=rest, positions=positions)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Memory of the tensors among the rest."""
+        return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(self.rest) if isinstance(leaf, Tensor))
+
+    @staticmethod
+    def joined(batches: Sequence[Batch], start: int) -> Batch:
+        """Batches, which have no inputs left, as one.
+
+        Example:
+            >>> parts = [Batch((), {}, torch.ones(n), start=0, n=n, positions=torch.arange(n)) for n in (2, 3)]
+            >>> whole = Batch.joined(parts, 10)
+            >>> whole.start, whole.n, whole.rest.shape, whole.index.tolist()
+            (10, 5, torch.Size([5]), [0, 1, 0, 1, 2])
+        """
+        rest = _join([batch.rest for batch in batches])
+        positions = torch.cat([batch.index for batch in batches])
+        return Batch((), {}, rest, start, len(positions), positions)
+
     def _map(self, fn: Callable[[Any], Any], *, scalars: bool = False, **changes: Any) -> Batch:
         args, kwargs, rest = (_map(fn, value, scalars) for value in (self.args, self.kwargs, self.rest))
         return replace(self, args=args, kwargs=kwargs, rest=rest, **changes)
@@ -198,6 +237,20 @@ def _map(fn: Callable[[Any], Any], value: Any, scalars: bool) -> Any:
     if isinstance(value, dict):
         return {key: _map(fn, item, scalars) for key, item in value.items()}
     return rebuilt(value, [_map(fn, i, scalars) for i in value]) if isinstance(value, list | tuple) else value
+
+
+def _join(values: Sequence[Any]) -> Any:
+    """Values of one structure with their leaves joined along the examples; what has no examples is the first's."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.ndim > 0:
+        return torch.cat(list(values))
+    if is_strings(first):
+        return [item for value in values for item in value]
+    if isinstance(first, dict):
+        return {key: _join([value[key] for value in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return rebuilt(first, [_join(items) for items in zip(*values, strict=True)])
+    return first
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:

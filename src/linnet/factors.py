@@ -17,8 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -47,6 +46,24 @@ class Size:
     dx: int = 0
     dg: int = 0
     groups: int = 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a factor is made from its tensors; it holds none itself, so that it can outlive them.
+
+    Recipes that are equal make alike factors, whose tensors can be joined along the examples.
+
+    Attributes:
+        make: Called with the tensors and the settings.
+        settings: What the factor is beside its tensors.
+    """
+
+    make: Callable[..., Factor]
+    settings: tuple[Any, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Factor:
+        return self.make(tensors, *self.settings)
 
 
 class Scale:
@@ -102,6 +119,11 @@ class Factor(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors held."""
 
+    @property
+    def recipe(self) -> Recipe | None:
+        """Makes a factor like this one from other `tensors`, whose first axis are the examples; None: expand it."""
+        return None
+
     @abstractmethod
     def expand(self) -> Rows:
         """The same columns as explicit rows."""
@@ -132,6 +154,10 @@ class Factor(ABC):
         """Squared row norms over these columns, (n, c)."""
         return self.expand().diag(scale)
 
+    def blocks(self, scale: Scale) -> Tensor:
+        """``J_i diag(scale) J_i^T`` over these columns for each example i, (n, c, c)."""
+        return self.expand().blocks(scale)
+
     def squares(self, weight: Tensor | None, out: Tensor) -> None:
         """Adds the diagonal of ``J^T W J`` into these columns of ``out`` (p,); weight (n, c) or (n, c, c)."""
         self.expand().squares(weight, out)
@@ -152,6 +178,10 @@ class Rows(Factor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.parts
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(_rows_again, (self.ranges,))
 
     def expand(self) -> Rows:
         return self
@@ -197,6 +227,12 @@ class Rows(Factor):
             out += squared.sum(-1) if scale.vector is None else squared @ scale.vector[slice(*r)]
         return out
 
+    def blocks(self, scale: Scale) -> Tensor:
+        out = self.parts[0].new_zeros(self.n, self.c, self.c)
+        for r, part in zip(self.ranges, self.parts, strict=True):
+            out.baddbmm_(part if scale.vector is None else part * scale.vector[slice(*r)], part.mT)
+        return out
+
     def squares(self, weight: Tensor | None, out: Tensor) -> None:
         for (start, stop), part in zip(self.ranges, self.parts, strict=True):
             if weight is None:
@@ -234,6 +270,10 @@ class Outer(Factor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.g
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(_outer_again, (self.weight, self.bias, self.swapped))
 
     @property
     def joined(self) -> Tensor:
@@ -319,6 +359,21 @@ class Outer(Factor):
         inner = weight * (self.x @ self.x.mT) + bias
         return ((self.g @ self.g.mT) * inner[:, None]).sum((2, 3, 4))
 
+    def blocks(self, scale: Scale) -> Tensor:
+        weight, bias = scale.constant(self.weight), scale.constant(self.bias)
+        T, dx, dg = self.x.shape[2], self.x.shape[3], self.g.shape[-1]
+        factored = T * (T * dx + self.c * (T + self.c) * dg)
+        dear = factored > self.c * (T + self.c) * dx * dg
+        if weight is None or bias is None or self.weight is None or dear:
+            return self.expand().blocks(scale)
+        out = self.g.new_empty(self.n, self.c, self.c)
+        for s in _pieces(self.n, self.x.shape[1] * T * max(T, self.c * dg)):
+            x, g = self.x[s], self.g[s]
+            # sum_ts g_iut . g_ivs (w x_it . x_is + b)
+            h = (weight * (x @ x.mT) + bias)[:, None] @ g
+            out[s] = g.flatten(2) @ h.flatten(2).mT
+        return out
+
     def squares(self, weight: Tensor | None, out: Tensor) -> None:
         if self.x.shape[2] > 1:
             return self.expand().squares(weight, out)
@@ -359,6 +414,10 @@ class Tokens(Factor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.ids, self.g
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(_tokens_again, self.ranges)
 
     def _view(self, flat: Tensor) -> Tensor:
         start, stop = self.ranges[0]
@@ -402,6 +461,11 @@ class Tokens(Factor):
             squared = squared * self._view(scale.vector)[token][:, None]
         return squared.new_zeros(self.n, self.c).index_add_(0, example, squared.sum(-1))
 
+    def blocks(self, scale: Scale) -> Tensor:
+        example, joined, token = self._coalesced()
+        left = joined if scale.vector is None else joined * self._view(scale.vector)[token][:, None]
+        return joined.new_zeros(self.n, self.c, self.c).index_add_(0, example, left @ joined.mT)
+
     def _coalesced(self) -> tuple[Tensor, Tensor, Tensor]:
         """Per (example, token) pair that occurs: the example, the summed gradient (c, d), the token."""
         keys = self.ids + self.vocabulary * torch.arange(self.n, device=self.ids.device)[:, None]
@@ -421,252 +485,18 @@ class Tokens(Factor):
         self._view(out).index_add_(0, token, (weighted * joined).sum(1))
 
 
-@final
-class Lazy(Factor):
-    """Columns whose rows come from a function, formed when they are first asked for (convolutions).
-
-    Args:
-        ranges: Where the columns lie.
-        rows: Gives one (n, c, q) tensor per range.
-        outer: Gives the same columns as an `Outer` (patches), or None where there is none.
-        size: The numbers of that outer product.
-        held: The tensors that the functions hold on to.
-        products: Gives the form that is best for products where it is neither rows nor an outer product, else None.
-    """
-
-    def __init__(
-        self,
-        ranges: Sequence[Range],
-        rows: Callable[[], Sequence[Tensor]],
-        *,
-        n: int,
-        c: int,
-        size: Size,
-        held: tuple[Tensor, ...],
-        outer: Callable[[], Outer] | None = None,
-        products: Callable[[], Factor | None] | None = None,
-    ) -> None:
-        super().__init__(ranges, n=n, c=c)
-        self._rows, self._outer, self._size, self._held = rows, outer, size, held
-        self._products = products
-
-    @property
-    def size(self) -> Size:
-        return self._size
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._held
-
-    def expand(self) -> Rows:
-        return Rows(self.ranges, self._rows())
-
-    def for_products(self) -> Factor:
-        """Rows, in the order that is cheapest to write."""
-        found = None if self._products is None else self._products()
-        return self.expand() if found is None else found
-
-    def factored(self) -> Factor:
-        """The outer-product form where there is one."""
-        return self if self._outer is None else self._outer()
+def _rows_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Factor:
+    return Rows(ranges, tensors)
 
 
-@final
-class Taps(Factor):
-    """Rows of a convolution with the channels last, which is cheaper to write; for products.
-
-    Args:
-        weight: Range of the weight, laid out as (out, channels, taps).
-        rows: (n c, out, taps, channels).
-        n: Examples.
-        bias: Range of the bias and its rows (n, c, out), or None.
-    """
-
-    def __init__(self, weight: Range, rows: Tensor, *, n: int, bias: tuple[Range, Tensor] | None = None) -> None:
-        self._others = [] if bias is None else [Rows([bias[0]], [bias[1]])]
-        ranges = [weight, *(r for f in self._others for r in f.ranges)]
-        super().__init__(ranges, n=n, c=rows.shape[0] // n)
-        self._weight, self._rows = weight, rows
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._rows, *(t for f in self._others for t in f.tensors()))
-
-    def expand(self) -> Rows:
-        rows = self._rows.transpose(2, 3).reshape(self.n, self.c, -1)
-        return Rows(self.ranges, [rows, *(t for f in self._others for t in f.tensors())])
-
-    def _columns(self, V: Tensor) -> Tensor:
-        """The weight's part of V (p, k) with the channels after the taps, as a view."""
-        out, taps, channels = self._rows.shape[1:]
-        return V[slice(*self._weight)].view(out, channels, taps, -1).transpose(1, 2)
-
-    def matmul(self, V: Tensor) -> Tensor:
-        total = self._rows.flatten(1) @ self._columns(V).reshape(-1, V.shape[1])
-        return sum((f.matmul(V) for f in self._others), start=total.view(self.n, self.c, -1))
-
-    def rmatmul(self, U: Tensor, out: Tensor) -> None:
-        columns = self._columns(out)
-        columns += (self._rows.flatten(1).T @ U.reshape(self.n * self.c, -1)).view(columns.shape)
-        for f in self._others:
-            f.rmatmul(U, out)
-
-    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
-        columns = self._columns(out)
-        columns.copy_((self._rows.flatten(1).T @ U.reshape(self.n * self.c, -1)).view(columns.shape))
-        for f in self._others:
-            f.write_rmatmul(U, out)
+def _outer_again(tensors: Sequence[Tensor], weight: Range | None, bias: Range | None, swapped: bool) -> Factor:
+    x, g = tensors
+    return Outer(x, g, weight=weight, bias=bias, swapped=swapped)
 
 
-@final
-class Packed(Factor):
-    """Many small `Rows` side by side, so that a product is one call instead of many; for products.
-
-    Args:
-        parts: The rows.
-    """
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        super().__init__([r for f in parts for r in f.ranges], n=parts[0].n, c=parts[0].c)
-        self._rows = torch.cat([t for f in parts for t in f.parts], -1).view(self.n * self.c, -1)
-        self._index = _positions(self.ranges, self._rows.device)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._rows,)
-
-    def expand(self) -> Rows:
-        sizes = [stop - start for start, stop in self.ranges]
-        return Rows(self.ranges, self._rows.view(self.n, self.c, -1).split(sizes, -1))
-
-    def matmul(self, V: Tensor) -> Tensor:
-        return (self._rows @ V[self._index]).view(self.n, self.c, -1)
-
-    def rmatmul(self, U: Tensor, out: Tensor) -> None:
-        out.index_add_(0, self._index, self._rows.T @ U.reshape(self.n * self.c, -1))
-
-
-@lru_cache(maxsize=64)
-def _positions(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
-
-
-def pack(factors: Sequence[Factor], *, small: int = 2048) -> list[Factor]:
-    """The factors with their small rows (norms, biases) packed into one."""
-    few = [f for f in factors if isinstance(f, Rows) and f.q <= small]
-    if len(few) < 4:
-        return list(factors)
-    return [*(f for f in factors if not (isinstance(f, Rows) and f.q <= small)), Packed(few)]
-
-
-@final
-class Sum(Factor):
-    """Columns to which several uses of the same parameter contribute: the rows add up before any product."""
-
-    def __init__(self, parts: Sequence[Factor]) -> None:
-        super().__init__(parts[0].ranges, n=parts[0].n, c=parts[0].c)
-        self.parts = tuple(parts)
-
-    @property
-    def size(self) -> Size:
-        return Size(self.q)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for part in self.parts for t in part.tensors())
-
-    def expand(self) -> Rows:
-        rows = [part.expand().parts for part in self.parts]
-        return Rows(self.ranges, [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)])
-
-    def matmul(self, V: Tensor) -> Tensor:
-        products = [part.matmul(V) for part in self.parts]
-        return sum(products[1:], start=products[0])
-
-    def rmatmul(self, U: Tensor, out: Tensor) -> None:
-        for part in self.parts:
-            part.rmatmul(U, out)
-
-
-def add_rmatmul(factors: Sequence[Factor], U: Tensor, out: Tensor, *, first: bool) -> None:
-    """Adds ``J^T U`` of all factors into ``out`` (p, k), or writes it where ``out`` is not yet filled.
-
-    Args:
-        factors: Over disjoint columns.
-        U: (n, c, k).
-        out: (p, k).
-        first: Nothing has been written to ``out``.
-    """
-    if not first:
-        for factor in factors:
-            factor.rmatmul(U, out)
-        return
-    covered = sorted(r for factor in factors for r in factor.ranges)
-    edges = [0, *(edge for r in covered for edge in r), len(out)]
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        if start < stop:
-            out[start:stop] = 0
-    for factor in factors:
-        factor.write_rmatmul(U, out)
-
-
-def combine(factors: Sequence[Factor]) -> list[Factor]:
-    """One factor per range: contributions of tied parameters are put together before any product.
-
-    Several `Outer` over the same ranges become one with their uses side by side; unlike ones become a `Sum`.
-    Factors that share a weight but not the bias, or only part of a range, are split or padded first.
-    """
-    spans = sorted((start, stop, i) for i, f in enumerate(factors) for start, stop in f.ranges)
-    owner = list(range(len(factors)))  # the first factor of the group that each belongs to
-
-    def root(i: int) -> int:
-        while owner[i] != i:
-            i = owner[i]
-        return i
-
-    reach, last = -1, -1
-    for start, stop, i in spans:
-        if start < reach:
-            a, b = sorted((root(last), root(i)))
-            owner[b] = a
-        if stop > reach:
-            reach, last = stop, i
-    groups: dict[int, list[Factor]] = {}
-    for i, factor in enumerate(factors):
-        groups.setdefault(root(i), []).append(factor)
-    return [f for group in groups.values() for f in (group if len(group) == 1 else _merge(group))]
-
-
-def _merge(group: Sequence[Factor]) -> list[Factor]:
-    """Overlapping factors as factors over disjoint ranges."""
-    if len({f.ranges for f in group}) == 1:
-        outers = [f for f in group if isinstance(f, Outer)]
-        shapes = {(f.weight, f.bias, f.swapped, f.x.shape[1], f.x.shape[3]) for f in outers}
-        if len(outers) == len(group) and len(shapes) == 1:
-            x = torch.cat([f.x for f in outers], 2)
-            g = torch.cat([f.g for f in outers], 3)
-            first = outers[0]
-            return [Outer(x, g, weight=first.weight, bias=first.bias, swapped=first.swapped)]
-        return [Sum(group)]
-    if any(isinstance(f, Outer) and len(f.ranges) == 2 for f in group):
-        split: list[Factor] = []
-        for f in group:
-            if isinstance(f, Outer) and f.weight is not None and f.bias is not None:
-                split.append(Outer(f.x, f.g, weight=f.weight, swapped=f.swapped))
-                split.append(Rows([f.bias], [f.joined]))
-            else:
-                split.append(f)
-        return combine(split)
-    if any(len(f.ranges) > 1 for f in group):
-        expanded = [f.expand() for f in group]
-        singles = [Rows([r], [part]) for f in expanded for r, part in zip(f.ranges, f.parts, strict=True)]
-        return combine(singles)
-    start = min(f.ranges[0][0] for f in group)
-    stop = max(f.ranges[0][1] for f in group)
-    total = None
-    for f in group:
-        part = f.expand().parts[0]
-        total = part.new_zeros(f.n, f.c, stop - start) if total is None else total
-        a, b = f.ranges[0]
-        total[..., a - start : b - start] += part
-    assert total is not None
-    return [Rows([(start, stop)], [total])]
+def _tokens_again(tensors: Sequence[Tensor], table: Range) -> Factor:
+    ids, g = tensors
+    return Tokens(ids, g, table)
 
 
 Inner = Callable[[slice, slice, int], Tensor]

@@ -7,12 +7,13 @@ gets the same answer.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,13 @@ from torch import Tensor
 from linnet import _checks
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Source
+from linnet.compound import add_rmatmul, pack
 from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
-from linnet.factors import Factor, Outer, Rows, Scale, add_rmatmul, pack
+from linnet.factors import Factor, Outer, Rows, Scale
 from linnet.linearize import Chunk, Linearization
-from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result
+from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result, weigh
 from linnet.plan import (
     PLAN_COLUMNS,
     PRODUCTS,
@@ -59,6 +61,7 @@ class _Settings:
     engine: Engine
     progress: bool | None
     per_example: int = 1
+    rest: int = 0  # bytes of an example that are not the model's, such as targets
     largest: int | None = None  # what an out-of-memory error has left
 
 
@@ -116,7 +119,7 @@ class Jacobian(LinearOperator):
             storage = t.untyped_storage()
             if storage.data_ptr() not in own:
                 sizes[storage.data_ptr()] = storage.nbytes()
-            return t
+            return t.detach()  # an output that its own graph saved would never be freed
 
         self.lin.structure(batch)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
@@ -127,6 +130,7 @@ class Jacobian(LinearOperator):
                 note(t)
         working = working_size(chunk.factors, self.lin.dtype.itemsize)
         self._settings.per_example = sum(sizes.values()) // batch.n + working
+        self._settings.rest = batch.rest_bytes // batch.n
         self._sample = chunk.factors
         return chunk
 
@@ -212,8 +216,51 @@ class Jacobian(LinearOperator):
 
         return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block)[0])
 
-    def outputs(self) -> Tensor:
-        """f(x; theta0) for all examples, (n, c); forward passes only."""
+    def pullback(self, fn: Callable[[Batch], Tensor]) -> Tensor:
+        r""":math:`J^\top u` for a u that depends on the outputs, (p,): one forward and one backward pass.
+
+        With u the gradient of a loss with respect to the outputs it is the gradient with respect to the parameters.
+
+        Args:
+            fn: Called once per chunk with the `Batch`: ``batch.f`` are the network's outputs (n, c), ``batch.rest``
+                what came with the data, ``batch.index`` the examples' positions. Returns u of the chunk, (n, c) or
+                (n * c,).
+
+        Example:
+            >>> import linnet
+            >>> X, y = torch.ones(6, 2), torch.zeros(6, 1)
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian((X, y))
+            >>> J.pullback(lambda batch: batch.f - batch.rest).shape
+            torch.Size([3])
+        """
+
+        def run() -> Tensor:
+            out, first = torch.empty(self.shape[1], 1, dtype=self.dtype, device=self.device), True
+            for piece in self._pieces("rmatmul", 1, "J^T u"):
+                u = fn(replace(piece.batch, f=piece.f))
+                if u.shape not in (piece.f.shape, (piece.f.numel(),)) or u.dtype != self.dtype:
+                    raise ValueError(
+                        f"Jacobian.pullback needs fn to return {tuple(piece.f.shape)} or ({piece.f.numel()},) in "
+                        f"{self.dtype}; got {tuple(u.shape)} in {u.dtype}."
+                    )
+                add_rmatmul(piece.factors, u.detach().reshape(*piece.f.shape, 1), out, first=first)
+                first = False
+            if first:  # this rank has no examples
+                out.zero_()
+            add_up(out)
+            return out
+
+        return self._completed(run)[:, 0]
+
+    def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
+        """The Jacobian of the same examples around other weights, as `linnet.Linearization.at`."""
+        moved = copy.copy(self)
+        moved.lin = self.lin.at(theta)
+        return moved
+
+    def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
+        """f(x; theta0) for all examples, (n, c), or f at other values of the parameters; forward passes only."""
+        theta = {} if theta is None else theta
 
         def run() -> Tensor:
             out = torch.zeros(self.n, self.c, dtype=self.dtype, device=self.device)
@@ -223,7 +270,7 @@ class Jacobian(LinearOperator):
             ):
                 for batch in self._batches(self._chunk()):
                     with self.lin._setting(self._settings.precision):
-                        f = self.lin.forward({}, batch).to(self.dtype)
+                        f = self.lin.forward(theta, batch).to(self.dtype)
                     _checks.check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
@@ -231,6 +278,16 @@ class Jacobian(LinearOperator):
             return out
 
         return self._completed(run)
+
+    def targets(self) -> Any:
+        """What came with the inputs in the data, of all examples: a tensor, or whatever structure it has."""
+        parts = [batch.rest for batch in self._batches(self._chunk(), 0, self.n)]
+        return _checks.targets_of(parts, self._source.kind)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether examples can be chosen, as `subset` does."""
+        return self._source.by_position
 
     def minibatches(self, size: int, seed: int) -> Iterator[Jacobian]:
         """Jacobians of shuffled minibatches, one epoch; their batches' ``index`` says which examples they hold.
@@ -266,6 +323,80 @@ class Jacobian(LinearOperator):
         indices = getattr(self._source, "indices", None)
         return torch.arange(self.n) if indices is None else indices
 
+    # In memory.
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes that `cached` will keep, estimated from the first examples."""
+        from linnet.cache import bytes_of, keep
+
+        s, size = self._settings, self.dtype.itemsize
+        if s.engine == "autodiff":
+            return self.n * ((self.shape[1] + 1) * self.c * size + s.rest)
+        rows = [f for f in self._sample if isinstance(f, Autodiff)]
+        given = [f for f in self._sample if not isinstance(f, Autodiff)]
+        held = keep(given, s.engine)
+        # What all examples share, such as the output's own gradient, is kept once for each chunk.
+        shared = bytes_of(held, lambda t: t.stride(0) == 0)
+        own = bytes_of(held) - shared
+        each = ceil(own / given[0].n) if given else 0
+        each += (sum(f.q for f in rows) + 1) * self.c * size + s.rest
+        return self.n * each + ceil(self.n / self._kept_chunk()) * shared
+
+    def cached(self, memory: float | str = "auto") -> Jacobian:
+        """The same Jacobian with its factors in memory: later products touch neither the network nor the data.
+
+        One pass keeps, for every layer and example, the layer's input and the gradients of its output, or their
+        products where those are smaller; parameters without a layer rule are kept as rows. It belongs to the weights
+        and the data that it was made from, also where these change afterwards; the `Batch` that `fused` gives to its
+        function has no inputs. Its `subset` and `minibatches` copy from what is kept. Under torch.distributed every
+        rank keeps all examples.
+
+        Args:
+            memory: Bytes that may be kept, or "auto" for a quarter of the free memory (half of a GPU's).
+
+        Raises:
+            MemoryError: Before the pass, if the factors will not fit; see `cache_size`.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(3, 2)).cached()
+            >>> J.shape, J.gram_diag()
+            ((3, 3), tensor([3., 3., 3.]))
+        """
+        from linnet.cache import Cached, Kept, cache_limit, check_fits, keep
+
+        limit = cache_limit(memory, self.device)
+        check_fits(self, self.cache_size, limit)
+
+        def run() -> list[Kept]:
+            kept: list[Kept] = []
+            held = 0
+            with bar(self.n, "factors", progress=self._settings.progress) as tick:
+                for batch in self._batches(self._kept_chunk(), 0, self.n):
+                    chunk = self.lin.chunk(
+                        batch, self._settings.precision, autodiff_only=self._settings.engine == "autodiff"
+                    )
+                    _checks.check_outputs_finite(chunk.f, batch.start)
+                    factors = keep(chunk.factors, self._settings.engine)
+                    kept.append(Kept(batch.without_inputs(), chunk.f.clone(), factors))
+                    held += kept[-1].bytes
+                    if held > limit:
+                        break
+                    tick(batch.n)
+            return kept
+
+        kept = self._completed(run)
+        held = sum(piece.bytes for piece in kept)
+        # Where examples differ in size, the first ones do not tell.
+        check_fits(self, max(held, ceil(held * self.n / sum(piece.batch.n for piece in kept))), limit)
+        return Cached(self, kept)
+
+    def _kept_chunk(self) -> int:
+        size = self._chunk()
+        # Beside the chunk there is what is kept, up to the other half of the memory.
+        return ceil(size / 2) if self.device.type == "cuda" and self._settings.batch_size == "auto" else size
+
     # Gram matrices and norms.
 
     def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
@@ -274,6 +405,27 @@ class Jacobian(LinearOperator):
             return self._matmul(right)
         diagonal = Scale(None if scale is None else scale.contiguous())
         return self._grams(other, diagonal, [""], lambda factor: [("", factor)])[""]
+
+    def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
+        if not isinstance(other, Jacobian):
+            return super()._gram_normal(other, weight, scale)
+        _checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
+        diagonal, m = Scale(None if scale is None else scale.contiguous()), other.shape[0]
+
+        def run() -> Tensor:
+            # Added up in float64: the sum over all rows is what conditions what is made of it.
+            out = torch.zeros(m, m, dtype=torch.float64, device=self.device)
+            held = list(other._pieces("gram", 1, "", start=0, stop=other.n))
+            for a in self._pieces("gram", 1, "K^T W K"):
+                K = torch.zeros(a.batch.n * self.c, m, dtype=self.dtype, device=self.device)
+                for b in held:
+                    for _, x, y in _matched(a.factors, b.factors, lambda factor: [("", factor)]):
+                        x.gram(y, diagonal, K[:, other._rows(b)])
+                out += (K.T @ weigh(K, weight, self._rows(a))).double()
+            add_up(out)
+            return out.to(self.dtype)
+
+        return self._completed(run, other)
 
     def layer_grams(self) -> dict[str, Tensor]:
         """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
@@ -348,6 +500,19 @@ class Jacobian(LinearOperator):
 
         return self._completed(run)
 
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        diagonal = Scale(None if scale is None else scale.contiguous())
+
+        def run() -> Tensor:
+            out = torch.zeros(self.n, self.c, self.c, dtype=self.dtype, device=self.device)
+            for piece in self._pieces("diag", 1, "blocks of J J^T"):
+                for factor in piece.factors:
+                    out[piece.batch.start : piece.batch.start + piece.batch.n] += factor.blocks(diagonal)
+            share_rows(out, self.n, 1)
+            return out
+
+        return self._completed(run)
+
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         def run() -> Tensor:
             total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
@@ -399,22 +564,28 @@ class Jacobian(LinearOperator):
         start = block[-1].batch.start + block[-1].batch.n if block else start
         first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
-            for batch in self._batches(size, start, stop):
-                chunk = self._chunk_of(batch, request, k)
+            for batch, chunk in self._chunks(size, first, last, request, k):
                 factors = pack(chunk.factors) if request in PRODUCTS else chunk.factors
                 yield _Piece(batch, chunk.f, factors)
                 # After the chunk's work is queued, so that a GPU does not wait for the answer.
                 _checks.check_outputs_finite(chunk.f, batch.start)
                 tick(batch.n)
 
+    def _chunks(self, size: int, start: int, stop: int, request: Request, k: int) -> Iterator[tuple[Batch, Chunk]]:
+        for batch in self._batches(size, start, stop):
+            yield batch, self._chunk_of(batch, request, k)
+
     def _chunk_of(self, batch: Batch, request: Request, k: int) -> Chunk:
         s, lin = self._settings, self.lin
         product = request in PRODUCTS
         ready = partial(prepare, request=request, k=k, engine=s.engine)
-        if s.engine == "autodiff":
-            return lin.chunk(batch, s.precision, autodiff_only=True, columns=product, prepare=ready)
-        if s.engine == "auto" and product and autodiff_wins(request, k=k, c=self.c) and lin.can("forward_mode", batch):
-            return lin.chunk(batch, s.precision, autodiff_only=True, columns=True, prepare=ready)
+        autodiff = s.engine == "autodiff" or (s.engine == "auto" and product and autodiff_wins(request, k=k, c=self.c))
+        # Reverse mode adds up over the examples, which half precision is too short for.
+        backward = request == "rmatmul" and lin.model_dtype == lin.dtype
+        forward = autodiff and product and not backward and lin.can("forward_mode", batch)
+        if s.engine == "autodiff" or (autodiff and (backward or forward)):
+            graph = backward or (forward and request == "fused")
+            return lin.chunk(batch, s.precision, autodiff_only=True, columns=forward, graph=graph, prepare=ready)
         few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
         return lin.chunk(batch, s.precision, columns=few, prepare=ready)
 
@@ -459,6 +630,10 @@ class Jacobian(LinearOperator):
     def plan(self) -> Plan:
         """Which engine serves each layer, chunk and memory; print it."""
         return self._plan()
+
+    @property
+    def _kind(self) -> str:
+        return self._source.kind
 
     def _by_layer(self, factor: Factor) -> list[tuple[str, Factor]]:
         """The factor cut into its layers' columns."""
@@ -523,7 +698,7 @@ class Jacobian(LinearOperator):
             chunk=self._chunk(),
             per_example=s.per_example,
             budget=budget(s.memory, self.device),
-            data=self._source.kind,
+            data=self._kind,
             note=note if world == 1 else f"{note}, {world} ranks",
         )
 

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet import kernels
+from linnet.compound import Lazy, Taps
 from linnet.convolution import Convolution
-from linnet.factors import Factor, Lazy, Outer, Range, Rows, Size, Taps, Tokens
+from linnet.factors import Factor, Outer, Range, Rows, Size, Tokens
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,16 @@ from linnet import _checks, autodiff
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, leaves
 from linnet.capture import NO_CHANGES, Changes, Recording, Use, record
+from linnet.compound import Lazy, combine
 from linnet.contexts import Precision, arithmetic, forward_mode, network
 from linnet.data import as_source
-from linnet.factors import Factor, combine
-from linnet.layers import LayoutError
+from linnet.factors import Factor, Recipe
+from linnet.layers import Call, LayoutError, Rule, Slot
 from linnet.params import Layout, Params, select
 from linnet.structure import (
     PROBE,
     TOLERANCE,
+    Kept,
     Structure,
     factors_of,
     gradients,
@@ -99,6 +102,7 @@ class Linearization:
         self.model_dtype = first.dtype
         self.dtype = torch.promote_types(first.dtype, torch.float32)
         self._output = output
+        self._cast: torch.dtype | None = None  # what floating inputs are cast to
         self._model = _shadow(model)
         self._places = _places(self._model, select(model, params))
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
@@ -106,6 +110,11 @@ class Linearization:
         self._structures: dict[tuple[Any, ...], Structure] = {}
         self.last_structure = Structure([], (), ())
         self._abilities: dict[tuple[str, int], bool] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """linnet's own copy of the module, in eval mode; it shares the parameters unless the dtype was changed."""
+        return self._model
 
     def __repr__(self) -> str:
         layers = len(self.layout.layers)
@@ -156,10 +165,70 @@ class Linearization:
             progress=progress,
         )
 
+    def to(self, dtype: torch.dtype) -> Linearization:
+        """The same linear model in another precision, around a copy of the weights.
+
+        The copy casts floating inputs to its dtype, so that the same data serves both; integers stay as they are. The
+        module itself and this linearization are untouched, and later changes of the module's parameters are refused by
+        the copy too.
+
+        Args:
+            dtype: ``torch.float32`` or ``torch.float64``.
+
+        Example:
+            >>> lin = linearize(nn.Linear(4, 3)).to(torch.float64)
+            >>> lin(torch.zeros(5, 4)).dtype, lin.theta["weight"].dtype
+            (torch.float64, torch.float64)
+        """
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"A linearization computes in torch.float32 or torch.float64; got {dtype}. Pass one of them."
+            )
+        self.check_unchanged()
+
+        def cast(t: Tensor) -> Tensor:
+            return _as(t, dtype)
+
+        # Parameters are cast one by one into the copy; those in the dtype already are shared with the module.
+        memo: dict[int, Any] = {
+            id(t): nn.Parameter(cast(t.detach()), requires_grad=t.requires_grad) for t in self._model.parameters()
+        }
+        model = copy.deepcopy(self._model, memo)._apply(cast)
+        other = Linearization(model, list(self.theta), output=self._output)
+        other._watched, other._cast = self._watched, dtype
+        return other
+
+    def at(self, theta: Mapping[str, Tensor]) -> Linearization:
+        """The same network around other weights, in the same precision; those not given stay as they are.
+
+        The module's own parameters are not touched, and the watch over them goes on.
+
+        Args:
+            theta: Some of the selected parameters, by name.
+
+        Example:
+            >>> lin = linearize(nn.Linear(4, 3))
+            >>> lin.at({"bias": torch.ones(3)}).theta["bias"]
+            tensor([1., 1., 1.])
+        """
+        for name, t in theta.items():
+            known = self.theta.get(name)
+            if known is None:
+                raise ValueError(f"{name!r} is not a selected parameter; these are {', '.join(self.theta)}.")
+            if t.shape != known.shape or t.dtype != known.dtype or t.device != known.device:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(known.shape)} in {known.dtype} on {known.device}; got "
+                    f"{tuple(t.shape)} in {t.dtype} on {t.device}."
+                )
+        moved = copy.copy(self)
+        moved.theta = {name: theta.get(name, t).detach() for name, t in self.theta.items()}
+        return moved
+
     # What the Jacobian is made of.
 
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""
+        batch = batch if self._cast is None else batch.with_inputs(partial(_as, dtype=self._cast))
         full = {place: theta.get(name, self.theta[name]) for place, name in self._places.items()}
         try:
             raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
@@ -188,6 +257,7 @@ class Linearization:
         *,
         autodiff_only: bool = False,
         columns: bool = False,
+        graph: bool = False,
         prepare: Prepare = lambda factor: factor,
     ) -> Chunk:
         """The Jacobian of a batch in factors.
@@ -197,13 +267,16 @@ class Linearization:
             precision: Of the network's passes.
             autodiff_only: Use no layer rules.
             columns: Autodiff's products go column by column.
+            graph: Without layer rules, keep the forward pass for the backward pass of a product.
             prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
         """
         if autodiff_only:
-            with self._setting(precision), torch.no_grad():
-                f = self.forward({}, batch)
-            rest: list[Factor] = [self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns)]
-            return Chunk(f.to(self.dtype), [prepare(factor) for factor in rest])
+            leaves = {name: t.detach().requires_grad_(graph) for name, t in self.theta.items()}
+            with self._setting(precision), torch.set_grad_enabled(graph):
+                f = self.forward(leaves, batch)
+            kept = (f, leaves) if graph else None
+            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept)
+            return Chunk(f.detach().to(self.dtype), [prepare(factor)])
         prepare = self._without_autocast(prepare)
         with self._setting(precision):
             recording = self._record(batch)
@@ -244,7 +317,7 @@ class Linearization:
         shared: list[Factor] = []
 
         def take(i: int, use: Use, g: Tensor) -> None:
-            found = factors_of(use, kept[i], g, n=batch.n, dtype=self.dtype)
+            found = _factors(use, kept[i], g, n=batch.n, dtype=self.dtype)
             if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
                 shared.extend(found)
             else:
@@ -289,7 +362,7 @@ class Linearization:
             if g is None:
                 continue
             try:
-                factors += factors_of(use, kept, g, n=batch.n, dtype=self.dtype)
+                factors += _factors(use, kept, g, n=batch.n, dtype=self.dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
@@ -379,7 +452,15 @@ class Linearization:
             if probe.n > 1 and not _checks.close(self.forward({}, probe.part(0, probe.n - 1)), out[:-1], tolerance):
                 raise _checks.examples_interact()
 
-    def _autodiff(self, names: tuple[str, ...], batch: Batch, c: int, precision: Precision, columns: bool) -> Autodiff:
+    def _autodiff(
+        self,
+        names: tuple[str, ...],
+        batch: Batch,
+        c: int,
+        precision: Precision,
+        columns: bool,
+        graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
+    ) -> Autodiff:
         def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
             with self._setting(precision), forward_mode(self._model):
                 return self.forward(theta, part)
@@ -394,6 +475,7 @@ class Linearization:
             dtype=self.dtype,
             vectorize=lambda: self.can("vectorize", batch),
             columns=columns and self.can("forward_mode", batch),
+            graph=graph,
         )
 
     def can(self, ability: str, batch: Batch) -> bool:
@@ -455,6 +537,30 @@ def _shadow(model: nn.Module) -> nn.Module:
             f"linnet works on a copy of the module's structure, and {type(model).__name__} cannot be copied "
             f"({error}). Remove what copy.deepcopy cannot handle, such as tensors with a graph kept as attributes."
         ) from error
+
+
+def _factors(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:
+    """Columns of the Jacobian from one use, each with its recipe."""
+    found = factors_of(use, kept, g, n=n, dtype=dtype)
+    for factor in found:
+        if isinstance(factor, Lazy):
+            slots = {role: slot for role, slot in kept.slots.items() if slot.range in factor.ranges}
+            factor.again = Recipe(_lazy_again, (use.rule, use.call.conf, slots, kept.layout))
+    return found
+
+
+def _lazy_again(
+    tensors: Sequence[Tensor], rule: Rule, conf: dict[str, Any], slots: Mapping[str, Slot], layout: str
+) -> Factor:
+    x, g = tensors
+    return rule.factors(Call(None, {}, conf), x, g, slots, layout)[0]
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating tensor in a dtype, a complex one in the complex dtype beside it, any other as it is."""
+    if t.is_floating_point():
+        return t.to(dtype)
+    return t.to(dtype.to_complex()) if t.is_complex() else t
 
 
 def _places(model: nn.Module, selected: Mapping[str, Tensor]) -> dict[str, str]:

@@ -14,7 +14,7 @@ Letters: ``V`` lives on the columns, ``U`` on the rows, ``k`` is the number of v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -31,8 +31,8 @@ class LinearOperator(ABC):
     """A matrix of shape (rows, cols), known through its products.
 
     Subclasses write ``_matmul`` and ``_rmatmul``. Those that stream over rows also write ``_fused``, and
-    those that can do better than an error write ``_gram``, ``_gram_diag`` and ``_column_norms``. The methods
-    with an underscore get blocks that are already checked.
+    those that can do better than an error write ``_gram``, ``_gram_diag``, ``_gram_blocks`` and
+    ``_column_norms``. The methods with an underscore get blocks that are already checked.
 
     Args:
         shape: (rows, cols).
@@ -41,7 +41,7 @@ class LinearOperator(ABC):
     """
 
     symbol = "A"  # how error texts write this operator
-    block: int | None = None  # the size that (n, c, c) weights must have, where chunks need it
+    block: int | None = None  # c, where the rows come in blocks of c; (n, c, c) weights must then have it
 
     def __init__(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -69,8 +69,15 @@ class LinearOperator(ABC):
     def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no gram")
 
+    def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
+        K = self.gram(other, scale)
+        return K.T @ weigh(K, weight, slice(0, self.shape[0]))
+
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no gram_diag")
+
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        raise NotImplementedError(f"{self.name} has no gram_blocks")
 
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no column_norms")
@@ -149,14 +156,56 @@ class LinearOperator(ABC):
                 f"got {other.name} of shape {other.shape}."
             )
         check_vector(self, "gram", "scale", scale, self.shape[1])
+        if isinstance(other, Stack) and other is not self:
+            K = torch.empty(self.shape[0], other.shape[0], dtype=self.dtype, device=self.device)
+            for part, rows in other.placed():
+                K[:, rows] = self.gram(part, scale)
+            return K
         if isinstance(other, Affine) and not isinstance(self, Affine):
             return other._gram(self, scale).T
         return self._gram(None if other is self else other, scale)
+
+    def gram_normal(self, other: LinearOperator, weight: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        r"""The dense :math:`K^\top W K` for ``K = gram(other, scale)``; an operator that streams never holds K.
+
+        Args:
+            other: An operator with the same number of columns and few rows.
+            weight: As in `normal`.
+            scale: As in `gram`.
+
+        Returns:
+            (rows of other, rows of other).
+
+        >>> A, B = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]])), Matrix(torch.tensor([[1.0, 1.0]]))
+        >>> A.gram_normal(B)
+        tensor([[10.]])
+        """
+        check_weight(self, weight)
+        check_vector(self, "gram_normal", "scale", scale, self.shape[1])
+        return self._gram_normal(other, weight, scale)
 
     def gram_diag(self, scale: Tensor | None = None) -> Tensor:
         """The diagonal of ``gram(scale=scale)``, (rows,): squared row norms."""
         check_vector(self, "gram_diag", "scale", scale, self.shape[1])
         return self._gram_diag(scale)
+
+    def gram_blocks(self, scale: Tensor | None = None) -> Tensor:
+        """The diagonal blocks of ``gram(scale=scale)``, (n, c, c), where the rows come in n blocks of c = ``block``.
+
+        >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, 3.0], [1.0, 0.0]]), block=2)
+        >>> A.gram_blocks()
+        tensor([[[1., 1.],
+                 [1., 5.]],
+        <BLANKLINE>
+                [[9., 0.],
+                 [0., 1.]]])
+        """
+        check_vector(self, "gram_blocks", "scale", scale, self.shape[1])
+        if self.block is None:
+            raise NotImplementedError(
+                f"{self.name} has no gram_blocks: its {self.shape[0]} rows are not known to come in blocks of c."
+            )
+        return self._gram_blocks(scale)
 
     def column_norms(self, weight: Tensor | None = None) -> Tensor:
         r"""The diagonal of :math:`A^\top W A`, (cols,): squared column norms; ``weight`` as in `normal`."""
@@ -343,11 +392,25 @@ class Affine(LinearOperator):
             K = K + _dot(self.z, B.z, scale)
         return K
 
+    def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
+        B = other if isinstance(other, Affine) else Affine(other)
+        if self.z is not None or B.z is not None or not _same_columns(self.index, B.index):
+            return super()._gram_normal(other, weight, scale)
+        inner = self._inner(_times(_times(self.d, B.d), scale))
+        return self.base.gram_normal(B.base, weight, inner)
+
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
         diag = self.base.gram_diag(scale=self._inner(_times(_times(self.d, self.d), scale)))
         if self.z is None:
             return diag
         return diag - 2 * self._product(self.z, scale) + _dot(self.z, self.z, scale)
+
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        blocks = self.base.gram_blocks(scale=self._inner(_times(_times(self.d, self.d), scale)))
+        if self.z is None:
+            return blocks
+        cross = self._product(self.z, scale).view(blocks.shape[:2])
+        return blocks - cross[:, :, None] - cross[:, None] + _dot(self.z, self.z, scale)
 
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         norms = self.base.column_norms(weight)
@@ -379,15 +442,21 @@ class Affine(LinearOperator):
 class Matrix(LinearOperator):
     """A dense matrix as an operator: the reference for the others.
 
+    Args:
+        A: (rows, cols).
+        block: c, if the rows come in blocks of c outputs; None if not.
+
     >>> Matrix(torch.eye(2)) @ torch.tensor([1.0, 2.0])
     tensor([1., 2.])
     """
 
-    def __init__(self, A: Tensor) -> None:
+    def __init__(self, A: Tensor, *, block: int | None = None) -> None:
         if A.ndim != 2 or not A.is_floating_point():
             raise ValueError(f"Matrix needs a floating tensor of shape (rows, cols); got {tuple(A.shape)}, {A.dtype}.")
+        if block is not None and (block < 1 or A.shape[0] % block):
+            raise ValueError(f"Matrix has {A.shape[0]} rows, so block needs to be a divisor of it; got {block}.")
         super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
-        self.A = A
+        self.A, self.block = A, block
 
     def _matmul(self, V: Tensor) -> Tensor:
         return self.A @ V
@@ -402,6 +471,11 @@ class Matrix(LinearOperator):
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
         square = self.A.square()
         return square.sum(1) if scale is None else square @ scale
+
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        assert self.block is not None  # else refused before
+        A = self.A.unflatten(0, (-1, self.block))
+        return (A if scale is None else A * scale) @ A.mT
 
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         return (self.A * weigh(self.A, weight, slice(0, self.shape[0]))).sum(0)
@@ -455,6 +529,96 @@ class LowRank(LinearOperator):
         return (left * (left @ (self.U.T @ weigh(self.U, weight, slice(0, self.shape[0]))))).sum(1)
 
 
+@final
+class Stack(LinearOperator):
+    """Operators with the same columns, one above the other.
+
+    Every product is one pass over each part.
+
+    Args:
+        parts: At least one operator; all with one number of columns, dtype and device.
+
+    >>> A = Stack([Matrix(torch.eye(2)), Matrix(torch.tensor([[2.0, 3.0]]))])
+    >>> A.shape, A @ torch.tensor([1.0, 1.0])
+    ((3, 2), tensor([1., 1., 5.]))
+    """
+
+    def __init__(self, parts: Sequence[LinearOperator]) -> None:
+        if not parts or not all(isinstance(part, LinearOperator) for part in parts):
+            came = ", ".join(type(part).__name__ for part in parts) or "none"
+            raise TypeError(f"Stack needs one or more linear operators; got {came}. For a tensor use Matrix(tensor).")
+        first = parts[0]
+        for part in parts:
+            if part.shape[1] != first.shape[1]:
+                raise ValueError(
+                    f"Stack needs operators with one number of columns; got {first.name} of shape {first.shape} and "
+                    f"{part.name} of shape {part.shape}."
+                )
+            if (part.dtype, part.device) != (first.dtype, first.device):
+                raise TypeError(
+                    f"Stack needs operators of one dtype on one device; got {first.name} in {first.dtype} on "
+                    f"{first.device} and {part.name} in {part.dtype} on {part.device}."
+                )
+        rows = sum(part.shape[0] for part in parts)
+        super().__init__((rows, first.shape[1]), dtype=first.dtype, device=first.device)
+        self.parts = tuple(parts)
+        self.block = first.block if len({part.block for part in parts}) == 1 else None
+
+    def placed(self) -> Iterator[tuple[LinearOperator, slice]]:
+        """Each part with its rows."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.shape[0])
+            start += part.shape[0]
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        return torch.cat([part._matmul(V) for part in self.parts])
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        products = [part._rmatmul(U[rows]) for part, rows in self.placed()]
+        return sum(products[1:], start=products[0])
+
+    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
+        X, sums = V.new_zeros(V.shape), V.new_zeros(V.shape[1])
+        for part, where in self.placed():
+
+            def shifted(U: Tensor, rows: Rows, start: int = where.start) -> Tensor:
+                there = slice(rows.start + start, rows.stop + start) if isinstance(rows, slice) else rows + start
+                return fn(U, there)
+
+            product, total = part._fused(shifted, V)
+            X, sums = X + product, sums + total
+        return X, sums
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        right = self if other is None else other
+        K = torch.empty(self.shape[0], right.shape[0], dtype=self.dtype, device=self.device)
+        if other is not None:
+            for part, rows in self.placed():
+                K[rows] = part.gram(other, scale)
+            return K
+        placed = list(self.placed())
+        for i, (part, rows) in enumerate(placed):
+            K[rows, rows] = part.gram(scale=scale)
+            for below, columns in placed[i + 1 :]:
+                block = part.gram(below, scale)
+                K[rows, columns], K[columns, rows] = block, block.T
+        return K
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        return torch.cat([part.gram_diag(scale) for part in self.parts])
+
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        return torch.cat([part.gram_blocks(scale) for part in self.parts])
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        norms = []
+        for part, rows in self.placed():
+            w = weight if weight is None else weight[_examples(rows, weight)]
+            norms.append(part.column_norms(w))
+        return sum(norms[1:], start=norms[0])
+
+
 # Weights on rows.
 
 
@@ -474,9 +638,23 @@ def weigh(U: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
         return U
     if weight.ndim == 1:
         return weight[rows][:, None] * U
+    blocks = _examples(rows, weight)
+    return (weight[blocks] @ U.reshape(-1, weight.shape[-1], U.shape[1])).reshape(U.shape)
+
+
+def _examples(rows: Rows, weight: Tensor) -> Rows:
+    """Where the weight of some rows lies along the first axis of a weight (rows,) or (n, c, c)."""
+    if weight.ndim == 1:
+        return rows
     c = weight.shape[-1]
-    blocks = slice(rows.start // c, rows.stop // c) if isinstance(rows, slice) else rows[::c] // c
-    return (weight[blocks] @ U.reshape(-1, c, U.shape[1])).reshape(U.shape)
+    if not isinstance(rows, slice):
+        return rows[::c] // c
+    if rows.start % c or rows.stop % c:
+        raise ValueError(
+            f"A weight of shape {tuple(weight.shape)} belongs to blocks of {c} rows, and a chunk of rows "
+            f"{rows.start} to {rows.stop} cuts through one. Stack operators whose rows come in blocks of {c}."
+        )
+    return slice(rows.start // c, rows.stop // c)
 
 
 def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:

@@ -18,7 +18,8 @@ from typing import Literal, get_args
 import psutil
 import torch
 
-from linnet.factors import Factor, Lazy, Outer, Rows, Sum, Tokens
+from linnet.compound import Lazy, Sum
+from linnet.factors import Factor, Outer, Rows, Tokens
 
 Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares"]
 Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
@@ -96,6 +97,16 @@ def budget(memory: float | str, device: torch.device) -> int:
     if not memory > 0:
         raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
     return int(memory)
+
+
+def dense_budget(memory: float | str, device: torch.device) -> int:
+    """Bytes that dense matrices may take: as given, or most of what is free."""
+    if isinstance(memory, str) and memory == "auto":
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            return int(0.9 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
+        return int(0.5 * psutil.virtual_memory().available)
+    return budget(memory, device)
 
 
 @dataclass(frozen=True)

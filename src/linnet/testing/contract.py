@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.operators import LinearOperator
 
-OPTIONAL = ("normal", "fused", "gram", "gram_diag", "column_norms")
+OPTIONAL = ("normal", "fused", "gram", "gram_diag", "gram_blocks", "column_norms")
 
 
 def check_operator(
@@ -27,9 +27,10 @@ def check_operator(
 
     Checked, with random operands: shape, dtype, `A @ v`, `A @ V` (V strided), `A.T @ u`, `A.T @ U`, `A.T.T`,
     the adjoint identity, `normal` without weight, with a diagonal and with a block-diagonal one, `fused` with
-    a nonlinear function, `gram`, `gram_diag` and `column_norms` with their scales and weights; that no
-    operand is changed in place; and that operands of a wrong shape or dtype are refused by a text that names
-    what was needed. References are computed in float64. The relative error of a product is
+    a nonlinear function, `gram`, `gram_diag`, `gram_blocks` (where the operator has a `block`) and
+    `column_norms` with their scales and weights; that no operand is changed in place; and that operands of a
+    wrong shape or dtype are refused by a text that names what was needed. References are computed in float64.
+    The relative error of a product is
 
     .. math:: \max |\mathrm{got} - \mathrm{reference}| \; / \; \max |\mathrm{reference}|.
 
@@ -39,8 +40,8 @@ def check_operator(
         rtol: The largest relative error accepted.
         blocks: c, to check weights of shape (rows / c, c, c) too; they are not symmetric.
         other: Another operator with the same number of columns, and its matrix, for `gram(other)`.
-        allow: Methods that may raise NotImplementedError, among "normal", "fused", "gram", "gram_diag" and
-            "column_norms".
+        allow: Methods that may raise NotImplementedError, among "normal", "fused", "gram", "gram_diag",
+            "gram_blocks" and "column_norms".
         seed: Seeds the operands.
 
     Raises:
@@ -119,6 +120,10 @@ def _products(op: LinearOperator, A: Tensor, check: _Check) -> None:
     check("gram_diag(scale)", lambda: op.gram_diag(scale=x["s"]), (A * A) @ s)
     check("column_norms()", lambda: op.column_norms(), (A * A).sum(0))
     check("column_norms(w) with w (rows,)", lambda: op.column_norms(x["w"]), w @ (A * A))
+    if op.block is not None:
+        X = A.unflatten(0, (-1, op.block))
+        check("gram_blocks()", lambda: op.gram_blocks(), X @ X.mT)
+        check("gram_blocks(scale)", lambda: op.gram_blocks(scale=x["s"]), (X * s) @ X.mT)
     if "W" in x:
         WA = torch.block_diag(*check.exact["W"]) @ A
         check("normal(V, W) with W (n, c, c)", lambda: op.normal(x["V"], x["W"]), A.T @ (WA @ V))
@@ -143,6 +148,8 @@ def _refusals(op: LinearOperator, check: _Check) -> None:
     check.refused(f"normal(V, w) with w ({rows + 1},)", lambda: op.normal(v, tall), rows)
     check.refused(f"gram(scale) with scale ({cols + 1},)", lambda: op.gram(scale=wide), cols)
     check.refused(f"gram_diag(scale) with scale ({cols + 1},)", lambda: op.gram_diag(scale=wide), cols)
+    if op.block is not None:
+        check.refused(f"gram_blocks(scale) with scale ({cols + 1},)", lambda: op.gram_blocks(scale=wide), cols)
     check.refused(f"column_norms(w) with w ({rows + 1},)", lambda: op.column_norms(tall), rows)
 
 

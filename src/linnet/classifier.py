@@ -1,0 +1,289 @@
+"""Door 1, classification: the linearized network with a class likelihood (Maddox et al. 2021, equation 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor, nn
+
+from linnet import generalized, saved
+from linnet.expectations import predictive
+from linnet.generalized import Inference
+from linnet.iterative import cached_if_fits
+from linnet.jacobian import Jacobian
+from linnet.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.linearize import linearize
+from linnet.params import Params
+from linnet.priors import PriorSpec, check_prior, make_prior
+from linnet.tangent import Mean, Tangent, default_network, like
+
+
+class TangentClassifier(ClassifierMixin, Tangent):
+    r"""Adapt a trained network to a classification task: a convex problem, with error bars.
+
+    .. math:: p(y \mid x) = \mathrm{softmax}\left(m(x) + J(x) (\theta - \theta_0)\right), \qquad
+              \theta - \theta_0 \sim N(0, S)
+
+    One output is the logit of the second of two classes; several outputs are the logits of as many classes, or, for
+    targets (n, c) of zeros and ones, one logit for each label.
+
+    Args:
+        model: The trained network; None makes an untrained one for inputs (n, d).
+        params: Which parameters adapt; see `linnet.linearize`.
+        inference: "laplace" (a Gaussian at the mode), "map" (the mode alone) or "vi" (the best Gaussian).
+        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
+        prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
+        solver: "auto", "function", "weight" or "cg-weight"; see `linnet.gaussian`.
+        link: How probabilities average over the posterior: "probit" or "mc" (Monte Carlo).
+        family: Of VI: "lowrank" (all covariances, in the directions that matter) or "meanfield" (independent weights).
+        classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
+        output: How to read the model's outputs; see `linnet.linearize`.
+        dtype: Of all computations, as for `TangentRegressor`.
+        tolerance: Relative residual of iterative solves. The mode is found to a relative gradient of 1e-6, or of this
+            if it is larger.
+        iterations: Limit of iterative solves.
+        preconditioner: "auto", "nystrom", "pivoted-cholesky" or "none".
+        rank: Examples that the preconditioner is made from, or "auto".
+        samples: Posterior samples of the iterative solver, and draws of Monte Carlo.
+        memory: Bytes that dense matrices may take, or "auto".
+        batch_size: Examples per chunk, or "auto".
+        seed: Of everything that is drawn.
+        progress: False for no progress bars.
+
+    Attributes:
+        classes_: The label of each output (for one logit: of 0 and 1).
+        scales_: Prior scales by name.
+        log_evidence_: Of the Laplace approximation (None for "map"); ``log_evidence_error_`` its standard error.
+        elbo_: The bound of the log evidence that VI reached, from fresh draws; ``elbo_path_`` its rise on the draws
+            that the steps use.
+        mode_: The optimum: gradient, iterations, log likelihood.
+        layer_relevance_: Each layer's share in the adaptation.
+
+    Example:
+        >>> X = torch.linspace(-2, 2, 20)[:, None]
+        >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 2))
+        >>> clf = TangentClassifier(model).fit(X, (X[:, 0].abs() > 1).long())
+        >>> clf.predict_proba(X).shape, float((clf.predict(X) == (X[:, 0].abs() > 1)).float().mean())
+        (torch.Size([20, 2]), 1.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        params: Params = None,
+        inference: Inference = "laplace",
+        mean: Mean = "network",
+        prior: PriorSpec = "shared",
+        solver: str = "auto",
+        *,
+        link: str = "probit",
+        family: str = "lowrank",
+        classes: Sequence[Any] | None = None,
+        output: Any = None,
+        dtype: Any = "auto",
+        tolerance: float = 1e-6,
+        iterations: int = 1000,
+        preconditioner: str = "auto",
+        rank: int | str = "auto",
+        samples: int = 64,
+        memory: float | str = "auto",
+        batch_size: int | str = "auto",
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> None:
+        self.model, self.params, self.inference, self.mean, self.prior = model, params, inference, mean, prior
+        self.solver, self.link, self.family, self.classes = solver, link, family, classes
+        self.output, self.dtype, self.tolerance, self.iterations = output, dtype, tolerance, iterations
+        self.preconditioner, self.rank, self.samples, self.memory = preconditioner, rank, samples, memory
+        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+
+    def fit(self, X: Any, y: Any = None) -> TangentClassifier:
+        """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them."""
+        check_prior(self.prior)
+        if self.link not in ("probit", "mc"):
+            raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
+        settings = self._settings(
+            solver=self.solver,
+            tolerance=self.tolerance,
+            iterations=self.iterations,
+            preconditioner=self.preconditioner,
+            rank=self.rank,
+            samples=self.samples,
+        )
+        inputs = self._inputs(X, reset=True)
+        model = self._network(inputs, y)
+        device = next(model.parameters()).device
+        self._attach(model, self._dtype(device=device))
+        lin = self.lin_
+        J = cached_if_fits(self._jacobian(inputs))
+        labels = _labels(J.targets() if y is None else y, J.n)
+        self._tensors = isinstance(y, Tensor) or y is None
+        targets = self._encode(labels, J)
+        fit = generalized.condition(
+            J,
+            targets,
+            mean=self._base(J),
+            likelihood=self.likelihood_,
+            prior=make_prior(lin, self.prior, J=J),
+            inference=self.inference,
+            family=self.family,
+            settings=settings,
+        )
+        self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
+        names = ["all"] if len(fit.choice.scales) == 1 else list(lin.layout.layers)
+        self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
+        self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
+        self.elbo_path_ = () if fit.best is None else fit.best.path
+        self.elbo_ = None if fit.best is None else fit.best.elbo
+        self.solver_, self.solution_, self.scale_examples_ = fit.solver, fit.solution, fit.examples
+        self._train_inputs = [inputs]
+        return self
+
+    def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
+        self.lin_ = linearize(network, self.params, self.output).to(dtype)
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        meta = {
+            "classes": self.classes_.tolist(),
+            "classes_dtype": self.classes_.dtype.str,
+            "likelihood": type(self.likelihood_).__name__,
+            "multilabel": self.multilabel_,
+            "tensors": self._tensors,
+            "elbo": self.elbo_,
+            "scale_examples": self.scale_examples_,
+        }
+        return meta, {}
+
+    def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
+        self.classes_ = np.array(meta["classes"], dtype=meta["classes_dtype"])
+        self.likelihood_ = saved.LIKELIHOODS[meta["likelihood"]]()
+        self.multilabel_, self._tensors = meta["multilabel"], meta["tensors"]
+        self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
+
+    # Labels.
+
+    def _network(self, X: Any, y: Any) -> nn.Module:
+        if self.model is not None:
+            return self.model
+        if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2 or y is None:
+            raise ValueError("Without model= fit needs inputs (n, d) and labels. Pass the trained network as model=.")
+        labels = _labels(y, len(X))
+        count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
+        if count == 1:
+            raise ValueError("A classifier needs labels of at least two classes; got one class.")
+        outputs = count if labels.ndim == 2 or count > 2 else 1
+        return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+
+    def _encode(self, labels: np.ndarray, J: Jacobian) -> Tensor:
+        """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``."""
+        c = J.c
+        likelihood: Likelihood
+        if labels.ndim == 2:
+            likelihood = Bernoulli()
+            self.multilabel_, self.classes_ = True, np.arange(c)
+            found = torch.as_tensor(labels)
+        else:
+            count = max(2, c)
+            self.multilabel_, self.classes_ = False, _classes(labels, count, self.classes)
+            known = {label: i for i, label in enumerate(self.classes_.tolist())}
+            found = torch.tensor([known[label] for label in labels.tolist()])
+            likelihood = Bernoulli() if c == 1 else Categorical()
+        self.likelihood_ = likelihood
+        return likelihood.targets(found, J.n, c, dtype=J.dtype, device=J.device)
+
+    # Predictions.
+
+    def decision_function(self, X: Any) -> Any:
+        """The posterior mean of the logits: (n,) for one, else (n, c)."""
+        J = self._new_inputs(X)
+        f = self._base(J) + self.posterior_.shift(J)
+        return like(X, f[:, 0] if J.c == 1 and not self.multilabel_ else f)
+
+    def predict_proba(self, X: Any) -> Any:
+        """Class probabilities, averaged over the posterior, (n, number of classes); of each label where multi-label."""
+        return like(X, self._probabilities(X))
+
+    def predict(self, X: Any) -> Any:
+        """The most probable label of each input; where multi-label, (n, c) of zeros and ones."""
+        p = self._probabilities(X)
+        if self.multilabel_:
+            return like(X, (p > 0.5).long())
+        chosen = p.argmax(1).cpu().numpy()
+        labels = self.classes_[chosen]
+        return torch.as_tensor(labels, device=p.device) if self._tensors and isinstance(like(X, p), Tensor) else labels
+
+    def predict_logits(self, X: Any) -> tuple[Any, Any]:
+        """Mean (n, c) and covariance (n, c, c) of the logits of each input."""
+        J = self._new_inputs(X)
+        f, blocks = self._base(J) + self.posterior_.shift(J), self.posterior_.blocks(J)
+        return like(X, f), like(X, blocks)
+
+    def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
+        """k joint samples of the logits at X, (k, n, c)."""
+        J = self._new_inputs(X)
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        return like(X, self._base(J) + self.posterior_.sample(J, k, generator=generator))
+
+    def _probabilities(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        J = self._new_inputs(X)
+        f = self._base(J) + self.posterior_.shift(J)
+        if self.inference == "map":
+            p = self.likelihood_.mean(f)
+        else:
+            cov = self.posterior_.variance(J) if self.link == "probit" else self.posterior_.blocks(J)
+            generator = torch.Generator().manual_seed(self.seed)
+            draws = max(self.samples, 1000)
+            p = predictive(self.likelihood_, f, cov, link=self.link, samples=draws, generator=generator)
+        return torch.cat([1 - p, p], 1) if J.c == 1 and not self.multilabel_ else p
+
+
+def _labels(y: Any, n: int) -> np.ndarray:
+    """Labels as an array (n,), or (n, c) of zeros and ones."""
+    y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim not in (1, 2) or len(y) != n:
+        raise ValueError(f"{n} examples need labels of shape ({n},), or ({n}, c) of zeros and ones; got {y.shape}.")
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise ValueError(f"Labels must not be NaN or infinite; example {int(np.argmax(~np.isfinite(y)))} is.")
+    if y.ndim == 1:
+        check_classification_targets(y)
+    return y
+
+
+def _classes(labels: np.ndarray, count: int, given: Sequence[Any] | None) -> np.ndarray:
+    """The label of each of ``count`` classes."""
+    found = np.unique(labels)
+    if given is not None:
+        classes = np.asarray(given)
+        if len(classes) != count or len(set(classes.tolist())) != count:
+            raise ValueError(
+                f"The network has {count} classes, so classes= needs as many different labels; got {given}."
+            )
+        unknown = [label for label in found.tolist() if label not in set(classes.tolist())]
+        if unknown:
+            raise ValueError(f"Labels {unknown[:6]} are not among classes={classes.tolist()[:6]}.")
+        return classes
+    if len(found) > count:
+        raise ValueError(
+            f"There are {len(found)} labels and the network has {count} classes. Give it a new head first "
+            "with linnet.attach_head."
+        )
+    whole = found.dtype.kind in "iu" or (found.dtype.kind == "f" and bool((found == found.astype(int)).all()))
+    if whole and found.min() >= 0 and found.max() < count:
+        return np.arange(count).astype(found.dtype)
+    if found.dtype.kind == "b":
+        return np.array([False, True]) if count == 2 else found
+    if len(found) == count:
+        return found
+    raise ValueError(
+        f"The network has {count} classes and the labels are {found.tolist()[:6]}: which output is which? "
+        "Pass classes=, the label of each output in order."
+    )

@@ -1,0 +1,259 @@
+"""Averages of a likelihood over Gaussian outputs, f ~ N(mean, cov) example by example.
+
+What variational inference maximizes is made of `expected`; class probabilities are `predictive`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, singledispatch
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linnet.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Heteroscedastic,
+    Likelihood,
+    laplacian,
+    standard_normal,
+)
+
+
+class Expected(NamedTuple):
+    """Expectations of a likelihood over Gaussian outputs.
+
+    Attributes:
+        log_prob: E[log p(y | f)], (n,).
+        residual: E[residual], (n, c): the gradient of the first in the mean of f.
+        curvature: E[B], (n, c) where the likelihood is diagonal, else (n, c, c).
+    """
+
+    log_prob: Tensor
+    residual: Tensor
+    curvature: Tensor
+
+
+def expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None = None) -> Expected:
+    r"""Expectations of log p, residual and curvature over f ~ N(mean, cov), example by example.
+
+    `Gaussian` and `Heteroscedastic` are exact; `Bernoulli` is by quadrature, to about 1e-11 for any variance.
+    `Categorical` averages over the draws :math:`f = \mathrm{mean} + \mathrm{cov}^{1/2} \epsilon` with the symmetric
+    root, so that with fixed draws its first value is a smooth function of mean and cov, and its second that function's
+    exact gradient in the mean.
+
+    Args:
+        likelihood: Any of `linnet.likelihoods`.
+        mean: (n, c).
+        cov: (n, c, c), or (n, c) for variances of independent outputs.
+        y: Targets, as `Likelihood.targets` gives them.
+        eps: Standard normal draws (s, n, c), or (s, 1, c) for the same ones at every example; only `Categorical` needs
+            them.
+
+    Example:
+        >>> found = expected(Bernoulli(), torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+        >>> [round(t.item(), 4) for t in found]
+        [-0.8061, 0.5, 0.2066]
+    """
+    _check_moments(mean, cov)
+    return _expected(likelihood, mean, cov, y, eps)
+
+
+def predictive(
+    likelihood: Likelihood,
+    mean: Tensor,
+    cov: Tensor,
+    *,
+    link: str = "probit",
+    samples: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Class probabilities E[p(y | f)] with f ~ N(mean, cov), (n, c); for `Bernoulli` those of 1.
+
+    Args:
+        likelihood: `Bernoulli` or `Categorical`.
+        mean: (n, c).
+        cov: (n, c, c), or (n, c) for variances of independent outputs.
+        link: "probit" scales each logit by :math:`1 / \sqrt{1 + \pi v / 8}` with its own variance v, and is an
+            approximation that leaves out covariances; "mc" averages over draws of f.
+        samples: Draws of "mc"; the standard error of a probability is at most ``0.5 / sqrt(samples)``.
+        generator: Of the draws; by default one with seed 0. All examples share them, so that the probabilities of an
+            example do not depend on which others are asked for.
+
+    Example:
+        >>> predictive(Bernoulli(), torch.ones(1, 1), torch.full((1, 1), 100.0))
+        tensor([[0.5393]])
+    """
+    _check_moments(mean, cov)
+    if not isinstance(likelihood, Bernoulli | Categorical):
+        raise TypeError(
+            f"predictive gives probabilities of classes, for Bernoulli and Categorical; got {likelihood!r}. "
+            "For regression use the mean and variance of f and the noise."
+        )
+    if link == "probit":
+        return likelihood.mean(mean / (1 + math.pi / 8 * _marginal(cov, mean)).sqrt())
+    if link != "mc":
+        raise ValueError(f"link must be 'probit' or 'mc'; got {link!r}.")
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be a positive number of draws; got {samples!r}.")
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    n, c = mean.shape
+    root, total = _square_root(cov, mean), torch.zeros_like(mean)
+    eps = standard_normal((samples, 1, c), mean, generator)
+    for part in eps.split(max(1, 2**22 // max(1, n * c))):  # so that the draws of f take little memory
+        total += likelihood.mean(mean + _times(root, part)).sum(0)
+    return total / samples
+
+
+# By likelihood.
+
+
+@singledispatch
+def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    """See `expected`; the moments are checked."""
+    raise TypeError(
+        "Expectations over Gaussian outputs are known for Gaussian, Heteroscedastic, Bernoulli and Categorical; "
+        f"got {likelihood!r}. Use one of these."
+    )
+
+
+@_expected.register
+def _gaussian(likelihood: Gaussian, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    curvature = likelihood.curvature(mean)
+    spread = 0.5 * (_marginal(cov, mean) * curvature).sum(-1)
+    return Expected(likelihood.log_prob(mean, y) - spread, likelihood.residual(mean, y), curvature)
+
+
+@_expected.register
+def _heteroscedastic(likelihood: Heteroscedastic, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    # E[g(m) exp(-s)] = E[exp(-s)] E[g(m - cov(m, s))]: weighting a Gaussian by exp(-s) only shifts its mean.
+    (m, s), (v, w) = likelihood.split(mean), likelihood.split(_marginal(cov, mean))
+    d = m.shape[-1]
+    cross = cov[:, :d, d:].diagonal(dim1=-2, dim2=-1) if cov.ndim == 3 else torch.zeros_like(m)
+    precision = (0.5 * w - s).exp()
+    error = y - m + cross
+    squares = precision * (error.square() + v)
+    return Expected(
+        -0.5 * (squares + s + math.log(2 * math.pi)).sum(-1),
+        torch.cat([precision * error, 0.5 * (squares - 1)], -1),
+        torch.cat([precision, torch.full_like(s, 0.5)], -1),
+    )
+
+
+@_expected.register
+def _bernoulli(likelihood: Bernoulli, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    sign = 2 * y - 1
+    log_prob, miss, curvature = _logistic(sign * mean, _marginal(cov, mean).sqrt())
+    return Expected(log_prob.sum(-1), sign * miss, curvature)
+
+
+@_expected.register
+def _categorical(likelihood: Categorical, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    n, c = mean.shape
+    if eps is None or eps.ndim != 3 or eps.shape[0] == 0 or eps.shape[1] not in (1, n) or eps.shape[2] != c:
+        raise ValueError(
+            f"Categorical takes expectations over draws, so it needs eps of shape (s, {n}, {c}), standard normal; "
+            f"got {None if eps is None else tuple(eps.shape)}."
+        )
+    f = mean + _times(_square_root(cov, mean), eps)
+    pi = torch.softmax(f, -1)
+    return Expected(
+        likelihood.log_prob(f, y).mean(0),
+        likelihood.residual(f, y).mean(0),
+        laplacian(torch.einsum("snc,snd->ncd", pi, pi) / len(f)),
+    )
+
+
+# Gaussian outputs.
+
+
+def _check_moments(mean: Tensor, cov: Tensor) -> None:
+    n, c = mean.shape
+    if tuple(cov.shape) not in ((n, c), (n, c, c)):
+        raise ValueError(
+            f"The mean has shape ({n}, {c}), so cov needs shape ({n}, {c}, {c}), or ({n}, {c}) for variances; "
+            f"got {tuple(cov.shape)}."
+        )
+
+
+def _marginal(cov: Tensor, mean: Tensor) -> Tensor:
+    """Variances (n, c)."""
+    return _nonnegative(cov if cov.ndim == 2 else cov.diagonal(dim1=-2, dim2=-1), "variance")
+
+
+def _nonnegative(values: Tensor, what: str) -> Tensor:
+    """Values that are negative by rounding become zero; others are an error."""
+    if values.numel() == 0:
+        return values
+    finite = torch.isfinite(values)
+    largest = torch.where(finite, values, 0.0).max()
+    bad = ~(finite & (values >= -math.sqrt(torch.finfo(values.dtype).eps) * largest)).all(1)
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0])
+        raise ValueError(
+            f"The covariance of f is not positive semi-definite: example {i} has {what} {float(values[i].min()):.3g}, "
+            f"the largest is {float(largest):.3g}. Compute the posterior in float64, or with more noise."
+        )
+    return values.clamp(min=0)
+
+
+def _square_root(cov: Tensor, mean: Tensor) -> Tensor:
+    """The symmetric square root of each block, or of each variance; blocks may be singular."""
+    if cov.ndim == 2:
+        return _marginal(cov, mean).sqrt()
+    values, vectors = torch.linalg.eigh(cov)
+    return (vectors * _nonnegative(values, "eigenvalue").sqrt()[..., None, :]) @ vectors.mT
+
+
+def _times(root: Tensor, eps: Tensor) -> Tensor:
+    """Draws (s, n, c) with the square root of `_square_root`, from standard normal ones (s, n or 1, c)."""
+    return root * eps if root.ndim == 2 else torch.einsum("ncd,snd->snc", root, eps.expand(-1, len(root), -1))
+
+
+@cache
+def _rules() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Nodes and weights: of N(0, 1), and of the integral from 0 to 40, dense near 0."""
+    z, w = np.polynomial.hermite_e.hermegauss(32)
+    a, v = np.polynomial.legendre.leggauss(48)
+    a, v = (a + 1) / 2, v / 2
+    hermite = list(zip(z.tolist(), (w / w.sum()).tolist(), strict=True))
+    return hermite, list(zip((40 * a**2).tolist(), (80 * a * v).tolist(), strict=True))
+
+
+def _logistic(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""E[log s(f)], E[s(-f)] and E[s(f) s(-f)] for the logistic function s and f ~ N(mean, std^2).
+
+    Gauss-Hermite quadrature, exact to 1e-12 up to std 1, fails where std is large: s is a step there. What remains of
+    each function beside its limit (min(f, 0), a step, and zero) is a bump around f = 0 that decays like exp(-|f|),
+    and its integral against a Gaussian density that is wider than it is as exact by Gauss-Legendre quadrature.
+    """
+    hermite, legendre = _rules()
+    wide = std > 1
+    narrow, sigma = torch.where(wide, 0.0, std), torch.where(wide, std, 1.0)
+    inner = [torch.zeros_like(mean) for _ in range(3)]
+    for z, w in hermite:
+        f = mean + z * narrow
+        on, off = torch.sigmoid(f), torch.sigmoid(-f)
+        for total, value in zip(inner, (F.logsigmoid(f), off, on * off), strict=True):
+            total += w * value
+    center = mean / sigma
+    left = torch.special.ndtr(-center)
+    outer = [mean * left - sigma * _density(center), left.clone(), torch.zeros_like(mean)]
+    for t, w in legendre:
+        above, below = (w * _density((side * t - mean) / sigma) / sigma for side in (1, -1))
+        q = 1 / (1 + math.exp(t))
+        outer[0] -= math.log1p(math.exp(-t)) * (above + below)
+        outer[1] += q * (above - below)
+        outer[2] += q * (1 - q) * (above + below)
+    log_prob, miss, curvature = (torch.where(wide, b, a) for a, b in zip(inner, outer, strict=True))
+    return log_prob, miss, curvature
+
+
+def _density(z: Tensor) -> Tensor:
+    return torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)

@@ -1,0 +1,246 @@
+r"""Conditioning the linear model on Gaussian observations, ``r = J (theta - theta0) + noise``, by one of four solvers.
+
+=============  ==============================================  =====================================
+solver         decomposes or iterates on                       takes
+=============  ==============================================  =====================================
+function       Cholesky of ``M = I + L^T K L`` (n c, n c)      memory (n c)^2
+weight         Cholesky of ``H = I + Phi^T B Phi`` (p, p)      memory p^2
+cg-function    conjugate gradients on M                        two passes over the data an iteration
+cg-weight      conjugate gradients on H                        one pass over the data an iteration
+=============  ==============================================  =====================================
+
+The dense ones are exact. The others give the mean to a tolerance, covariances from posterior samples that are solved
+for in the same block, and the log determinant by stochastic Lanczos quadrature with a standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from linnet import evidence, iterative
+from linnet.evidence import LOG_2PI, Choice, Problem
+from linnet.iterative import cached_if_fits, lanczos_spectrum
+from linnet.posterior import FunctionPosterior, WeightPosterior
+from linnet.priors import Prior
+from linnet.problem import Fit, Noise, Settings, Task, choose_solver
+from linnet.solve import cholesky_, cholesky_solve, solve_lower, solve_upper
+
+
+def condition(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
+    """The posterior of every task, with hyperparameters that all tasks share.
+
+    Args:
+        tasks: One or more; their Jacobians belong to the same network.
+        prior: Of the displacement of each task.
+        settings: How to solve.
+    """
+    first = tasks[0].J
+    rows = max(task.J.shape[0] for task in tasks)
+    device, kernels = first.device, max(1, len(prior.scales))
+    solver = choose_solver(rows, first.shape[1], settings, device=device, kernels=kernels)
+    several = len(prior.scales) > 1 or (tasks[0].noise.count > 1 and tasks[0].noise.value is None)
+    if solver.startswith("cg") and several:
+        what = f"prior={prior.name!r}" if len(prior.scales) > 1 else "noise per output"
+        raise NotImplementedError(
+            f"{what} chooses several hyperparameters by the evidence, which needs a dense solver; got {solver!r} for "
+            f"{rows:,} rows by {first.shape[1]:,} parameters. Use solver='function' or 'weight' where they fit, allow "
+            "more memory (memory=), take prior='shared' with one noise or fewer parameters (params=), or fit on a part "
+            "of the data and pass what it found."
+        )
+    if solver == "function":
+        return _function(tasks, prior, settings)
+    if solver == "weight":
+        return _weight(tasks, prior, settings)
+    return iterative.condition(tasks, prior, settings, space="weight" if solver == "cg-weight" else "function")
+
+
+# Dense function space.
+
+
+def _function(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
+    tasks = [replace(task, J=task.J.cached()) for task in tasks]
+    several = len(prior.scales) > 1 or tasks[0].noise.count > 1
+    kernels: list[dict[str, Tensor]] = []
+    for task in tasks:
+        parts = task.J.layer_grams() if len(prior.scales) > 1 else {"all": task.J.gram(scale=prior.base)}
+        for K in parts.values():
+            _whiten_(K, task.noise.base)
+        kernels.append(parts)
+    residuals = [task.r * task.noise.base.rsqrt() for task in tasks]
+    fixed = () if prior.scales else (1.0,)
+    if several:
+        choice = _several(tasks, kernels, residuals, prior, fixed)
+    else:
+        choice = _one(kernels, residuals, tasks[0].noise, fixed, settings)
+    fits = []
+    for task, parts, whitened in zip(tasks, kernels, residuals, strict=True):
+        variance = prior.variance(choice.scales if prior.scales else ())
+        M, scales = _combined_(parts, choice.scales), task.r.new_tensor(choice.noise)[task.noise.group]
+        _whiten_(M, scales)
+        M.diagonal().add_(1)
+        check_conditioning(M)
+        C = cholesky_(M)
+        root = (task.noise.base * scales).rsqrt()
+        half = solve_lower(C, (whitened * scales.rsqrt())[:, None])
+        alpha = root * solve_upper(C, half)[:, 0]
+        delta = variance * (task.J.T @ alpha)
+        log_det = 2 * float(C.diagonal().log().sum()) - 2 * float(root.log().sum())
+        value = -0.5 * (float(half.square().sum()) + log_det + len(root) * LOG_2PI)
+        posterior = FunctionPosterior(task.J, variance, delta, root=root, factor=C)
+        fits.append(Fit(posterior, choice, variance, root**-2, alpha, value, 0.0, "function"))
+    return fits
+
+
+def _whiten_(K: Tensor, variance: Tensor) -> None:
+    """Divides rows and columns by standard deviations, in place."""
+    if bool((variance != 1).any()):
+        root = variance.rsqrt()
+        K.mul_(root[:, None]).mul_(root)
+
+
+def _combined_(parts: dict[str, Tensor], scales: Sequence[float]) -> Tensor:
+    """The sum of scaled kernels, in the memory of the first."""
+    total, *others = parts.values()
+    total.mul_(scales[0])
+    for K, s in zip(others, scales[1:], strict=True):
+        total.add_(K, alpha=s)
+    return total
+
+
+def check_conditioning(M: Tensor) -> None:
+    """Raise where M, whose smallest eigenvalue is about one, is more than its precision can tell from singular.
+
+    Well before its decomposition fails, the numbers that it gives are wrong.
+    """
+    eps = torch.finfo(M.dtype).eps
+    v = torch.randn(len(M), dtype=M.dtype, generator=torch.Generator().manual_seed(0)).to(M.device)
+    for _ in range(8):  # the norm of M v is never above the largest eigenvalue, and soon close to it
+        v = M @ (v / v.norm())
+    if 10 * eps * float(v.norm()) > 1:
+        kind = str(M.dtype).removeprefix("torch.")
+        more = "" if M.dtype == torch.float64 else ", or use dtype='float64'"
+        raise ArithmeticError(
+            f"The noise is {1 / float(v.norm()):.1g} of the kernel's largest eigenvalue, and {kind} needs "
+            f"{10 * eps:.1g} of it for numbers to be right. Give more noise{more}."
+        )
+
+
+EXACT_ROWS = {"cpu": 4096, "cuda": 12_288}
+"""Rows up to which hyperparameters come from an eigendecomposition rather than from Lanczos steps."""
+
+
+def _one(
+    kernels: Sequence[dict[str, Tensor]],
+    residuals: Sequence[Tensor],
+    noise: Noise,
+    fixed: tuple[float, ...],
+    settings: Settings,
+) -> Choice:
+    """One scale and one noise, of which some may be given."""
+    if fixed and noise.value is not None:
+        return Choice(fixed, noise.value, math.nan)
+    spectra = []
+    for parts, r in zip(kernels, residuals, strict=True):
+        (K,) = parts.values()
+        if len(r) <= EXACT_ROWS[r.device.type]:
+            spectra.append(evidence.exact_spectrum(K, r))
+        else:
+            spectra.append(lanczos_spectrum(lambda V, K=K: K @ V, r, settings))  # type: ignore[misc]
+    return evidence.best(
+        evidence.joined(spectra),
+        scale=fixed[0] if fixed else None,
+        noise=noise.value[0] if noise.value else None,
+        floor=evidence.dense_floor(residuals),
+    )
+
+
+def _several(
+    tasks: Sequence[Task],
+    kernels: Sequence[dict[str, Tensor]],
+    residuals: Sequence[Tensor],
+    prior: Prior,
+    fixed: tuple[float, ...],
+) -> Choice:
+    """Several scales or noises: start from the best single ones."""
+    noise = tasks[0].noise
+    if fixed and noise.value is not None:
+        return Choice(fixed, noise.value, math.nan)
+    spectra = [evidence.exact_spectrum(sum(parts.values()), r) for parts, r in zip(kernels, residuals, strict=True)]  # type: ignore[arg-type]
+    given = noise.value[0] if noise.value is not None and noise.count == 1 else None
+    start = evidence.best(
+        evidence.joined(spectra),
+        scale=fixed[0] if fixed else None,
+        noise=given,
+        floor=evidence.dense_floor(residuals),
+    )
+    count = max(1, len(prior.scales))
+    start = Choice(start.scales * count, start.noise * noise.count, start.log_evidence)
+    problems = [Problem(parts, r, task.noise.group) for task, parts, r in zip(tasks, kernels, residuals, strict=True)]
+    return evidence.best_dense(problems, start=start, scales=fixed or None, noise=noise.value)
+
+
+# Dense weight space.
+
+
+def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
+    tasks = [replace(task, J=cached_if_fits(task.J)) for task in tasks]
+    noise = tasks[0].noise
+    d = prior.base.sqrt()
+    moments = []
+    for task in tasks:
+        found = []
+        for g in range(noise.count):
+            weight = torch.where(task.noise.group == g, 1 / task.noise.base, 0.0)
+            # d on both sides: Phi^T W Phi.
+            G = d[:, None] * task.J.normal(torch.diag(d), weight)
+            b = d * (task.J.T @ (weight * task.r))
+            found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), int((weight > 0).sum())))
+        moments.append(found)
+    choice = _weight_choice(moments, prior, noise)
+    fits = []
+    for task, found in zip(tasks, moments, strict=True):
+        ones = replace(prior, base=torch.ones_like(prior.base))  # a layer may have the variance zero
+        scales = ones.variance(choice.scales if prior.scales else ())
+        root = scales.sqrt()
+        H = sum(G / v for (G, *_), v in zip(found, choice.noise, strict=True))
+        b = root * sum(b / v for (_, b, *_), v in zip(found, choice.noise, strict=True))
+        assert isinstance(H, Tensor)
+        H = root[:, None] * H * root
+        H.diagonal().add_(1)
+        check_conditioning(H)
+        C = cholesky_(H)
+        u = cholesky_solve(C, b)
+        variance, rows = prior.base * scales, task.noise.rows(choice.noise)
+        delta = variance.sqrt() * u
+        left = task.r - task.J @ delta
+        value = -0.5 * (
+            float((left.square() / rows).sum() + u @ u + rows.log().sum())
+            + 2 * float(C.diagonal().log().sum())
+            + len(rows) * LOG_2PI
+        )
+        posterior = WeightPosterior(variance, delta, factor=C)
+        fits.append(Fit(posterior, choice, variance, rows, left / rows, value, 0.0, "weight"))
+    return fits
+
+
+def _weight_choice(moments: list[list[tuple[Tensor, Tensor, float, int]]], prior: Prior, noise: Noise) -> Choice:
+    fixed = () if prior.scales else (1.0,)
+    if fixed and noise.value is not None:
+        return Choice(fixed, noise.value, math.nan)
+    totals = [
+        [sum(column) for column in zip(*found, strict=True)]  # over outputs, as if they had one noise
+        for found in moments
+    ]
+    spectra = [evidence.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]  # type: ignore[arg-type]
+    given = noise.value[0] if noise.value is not None and noise.count == 1 else None
+    floor = evidence.dense_floor([b for _, b, *_ in totals])  # type: ignore[misc]
+    start = evidence.best(evidence.joined(spectra), scale=fixed[0] if fixed else None, noise=given, floor=floor)
+    if len(prior.scales) <= 1 and noise.count == 1:
+        return start
+    start = Choice(start.scales * max(1, len(prior.scales)), start.noise * noise.count, start.log_evidence)
+    return evidence.best_weight(moments, prior.group, start=start, scales=fixed or None, noise=noise.value)

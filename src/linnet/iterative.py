@@ -1,0 +1,175 @@
+"""Conditioning on Gaussian observations by conjugate gradients: mean, samples and log determinant in one block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from linnet import evidence
+from linnet.evidence import LOG_2PI, Choice, Spectrum
+from linnet.jacobian import Jacobian
+from linnet.operators import LinearOperator
+from linnet.plan import dense_budget
+from linnet.posterior import SamplePosterior
+from linnet.precondition import Preconditioner, landmark_index, nystrom, pivoted_cholesky
+from linnet.priors import Prior
+from linnet.problem import Fit, Settings, Task
+from linnet.quadrature import lanczos, log_det_from
+from linnet.solve import cg
+
+
+def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space: str) -> list[Fit]:
+    """As `linnet.gaussian.condition`, in the given space, with one scale and one noise at most to choose."""
+    tasks = [replace(task, J=cached_if_fits(task.J)) for task in tasks]
+    noise = tasks[0].noise
+    fixed = () if prior.scales else (1.0,)
+    if fixed and noise.value is not None:
+        choice = Choice(fixed, noise.value, math.nan)
+    else:
+        spectra = [_streamed_spectrum(task, prior, settings) for task in tasks]
+        choice = evidence.best(
+            evidence.joined(spectra),
+            scale=fixed[0] if fixed else None,
+            noise=noise.value[0] if noise.value else None,
+            floor=64 * torch.finfo(tasks[0].J.dtype).eps,
+        )
+    variance = prior.variance(choice.scales if prior.scales else ())
+    solve = _cg_weight if space == "weight" else _cg_function
+    return [solve(task, variance, choice, settings) for task in tasks]
+
+
+def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> Spectrum:
+    r"""By Lanczos in weight space, one pass a step, started at ``Phi^T r`` and at ``Phi^T z`` of random probes z.
+
+    The nodes of ``Phi^T Phi`` are those of the kernel, and the energy of r at an eigenvalue is that of ``Phi^T r``
+    divided by it; what is missing from the squared norm of r lies where the kernel is zero.
+    """
+    root, J = task.noise.base.rsqrt(), task.J
+    Phi, m = J.scaled(prior.base.sqrt()), J.shape[0]
+    z = torch.randn(m, settings.probes, dtype=J.dtype, generator=settings.generator(1)).to(J.device)
+    B = torch.cat([(root * task.r)[:, None], z], 1)
+    found = lanczos(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
+    nodes, weights, norms2 = (x.double().cpu() for x in found)
+    real = nodes > 1e3 * torch.finfo(J.dtype).eps * nodes.max()
+    energies = torch.where(real, weights * norms2[:, None] / nodes, 0.0)
+    nodes = torch.where(real, nodes, 0.0)
+    total = B.double().square().sum(0).cpu()
+    nodes = torch.cat([nodes, nodes.new_zeros(len(nodes), 1)], 1)
+    energies = torch.cat([energies, (total - energies.sum(1)).clamp_min(0)[:, None]], 1)
+    counts = energies[1:] / energies[1:].sum(1, keepdim=True) * (m / settings.probes)
+    return Spectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], energies[0])
+
+
+def preconditioner_of(
+    Phi: LinearOperator, J: Jacobian, weight: Tensor, settings: Settings, space: str
+) -> Preconditioner | None:
+    """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
+    kind = settings.preconditioner
+    if kind == "none" or (kind == "auto" and not J.by_position):
+        return None
+    if settings.rank == "auto":
+        # A direction is as long as the system is large, and all are held twice while they are made.
+        length = J.shape[1 if space == "weight" else 0]
+        most = int(0.7 * dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
+        rows = min(6000 if J.device.type == "cuda" else 1000, most)
+        rank = max(1, min(J.n, rows // J.c))
+    else:
+        rank = min(int(settings.rank), J.n)
+    if kind == "pivoted-cholesky":
+        return pivoted_cholesky(Phi, rank * J.c, weight=weight, space=space)
+    index = landmark_index(J.n, rank, settings.generator(2))
+    scale = Phi.d  # type: ignore[attr-defined]
+    # An eigenvalue far below one changes nothing beside the identity.
+    return nystrom(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
+
+
+def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: Settings) -> Fit:
+    J, rows = task.J, task.noise.rows(choice.noise)
+    d, weight, k = variance.sqrt(), 1 / rows, settings.samples
+    Phi = J.scaled(d)
+    P = preconditioner_of(Phi, J, weight, settings, "weight")
+    # Right-hand sides whose covariance is H: their solutions are posterior samples.
+    e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
+    h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
+    first = torch.cat([(weight * task.r)[:, None], weight.sqrt()[:, None] * e], 1)
+    B = Phi.T @ first
+    B[:, 1:] += h
+    B = torch.cat([B, probes_of(P, J.shape[1], J, settings)], 1)
+    solution = cg(
+        lambda V: V + Phi.normal(V, weight),
+        B,
+        preconditioner=P,
+        tolerance=settings.tolerance,
+        iterations=settings.iterations,
+        probes=settings.probes,
+        progress=settings.progress,
+    ).checked("The weight-space solve")
+    delta, samples = d * solution.value[:, 0], d[:, None] * solution.value[:, 1 : 1 + k]
+    u = solution.value[:, 0]
+    left = task.r - J @ delta
+    assert solution.tridiagonals is not None
+    log_det, error = log_det_from(solution.tridiagonals, P, J.shape[1])
+    fit = float((weight * left.square()).sum() + u @ u)
+    value = -0.5 * (fit + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    posterior = SamplePosterior(delta, samples)
+    return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
+
+
+def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: Settings) -> Fit:
+    J, rows = task.J, task.noise.rows(choice.noise)
+    d, root, k = variance.sqrt(), rows.rsqrt()[:, None], settings.samples
+    Phi = J.scaled(d)
+    P = preconditioner_of(Phi, J, 1 / rows, settings, "function")
+    # Matheron: u0 + Phi^T L M^-1 (e - L Phi u0) is a posterior sample of the whitened weights.
+    e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
+    h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
+    B = torch.cat([root * task.r[:, None], e - root * (Phi @ h), probes_of(P, J.shape[0], J, settings)], 1)
+    solution = cg(
+        lambda U: U + root * (Phi @ (Phi.T @ (root * U))),
+        B,
+        preconditioner=P,
+        tolerance=settings.tolerance,
+        iterations=settings.iterations,
+        probes=settings.probes,
+        progress=settings.progress,
+    ).checked("The function-space solve")
+    X = root * solution.value[:, : 1 + k]
+    back = Phi.T @ X
+    delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
+    assert solution.tridiagonals is not None
+    log_det, error = log_det_from(solution.tridiagonals, P, J.shape[0])
+    value = -0.5 * (float(task.r @ X[:, 0]) + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    posterior = SamplePosterior(delta, samples)
+    return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
+
+
+def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings) -> Tensor:
+    """Vectors of covariance P, for the log determinant."""
+    generator = settings.generator(5)
+    if P is not None:
+        return P.sample(settings.probes, generator)
+    return torch.randn(m, settings.probes, dtype=J.dtype, generator=generator).to(J.device)
+
+
+def cached_if_fits(J: Jacobian) -> Jacobian:
+    """J with its factors in memory, or J itself where they are too large."""
+    try:
+        return J.cached()
+    except MemoryError:
+        return J
+
+
+def lanczos_spectrum(
+    product: Callable[[Tensor], Tensor], r: Tensor, settings: Settings, *, steps: int = 100
+) -> Spectrum:
+    """From Lanczos steps on the kernel, started at r and at random probes."""
+    z = torch.randn(len(r), settings.probes, dtype=r.dtype, generator=settings.generator(1)).to(r.device)
+    nodes, weights, norms2 = lanczos(product, torch.cat([r[:, None], z], 1), steps=steps)
+    nodes, weights, norms2 = (x.double().cpu() for x in (nodes, weights, norms2))
+    nodes = nodes.clamp_min(0)
+    counts = weights[1:] * (len(r) / settings.probes)
+    return Spectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], weights[0] * norms2[0])

@@ -1,0 +1,208 @@
+"""How good predictions are: classification from probabilities, regression from means and standard deviations.
+
+Every function takes tensors or arrays, computes in float64 and returns a Python number, averaged over the examples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet import _checks
+
+SUM_TOLERANCE = 1e-3  # of a row of probabilities: room for half precision, none for logits
+
+
+def classification(probabilities: Any, labels: Any, *, bins: int = 15) -> dict[str, float]:
+    """Accuracy, NLL, Brier score and ECE in one dict.
+
+    Args:
+        probabilities: (n, c), rows that sum to 1.
+        labels: (n,), integers from 0 to c - 1.
+        bins: Of the calibration error.
+
+    >>> found = classification([[0.75, 0.25], [0.5, 0.5]], [0, 1])
+    >>> {name: round(value, 4) for name, value in found.items()}
+    {'accuracy': 0.5, 'nll': 0.4904, 'brier': 0.3125, 'ece': 0.375}
+    """
+    return {
+        "accuracy": accuracy(probabilities, labels),
+        "nll": nll(probabilities, labels),
+        "brier": brier(probabilities, labels),
+        "ece": ece(probabilities, labels, bins=bins),
+    }
+
+
+def regression(mean: Any, std: Any, target: Any, *, level: float = 0.95) -> dict[str, float]:
+    """RMSE, Gaussian NLL and coverage in one dict; see `gaussian_nll` and `coverage` for the arguments.
+
+    >>> regression([0.0, 0.0], [1.0, 1.0], [0.0, 3.0])["coverage"]
+    0.5
+    """
+    return {
+        "rmse": rmse(mean, target),
+        "nll": gaussian_nll(mean, std, target),
+        "coverage": coverage(mean, std, target, level=level),
+    }
+
+
+# Classification.
+
+
+def accuracy(probabilities: Any, labels: Any) -> float:
+    """The share of examples whose most probable class is theirs; of equal probabilities the first class counts."""
+    p, y = _classes(probabilities, labels)
+    return (p.argmax(1) == y).double().mean().item()
+
+
+def nll(probabilities: Any, labels: Any) -> float:
+    """The mean negative log probability of the labels, in nats; infinite where a label was given probability zero.
+
+    Probabilities that come from confident logits underflow in float32: take the softmax in float64.
+
+    >>> nll([[0.5, 0.5], [1.0, 0.0]], [0, 1])
+    inf
+    """
+    p, y = _classes(probabilities, labels)
+    return -p[torch.arange(len(y)), y].log().mean().item()
+
+
+def brier(probabilities: Any, labels: Any) -> float:
+    """The mean squared distance of a row of probabilities to its label's indicator, between 0 and 2."""
+    p, y = _classes(probabilities, labels)
+    return (p - torch.nn.functional.one_hot(y, p.shape[1])).square().sum(1).mean().item()
+
+
+def ece(probabilities: Any, labels: Any, *, bins: int = 15) -> float:
+    """Expected calibration error of the most probable class: the mean gap of confidence and accuracy over equal bins.
+
+    By torchmetrics, whose bins are in float32: a confidence within 1e-7 of an edge may fall to either side.
+    """
+    from torchmetrics.functional.classification import multiclass_calibration_error  # slow to import
+
+    p, y = _classes(probabilities, labels)
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise ValueError(f"bins must be a positive number; got {bins!r}.")
+    if p.shape[1] == 1:
+        return 0.0  # one class, always right; torchmetrics wants two
+    # torchmetrics takes anything above 1, also rounding, for logits
+    return multiclass_calibration_error(p.clamp(max=1.0), y, num_classes=p.shape[1], n_bins=bins).item()
+
+
+# Regression.
+
+
+def rmse(mean: Any, target: Any) -> float:
+    """Root mean squared error of means against targets of the same shape, over all entries.
+
+    >>> rmse([0.0, 0.0], [3.0, 4.0]) == 12.5**0.5
+    True
+    """
+    m, y = _alike(mean=mean, target=target)
+    return (m - y).square().mean().sqrt().item()
+
+
+def gaussian_nll(mean: Any, std: Any, target: Any) -> float:
+    """The mean of -log N(target | mean, std^2), in nats.
+
+    Args:
+        mean: (n,) or (n, c).
+        std: Standard deviations of the observations, noise included: the same shape, or one number.
+        target: The same shape as the mean.
+    """
+    m, s, y = _gaussian(mean, std, target)
+    return (0.5 * ((y - m) / s).square() + s.log() + 0.5 * math.log(2 * math.pi)).mean().item()
+
+
+def coverage(mean: Any, std: Any, target: Any, *, level: float = 0.95) -> float:
+    """The share of targets inside their central Gaussian intervals of a given level; calibrated is equal to it.
+
+    Args:
+        mean: (n,) or (n, c).
+        std: Standard deviations of the observations, noise included: the same shape, or one number.
+        target: The same shape as the mean.
+        level: Probability of the interval, between 0 and 1.
+    """
+    m, s, y = _gaussian(mean, std, target)
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, such as 0.95; got {level!r}.")
+    reach = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
+    return ((y - m).abs() <= reach * s).double().mean().item()
+
+
+# What is accepted.
+
+
+def _numbers(value: Any, name: str) -> Tensor:
+    """Anything array-like, on the CPU; NaN and infinity are refused."""
+    if isinstance(value, Tensor):
+        t = value.detach().cpu()
+    else:
+        array = np.asarray(value)
+        _checks.check_array(array, name)
+        t = torch.as_tensor(array)
+    if t.is_complex():
+        raise TypeError(f"{name} must be real numbers; got {t.dtype}.")
+    if t.numel() == 0:
+        raise ValueError(f"{name} must hold at least one example; got shape {tuple(t.shape)}.")
+    bad = ~torch.isfinite(t)
+    if bool(bad.any()):
+        at = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name} must be finite; entry {at} is {t[tuple(at)].item()}.")
+    return t
+
+
+def _classes(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Probabilities (n, c) in float64 and labels (n,) that fit them."""
+    p, y = _numbers(probabilities, "probabilities").double(), _numbers(labels, "labels")
+    if p.ndim != 2:
+        hint = " For two classes stack (1 - p, p)." if p.ndim == 1 else ""
+        raise ValueError(f"probabilities must have shape (n, c); got {tuple(p.shape)}.{hint}")
+    if y.shape != p.shape[:1]:
+        raise ValueError(
+            f"labels must have shape ({len(p)},), one for each row of probabilities; got {tuple(y.shape)}."
+        )
+    if y.is_floating_point() or y.dtype == torch.bool:
+        raise TypeError(
+            f"labels must be integers, the columns of probabilities; got {_checks.kind(labels)} of {y.dtype}."
+        )
+    y = y.long()
+    if y.min() < 0 or y.max() >= p.shape[1]:
+        wrong = int(y.min() if y.min() < 0 else y.max())
+        raise ValueError(f"labels must be columns of probabilities, from 0 to {p.shape[1] - 1}; got {wrong}.")
+    off = (p.sum(1) - 1).abs()
+    if bool((p < 0).any()) or bool((off > SUM_TOLERANCE).any()):
+        row = int(torch.maximum(off, -p.amin(1)).argmax())
+        raise ValueError(
+            f"probabilities must be nonnegative and sum to 1; row {row} has the least entry {p[row].min().item():.3g} "
+            f"and the sum {p[row].sum().item():.6g}. Logits need softmax(1) first."
+        )
+    return p, y
+
+
+def _alike(**arrays: Any) -> list[Tensor]:
+    """Arrays (n,) or (n, c) of one shape, in float64."""
+    tensors = {name: _numbers(value, name).double() for name, value in arrays.items()}
+    (first, one), *others = tensors.items()
+    for name, t in others:
+        if t.shape != one.shape:  # broadcasting (n,) against (n, 1) would compare all pairs
+            raise ValueError(
+                f"{first} and {name} must have the same shape; got {tuple(one.shape)} and {tuple(t.shape)}."
+            )
+    if one.ndim not in (1, 2):
+        raise ValueError(f"{first} must have shape (n,) or (n, c); got {tuple(one.shape)}.")
+    return list(tensors.values())
+
+
+def _gaussian(mean: Any, std: Any, target: Any) -> tuple[Tensor, Tensor, Tensor]:
+    m, y = _alike(mean=mean, target=target)
+    s = _numbers(std, "std").double()
+    if s.shape not in (m.shape, ()):
+        raise ValueError(f"std must be one number or have the mean's shape {tuple(m.shape)}; got {tuple(s.shape)}.")
+    if s.min() <= 0:
+        raise ValueError(f"std must be positive; the least entry is {s.min().item():.3g}. Add the observation noise.")
+    return m, s.expand_as(m), y

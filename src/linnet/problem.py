@@ -1,0 +1,170 @@
+"""What is to be solved, and how: observations with noise, settings of the solvers, and which solver serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from linnet.evidence import Choice
+from linnet.plan import dense_budget
+from linnet.posterior import Posterior
+from linnet.solve import Solution
+
+Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
+Precondition = Literal["auto", "nystrom", "pivoted-cholesky", "none"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to solve.
+
+    Attributes:
+        solver: See the module.
+        memory: Bytes that dense matrices may take, or "auto".
+        tolerance: Largest relative residual of the iterative solvers.
+        iterations: Their limit.
+        preconditioner: "nystrom", "pivoted-cholesky" or "none"; "auto" is Nystrom where examples can be chosen.
+        rank: Rows of the kernel that the preconditioner is made from, or "auto".
+        samples: Posterior samples of the iterative solvers.
+        probes: Probe vectors of the log determinant.
+        seed: Of samples, probes and landmarks.
+        progress: As in `Linearization.jacobian`.
+    """
+
+    solver: Solver = "auto"
+    memory: float | str = "auto"
+    tolerance: float = 1e-6
+    iterations: int = 1000
+    preconditioner: Precondition = "auto"
+    rank: int | str = "auto"
+    samples: int = 64
+    probes: int = 16
+    seed: int = 0
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("solver", Solver), ("preconditioner", Precondition)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, get_args(known)))}; got {getattr(self, name)!r}."
+                )
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance must be positive; got {self.tolerance!r}.")
+        for name in ("iterations", "samples", "probes"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive number; got {getattr(self, name)!r}.")
+        if self.rank != "auto" and (not isinstance(self.rank, int) or self.rank < 1):
+            raise ValueError(f"rank must be a positive number or 'auto'; got {self.rank!r}.")
+
+    def generator(self, step: int = 0) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + 1_000_003 * step)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Variances of the observations: a known one for each row, times a scale for each group of rows.
+
+    Attributes:
+        base: (n c,).
+        group: (n c,), the number of a row's scale.
+        count: How many scales there are.
+        value: The scales where they are given; None where the evidence chooses them.
+    """
+
+    base: Tensor
+    group: Tensor
+    count: int = 1
+    value: tuple[float, ...] | None = None
+
+    def rows(self, scales: Sequence[float]) -> Tensor:
+        """The variance of each row, (n c,)."""
+        s = torch.tensor(list(scales), dtype=self.base.dtype, device=self.base.device)
+        return self.base * s[self.group]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Observations of one task.
+
+    Attributes:
+        J: The Jacobian of its inputs.
+        r: (n c,), targets less the mean function.
+        noise: Of the observations.
+        base: (n, c), the mean function.
+    """
+
+    J: Any
+    r: Tensor
+    noise: Noise
+    base: Tensor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A posterior and how it was found.
+
+    Attributes:
+        posterior: Of the displacement.
+        choice: Hyperparameters.
+        variance: S, (p,).
+        noise_rows: (n c,), the noise variance of each observation.
+        alpha: (n c,), ``(K + noise)^-1 r``.
+        log_evidence: ``log N(r | 0, K + noise)``.
+        error: Its standard error; 0 where exact.
+        solver: The one that was used.
+        solution: Convergence of an iterative solver; None for a dense one.
+    """
+
+    posterior: Posterior
+    choice: Choice
+    variance: Tensor
+    noise_rows: Tensor
+    alpha: Tensor
+    log_evidence: float
+    error: float
+    solver: str
+    solution: Solution | None = field(default=None, repr=False)
+
+
+def choose_solver(
+    rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int = 1, steps: int = 1
+) -> Solver:
+    """The solver for a problem of this size: the cheaper dense one that fits memory and patience, else iterative.
+
+    The iterative one works in function space, where the Nystrom preconditioner is better by far (10 iterations against
+    54, 5 against 22, 3 against 10 for a small network with 300, 600 and 1,000 landmarks), unless there are so many rows
+    that it would not fit memory.
+
+    Args:
+        rows: n c.
+        p: Parameters.
+        settings: Its ``solver``, unless that is "auto"; its memory.
+        device: Where it runs.
+        kernels: Dense kernels that are held at once.
+        steps: Decompositions that are made.
+
+    >>> choose_solver(500, 10_000, Settings(), device=torch.device("cpu"))
+    'function'
+    >>> choose_solver(10_000, 500, Settings(), device=torch.device("cpu"))
+    'weight'
+    """
+    if settings.solver != "auto":
+        return settings.solver
+    memory = dense_budget(settings.memory, device)
+    # Work that a machine does in about a minute: 2e12 multiply-adds on a few cores, 5e14 on a large GPU.
+    patience = 5e14 if device.type == "cuda" else 2e12
+    function = (8 * (2 + kernels) * rows**2 if rows < 20_000 else 8.4 * kernels * rows**2, rows**3 / 3)
+    weight = (8 * 4 * p**2, p**3 + rows * p**2)
+    patience /= steps
+    fitting = {
+        name: cost
+        for name, (size, cost) in {"function": function, "weight": weight}.items()
+        if size <= memory and cost <= patience
+    }
+    if fitting:
+        return min(fitting, key=fitting.__getitem__)  # type: ignore[return-value]
+    return "cg-function" if 16 * rows * 1000 <= 0.5 * memory else "cg-weight"

@@ -1,0 +1,439 @@
+"""Door 1, regression: the Gaussian process whose kernel is a trained network's Jacobian (Maddox et al. 2021)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import MultiOutputMixin, RegressorMixin
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor, nn
+
+from linnet import _checks, conditioned, gaussian, saved
+from linnet.evidence import LOG_2PI
+from linnet.iterative import cached_if_fits
+from linnet.jacobian import Jacobian
+from linnet.linearize import Linearization, linearize
+from linnet.operators import Stack
+from linnet.params import Params
+from linnet.priors import PriorSpec, check_prior, make_prior
+from linnet.problem import Fit, Noise, Task, choose_solver
+from linnet.tangent import Mean, Tangent, as_targets, default_network, like
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Predictions of each training example from all others, in closed form.
+
+    Attributes:
+        mean: (n,) or (n, c).
+        std: Of an observation, noise included, in the same shape.
+        log_score: (n,), the log density of the left-out targets.
+    """
+
+    mean: Any
+    std: Any
+    log_score: Any
+
+
+class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
+    r"""Adapt a trained network to a regression task: the posterior of the linearized network, in closed form.
+
+    .. math:: y = m(x) + J(x) (\theta - \theta_0) + \epsilon, \qquad \theta - \theta_0 \sim N(0, S)
+
+    The defaults are for data that the network has **not** been trained on. On its own training data the network's
+    residuals are over-fitted: use ``mean="zero"`` there.
+
+    Args:
+        model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
+        params: Which parameters adapt; see `linnet.linearize`.
+        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
+        prior: On the displacement: "shared", "ntk", "balanced", "layerwise", "unit", a variance, or variances by layer
+            glob; see `linnet.priors`.
+        noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
+            "heteroscedastic" reads log variances from the second half of the network's outputs and scales them; or a
+            number, or one number for each output.
+        solver: "auto", "function", "weight", "cg-function" or "cg-weight"; see `linnet.gaussian`.
+        output: How to read the model's outputs; see `linnet.linearize`.
+        dtype: Of all computations, the network's included: "auto" is float64, which kernels need, but float32 on GPUs
+            that are slow at it; "float32" or "float64".
+        tolerance: Relative residual at which the iterative solvers stop.
+        iterations: Their limit.
+        preconditioner: "auto", "nystrom", "pivoted-cholesky" or "none".
+        rank: Examples that the preconditioner is made from, or "auto".
+        samples: Posterior samples of the iterative solvers.
+        memory: Bytes that dense matrices may take, or "auto".
+        batch_size: Examples per chunk, or "auto".
+        seed: Of everything that is drawn.
+        progress: False for no progress bars.
+
+    Attributes:
+        noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's.
+        scales_: Prior scales by name.
+        log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error.
+        solver_: The solver used; ``solution_`` its convergence where it iterates.
+        layer_relevance_: Each layer's share in the adaptation.
+        loo_: Closed-form leave-one-out predictions.
+
+    Example:
+        >>> X = torch.linspace(-2, 2, 20)[:, None]
+        >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+        >>> reg = TangentRegressor(model).fit(X, torch.sin(2 * X[:, 0]))
+        >>> mean, std = reg.predict(X, return_std=True)
+        >>> mean.shape, bool((std > 0).all())
+        (torch.Size([20]), True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        params: Params = None,
+        mean: Mean = "network",
+        prior: PriorSpec = "shared",
+        noise: Any = "evidence",
+        solver: str = "auto",
+        *,
+        output: Any = None,
+        dtype: Any = "auto",
+        tolerance: float = 1e-6,
+        iterations: int = 1000,
+        preconditioner: str = "auto",
+        rank: int | str = "auto",
+        samples: int = 64,
+        memory: float | str = "auto",
+        batch_size: int | str = "auto",
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> None:
+        self.model, self.params, self.mean, self.prior, self.noise = model, params, mean, prior, noise
+        self.solver, self.output, self.dtype = solver, output, dtype
+        self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
+        self.rank, self.samples, self.memory, self.batch_size = rank, samples, memory, batch_size
+        self.seed, self.progress = seed, progress
+
+    # Fitting.
+
+    def fit(self, X: Any, y: Any = None) -> TangentRegressor:
+        """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y."""
+        self._fit_all([(X, y)])
+        self.__dict__.pop("tasks_", None)
+        return self
+
+    def fit_tasks(self, tasks: Sequence[tuple[Any, Any]]) -> TangentRegressor:
+        """Several tasks, each with a posterior of its own, that share prior and noise (section 3.3).
+
+        The hyperparameters maximize the sum of the tasks' log evidences. ``tasks_`` holds one fitted regressor for
+        each task; this one is that of the first, with ``log_evidence_`` its own.
+        """
+        if len(tasks) == 0:
+            raise ValueError("fit_tasks needs at least one (X, y).")
+        self.tasks_ = self._fit_all(list(tasks))
+        return self
+
+    def _fit_all(self, data: list[tuple[Any, Any]]) -> list[TangentRegressor]:
+        check_prior(self.prior)
+        settings = self._settings(
+            solver=self.solver,
+            tolerance=self.tolerance,
+            iterations=self.iterations,
+            preconditioner=self.preconditioner,
+            rank=self.rank,
+            samples=self.samples,
+        )
+        _check_noise(self.noise)
+        inputs = [self._inputs(X, reset=i == 0) for i, (X, _) in enumerate(data)]
+        model = self._network(inputs[0], data[0][1])
+        device = next(model.parameters()).device
+        self._attach(model, self._dtype(device=device))
+        lin = self.lin_
+        jacobians = [self._jacobian(X) for X in inputs]
+        rows = max(J.shape[0] for J in jacobians)
+        kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
+        solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
+        given = [None if y is None else self._targets(y, J) for (_, y), J in zip(data, jacobians, strict=True)]
+        jacobians = [cached_if_fits(J) for J in jacobians]
+        targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
+        self._one_column = targets[0].ndim == 1
+        # A network that is not trained has nothing to say about the level.
+        self._level = torch.cat(targets).view(-1, jacobians[0].c).mean(0) if self.model is None else None
+        tasks = [self._task(J, y, X) for J, y, X in zip(jacobians, targets, inputs, strict=True)]
+        if sum(len(task.r) for task in tasks) == 1 and self._noise_name is not None:
+            raise ValueError(
+                "One observation cannot tell signal from noise (n_samples=1). Give noise= as a number, or more data."
+            )
+        self.prior_ = make_prior(lin, self.prior, J=jacobians[0] if len(jacobians) == 1 else Stack(jacobians))
+        if self._mean == "network":
+            _warn_of_own_data(tasks, self.prior_.base)
+        fits = gaussian.condition(tasks, self.prior_, replace(settings, solver=solver))
+        self._set(tasks[0], fits[0], [inputs[0]])
+        rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
+        return [self, *(self._copy(task, fit, [X]) for task, fit, X in rest)]
+
+    def _network(self, X: Any, y: Any) -> nn.Module:
+        if self.model is not None:
+            return self.model
+        if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
+            raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
+        shape = y.shape if isinstance(y, Tensor) else np.asarray(y).shape
+        outputs = 1 if len(shape) < 2 else shape[1]
+        return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+
+    def _linearize(self, model: nn.Module, dtype: torch.dtype, *, second: bool = False) -> Linearization:
+        output = _Half(self.output, second) if self._noise_name == "heteroscedastic" else self.output
+        return linearize(model, self.params, output).to(dtype)
+
+    def _targets(self, y: Any, J: Jacobian) -> Tensor:
+        y = as_targets(y, J).to(device=J.device, dtype=J.dtype)
+        if y.shape not in ((J.n,), (J.n, J.c)) or (y.ndim == 1 and J.c != 1):
+            needed = f"({J.n},) or ({J.n}, 1)" if J.c == 1 else f"({J.n}, {J.c})"
+            raise ValueError(
+                f"The network has {J.c} outputs, so {J.n} examples need targets of shape {needed}; got "
+                f"{tuple(y.shape)}. Choose outputs with output=, or give the network a new head."
+            )
+        bad = ~torch.isfinite(y.view(J.n, -1)).all(1)
+        if bool(bad.any()):
+            raise ValueError(f"Targets must be finite; example {int(bad.nonzero()[0])} has NaN or infinity.")
+        return y
+
+    def _task(self, J: Jacobian, y: Tensor, X: Any) -> Task:
+        base = self._base(J)
+        return Task(J, (y.view(J.n, J.c) - base).flatten(), self._noise_of(J, X), base)
+
+    def _base(self, J: Jacobian) -> Tensor:
+        base = super()._base(J)
+        return base if self._level is None else base + self._level
+
+    def _noise_of(self, J: Jacobian, X: Any) -> Noise:
+        ones = torch.ones(J.shape[0], dtype=J.dtype, device=J.device)
+        zeros = torch.zeros(J.shape[0], dtype=torch.long, device=J.device)
+        if self._noise_name == "evidence":
+            return Noise(ones, zeros)
+        if self._noise_name == "heteroscedastic":
+            return Noise(self._known_variances(X).flatten(), zeros)
+        if self._noise_name == "per-output":
+            return Noise(ones, torch.arange(J.c, device=J.device).repeat(J.n), J.c)
+        given = torch.as_tensor(self.noise, dtype=J.dtype, device=J.device).flatten()
+        if len(given) not in (1, J.c):
+            raise ValueError(f"noise needs one variance, or one for each of {J.c} outputs; got {len(given)}.")
+        return Noise(given.expand(J.c).repeat(J.n), zeros, 1, (1.0,))
+
+    def _known_variances(self, X: Any) -> Tensor:
+        assert self._log_variances is not None
+        found = self._jacobian(X, self._log_variances).outputs().exp()
+        bad = ~(torch.isfinite(found) & (found > 0)).all(1)
+        if bool(bad.any()):
+            raise ValueError(
+                f"The network's log variances of example {int(bad.nonzero()[0])} are too large or too small: their "
+                "exponential is infinite or zero. Bound them with output=."
+            )
+        return found
+
+    def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
+        self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
+        self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
+        self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
+        self.scales_ = dict(zip(self.prior_.scales, fit.choice.scales, strict=False))
+        scales = fit.choice.noise
+        found = scales[0] if len(scales) == 1 else np.array(scales)
+        self.noise_ = self.noise if self._noise_name is None else found
+        self._fit_, self._train, self._train_inputs = fit, task, inputs
+        self._kept: dict[str, Any] = {}
+
+    def _copy(self, task: Task, fit: Fit, inputs: list[Any]) -> TangentRegressor:
+        other = copy.copy(self)
+        other._set(task, fit, inputs)
+        return other
+
+    def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
+        self.lin_ = self._linearize(network, dtype)
+        both = self._noise_name == "heteroscedastic"
+        self._log_variances = self._linearize(network, dtype, second=True) if both else None
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        meta, tensors = saved.task_state(self._train, self._fit_)
+        if self._level is not None:
+            tensors["level"] = self._level
+        found = self.noise_.tolist() if isinstance(self.noise_, np.ndarray | Tensor) else self.noise_
+        return meta | {"one_column": self._one_column, "noise_": found}, tensors
+
+    def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
+        self._one_column, self._level = meta["one_column"], tensors.get("level")
+        self.prior_ = saved.prior_from(self)
+        self._train, self._fit_ = saved.task_from(meta, tensors, J, self)
+        self.noise_ = np.array(meta["noise_"]) if isinstance(meta["noise_"], list) else meta["noise_"]
+        self.evidence_path_, self._kept = (), {}
+
+    def condition(self, X: Any, y: Any = None) -> TangentRegressor:
+        """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
+
+        This one stays as it is.
+        """
+        check_is_fitted(self)
+        X = self._inputs(X, reset=False)
+        J = self._jacobian(X)
+        y = self._targets(y, J)
+        task = self._task(J, y, X)
+        whole, fit = conditioned.extend(self._train, self._fit_, task)
+        return self._copy(whole, fit, [*self._train_inputs, X])
+
+    # Predictions.
+
+    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: bool = False) -> Any:
+        """The posterior mean at X, in the shape of the targets; with its standard deviation or joint covariance.
+
+        Args:
+            X: Inputs.
+            return_std: Also the standard deviation of the function, in the same shape.
+            return_cov: Also the joint covariance, (n, n), or (n c, n c) with row ``i * c + j`` for output j of input i.
+            noise: Whether these include the noise of an observation.
+        """
+        if return_std and return_cov:
+            raise ValueError("Ask for return_std or return_cov, not both.")
+        J = self._new_inputs(X)
+        mean = self._shaped(self._base(J) + self.posterior_.shift(J))
+        if not (return_std or return_cov):
+            return like(X, mean)
+        added = self._noise_at(J, X) if noise else torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+        if return_cov:
+            C = self.posterior_.covariance(J)
+            C.diagonal().add_(added.flatten())
+            return like(X, mean), like(X, C)
+        return like(X, mean), like(X, self._shaped((self.posterior_.variance(J) + added).sqrt()))
+
+    def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
+        """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation."""
+        J = self._new_inputs(X)
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        f = self._base(J) + self.posterior_.sample(J, k, generator=generator)
+        if noise:
+            z = torch.randn(f.shape, dtype=f.dtype, generator=generator).to(f.device)
+            f = f + self._noise_at(J, X).sqrt() * z
+        return like(X, f[..., 0] if self._one_column else f)
+
+    def path(self, X: Any, t: float) -> Any:
+        r"""The prediction after gradient flow on ``1/2 sum (f - y)^2`` for time t, in closed form.
+
+        .. math:: m(X) + k(X, X_{tr}) \phi_t(K) (y - m), \qquad \phi_t(l) = (1 - e^{-t l}) / l
+
+        At t = 0 it is the mean function, for large t the solution without noise. The flow is that of the parameters in
+        units of the prior's standard deviations.
+        """
+        if not t >= 0:
+            raise ValueError(f"t is a time and must not be negative; got {t!r}.")
+        J = self._new_inputs(X)
+        if "flow" not in self._kept:
+            self._kept["flow"] = conditioned.flow(self._train, self._fit_)
+        shift = (J @ self._kept["flow"](t)).view(J.n, J.c)
+        return like(X, self._shaped(self._base(J) + shift))
+
+    # What the training data says about itself.
+
+    @property
+    def loo_(self) -> LeaveOneOut:
+        """Predictions of each training example from all others; a whole example with all its outputs is left out."""
+        check_is_fitted(self)
+        if "loo" not in self._kept:
+            P = self._precisions()
+            n, c = len(P), P.shape[1]
+            step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]  # y - mean without the example
+            y = self._train.base + self._train.r.view(n, c)
+            std = torch.linalg.inv(P).diagonal(dim1=1, dim2=2).sqrt()
+            fit = (step * (P @ step[..., None])[..., 0]).sum(1)
+            score = 0.5 * (torch.linalg.slogdet(P)[1] - fit - c * LOG_2PI)
+            self._kept["loo"] = LeaveOneOut(
+                *(x.cpu().numpy() for x in (self._shaped(y - step), self._shaped(std), score))
+            )
+        return self._kept["loo"]
+
+    def influence(self, X: Any) -> Any:
+        """What each training example adds to each prediction: the mean at X less the mean without that example.
+
+        Exact, in closed form, hyperparameters kept. Returns (m, n) for m inputs and n training examples, or (m, c, n).
+        """
+        J = self._new_inputs(X)
+        P = self._precisions()
+        n, c = len(P), P.shape[1]
+        step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]
+        A = conditioned.smoother(self._train, self._fit_, J)  # (m c', n c): the mean's shift is A r
+        parts = (A.view(J.n, J.c, n, c) * step).sum(3)
+        return like(X, parts[:, 0] if self._one_column else parts)
+
+    def _precisions(self) -> Tensor:
+        if "precisions" not in self._kept:
+            self._kept["precisions"] = conditioned.precisions(self._train, self._fit_)
+        return self._kept["precisions"]
+
+    # Shapes and noise.
+
+    @property
+    def _noise_name(self) -> str | None:
+        """How the noise is found; None where it is given."""
+        return self.noise if isinstance(self.noise, str) else None
+
+    def _shaped(self, value: Tensor) -> Tensor:
+        return value[:, 0] if self._one_column else value
+
+    def _noise_at(self, J: Jacobian, X: Any) -> Tensor:
+        """Noise variances of observations at X, (n, c)."""
+        if self._noise_name == "heteroscedastic":
+            return self._known_variances(self._inputs(X, reset=False)) * self.noise_
+        given = torch.as_tensor(self.noise_, dtype=J.dtype, device=J.device)
+        return given.expand(J.n, J.c)
+
+
+class _Half:
+    """Reads the means or the log variances of a network with both."""
+
+    def __init__(self, output: Any, second: bool) -> None:
+        self.output, self.second = output, second
+
+    def __call__(self, raw: Any) -> Tensor:
+        out = _checks.output_tensor(raw) if self.output is None else self.output(raw)
+        if out.ndim != 2 or out.shape[1] % 2:
+            raise ValueError(
+                "noise='heteroscedastic' needs a network with as many log variances as means, in this order: outputs "
+                f"(n, 2 d); got {tuple(out.shape)}."
+            )
+        d = out.shape[1] // 2
+        return out[:, d:] if self.second else out[:, :d]
+
+
+def _check_noise(noise: Any) -> None:
+    if isinstance(noise, str):
+        known = ("evidence", "per-output", "heteroscedastic")
+        if noise not in known:
+            raise ValueError(f"noise must be one of {', '.join(map(repr, known))} or a variance; got {noise!r}.")
+        return
+    values = np.asarray(noise, dtype=float).ravel()
+    if len(values) == 0 or not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(
+            f"noise is a variance and must be positive; got {noise!r}. Without noise the kernel of equal or dependent "
+            "examples is singular: give a small one, or 'evidence'."
+        )
+
+
+OWN_DATA = 0.03
+"""Below this, residuals are so free of gradient that the network must have been trained on them."""
+
+
+def _warn_of_own_data(tasks: Sequence[Task], base: Tensor) -> None:
+    """Residuals of data that the network was trained on have no gradient left; those of new data have."""
+    for task in tasks:
+        if len(task.r) < 20:
+            continue
+        gradient = task.J.T @ task.r
+        trace = float(task.J.gram_diag(scale=base).sum())
+        ratio = float((base * gradient.square()).sum()) * len(task.r) / (float(task.r @ task.r) * trace or 1.0)
+        if ratio < OWN_DATA:
+            warnings.warn(
+                "The network's residuals on these data have almost no gradient left, as if it had been trained on "
+                "them: they are smaller than its errors on new data, and with mean='network' the error bars will be "
+                "too. Use mean='zero', or data that the network has not seen.",
+                stacklevel=4,
+            )
+            return

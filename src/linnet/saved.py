@@ -1,0 +1,232 @@
+"""Fitted estimators in files: safetensors and JSON, bound to the weights of the network they were fitted around."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet import io, posterior
+from linnet.evidence import Choice
+from linnet.likelihoods import Bernoulli, Categorical
+from linnet.operators import LinearOperator, Stack
+from linnet.posterior import Posterior
+from linnet.priors import Prior
+from linnet.problem import Fit, Noise, Task
+from linnet.tangent import Tangent, default_network
+
+KIND = "tangent estimator"
+
+# The tensors that make a posterior, by the names of its constructor's arguments.
+_PARTS: dict[str, tuple[str, ...]] = {
+    "PointPosterior": ("delta",),
+    "FunctionPosterior": ("variance", "delta", "root", "factor"),
+    "WeightPosterior": ("variance", "delta", "factor"),
+    "SamplePosterior": ("delta", "samples"),
+    "DiagonalPosterior": ("delta", "variances"),
+    "LowRankPosterior": ("variance", "delta", "basis", "C"),
+}
+
+
+def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
+    """Write a fitted estimator to one file; the network itself is not part of it, only the checksum of its weights.
+
+    A posterior in function space needs the training inputs again when it is loaded, so they are written too; that takes
+    inputs in memory (arrays, tensors, dicts), not a Dataset.
+    """
+    found = estimator.posterior_
+    name = type(found).__name__
+    tensors = {f"posterior.{part}": _part(found, part) for part in _PARTS[name]}
+    tensors["prior_variance"] = estimator.prior_variance_
+    state: dict[str, Any] = {
+        "scales": {k: float(v) for k, v in estimator.scales_.items()},
+        "log_evidence": estimator.log_evidence_,
+        "log_evidence_error": estimator.log_evidence_error_,
+        "solver": estimator.solver_,
+        "n_features_in": getattr(estimator, "n_features_in_", None),
+    }
+    inputs = [_flat_inputs(X) for X in estimator._train_inputs]
+    if name == "FunctionPosterior" and any(x is None for x in inputs):
+        raise TypeError(
+            "Saving a posterior in function space takes the training inputs along, and they are not in memory (a "
+            "Dataset or DataLoader). Fit on tensors or arrays, or with solver='weight' or 'cg-weight'."
+        )
+    if all(x is not None for x in inputs):
+        state["inputs"] = [x[1] for x in inputs if x is not None]
+        for i, x in enumerate(inputs):
+            tensors |= {f"inputs.{i}.{key}": value for key, value in x[0].items()} if x else {}
+    own, more = estimator._state()
+    if estimator.model is None:
+        network = estimator.lin_.module
+        tensors |= {f"network.{key}": value for key, value in network.state_dict().items()}
+        base = None
+    else:
+        base = checksum(estimator.model)
+    meta = {
+        "estimator": type(estimator).__name__,
+        "settings": _settings(estimator),
+        "needs_output": estimator.output is not None,
+        "parameters": list(estimator.lin_.theta),
+        "dtype": str(estimator.lin_.dtype).removeprefix("torch."),
+        "posterior": name,
+        "base": base,
+        "state": state,
+        "own": own,
+    }
+    io.save(path, tensors | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output: Any = None) -> Any:
+    """A fitted estimator from its file, around the network it was fitted with.
+
+    Args:
+        path: What ``save`` wrote.
+        model: The network, with the weights it had then; on any device. None for an estimator without one.
+        output: As when it was fitted, if there was one: functions are not saved.
+    """
+    from linnet.classifier import TangentClassifier
+    from linnet.regressor import TangentRegressor
+
+    tensors, meta = io.load(path, kind=KIND)
+    known = {"TangentRegressor": TangentRegressor, "TangentClassifier": TangentClassifier}
+    if meta["estimator"] not in known:
+        raise ValueError(f"{path} holds a {meta['estimator']}, which this version of linnet does not know.")
+    if (meta["base"] is None) != (model is None):
+        what = "no network of its own, so load takes none" if model is not None else "a network: pass it as model="
+        raise ValueError(f"{path} was fitted with {what}.")
+    if model is not None and checksum(model) != meta["base"]:
+        raise ValueError(
+            f"{path} was fitted around other weights: its network has checksum {meta['base']}, this one has "
+            f"{checksum(model)}. Load the weights it was fitted with."
+        )
+    if meta["needs_output"] != (output is not None):
+        raise ValueError(f"{path} was fitted {'with' if meta['needs_output'] else 'without'} output=; load it so.")
+    settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
+    estimator: Tangent = known[meta["estimator"]](model, output=output, **settings)
+    network = model if model is not None else _default(tensors, estimator.seed)
+    device = next(network.parameters()).device
+    tensors = {key: value.to(device) for key, value in tensors.items()}
+    _restore(estimator, network, tensors, meta)
+    return estimator
+
+
+def checksum(model: nn.Module) -> str:
+    """The SHA-256 of parameters and buffers."""
+    return io.fingerprint(model.state_dict())
+
+
+def _restore(estimator: Tangent, network: nn.Module, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    state = meta["state"]
+    dtype = {"float32": torch.float32, "float64": torch.float64}[meta["dtype"]]
+    estimator._attach(network, dtype)
+    estimator.prior_variance_ = tensors["prior_variance"]
+    estimator.scales_, estimator.solver_, estimator.solution_ = state["scales"], state["solver"], None
+    estimator.log_evidence_, estimator.log_evidence_error_ = state["log_evidence"], state["log_evidence_error"]
+    if state["n_features_in"] is not None:
+        estimator.n_features_in_ = state["n_features_in"]
+    inputs = [_inputs(tensors, f"inputs.{i}.", form) for i, form in enumerate(state.get("inputs", []))]
+    estimator._train_inputs = inputs
+    parts = {part: tensors[f"posterior.{part}"] for part in _PARTS[meta["posterior"]]}
+    jacobians = [estimator._jacobian(X) for X in inputs]
+    J: LinearOperator | None = None
+    if meta["posterior"] == "FunctionPosterior":
+        jacobians = [one.cached() for one in jacobians]
+    if jacobians:
+        J = jacobians[0] if len(jacobians) == 1 else Stack(jacobians)
+    kind = getattr(posterior, meta["posterior"])
+    estimator.posterior_ = kind(J, **parts) if meta["posterior"] == "FunctionPosterior" else kind(**parts)
+    own = {key.removeprefix("own."): value for key, value in tensors.items() if key.startswith("own.")}
+    estimator._set_state(meta["own"], own, J)
+
+
+def _default(tensors: Mapping[str, Tensor], seed: int) -> nn.Module:
+    weights = {key.removeprefix("network."): value for key, value in tensors.items() if key.startswith("network.")}
+    inputs, outputs = weights["1.weight"].shape[1], weights["5.weight"].shape[0]
+    network = default_network(inputs, outputs, seed=seed, X=np.zeros((2, inputs)))
+    network.load_state_dict(weights)
+    return network
+
+
+def _part(found: Posterior, part: str) -> Tensor:
+    return getattr(found, "prior_variance" if part == "variance" else part)
+
+
+def _settings(estimator: Tangent) -> dict[str, Any]:
+    """Constructor arguments that JSON can hold; parameters and dtype are saved as they turned out."""
+    out = {}
+    for name, value in estimator.get_params(deep=False).items():
+        if name in ("model", "params", "output", "dtype"):
+            continue
+        if isinstance(value, np.ndarray | Tensor | np.generic):
+            value = value.tolist()
+        out[name] = dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def _flat_inputs(X: Any) -> tuple[dict[str, Tensor], Any] | None:
+    """Inputs in memory as named tensors and the form they had; None for other data."""
+    if isinstance(X, np.ndarray | Tensor):
+        return {"x": torch.as_tensor(X)}, "one"
+    items: list[tuple[str, Any]]
+    if isinstance(X, Mapping):
+        items = [(str(key), value) for key, value in X.items()]
+    elif isinstance(X, tuple):
+        items = [(str(i), value) for i, value in enumerate(X)]
+    else:
+        return None
+    if not all(isinstance(value, np.ndarray | Tensor) for _, value in items):
+        return None
+    return {key: torch.as_tensor(value) for key, value in items}, "dict" if isinstance(X, Mapping) else "tuple"
+
+
+def _inputs(tensors: Mapping[str, Tensor], prefix: str, form: str) -> Any:
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    if form == "one":
+        return found["x"]
+    return found if form == "dict" else tuple(found[str(i)] for i in range(len(found)))
+
+
+# What the two estimators keep beside the posterior.
+
+
+def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A Gaussian task and its fit, without the Jacobian and the posterior."""
+    tensors = {
+        "r": task.r,
+        "base": task.base,
+        "noise.base": task.noise.base,
+        "noise.group": task.noise.group,
+        "noise_rows": fit.noise_rows,
+        "alpha": fit.alpha,
+    }
+    meta = {"count": task.noise.count, "scales": list(fit.choice.scales), "noise": list(fit.choice.noise)}
+    return meta, tensors
+
+
+def task_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], J: Any, estimator: Any) -> tuple[Task, Fit]:
+    """The inverse of `task_state`."""
+    noise = Noise(tensors["noise.base"], tensors["noise.group"], meta["count"], tuple(meta["noise"]))
+    choice = Choice(tuple(meta["scales"]), tuple(meta["noise"]), estimator.log_evidence_)
+    fit = Fit(
+        estimator.posterior_,
+        choice,
+        estimator.prior_variance_,
+        tensors["noise_rows"],
+        tensors["alpha"],
+        estimator.log_evidence_,
+        estimator.log_evidence_error_,
+        estimator.solver_,
+    )
+    return Task(J, tensors["r"], noise, tensors["base"]), fit
+
+
+def prior_from(estimator: Any) -> Prior:
+    """The prior as a fixed one, its scales being chosen."""
+    return Prior("given", estimator.prior_variance_)
+
+
+LIKELIHOODS = {"Bernoulli": Bernoulli, "Categorical": Categorical}

@@ -1,0 +1,307 @@
+"""What the estimators of the linearized network share: inputs and outputs, the adapted model, how linear it is."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.sparse import issparse
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from linnet.batch import Batch
+from linnet.contexts import forward_mode
+from linnet.jacobian import Jacobian
+from linnet.linearize import Linearization
+from linnet.params import select
+from linnet.posterior import Posterior
+from linnet.priors import layer_sums
+from linnet.problem import Settings
+from linnet.signature import read_only_welcome
+
+Mean = Literal["network", "zero"]
+
+
+class Tangent(BaseEstimator):
+    """Base of `TangentRegressor` and `TangentClassifier`; the settings are theirs.
+
+    Attributes after fitting:
+        lin_: The linearization.
+        posterior_: Over the displacement of the parameters.
+        prior_variance_: (p,).
+    """
+
+    model: nn.Module | None
+    params: Any
+    output: Any
+    mean: Mean
+    dtype: torch.dtype | str
+    seed: int
+    batch_size: int | str
+    memory: float | str
+    progress: bool | None
+
+    lin_: Linearization
+    posterior_: Posterior
+    prior_variance_: Tensor
+    scales_: dict[str, float]
+    log_evidence_: float | None
+    log_evidence_error_: float
+    solver_: str
+    solution_: Any
+    _train_inputs: list[Any]
+
+    # From the user's data to Jacobians and back.
+
+    def _inputs(self, X: Any, *, reset: bool) -> Any:
+        """Array-likes as checked arrays; tensors, dicts, Datasets and loaders as they are."""
+        known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | tuple)
+        if known and not issparse(X):  # one kind of sparse array is a dict
+            return X
+        flat = self.model is None
+        return validate_data(
+            self, X, reset=reset, dtype="numeric", ensure_2d=flat, allow_nd=not flat, ensure_min_samples=1
+        )
+
+    def _dtype(self, *, device: torch.device) -> torch.dtype:
+        """float64, which kernels need, unless the user says otherwise or the device is slow at it."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        known = {"float32": torch.float32, "float64": torch.float64}
+        if self.dtype == "auto":
+            return torch.float64 if fast_float64(device) else torch.float32
+        if self.dtype not in known:
+            raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
+        return known[self.dtype]
+
+    def _jacobian(self, X: Any, lin: Linearization | None = None) -> Jacobian:
+        lin = self.lin_ if lin is None else lin
+        # Chunks have a budget of their own; memory= is for the dense matrices of the solvers.
+        return lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
+
+    def _new_inputs(self, X: Any) -> Jacobian:
+        check_is_fitted(self)
+        return self._jacobian(self._inputs(X, reset=False))
+
+    def _base(self, J: Jacobian) -> Tensor:
+        """The mean function at the inputs of J, (n, c)."""
+        if self._mean == "network":
+            return J.outputs()
+        return torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+
+    @property
+    def _mean(self) -> str:
+        if self.mean not in ("network", "zero"):
+            raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
+        return "zero" if self.model is None else self.mean
+
+    def _settings(self, **given: Any) -> Settings:
+        return Settings(memory=self.memory, seed=self.seed, progress=self.progress, **given)
+
+    # Files.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
+        from linnet import saved
+
+        check_is_fitted(self)
+        saved.save(self, path)
+
+    def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
+        """Linearize the network, as fitting does."""
+        raise NotImplementedError
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What an estimator keeps beside the posterior, as JSON and as tensors."""
+        raise NotImplementedError
+
+    def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
+        """The inverse; J is the Jacobian of the training inputs where they were saved."""
+        raise NotImplementedError
+
+    # The adapted model.
+
+    @property
+    def delta_(self) -> dict[str, Tensor]:
+        """How far the parameters move, by name."""
+        check_is_fitted(self)
+        return self.lin_.layout.unflatten(self.posterior_.delta)
+
+    @property
+    def layer_relevance_(self) -> dict[str, float]:
+        r"""The share of each layer in what the data has made the network change, adding up to one.
+
+        It is the layer's part of :math:`\delta^\top S^{-1} \delta = \alpha^\top K \alpha`, the squared norm of the
+        change of the function, to which the layer contributes :math:`\alpha^\top K_l \alpha`.
+        """
+        check_is_fitted(self)
+        S, delta = self.prior_variance_, self.posterior_.delta
+        parts = layer_sums(self.lin_.layout, torch.where(S > 0, delta.square() / S, 0.0))
+        total = sum(parts.values())
+        return {layer: part / total if total > 0 else 0.0 for layer, part in parts.items()}
+
+    def to_module(self) -> LinearizedModule:
+        """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero)."""
+        check_is_fitted(self)
+        level = getattr(self, "_level", None)
+        return LinearizedModule(self.lin_, self.posterior_.delta, with_network=self._mean == "network", level=level)
+
+    def apply(self) -> nn.Module:
+        """A copy of the network with ``theta0 + delta`` written in; the model given is untouched."""
+        check_is_fitted(self)
+        if self.model is None:
+            raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
+        changed = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, parameter in select(changed, self.params).items():
+                parameter += self.delta_[name].to(parameter)
+        return changed
+
+    def linearity(self, X: Any) -> Linearity:
+        """Compare the linear model with the network that has the adapted weights, at X: can it be trusted there?"""
+        J = self._new_inputs(X)
+        theta = {name: t + self.delta_[name] for name, t in self.lin_.theta.items()}
+        before, after = J.outputs(), J.outputs(theta)
+        return Linearity(before, before + self.posterior_.shift(J), after)
+
+
+@dataclass(frozen=True)
+class Linearity:
+    """The adapted linear model next to the network with the adapted weights.
+
+    Attributes:
+        before: (n, c), the network's outputs at theta0.
+        linear: (n, c), those of the linear model at theta0 + delta.
+        network: (n, c), those of the network at theta0 + delta.
+    """
+
+    before: Tensor
+    linear: Tensor
+    network: Tensor
+
+    @property
+    def by_example(self) -> Tensor:
+        """Distance of the two models relative to the length of the step that the linear one makes, (n,)."""
+        return (self.network - self.linear).norm(dim=1) / (self.linear - self.before).norm(dim=1)
+
+    @property
+    def relative_error(self) -> float:
+        """The same over all examples; 0 means linear, 1 that the network does something else altogether."""
+        step = float((self.linear - self.before).norm())
+        return float((self.network - self.linear).norm()) / step if step > 0 else 0.0
+
+    @property
+    def agreement(self) -> float:
+        """The share of examples for which both models have the same largest output; for classifiers."""
+        if self.linear.shape[1] == 1:
+            return float(((self.linear > 0) == (self.network > 0)).double().mean())
+        return float((self.linear.argmax(1) == self.network.argmax(1)).double().mean())
+
+    def __repr__(self) -> str:
+        return f"Linearity(relative_error={self.relative_error:.3g}, n={len(self.linear)})"
+
+
+class LinearizedModule(nn.Module):
+    """``f(x; theta0) + J(x) delta`` as a module; its buffers are the displacement.
+
+    Args:
+        lin: The linearization.
+        delta: (p,).
+        with_network: Whether f(x; theta0) is part of it.
+        level: (c,), added to the outputs; None for nothing.
+    """
+
+    delta: Tensor
+    level: Tensor
+
+    def __init__(
+        self, lin: Linearization, delta: Tensor, *, with_network: bool = True, level: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.lin, self.with_network = lin, with_network
+        self.register_buffer("delta", delta)
+        self.register_buffer("level", torch.zeros((), dtype=delta.dtype) if level is None else level)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if not leaves:
+            raise TypeError("The linearized module takes the tensors that the network takes.")
+        batch = Batch(args, kwargs, None, start=0, n=len(leaves[0])).to(self.lin.device)
+        if not self.lin.can("forward_mode", batch):
+            J = self.lin.jacobian(kwargs if kwargs else args)
+            shift = (J @ self.delta).view(J.n, J.c)
+            return self.level + (J.outputs() + shift if self.with_network else shift)
+        tangent = self.lin.layout.unflatten(self.delta)
+        with self.lin._setting("highest"), forward_mode(self.lin.module):
+            found = torch.func.jvp(lambda theta: self.lin.forward(theta, batch), (dict(self.lin.theta),), (tangent,))
+        f, shift = found[0], found[1]
+        return self.level + (f + shift if self.with_network else shift)
+
+
+def fast_float64(device: torch.device) -> bool:
+    """Whether float64 costs no more than about twice float32: on CPUs and on GPUs made for computing."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+
+
+def like(X: Any, value: Tensor) -> Any:
+    """Tensors for tensors, arrays for anything else that is in memory."""
+    first = X
+    while isinstance(first, tuple | list | Mapping) and len(first):
+        first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
+    tensors = isinstance(first, Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader)
+    return value if tensors else value.detach().cpu().numpy()
+
+
+def as_targets(y: Any, J: Jacobian) -> Tensor:
+    """Targets as a tensor, from what the user gave or from what came with the data."""
+    y = J.targets() if y is None else y
+    if not isinstance(y, Tensor):
+        y = np.asarray(y)
+        if y.dtype.kind not in "biuf":
+            raise TypeError(f"Unknown label type: targets must be real numbers; got an array of {y.dtype}.")
+        with read_only_welcome():
+            y = torch.as_tensor(y)
+    if y.is_complex():
+        raise TypeError(f"Targets must be real numbers; got {y.dtype}.")
+    if y.ndim == 0 or len(y) != J.n:
+        count = len(y) if y.ndim else "a number as"
+        raise ValueError(f"There are {J.n} examples and {count} targets; give one target for each example.")
+    return y
+
+
+def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
+    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
+    with read_only_welcome():
+        X = torch.as_tensor(X, dtype=torch.float64, device="cpu")
+    spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return nn.Sequential(
+            Standardize(X.mean(0), torch.where(spread > 0, spread, 1.0)),
+            nn.Linear(inputs, 128),
+            nn.Tanh(),
+            nn.Linear(128, 128),
+            nn.Tanh(),
+            nn.Linear(128, outputs),
+        ).double()
+
+
+class Standardize(nn.Module):
+    """``(x - mean) / spread``."""
+
+    center: Tensor
+    spread: Tensor
+
+    def __init__(self, mean: Tensor, spread: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("center", mean)
+        self.register_buffer("spread", spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.center) / self.spread
