@@ -36,6 +36,8 @@ class Autodiff(Factor):
         dtype: Dtype of the columns.
         vectorize: Says whether rows may be vectorized over examples, when they are needed.
         columns: Whether products go column by column (else through the rows).
+        graph: The outputs (n, c) with the parameters, by name, that they were computed from: the first ``rmatmul``
+            differentiates them instead of running the network.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Autodiff(Factor):
         dtype: torch.dtype,
         vectorize: Callable[[], bool],
         columns: bool,
+        graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
     ) -> None:
         ranges = [(layout.slices[name].start, layout.slices[name].stop) for name in names]
         super().__init__(ranges, n=batch.n, c=c)
         self._forward, self._layout, self._batch = forward, layout, batch
         self._theta = {name: theta[name] for name in names}
         self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
+        self._graph = graph
         self._rows: Rows | None = None
 
     @property
@@ -85,21 +89,30 @@ class Autodiff(Factor):
         for column in V.unbind(1):
             tangent = {name: self._part(column, name) for name in self._theta}
             products.append(jvp_of(f, self._theta, tangent))
-        return torch.stack(products, -1).to(self._dtype)
+        # Parameters that are not selected may ask for gradients of their own.
+        return torch.stack(products, -1).detach().to(self._dtype)
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
-        if not self._columns:
+        if not self._columns and self._graph is None:
             return self.expand().rmatmul(U, out)
-        leaves = {name: t.detach().requires_grad_() for name, t in self._theta.items()}
-        with torch.enable_grad():
-            f = self._forward(leaves, self._batch)
+        f, leaves = self._recorded()
         if not f.requires_grad:  # these examples do not use the parameters
             return
+        wanted = [leaves[name] for name in self._theta]
         for j, u in enumerate(U.to(f.dtype).unbind(2)):
-            grads = torch.autograd.grad(f, list(leaves.values()), u, True, allow_unused=True)
+            grads = torch.autograd.grad(f, wanted, u, j + 1 < U.shape[2], allow_unused=True)
             for (start, stop), g in zip(self.ranges, grads, strict=True):
                 if g is not None:
                     out[start:stop, j] += g.to_dense().flatten()
+
+    def _recorded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Outputs and the parameters that they depend on, to be differentiated once."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            leaves = {name: t.detach().requires_grad_() for name, t in self._theta.items()}
+            with torch.enable_grad():
+                graph = self._forward(leaves, self._batch), leaves
+        return graph
 
     def _part(self, column: Tensor, name: str) -> Tensor:
         t = self._theta[name]

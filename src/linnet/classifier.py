@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
@@ -45,8 +46,8 @@ class TangentClassifier(ClassifierMixin, Tangent):
         classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Of all computations, as for `TangentRegressor`.
-        tolerance: Relative residual of iterative solves. The mode is found to a relative gradient of 1e-6, or of this
-            if it is larger.
+        tolerance: Relative residual of iterative solves; "auto" is 1e-6, or 1e-4 in float32. The mode is found to a
+            relative gradient of 1e-6, or of this if it is larger.
         iterations: Limit of iterative solves.
         preconditioner: "auto", "nystrom", "pivoted-cholesky" or "none".
         rank: Examples that the preconditioner is made from, or "auto".
@@ -87,7 +88,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         classes: Sequence[Any] | None = None,
         output: Any = None,
         dtype: Any = "auto",
-        tolerance: float = 1e-6,
+        tolerance: float | str = "auto",
         iterations: int = 1000,
         preconditioner: str = "auto",
         rank: int | str = "auto",
@@ -110,7 +111,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
         settings = self._settings(
             solver=self.solver,
-            tolerance=self.tolerance,
+            tolerance=self._tolerance(),
             iterations=self.iterations,
             preconditioner=self.preconditioner,
             rank=self.rank,
@@ -121,6 +122,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         device = next(model.parameters()).device
         self._attach(model, self._dtype(device=device))
         lin = self.lin_
+        settings = replace(settings, tolerance=self._tolerance(lin.dtype))
         J = cached_if_fits(self._jacobian(inputs))
         labels = _labels(J.targets() if y is None else y, J.n)
         self._tensors = isinstance(y, Tensor) or y is None
@@ -171,8 +173,10 @@ class TangentClassifier(ClassifierMixin, Tangent):
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
             return self.model
-        if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2 or y is None:
-            raise ValueError("Without model= fit needs inputs (n, d) and labels. Pass the trained network as model=.")
+        if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
+            raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
+        if y is None:
+            raise ValueError("fit requires y to be passed, but the target y is None: give one label for each example.")
         labels = _labels(y, len(X))
         count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
         if count == 1:
@@ -248,7 +252,7 @@ def _labels(y: Any, n: int) -> np.ndarray:
     """Labels as an array (n,), or (n, c) of zeros and ones."""
     y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
+        y = column_or_1d(y, warn=True)
     if y.ndim not in (1, 2) or len(y) != n:
         raise ValueError(f"{n} examples need labels of shape ({n},), or ({n}, c) of zeros and ones; got {y.shape}.")
     if y.dtype.kind == "f" and not np.isfinite(y).all():

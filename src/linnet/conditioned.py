@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet.evidence import LOG_2PI
+from linnet.gaussian import check_conditioning
 from linnet.jacobian import Jacobian
 from linnet.operators import LinearOperator, Stack
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
@@ -32,8 +33,10 @@ def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:
         root, top = rows.rsqrt(), posterior.factor
         # [[C, 0], [T^T, C2]]: T = C^-1 L^T K12 L2 and C2 C2^T = M22 - T^T T.
         T = posterior.half(added) * root
-        M = root[:, None] * added.gram(scale=S) * root - T.T @ T
+        M = root[:, None] * added.gram(scale=S) * root
         M.diagonal().add_(1)
+        check_conditioning(M)
+        M -= T.T @ T
         m, q = len(task.r), len(new.r)
         C = top.new_zeros(m + q, m + q)
         C[:m, :m], C[m:, :m], C[m:, m:] = top, T.T, cholesky_(M)
@@ -50,6 +53,7 @@ def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:
         H, u = C @ C.T, torch.where(d > 0, posterior.delta / d, 0.0)
         b = H @ u + d * (new.J.T @ (weight * new.r))
         H += d[:, None] * new.J.normal(torch.diag(d), weight)
+        check_conditioning(H)
         C = cholesky_(0.5 * (H + H.T))
         u = cholesky_solve(C, b)
         delta, J = d * u, Stack([task.J, new.J])

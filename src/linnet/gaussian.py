@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linnet import evidence, iterative
-from linnet.evidence import LOG_2PI, Choice, Problem
+from linnet import evidence, iterative, search
+from linnet.evidence import LOG_2PI, Choice
 from linnet.iterative import cached_if_fits, lanczos_spectrum
 from linnet.posterior import FunctionPosterior, WeightPosterior
 from linnet.priors import Prior
@@ -155,7 +155,7 @@ def _one(
         evidence.joined(spectra),
         scale=fixed[0] if fixed else None,
         noise=noise.value[0] if noise.value else None,
-        floor=evidence.dense_floor(residuals),
+        floor=evidence.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
     )
 
 
@@ -176,12 +176,14 @@ def _several(
         evidence.joined(spectra),
         scale=fixed[0] if fixed else None,
         noise=given,
-        floor=evidence.dense_floor(residuals),
+        floor=evidence.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
     )
     count = max(1, len(prior.scales))
     start = Choice(start.scales * count, start.noise * noise.count, start.log_evidence)
-    problems = [Problem(parts, r, task.noise.group) for task, parts, r in zip(tasks, kernels, residuals, strict=True)]
-    return evidence.best_dense(problems, start=start, scales=fixed or None, noise=noise.value)
+    problems = [
+        search.Problem(parts, r, task.noise.group) for task, parts, r in zip(tasks, kernels, residuals, strict=True)
+    ]
+    return search.best_dense(problems, start=start, scales=fixed or None, noise=noise.value)
 
 
 # Dense weight space.
@@ -236,11 +238,11 @@ def _weight_choice(moments: list[list[tuple[Tensor, Tensor, float, int]]], prior
         [sum(column) for column in zip(*found, strict=True)]  # over outputs, as if they had one noise
         for found in moments
     ]
-    spectra = [evidence.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]  # type: ignore[arg-type]
+    spectra = [evidence.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    floor = evidence.dense_floor([b for _, b, *_ in totals])  # type: ignore[misc]
+    floor = evidence.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
     start = evidence.best(evidence.joined(spectra), scale=fixed[0] if fixed else None, noise=given, floor=floor)
     if len(prior.scales) <= 1 and noise.count == 1:
         return start
     start = Choice(start.scales * max(1, len(prior.scales)), start.noise * noise.count, start.log_evidence)
-    return evidence.best_weight(moments, prior.group, start=start, scales=fixed or None, noise=noise.value)
+    return search.best_weight(moments, prior.group, start=start, scales=fixed or None, noise=noise.value)

@@ -120,6 +120,14 @@ class Linearization:
         layers = len(self.layout.layers)
         return f"Linearization({type(self._model).__name__}, p={self.p:,} in {layers} layers, {self.dtype})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's parameters count their changes anew.
+        return {**self.__dict__, "_watched": {name: (t, t._version == v) for name, (t, v) in self._watched.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watched = {name: (t, t._version if same else -1) for name, (t, same) in state["_watched"].items()}
+
     def __call__(self, x: Any) -> Tensor:
         """f(x; theta0) as (n, c), for anything that the model takes: a tensor, an array, a tuple or a dict."""
         source = as_source(x, self._model.forward)

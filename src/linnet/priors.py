@@ -197,5 +197,5 @@ def _balanced(layout: Layout, J: LinearOperator, ones: Tensor) -> Tensor:
 
 
 def _check_variance(value: object, name: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value) or value <= 0:
         raise ValueError(f"{name} is a variance and must be a positive number; got {value!r}.")

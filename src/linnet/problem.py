@@ -160,11 +160,8 @@ def choose_solver(
     function = (8 * (2 + kernels) * rows**2 if rows < 20_000 else 8.4 * kernels * rows**2, rows**3 / 3)
     weight = (8 * 4 * p**2, p**3 + rows * p**2)
     patience /= steps
-    fitting = {
-        name: cost
-        for name, (size, cost) in {"function": function, "weight": weight}.items()
-        if size <= memory and cost <= patience
-    }
+    dense: dict[Solver, tuple[float, float]] = {"function": function, "weight": weight}
+    fitting = {name: cost for name, (size, cost) in dense.items() if size <= memory and cost <= patience}
     if fitting:
-        return min(fitting, key=fitting.__getitem__)  # type: ignore[return-value]
+        return min(fitting, key=fitting.__getitem__)
     return "cg-function" if 16 * rows * 1000 <= 0.5 * memory else "cg-weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Of all computations, the network's included: "auto" is float64, which kernels need, but float32 on GPUs
             that are slow at it; "float32" or "float64".
-        tolerance: Relative residual at which the iterative solvers stop.
+        tolerance: Relative residual at which the iterative solvers stop; "auto" is 1e-6, or 1e-4 in float32.
         iterations: Their limit.
         preconditioner: "auto", "nystrom", "pivoted-cholesky" or "none".
         rank: Examples that the preconditioner is made from, or "auto".
@@ -100,7 +101,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         *,
         output: Any = None,
         dtype: Any = "auto",
-        tolerance: float = 1e-6,
+        tolerance: float | str = "auto",
         iterations: int = 1000,
         preconditioner: str = "auto",
         rank: int | str = "auto",
@@ -139,7 +140,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         check_prior(self.prior)
         settings = self._settings(
             solver=self.solver,
-            tolerance=self.tolerance,
+            tolerance=self._tolerance(),
             iterations=self.iterations,
             preconditioner=self.preconditioner,
             rank=self.rank,
@@ -151,6 +152,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         device = next(model.parameters()).device
         self._attach(model, self._dtype(device=device))
         lin = self.lin_
+        settings = replace(settings, tolerance=self._tolerance(lin.dtype))
         jacobians = [self._jacobian(X) for X in inputs]
         rows = max(J.shape[0] for J in jacobians)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
@@ -307,6 +309,9 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation."""
+        check_is_fitted(self)
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
         J = self._new_inputs(X)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         f = self._base(J) + self.posterior_.sample(J, k, generator=generator)
@@ -323,6 +328,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         At t = 0 it is the mean function, for large t the solution without noise. The flow is that of the parameters in
         units of the prior's standard deviations.
         """
+        check_is_fitted(self)
         if not t >= 0:
             raise ValueError(f"t is a time and must not be negative; got {t!r}.")
         J = self._new_inputs(X)
@@ -381,7 +387,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
     def _noise_at(self, J: Jacobian, X: Any) -> Tensor:
         """Noise variances of observations at X, (n, c)."""
         if self._noise_name == "heteroscedastic":
-            return self._known_variances(self._inputs(X, reset=False)) * self.noise_
+            return self._known_variances(self._inputs(X, reset=False)) * float(self.noise_)
         given = torch.as_tensor(self.noise_, dtype=J.dtype, device=J.device)
         return given.expand(J.n, J.c)
 
@@ -417,23 +423,41 @@ def _check_noise(noise: Any) -> None:
         )
 
 
-OWN_DATA = 0.03
-"""Below this, residuals are so free of gradient that the network must have been trained on them."""
+OWN_DATA = 0.25
+"""Below this ratio of `own_data_ratio` the network must have been trained on the data."""
+
+OWN_ROWS = (100, 500)
+"""Fewer rows say nothing, since the ratio of pure noise falls below the limit once in a hundred times; more are not
+needed."""
+
+
+def own_data_ratio(task: Task, base: Tensor) -> float:
+    """Energy of the residuals where the network could have followed them, relative to where it could hardly.
+
+    The median energy along the leading quarter of the kernel's eigenvectors, relative to what the mean of the others
+    would make it: about one for noise, more where there is something to learn, and little for data that the network
+    was trained on, even where an optimizer's last steps have left some gradient along the first few of them.
+    """
+    J, r, scale = task.J, task.r, task.noise.base.rsqrt()
+    if len(r) > OWN_ROWS[1]:
+        if not J.by_position:
+            return math.inf
+        index = torch.linspace(0, J.n - 1, max(1, OWN_ROWS[1] // J.c)).long()
+        J, r, scale = J.subset(index), r.view(J.n, -1)[index].flatten(), scale.view(J.n, -1)[index].flatten()
+    Q = torch.linalg.eigh(scale[:, None] * J.gram(scale=base) * scale)[1]
+    energy = (Q.T @ (scale * r)).square().flip(0)
+    q = len(r) // 4
+    rest = 0.455 * energy[q:].mean()  # 0.455 is the median of the square of a standard normal number
+    return float(energy[:q].median() / rest) if float(rest) > 0 else math.inf
 
 
 def _warn_of_own_data(tasks: Sequence[Task], base: Tensor) -> None:
-    """Residuals of data that the network was trained on have no gradient left; those of new data have."""
     for task in tasks:
-        if len(task.r) < 20:
-            continue
-        gradient = task.J.T @ task.r
-        trace = float(task.J.gram_diag(scale=base).sum())
-        ratio = float((base * gradient.square()).sum()) * len(task.r) / (float(task.r @ task.r) * trace or 1.0)
-        if ratio < OWN_DATA:
+        if len(task.r) >= OWN_ROWS[0] and own_data_ratio(task, base) < OWN_DATA:
             warnings.warn(
-                "The network's residuals on these data have almost no gradient left, as if it had been trained on "
-                "them: they are smaller than its errors on new data, and with mean='network' the error bars will be "
-                "too. Use mean='zero', or data that the network has not seen.",
+                "The network's residuals on these data hold almost nothing that it could still learn, as if it had "
+                "been trained on them: they are smaller than its errors on new data, and with mean='network' the error "
+                "bars will be too. Use mean='zero', or data that the network has not seen.",
                 stacklevel=4,
             )
             return

@@ -15,7 +15,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from linnet.batch import Batch
+from linnet.batch import Batch, Source
 from linnet.contexts import forward_mode
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
@@ -42,6 +42,7 @@ class Tangent(BaseEstimator):
     output: Any
     mean: Mean
     dtype: torch.dtype | str
+    tolerance: float | str
     seed: int
     batch_size: int | str
     memory: float | str
@@ -60,14 +61,7 @@ class Tangent(BaseEstimator):
     # From the user's data to Jacobians and back.
 
     def _inputs(self, X: Any, *, reset: bool) -> Any:
-        """Array-likes as checked arrays; tensors, dicts, Datasets and loaders as they are."""
-        known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | tuple)
-        if known and not issparse(X):  # one kind of sparse array is a dict
-            return X
-        flat = self.model is None
-        return validate_data(
-            self, X, reset=reset, dtype="numeric", ensure_2d=flat, allow_nd=not flat, ensure_min_samples=1
-        )
+        return checked_inputs(self, X, reset=reset, flat=self.model is None)
 
     def _dtype(self, *, device: torch.device) -> torch.dtype:
         """float64, which kernels need, unless the user says otherwise or the device is slow at it."""
@@ -79,6 +73,14 @@ class Tangent(BaseEstimator):
         if self.dtype not in known:
             raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
         return known[self.dtype]
+
+    def _tolerance(self, dtype: torch.dtype = torch.float64) -> float:
+        """Of iterative solves: what the precision allows."""
+        if self.tolerance == "auto":
+            return 1e-4 if dtype == torch.float32 else 1e-6
+        if isinstance(self.tolerance, str):
+            raise ValueError(f"tolerance must be 'auto' or a positive number; got {self.tolerance!r}.")
+        return self.tolerance
 
     def _jacobian(self, X: Any, lin: Linearization | None = None) -> Jacobian:
         lin = self.lin_ if lin is None else lin
@@ -249,12 +251,23 @@ def fast_float64(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
+def checked_inputs(estimator: BaseEstimator, X: Any, *, reset: bool, flat: bool = False) -> Any:
+    """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
+    known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source | tuple)
+    if known and not issparse(X):  # one kind of sparse array is a dict
+        return X
+    flat = flat or getattr(X, "ndim", None) == 2  # of other shapes the network knows what it takes
+    return validate_data(
+        estimator, X, reset=reset, dtype="numeric", ensure_2d=flat, allow_nd=not flat, ensure_min_samples=1
+    )
+
+
 def like(X: Any, value: Tensor) -> Any:
     """Tensors for tensors, arrays for anything else that is in memory."""
     first = X
     while isinstance(first, tuple | list | Mapping) and len(first):
         first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
-    tensors = isinstance(first, Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader)
+    tensors = isinstance(first, Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source)
     return value if tensors else value.detach().cpu().numpy()
 
 
@@ -267,6 +280,7 @@ def as_targets(y: Any, J: Jacobian) -> Tensor:
             raise TypeError(f"Unknown label type: targets must be real numbers; got an array of {y.dtype}.")
         with read_only_welcome():
             y = torch.as_tensor(y)
+    y = y.detach()
     if y.is_complex():
         raise TypeError(f"Targets must be real numbers; got {y.dtype}.")
     if y.ndim == 0 or len(y) != J.n:
