@@ -1,19 +1,23 @@
 """The `linnet` command; the demo runs once, in its quick form."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import matplotlib
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import linnet
-from linnet import demo
+from linnet import demo, metrics
+from linnet._demo_baselines import ANGLE, PENALTIES, RATES, fine_tuned, network, turn, turned_digits
 from linnet.cli import app
 
-HEAVY = ("matplotlib", "sklearn", "gpytorch", "linnet.demo")
+HEAVY = ("matplotlib", "gpytorch", "torchmetrics", "linnet.demo")
 
 
 def invoke(*arguments):
@@ -24,7 +28,7 @@ def invoke(*arguments):
 def quick(tmp_path_factory):
     """A quick run into a folder that holds an old figure and a file of the user's."""
     folder = tmp_path_factory.mktemp("demo")
-    (folder / demo.FIGURE).write_text("old")
+    (folder / demo.ADAPTATION).write_text("old")
     (folder / "notes.txt").write_text("mine")
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -32,6 +36,12 @@ def quick(tmp_path_factory):
     assert result.exit_code == 0, result.output
     assert torch.equal(torch.get_rng_state(), before)
     return folder, result.output, json.loads((folder / demo.METRICS).read_text())
+
+
+@pytest.fixture(scope="module")
+def few_digits():
+    """Few digits and an untrained network."""
+    return demo.Split(0, turned_digits(4, 30, seed=0), network(0), {})
 
 
 def test_version():
@@ -53,95 +63,146 @@ def test_startup_imports_nothing_heavy():
     assert done.stdout == "[]\n"
 
 
-def test_demo_writes_its_two_files_and_leaves_others(quick):
+def test_demo_writes_its_files_and_leaves_others(quick):
     folder, output, _ = quick
-    assert sorted(path.name for path in folder.iterdir()) == [demo.FIGURE, demo.METRICS, "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*demo.FILES, "notes.txt"])
     assert (folder / "notes.txt").read_text() == "mine"
-    picture = (folder / demo.FIGURE).read_bytes()
+    for name in (demo.ADAPTATION, demo.CONFIDENCE):
+        check_picture((folder / name).read_bytes())
+    for name in demo.FILES:
+        assert str(folder / name) in output
+
+
+def check_picture(picture):
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
     assert width > 1500
     assert height > 800
     assert len(picture) > 50_000
-    for name in (demo.FIGURE, demo.METRICS):
-        assert str(folder / name) in output
 
 
-def test_demo_prints_each_step(quick):
-    _, output, metrics = quick
-    for i in range(1, 5):
-        assert f"{i}/4" in output
-    assert f"{metrics['accuracy']['test']:.1%} on those held out" in output
-    for line in metrics["plan"]["lines"]:
-        assert line["layer"] in output
-        assert f"{line['parameters']:,}" in output
-    for row in metrics["timings"]:
-        assert row["pass"] in output
+def test_demo_prints_each_step_and_method(quick):
+    _, output, found = quick
+    for i in range(1, 4):
+        assert f"{i}/3" in output
+    assert f"{found['upright_accuracy'][0]:.1%}" in output
+    for method, scores in found["methods"].items():
+        (line,) = (line for line in output.splitlines() if line.strip().startswith(method))
+        accuracy, nll, ece, seconds = line.removeprefix(f"  {method}").split()
+        assert accuracy == f"{scores['accuracy'][0]:.1%}"
+        assert nll == f"{scores['nll'][0]:.2f}"
+        assert ece == f"{scores['ece'][0]:.3f}"
+        assert seconds == f"{scores['seconds'][0]:.1f}"
+    for layer in ("conv1", "conv2", "conv3", "head"):
+        assert layer in output
 
 
-def test_demo_metrics_of_the_network(quick):
-    _, _, metrics = quick
-    assert metrics["linnet"] == linnet.__version__
-    assert (metrics["seed"], metrics["quick"]) == (3, True)
-    assert 20_000 <= metrics["parameters"] <= 60_000
-    assert metrics["digits"] == {"train": 1000, "test": 240}
-    assert 0.9 < metrics["accuracy"]["test"] <= 1
-    assert 0.95 < metrics["accuracy"]["train"] <= 1
-    plan = metrics["plan"]
-    assert plan["shape"] == [240, metrics["parameters"]]
-    assert sum(line["parameters"] for line in plan["lines"]) == metrics["parameters"]
-    assert plan["c"] == 1
+def test_demo_metrics(quick):
+    found = quick[2]
+    assert found["linnet"] == linnet.__version__
+    assert (found["seed"], found["quick"]) == (3, True)
+    assert 20_000 <= found["parameters"] <= 60_000
+    assert found["digits"] == {"source": 1000, "labels": 40, "test": 200}
+    assert 0.85 < found["upright_accuracy"][0] <= 1
+    assert tuple(found["methods"]) == demo.METHODS
+    for scores in found["methods"].values():
+        assert {len(values) for values in scores.values()} == {1}
+        assert all(math.isfinite(scores[name][0]) for name in ("accuracy", "nll", "brier", "ece", "seconds"))
 
 
-def test_demo_metrics_of_the_kernel(quick):
-    kernel = quick[2]["kernel"]
-    eigenvalues = torch.tensor(kernel["eigenvalues"], dtype=torch.float64)
-    assert eigenvalues.shape == (240,)
-    assert (eigenvalues.diff() <= 0).all()
-    assert eigenvalues[-1] > -1e-10 * eigenvalues[0]
-    assert eigenvalues.sum().item() == pytest.approx(kernel["trace"], rel=1e-9)
-    assert kernel["product_error"] < 1e-12
-    counts = kernel["components"]
-    assert list(counts) == ["90.0%", "99.0%", "99.9%"]
-    assert 1 <= counts["90.0%"] < counts["99.0%"] < counts["99.9%"] <= 240
-    share = eigenvalues[: counts["90.0%"]].sum() / eigenvalues.sum()
-    assert 0.9 <= share < 0.9 + eigenvalues[counts["90.0%"] - 1] / eigenvalues.sum()
+def test_every_adaptation_beats_none(quick):
+    methods = quick[2]["methods"]
+    none = methods[demo.NONE]
+    for method in demo.METHODS[1:]:
+        assert methods[method]["accuracy"][0] > none["accuracy"][0]
+        assert methods[method]["nll"][0] < none["nll"][0]
 
 
-def test_demo_metrics_of_the_timings(quick):
-    rows = quick[2]["timings"]
-    assert [row["k"] for row in rows] == [None, 1, 1, 1, 32, 32, 32, None]
-    assert rows[0]["pass"] == demo.PLAIN
-    assert rows[0]["ratio"] == 1
-    for row in rows:
-        assert row["seconds"] > 0
-        assert row["runs"] == 3
-        assert row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
+def test_demo_details(quick):
+    methods = quick[2]["methods"]
+    assert methods[demo.LAST]["details"][0]["C"] in PENALTIES
+    assert methods[demo.TUNED]["details"][0]["rate"] in RATES
+    assert 1 <= methods[demo.TUNED]["details"][0]["epochs"] <= 10
+    mode, laplace, vi = (methods[method]["details"][0] for method in demo.TANGENT)
+    # One prior for all, chosen by the evidence.
+    assert mode["prior_variance"] == pytest.approx(laplace["prior_variance"]) == pytest.approx(vi["prior_variance"])
+    assert mode["log_evidence"] is None
+    assert mode["elbo"] is laplace["elbo"] is None
+    assert vi["elbo"] < 0
+    for details in (mode, laplace, vi):
+        assert list(details["layers"]) == ["conv1", "conv2", "conv3", "head"]
+        assert sum(details["layers"].values()) == pytest.approx(1)
+        assert 0 < details["linearity"]["relative_error"] < 1
+        assert 0 < details["linearity"]["agreement"] <= 1
 
 
-def test_demo_kernel_is_that_of_autodiff():
-    (x, _), _ = demo.digits(6, 1, seed=0)
-    model = demo.network(0).double().eval()
-    K = linnet.linearize(model, output=demo.log_sum_exp).jacobian(x.double()).gram()
-    rows = []
-    for image in x.double():
-        found = torch.autograd.grad(model(image[None]).logsumexp(1).sum(), list(model.parameters()))
-        rows.append(torch.cat([g.flatten() for g in found]))
-    J = torch.stack(rows)
-    torch.testing.assert_close(K, J @ J.T, rtol=1e-9, atol=1e-9 * K.abs().max().item())
+def test_figures_of_several_splits(few_digits):
+    generator = torch.Generator().manual_seed(0)
+    splits = []
+    for _ in range(2):
+        results = {}
+        for method in demo.METHODS:
+            p = torch.rand(30, 10, dtype=torch.float64, generator=generator).softmax(1)
+            scores = {**metrics.classification(p, few_digits.task.test[1]), "seconds": 1.0}
+            results[method] = demo.Result(p, scores, {})
+        splits.append(replace(few_digits, results=results))
+    before = dict(matplotlib.rcParams)
+    for draw in (demo.adaptation_figure, demo.confidence_figure):
+        check_picture(draw(splits))
+    assert dict(matplotlib.rcParams) == before
 
 
-def test_same_seed_same_network_and_split():
-    one, two, other = demo.network(1), demo.network(1), demo.network(2)
+def test_no_digit_is_used_twice():
+    task = turned_digits(5, seed=1)
+    sizes = [len(x) for x, _ in (task.source, task.few, task.test)]
+    assert sizes == [1000, 50, 497]
+    assert task.few[1].bincount().tolist() == [5] * 10
+    images = torch.cat([turn(task.source[0], ANGLE), task.few[0], task.test[0]]).flatten(1)
+    assert len(images.unique(dim=0)) == sum(sizes)  # no two digits of the data set are equal
+    torch.testing.assert_close(turn(task.upright, ANGLE), task.test[0])
+    again, other = turned_digits(5, seed=1), turned_digits(5, seed=2)
+    assert torch.equal(again.few[0], task.few[0])
+    assert not torch.equal(other.few[0], task.few[0])
+    assert len(turned_digits(5, 20, seed=1).test[0]) == 20
+
+
+def test_too_many_labels():
+    with pytest.raises(ValueError, match="300 digits do not hold 60 of every class"):
+        turned_digits(60, seed=0)
+
+
+@pytest.mark.parametrize("quarters", [0, 1, 2, 3])
+def test_turns_by_right_angles_are_exact(quarters):
+    x = turned_digits(4, 5, seed=0).upright
+    torch.testing.assert_close(turn(x, 90 * quarters), x.rot90(quarters, (2, 3)), atol=1e-5, rtol=0)
+
+
+def test_same_seed_same_network():
+    one, two, other = network(1), network(1), network(2)
     assert torch.equal(one.head.weight, two.head.weight)
     assert not torch.equal(one.head.weight, other.head.weight)
-    (x, y), (z, _) = demo.digits(1000, 797, seed=1)
-    (again, _), _ = demo.digits(1000, 797, seed=1)
-    assert torch.equal(x, again)
-    assert x.shape == (1000, 1, 8, 8)
-    assert z.shape == (797, 1, 8, 8)
-    assert (x.min(), x.max()) == (0, 1)
-    assert sorted(y.unique().tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("method", demo.METHODS[:3])
+def test_baselines_leave_the_network_as_it_is(few_digits, method):
+    before = {name: value.clone() for name, value in few_digits.model.state_dict().items()}
+    result = demo.adapt(method, few_digits, longest=2)
+    for name, value in few_digits.model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert result.probabilities.shape == (30, 10)
+    torch.testing.assert_close(result.probabilities.sum(1), torch.ones(30, dtype=torch.float64))
+    again = demo.adapt(method, few_digits, longest=2)
+    assert torch.equal(again.probabilities, result.probabilities)
+
+
+def test_fine_tuning_is_chosen_without_the_test_digits(few_digits):
+    x = few_digits.task.test[0]
+    _, chosen = fine_tuned(few_digits.model, few_digits.task.few, x, seed=0, longest=3)
+    _, same = fine_tuned(few_digits.model, few_digits.task.few, x[:2].flip(2), seed=0, longest=3)
+    assert chosen == same
+    # Three epochs of few digits leave much to learn, so that small steps lose.
+    assert chosen["rate"] in RATES[-2:]
+    assert chosen["epochs"] == 3
 
 
 @pytest.mark.parametrize("below", [False, True])
@@ -152,7 +213,7 @@ def test_out_that_is_a_file(tmp_path, below):
     assert result.exit_code == 1
     assert "needs a folder it can write to" in result.output
     assert "choose another with --out" in result.output
-    assert "1/4" not in result.output  # before any work
+    assert "1/3" not in result.output  # before any work
     assert path.read_text() == "mine"
 
 

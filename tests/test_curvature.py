@@ -178,8 +178,12 @@ def test_finite_difference_takes_one_pass_a_column(monkeypatch):
     lin, x = linnet.linearize(mlp()), normal(N, D, seed=1)
     J, forward, calls = lin.jacobian(x), linnet.linearize(mlp()).forward.__func__, []
     monkeypatch.setattr(type(lin), "forward", lambda *args: (calls.append(1), forward(*args))[1])
-    fisher_vector_product(lin, J, normal(lin.p, 3), likelihood=Categorical(), method="finite_difference")
+    given = {"likelihood": Categorical(), "method": "finite_difference"}
+    fisher_vector_product(lin, J, normal(lin.p, 3), eps=1e-6, **given)
     assert len(calls) == 1 + 3
+    calls.clear()
+    fisher_vector_product(lin, J, normal(lin.p, 3), **given)
+    assert len(calls) == 1 + 3 + 3  # a trial of each step, on a few examples
 
 
 def test_zero_columns_and_none():

@@ -1,38 +1,46 @@
-"""What `linnet demo` does: a small network on handwritten digits, its Jacobian's plan, kernel and timings."""
+"""What `linnet demo` does: a network of upright digits learns turned ones from a few labels, in six ways."""
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import matplotlib
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MultipleLocator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from linnet import Jacobian, Plan, __version__, linearize
+from linnet import TangentClassifier, __version__, metrics
+from linnet._demo_baselines import ANGLE, Task, fine_tuned, last_layer, network, probabilities, train, turned_digits
+from linnet.generalized import Inference
 
-FIGURE, METRICS = "kernel.png", "metrics.json"
-SHARES = (0.9, 0.99, 0.999)
-PLAIN = "forward + backward"
-BATCH = 100
-LONGEST = 8  # seconds of timing, unless three runs take longer
+ADAPTATION, CONFIDENCE, METRICS = "adaptation.png", "confidence.png", "metrics.json"
+FILES = (ADAPTATION, CONFIDENCE, METRICS)
+NONE, LAST, TUNED = "no adaptation", "last layer only", "fine-tuning"
+MAP, LAPLACE, VI = "tangent MAP", "tangent Laplace", "tangent VI"
+METHODS = (NONE, LAST, TUNED, MAP, LAPLACE, VI)
+TANGENT: dict[str, Inference] = {MAP: "map", LAPLACE: "laplace", VI: "vi"}
+SCORES = {"accuracy": ("accuracy", ".1%"), "nll": ("NLL", ".2f"), "ece": ("ECE", ".3f"), "seconds": ("seconds", ".1f")}
 BLUE, RED, GRAY = "#1f4e79", "#b5473c", "#9aa0a6"
+COLORS = {NONE: GRAY, LAST: RED, TUNED: RED, MAP: BLUE, LAPLACE: BLUE, VI: BLUE}
+FEWEST = 5  # digits that make a point of a reliability diagram
+T = TypeVar("T")
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -41,183 +49,158 @@ STYLE = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "grid.color": "#e4e6e9",
-    "figure.constrained_layout.h_pad": 0.1,
-    "figure.constrained_layout.w_pad": 0.1,
 }
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a method made of a task.
+
+    Attributes:
+        probabilities: Of the test digits' classes, (m, 10).
+        scores: Accuracy, NLL, Brier score, ECE and seconds.
+        details: What was chosen or found on the way.
+    """
+
+    probabilities: Tensor
+    scores: dict[str, float]
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of the digits, the network trained on its upright ones, and the results by method."""
+
+    seed: int
+    task: Task
+    model: nn.Sequential
+    results: dict[str, Result]
 
 
 def run(
     out: str | os.PathLike[str], *, seed: int = 0, quick: bool = False, console: Console | None = None
 ) -> dict[str, Any]:
-    """Train, linearize, show; writes ``kernel.png`` and ``metrics.json``, and returns what the latter holds.
+    """Train, adapt, compare; writes two figures and ``metrics.json``, and returns what the latter holds.
 
     Args:
-        out: Folder for the two files, created if missing. Nothing else in it is touched.
-        seed: Of the split, the network, its training and the vectors that are multiplied.
-        quick: Fewer epochs, digits and repetitions.
+        out: Folder for the files, created if missing. Nothing else in it is touched.
+        seed: Of the splits, the networks and their training.
+        quick: One split rather than three, fewer labels, digits and epochs.
         console: Where to print; standard output by default.
 
     Raises:
         OSError: If the folder cannot be written to; before anything else is done.
     """
+    # Networks as small as these are slower on several threads, and much slower where others want the cores too.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):  # numpy's and scikit-learn's
+            return _run(out, seed=seed, quick=quick, console=console)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(out: str | os.PathLike[str], *, seed: int, quick: bool, console: Console | None) -> dict[str, Any]:
     began = time.perf_counter()
     console = Console(highlight=False) if console is None else console
     folder = _writable(Path(out))
-    epochs, held_out, repeats = (6, 240, 3) if quick else (10, 797, 9)
+    count, each, test, epochs, longest = (1, 4, 200, 6, 10) if quick else (3, 5, None, 15, 30)
 
-    with _step(console, 1, "Train a small CNN on scikit-learn's handwritten digits, 8 x 8 pixels"):
-        train, test = digits(1000, held_out, seed=seed)
-        model = fit(network(seed), train, epochs=epochs, seed=seed, console=console)
-        classifier = linearize(model)
-        seen, unseen = ((classifier(x).argmax(1) == y).double().mean().item() for x, y in (train, test))
-        console.print(f"{classifier.p:,} parameters, {len(train[0]):,} digits to train on, {held_out} held out")
-        console.print(f"accuracy: {seen:.1%} on the training digits, [bold]{unseen:.1%} on those held out[/bold]")
+    with _step(console, 1, "Train a small CNN on upright digits: scikit-learn's, 8 x 8 pixels"):
+        splits = [
+            _trained(turned_digits(each, test, seed=s), epochs=epochs, seed=s)
+            for s in _track(console, "network", range(1000 * seed, 1000 * seed + count))
+        ]
+        first = splits[0].task
+        upright = [metrics.accuracy(probabilities(s.model, s.task.upright), s.task.test[1]) for s in splits]
+        parameters = sum(p.numel() for p in splits[0].model.parameters())
+        sizes = {"source": len(first.source[0]), "labels": len(first.few[0]), "test": len(first.test[0])}
+        console.print(f"random splits: {count}; {parameters:,} parameters, trained on {sizes['source']:,} digits each")
+        console.print(f"accuracy on {sizes['test']} other upright digits: [bold]{_over(upright, '.1%')}[/bold]")
 
-    with _step(console, 2, "Plan its Jacobian J: the gradient of log-sum-exp(logits) for each digit"):
-        by_class = test[1].argsort(stable=True)  # for the figure
-        x, y = test[0][by_class], test[1][by_class]
-        J = linearize(model, output=log_sum_exp).jacobian(x, progress=False)
-        _print_plan(console, J.plan)
+    with _step(console, 2, f"New task: digits turned by {ANGLE} degrees, {sizes['labels']} labels; adapt"):
+        work = [(split, method) for split in splits for method in METHODS]
+        for split, method in _track(console, "adaptation", work):
+            split.results[method] = adapt(method, split, longest=longest)
+        console.print(_table(splits))
+        spread = f", ± standard deviation over {count} splits" if count > 1 else ""
+        console.print(f"[dim]{sizes['test']} test digits{spread}; NLL in nats; seconds with[/dim]")
+        console.print("[dim]all tuning: cross-validation of the labels or, for tangent, the evidence[/dim]")
 
-    with _step(console, 3, f"Compute the kernel K = J J^T ({J.n} x {J.n}) and its spectrum, in float64"):
-        exact = linearize(copy.deepcopy(model).double(), output=log_sum_exp).jacobian(x.double())
-        K = exact.gram()
-        eigenvalues = torch.linalg.eigvalsh(K).flip(0)
-        counts = {share: components(eigenvalues, share) for share in SHARES}
-        for share, count in counts.items():
-            console.print(f"{share:5.1%} of the variance lies in {count:3d} of {J.n} components")
-        u = torch.randn(J.n, dtype=K.dtype, generator=torch.Generator().manual_seed(seed))
-        error = ((exact @ (exact.T @ u) - K @ u).norm() / (K @ u).norm()).item()
-        console.print(f"check: J (J^T u) equals K u to a relative error of {error:.0e}")
-        title = f"Kernel of a digit classifier: {J.n} held-out digits, {J.shape[1]:,} parameters"
-        _write(folder / FIGURE, figure(K, y, eigenvalues=eigenvalues, counts=counts, title=title))
-
-    with _step(console, 4, f"Time passes over the {J.n} held-out digits, in float32"):
-        rows = timings(model, J, data=(x, y), repeats=repeats, seed=seed, console=console)
-        console.print(_timing_table(rows))
-        how = f"medians of {rows[0]['runs']} runs, threads: {torch.get_num_threads()}"
-        console.print(f"[dim]ratio: to {PLAIN}; {how}[/dim]")
+    with _step(console, 3, "Look closer at the tangent model, and draw"):
+        for line in _closer(splits[0].results):
+            console.print(line)
+        _write(folder / ADAPTATION, adaptation_figure(splits))
+        _write(folder / CONFIDENCE, confidence_figure(splits))
 
     seconds = time.perf_counter() - began
-    metrics = {
+    found = {
         "linnet": __version__,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "seed": seed,
         "quick": quick,
         "seconds": seconds,
-        "parameters": J.shape[1],
-        "digits": {"train": len(train[0]), "test": J.n},
-        "accuracy": {"train": seen, "test": unseen},
-        "plan": asdict(J.plan),
-        "kernel": {
-            "trace": K.trace().item(),
-            "components": {f"{share:.1%}": count for share, count in counts.items()},
-            "product_error": error,
-            "eigenvalues": eigenvalues.tolist(),
+        "parameters": parameters,
+        "digits": sizes,
+        "upright_accuracy": upright,
+        "methods": {
+            method: {
+                **{name: [s.results[method].scores[name] for s in splits] for name in splits[0].results[method].scores},
+                "details": [s.results[method].details for s in splits],
+            }
+            for method in METHODS
         },
-        "timings": rows,
     }
-    _write(folder / METRICS, (json.dumps(metrics, indent=2, allow_nan=False) + "\n").encode())
-    console.print(f"\n[bold]Done in {seconds:.0f} s.[/bold] Figure and numbers:")
-    for name in (FIGURE, METRICS):
+    _write(folder / METRICS, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
+    console.print(f"\n[bold]Done in {seconds:.0f} s.[/bold] Figures and numbers:")
+    for name in FILES:
         console.print(f"  {folder / name}", soft_wrap=True, markup=False)
-    return metrics
+    return found
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """The negative energy of a classifier, (n,), from its logits (n, c)."""
-    return logits.logsumexp(1)
+# The work.
 
 
-def components(eigenvalues: Tensor, share: float) -> int:
-    """How many of the largest eigenvalues make up a share of the sum; they come in descending order.
+def _trained(task: Task, *, epochs: int, seed: int) -> Split:
+    model = network(seed)
+    train(model, task.source, epochs=epochs, seed=seed)
+    return Split(seed, task, model, {})
 
-    >>> [components(torch.tensor([6.0, 3.0, 1.0, 0.0]), share) for share in (0.5, 0.9, 0.99)]
-    [1, 2, 3]
+
+def adapt(method: str, split: Split, *, longest: int) -> Result:
+    """Adapt a split's network to its turned digits, and score the predictions.
+
+    Args:
+        method: One of `METHODS`.
+        split: The digits and the network, which is left as it is.
+        longest: Most epochs of fine-tuning.
     """
-    total = eigenvalues.double().cumsum(0)
-    return int((total < share * total[-1] * (1 - 1e-12)).sum()) + 1
-
-
-# The network.
-
-
-def digits(n: int, m: int, *, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """n digits to train on and m others: images (n, 1, 8, 8) between 0 and 1, and labels (n,)."""
-    from sklearn.datasets import load_digits
-
-    images, target = load_digits(return_X_y=True)
-    x = torch.from_numpy(images).float().reshape(-1, 1, 8, 8) / 16
-    y = torch.from_numpy(target).long()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    a, b = order[:n], order[n : n + m]
-    return (x[a], y[a]), (x[b], y[b])
-
-
-def network(seed: int) -> nn.Sequential:
-    """Three convolutions with batch norm, then a linear layer: images (n, 1, 8, 8) to logits (n, 10)."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model = nn.Sequential()
-        for i, (a, b, stride) in enumerate([(1, 16, 1), (16, 32, 1), (32, 64, 2)], start=1):
-            model.add_module(f"conv{i}", nn.Conv2d(a, b, 3, stride, padding=1, bias=False))
-            model.add_module(f"norm{i}", nn.BatchNorm2d(b))
-            model.add_module(f"relu{i}", nn.ReLU())
-        model.add_module("pool", nn.AdaptiveAvgPool2d(1))
-        model.add_module("flatten", nn.Flatten())
-        model.add_module("head", nn.Linear(64, 10))
-    return model
-
-
-def fit(model: nn.Module, data: tuple[Tensor, Tensor], *, epochs: int, seed: int, console: Console) -> nn.Module:
-    """Train with Adam, and return the model in eval mode."""
-    x, y = data
-    order = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, epochs=epochs, steps_per_epoch=-(-len(x) // BATCH))
-    for _ in _track(console, "epoch", epochs):
-        for index in torch.randperm(len(x), generator=order).split(BATCH):
-            optimizer.zero_grad()
-            cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
-            schedule.step()
-    return model.eval()
-
-
-def timings(
-    model: nn.Module, J: Jacobian, *, data: tuple[Tensor, Tensor], repeats: int, seed: int, console: Console
-) -> list[dict[str, Any]]:
-    """Median seconds of each pass over the data, with its ratio to a plain forward and backward pass.
-
-    A slow machine repeats less often: the count is in the result, and at least 3.
-    """
-    x, y = data
-    generator = torch.Generator().manual_seed(seed)
-    weights = list(model.parameters())
-    passes: list[tuple[str, int | None, Callable[[], object]]] = [
-        (PLAIN, None, lambda: torch.autograd.grad(cross_entropy(model(x), y), weights))
-    ]
-    for k in (1, 32):
-        U, V = (torch.randn(size, k, generator=generator) for size in J.shape)
-        passes += [("J @ V", k, partial(J.__matmul__, V)), ("J.T @ U", k, partial(J.T.__matmul__, U))]
-        passes += [("J.normal(V) = J^T J V", k, partial(J.normal, V))]
-    passes += [("J.gram() = J J^T", None, J.gram)]
-    spent: list[list[float]] = [[] for _ in passes]
-    began = time.perf_counter()
-    for turn in _track(console, "run", repeats + 1):
-        if turn > 3 and time.perf_counter() - began > LONGEST:
-            break
-        for times, (_, _, work) in zip(spent, passes, strict=True):
-            start = time.perf_counter()
-            work()
-            if turn > 0:  # the first one warms up
-                times.append(time.perf_counter() - start)
-    medians = [statistics.median(times) for times in spent]
-    return [
-        {"pass": name, "k": k, "seconds": seconds, "ratio": seconds / medians[0], "runs": len(spent[0])}
-        for (name, k, _), seconds in zip(passes, medians, strict=True)
-    ]
+    model, few, (x, y) = split.model, split.task.few, split.task.test
+    classifier: TangentClassifier | None = None
+    details: dict[str, Any] = {}
+    start = time.perf_counter()
+    if method == NONE:
+        p = probabilities(model, x)
+    elif method == LAST:
+        p, details = last_layer(model, few, x, seed=split.seed)
+    elif method == TUNED:
+        p, details = fine_tuned(model, few, x, seed=split.seed, longest=longest)
+    else:
+        classifier = TangentClassifier(model, inference=TANGENT[method], link="mc", seed=split.seed)
+        p = classifier.fit(*few).predict_proba(x)
+    seconds = time.perf_counter() - start
+    if classifier is not None:
+        linearity = classifier.linearity(x)
+        details = {
+            "prior_variance": classifier.scales_["all"],
+            "log_evidence": classifier.log_evidence_,
+            "elbo": classifier.elbo_,
+            "layers": classifier.layer_relevance_,
+            "linearity": {"relative_error": linearity.relative_error, "agreement": linearity.agreement},
+        }
+    return Result(p, {**metrics.classification(p, y), "seconds": seconds}, details)
 
 
 # What is printed.
@@ -225,14 +208,14 @@ def timings(
 
 @contextmanager
 def _step(console: Console, number: int, what: str) -> Iterator[None]:
-    console.print(f"\n[bold cyan]{number}/4[/bold cyan] [bold]{what}[/bold]")
+    console.print(f"\n[bold cyan]{number}/3[/bold cyan] [bold]{what}[/bold]")
     start = time.perf_counter()
     yield
     console.print(f"[dim]{time.perf_counter() - start:.1f} s[/dim]")
 
 
-def _track(console: Console, what: str, count: int) -> Iterator[int]:
-    """Count up beside a bar, on terminals; it is drawn between the turns, never during one."""
+def _track(console: Console, what: str, items: Sequence[T]) -> Iterator[T]:
+    """The items beside a bar, on terminals; it is drawn between the turns, never during one."""
     columns = (
         TextColumn(what + " {task.completed:.0f} of {task.total:.0f}"),
         BarColumn(),
@@ -240,134 +223,221 @@ def _track(console: Console, what: str, count: int) -> Iterator[int]:
     )
     silent = not console.is_terminal
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=silent) as progress:
-        task = progress.add_task(what, total=count)
-        for i in range(count):
+        task = progress.add_task(what, total=len(items))
+        for i, item in enumerate(items):
             progress.update(task, completed=i + 1, refresh=True)
-            yield i
+            yield item
 
 
-def _print_plan(console: Console, plan: Plan) -> None:
-    table = Table("layer", "rule", box=SIMPLE_HEAD)
-    for title in ("parameters", "uses"):
+def _over(values: Sequence[float], form: str) -> str:
+    """A mean over splits, with the standard deviation if there is one.
+
+    >>> _over([0.5], ".2f"), _over([1.0, 2.0, 3.0], ".1f")
+    ('0.50', '2.0 ± 1.0')
+    """
+    mean = format(statistics.fmean(values), form)
+    if len(values) == 1:
+        return mean
+    spread = format(statistics.stdev(values), form).removesuffix("%")
+    return f"{mean.removesuffix('%')} ± {spread}{'%' if form.endswith('%') else ''}"
+
+
+def _scores(splits: Sequence[Split], method: str, name: str) -> list[float]:
+    return [split.results[method].scores[name] for split in splits]
+
+
+def _table(splits: Sequence[Split]) -> Table:
+    table = Table("method", box=SIMPLE_HEAD)
+    for title, _ in SCORES.values():
         table.add_column(title, justify="right")
-    for title in ("products", "Gram"):
-        table.add_column(title)
-    for line in plan.lines:
-        table.add_row(line.layer, line.rule, f"{line.parameters:,}", str(line.uses), line.products, line.gram)
-    console.print(f"J: {plan.shape[0]:,} x {plan.shape[1]:,}, {plan.note}; never stored")
-    console.print(f"chunks of {plan.chunk:,} digits, {plan.per_example / 2**10:,.0f} KiB each")
-    console.print(table)
-    console.print("[dim]rows: from per-example gradients; bilinear, ghost: without forming them[/dim]")
-
-
-def _timing_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("pass", box=SIMPLE_HEAD)
-    for title in ("k", "ms", "ratio", "ratio / k"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        k, each = ("", "") if row["k"] is None else (str(row["k"]), f"{row['ratio'] / row['k']:.2f}")
-        table.add_row(row["pass"], k, f"{1e3 * row['seconds']:.1f}", f"{row['ratio']:.2f}", each)
+    for method in METHODS:
+        cells = [_over(_scores(splits, method, name), form) for name, (_, form) in SCORES.items()]
+        table.add_row(method, *cells)
     return table
 
 
-# The figure.
+def _closer(results: dict[str, Result]) -> Iterator[str]:
+    """What the tangent model says about itself."""
+    mode, laplace, vi = (results[method].details for method in (MAP, LAPLACE, VI))
+    yield f"prior variance, chosen by the evidence: {mode['prior_variance']:.2g}"
+    yield f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}"
+    yield "share of each layer: " + ", ".join(f"{layer} {share:.0%}" for layer, share in mode["layers"].items())
+    linearity = mode["linearity"]
+    yield f"how linear: with the new weights the network itself reads {linearity['agreement']:.0%} of the digits"
+    yield f"as the linear model does, and its logits are off by {linearity['relative_error']:.0%} of the change"
 
 
-def figure(K: Tensor, labels: Tensor, *, eigenvalues: Tensor, counts: Mapping[float, int], title: str) -> bytes:
-    """A kernel and its spectrum, as a PNG.
+# The figures.
 
-    Args:
-        K: (n, n), its examples sorted by class.
-        labels: (n,), ascending.
-        eigenvalues: (n,), descending.
-        counts: From a share of the trace to the number of components that make it up.
-        title: Above the panels.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
+def adaptation_figure(splits: Sequence[Split]) -> bytes:
+    """The task and every method's scores, as a PNG."""
+    with _figure(12.5, 7.2) as (fig, png):
+        labels, test, count = len(splits[0].task.few[0]), len(splits[0].task.test[0]), len(splits)
+        note = "" if count == 1 else f"; small dots: {count} random splits, large dots: their means"
+        note = f"turned by {ANGLE} degrees; {labels} labels to adapt with, {test} digits to test on{note}"
+        _frame(fig, "A network of upright digits meets turned ones", note)
+        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.35])
+        _draw_task(top, splits[0])
+        axes = bottom.subplots(1, len(SCORES), sharey=True)
+        for ax, (name, (title, form)) in zip(axes, SCORES.items(), strict=True):
+            _draw_scores(ax, splits, name, form)
+            better = "higher is better" if name == "accuracy" else "lower is better"
+            ax.set(title=title, xlabel=better)
+        axes[0].set_yticks(range(len(METHODS)), METHODS)
+        axes[0].set_ylim(len(METHODS) - 0.5, -0.7)
+    return png.getvalue()
+
+
+def confidence_figure(splits: Sequence[Split]) -> bytes:
+    """Confidence against accuracy, what it is good for, and the digits that are least sure, as a PNG."""
+    with _figure(12.5, 7.4) as (fig, png):
+        note = f"above: areas are numbers of digits, and bins of fewer than {FEWEST} are left out"
+        _frame(fig, "How far confidence can be trusted", note)
+        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.2])
+        axes = top.subplots(1, len(METHODS) - 1, sharey=True)
+        for ax, method in zip(axes, METHODS[1:], strict=True):
+            _draw_reliability(ax, splits, method)
+        axes[0].set_ylabel("accuracy")
+        left, right = bottom.subfigures(1, 2, width_ratios=[1, 1.7])
+        _draw_rejection(left.subplots(), splits)
+        _draw_unsure(right, splits[0])
+    return png.getvalue()
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Any, io.BytesIO]]:
+    """An empty figure, and the PNG that it becomes; the user's matplotlib settings are neither used nor changed."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
-        fig = Figure(figsize=(12.5, 6.6), layout="constrained")
+        fig, png = Figure(figsize=(width, height), layout="constrained"), io.BytesIO()
         FigureCanvasAgg(fig)
-        fig.suptitle(title, fontsize=14, fontweight="bold")
-        panels = [["spectrum", "matrix"], ["explained", "matrix"]]
-        axes: dict[str, Any] = fig.subplot_mosaic(panels, width_ratios=[1, 1.25])
-        _draw_spectrum(axes["spectrum"], eigenvalues, len(labels.unique()))
-        _draw_explained(axes["explained"], eigenvalues, counts)
-        _draw_matrix(axes["matrix"], K, labels)
-        picture = io.BytesIO()
-        fig.savefig(picture, dpi=150)
-    return picture.getvalue()
+        yield fig, png
+        fig.savefig(png, dpi=150)
 
 
-def _draw_spectrum(ax: Any, eigenvalues: Tensor, classes: int) -> None:
-    n = len(eigenvalues)
-    rounding = n * torch.finfo(eigenvalues.dtype).eps * eigenvalues[0]
-    shown = eigenvalues[eigenvalues > rounding].numpy()
-    ax.loglog(range(1, len(shown) + 1), shown, ".-", color=BLUE, markersize=4, linewidth=1)
-    ax.axvline(classes, color=GRAY, linewidth=1, linestyle=":")
-    ax.annotate(
-        f"{classes} classes",
-        (classes, 0.06),
-        (5, 0),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
+def _frame(fig: Any, title: str, note: str) -> None:
+    fig.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+    fig.supxlabel(note, fontsize=10, color="#5f6368", x=0.01, ha="left")
+
+
+def _draw_task(fig: Any, split: Split) -> None:
+    """One test digit of each class, upright and turned, with what is read before and after adaptation."""
+    (x, y), upright = split.task.test, split.task.upright
+    chosen = [int((y == label).nonzero()[0]) for label in range(10)]
+    readings = (
+        probabilities(split.model, upright).argmax(1),
+        split.results[NONE].probabilities.argmax(1),
+        split.results[VI].probabilities.argmax(1),
     )
-    ax.set(title="Eigenvalues of K", xlabel="component", ylabel="eigenvalue")
-    _count_axis(ax, n)
+    axes = fig.subplots(2, 10)
+    for column, i in enumerate(chosen):
+        for ax, image in zip(axes[:, column], (upright[i, 0], x[i, 0]), strict=True):
+            _draw_digit(ax, image)
+        before, turned, after = (int(reading[i]) for reading in readings)
+        for ax, at, reading in ((axes[0], 1.0, before), (axes[1], 1.0, turned), (axes[1], -0.34, after)):
+            color = BLUE if reading == column else RED
+            ax[column].text(
+                0.5, at, str(reading), transform=ax[column].transAxes, ha="center", va="bottom", color=color
+            )
+    for ax, at, text in (
+        (axes[0, 0], 1.0, "upright: the network reads"),
+        (axes[1, 0], 1.0, "turned: the network reads"),
+        (axes[1, 0], -0.34, f"turned: {VI} reads"),
+    ):
+        ax.text(-0.3, at, text, transform=ax.transAxes, ha="right", va="bottom", fontsize=10)
 
 
-def _draw_explained(ax: Any, eigenvalues: Tensor, counts: Mapping[float, int]) -> None:
-    """What is left, on a logarithmic axis upside down: 90, 99 and 99.9 % are equally far apart."""
-    n = len(eigenvalues)
-    left = 1 - eigenvalues.cumsum(0) / eigenvalues.sum()
-    bottom = 10**-3.5
-    ax.loglog(range(1, n + 1), left.clamp(min=bottom / 10).numpy(), color=BLUE, linewidth=2)
-    for share, count in counts.items():
-        ax.plot([0.9, count, count], [1 - share, 1 - share, 1], "--", color=RED, linewidth=1)
-        ax.plot(count, 1 - share, "o", color=RED, markersize=5)
-        ax.annotate(
-            f"{count}",
-            (count, 1 - share),
-            (-6, 5),
-            textcoords="offset points",
-            ha="right",
-            color=RED,
-            weight="bold",
-        )
-    ax.set(title="Explained variance", xlabel="components kept", ylabel="share of the trace")
-    ax.set_ylim(1, bottom)
-    ax.set_yticks([1, *(1 - share for share in SHARES)], ["0 %", *(f"{100 * share:g} %" for share in SHARES)])
-    ax.tick_params(axis="y", which="minor", length=0)
-    _count_axis(ax, n)
+def _draw_digit(ax: Any, image: Tensor) -> None:
+    ax.imshow(image.numpy(), cmap="gray_r", vmin=0, vmax=1)
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set(visible=True, color=GRAY, linewidth=0.5)
 
 
-def _count_axis(ax: Any, n: int) -> None:
-    ax.set_xlim(0.9, 1.2 * n)
-    ax.xaxis.set_major_formatter("{x:g}")
+def _draw_scores(ax: Any, splits: Sequence[Split], name: str, form: str) -> None:
+    for row, method in enumerate(METHODS):
+        values, color = _scores(splits, method, name), COLORS[method]
+        mean = statistics.fmean(values)
+        ax.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=5, markeredgewidth=0)
+        ax.plot(mean, row, "o", color=color, markersize=8)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}
+        text = {"textcoords": "offset points", "ha": "center", "color": color, "bbox": box}
+        ax.annotate(format(mean, form), (mean, row), (0, 8), **text)
+    if name == "accuracy":
+        ax.set_xlim(-0.05, 1.1)
+        ax.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    elif name == "seconds":
+        ax.margins(x=0.18)
+    else:
+        ax.set_xscale("log")
+        ax.margins(x=0.18)
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter("")
+    ax.grid(axis="x")
+    ax.tick_params(axis="y", length=0)
+
+
+def _draw_reliability(ax: Any, splits: Sequence[Split], method: str, bins: int = 10) -> None:
+    """Accuracy against confidence in bins, of the digits of all splits."""
+    confidence, right = _confidence(splits, method)
+    place = (confidence * bins).long().clamp(max=bins - 1)
+    for i in place.unique().tolist():
+        here = place == i
+        if here.sum() < FEWEST:
+            continue
+        share = float(here.double().mean())
+        at = confidence[here].mean(), right[here].mean()
+        ax.plot([at[0], at[0]], at, color=COLORS[method], linewidth=1)
+        ax.scatter(*at, s=20 + 500 * share, color=COLORS[method], alpha=0.85, linewidths=0)
+    ax.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=0)
+    ece = statistics.fmean(_scores(splits, method, "ece"))
+    ax.text(0.96, 0.04, f"ECE {ece:.3f}", transform=ax.transAxes, ha="right")
+    ax.set(title=method, xlabel="confidence", xlim=(0, 1.06), ylim=(0, 1.06), aspect="equal")
+    ax.set_xticks([0, 0.5, 1])
+    ax.set_yticks([0, 0.5, 1])
     ax.grid()
 
 
-def _draw_matrix(ax: Any, K: Tensor, labels: Tensor) -> None:
-    norms = K.diagonal().sqrt()
-    cosines = (K / norms / norms[:, None]).numpy()
-    image = ax.imshow(cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="antialiased")
-    edges = [0, *torch.bincount(labels).cumsum(0).tolist()]
-    for edge in edges[1:-1]:
-        ax.axhline(edge - 0.5, color=GRAY, linewidth=0.5)
-        ax.axvline(edge - 0.5, color=GRAY, linewidth=0.5)
-    middles = [(a + b - 1) / 2 for a, b in pairwise(edges)]
-    names = [str(i) for i in range(len(middles))]
-    ax.set_xticks(middles, names)
-    ax.set_yticks(middles, names)
-    ax.tick_params(length=0)
-    ax.set(title=r"Kernel matrix, $K_{ij} / \sqrt{K_{ii} K_{jj}}$", xlabel="digit", ylabel="digit")
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, aspect=30, ticks=[-1, -0.5, 0, 0.5, 1])
-    bar.set_label("cosine of two digits' gradients")
-    bar.outline.set_visible(False)
+def _draw_rejection(ax: Any, splits: Sequence[Split]) -> None:
+    """The accuracy where only the most confident digits are read."""
+    styles = {LAST: (RED, ":"), TUNED: (RED, "-"), MAP: (BLUE, ":"), LAPLACE: (BLUE, "--"), VI: (BLUE, "-")}
+    for method, (color, line) in styles.items():
+        confidence, right = _confidence(splits, method)
+        kept = right[confidence.argsort(descending=True, stable=True)].cumsum(0)
+        n = torch.arange(1, len(kept) + 1)
+        shown = n >= 0.2 * len(kept)
+        ax.plot((n / len(kept))[shown], (kept / n)[shown], line, color=color, linewidth=1.8, label=method)
+    ax.set(title="Accuracy on the digits it is surest of", xlabel="share of the digits that it reads")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    ax.yaxis.set_major_locator(MultipleLocator(0.05))
+    ax.legend(frameon=False, loc="lower left", fontsize=10)
+    ax.grid()
+
+
+def _draw_unsure(fig: Any, split: Split, count: int = 6) -> None:
+    """The test digits with the most even probabilities."""
+    p, (x, y) = split.results[VI].probabilities, split.task.test
+    chosen = p.amax(1).argsort(stable=True)[:count].tolist()
+    fig.suptitle(f"The digits that {VI} is least sure of", fontsize=12, x=0.02, ha="left")
+    axes = fig.subplots(2, count, sharey="row", height_ratios=[1.1, 1])
+    for (picture, bars), i in zip(axes.T, chosen, strict=True):
+        _draw_digit(picture, x[i, 0])
+        picture.set_title(f"a {int(y[i])}", loc="center", fontsize=11, color=BLUE)
+        colors = [BLUE if label == int(y[i]) else GRAY for label in range(10)]
+        bars.bar(range(10), p[i].tolist(), color=colors, width=0.8)
+        bars.set(xticks=range(0, 10, 3), ylim=(0, 0.5), yticks=[0, 0.25, 0.5])
+        bars.tick_params(axis="x", length=0)
+    axes[1, 0].set_ylabel("probability")
+
+
+def _confidence(splits: Sequence[Split], method: str) -> tuple[Tensor, Tensor]:
+    """The largest probability of each test digit of all splits, and whether its class is the right one."""
+    best = [split.results[method].probabilities.max(1) for split in splits]
+    right = [(b.indices == split.task.test[1]).double() for b, split in zip(best, splits, strict=True)]
+    return torch.cat([b.values for b in best]), torch.cat(right)
 
 
 # Files.

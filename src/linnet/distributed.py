@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +28,15 @@ def add_up(*tensors: Tensor) -> None:
     if rank_and_world()[1] > 1:
         for t in tensors:
             dist.all_reduce(t)
+
+
+def smallest(value: float, device: torch.device) -> float:
+    """The smallest of the ranks' values, so that all decide alike on what only some can do."""
+    if rank_and_world()[1] == 1:
+        return value
+    t = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(t, dist.ReduceOp.MIN)
+    return float(t)
 
 
 def share_rows(t: Tensor, n: int, c: int) -> None:

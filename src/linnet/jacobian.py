@@ -28,6 +28,7 @@ from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.factors import Factor, Outer, Rows, Scale
 from linnet.linearize import Chunk, Linearization
+from linnet.moments import Moments
 from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result, weigh
 from linnet.plan import (
     PLAN_COLUMNS,
@@ -528,6 +529,31 @@ class Jacobian(LinearOperator):
             return total.to(self.dtype)
 
         return self._completed(run)
+
+    def moments(self, *, centered: bool = True) -> tuple[Tensor, Tensor]:
+        """The mean of each column and its mean square about that, (p,) and (p,) in float64, in one pass.
+
+        Nothing cancels, however far a mean is from zero; `column_norms` is cheaper where that is no matter.
+
+        Args:
+            centered: False takes the squares about zero and gives zeros for the means.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+            >>> [x.tolist() for x in J.moments()]
+            [[2.0, 2.0, 1.0], [1.0, 4.0, 0.0]]
+        """
+
+        def run() -> Moments:
+            found = Moments(self.shape[1], centered=centered, device=self.device)
+            for piece in self._pieces("squares", 1, "moments of J"):
+                found.add(piece.factors, piece.batch.n * self.c)
+            found.over_ranks()
+            return found
+
+        found = self._completed(run)
+        return found.mean, found.squares / found.count
 
     # The loop.
 

@@ -1,0 +1,55 @@
+"""python -m experiments NAME [--data PATH] [--device cpu] [--quick] [--seed 0]"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments import common
+
+EXPERIMENTS = {
+    "figure2": "timings against n and p, and Fisher-vector products (Maddox et al. 2021, figure 2)",
+    "sinusoids": "few-shot sinusoids (Maddox et al. 2021, figure 6)",
+    "uci": "seven UCI regression sets, adapted on new and on the same data",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """One subcommand per experiment; the options that all share, then its own."""
+    result = argparse.ArgumentParser(prog="python -m experiments", description="The papers' experiments with linnet.")
+    commands = result.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, text in EXPERIMENTS.items():
+        if importlib.util.find_spec(f"experiments.{name}") is None:
+            continue
+        one = commands.add_parser(name, help=text, description=text)
+        one.add_argument("--data", type=Path, default=common.DATA, help="folder of data sets (default: %(default)s)")
+        one.add_argument("--device", default="cpu")
+        one.add_argument("--seed", type=int, default=0)
+        one.add_argument("--quick", action="store_true", help="a small version, to see that it runs; nothing to report")
+        one.add_argument("--out", type=Path, default=None, help="default: results, with --quick results/quick")
+        importlib.import_module(f"experiments.{name}").add_arguments(one)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run one experiment; returns the folder that it wrote."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    start, cpu = time.perf_counter(), time.process_time()
+    outcome = importlib.import_module(f"experiments.{options.name}").run(options)
+    command = "python -m experiments " + " ".join(shlex.quote(word) for word in given)
+    folder = common.results_folder(options.out, quick=options.quick)
+    spent = common.Spent(time.perf_counter() - start, time.process_time() - cpu)
+    where = common.save(outcome, folder, name=options.name, command=command, spent=spent, device=options.device)
+    print(f"wrote {where}")
+    return where
+
+
+if __name__ == "__main__":
+    main()
