@@ -184,14 +184,18 @@ def over_sizes(
 
 
 def expected(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Seconds at size x, growing as between the last two points, or linearly after one.
+    """Seconds at size x, growing as between the last two points; after one, linearly if that took more than a second.
+
+    Less than that says nothing: it is mostly what every call costs.
 
     >>> round(expected([(10, 1.0), (100, 4.0)], 1000), 3)
     16.0
+    >>> expected([(10, 0.5)], 1000), expected([(10, 2.0)], 1000)
+    (0.5, 200.0)
     """
     if not points:
         return 0.0
-    slope = exponent(points[-2:]) if len(points) > 1 else 1.0
+    slope = exponent(points[-2:]) if len(points) > 1 else float(points[-1][1] > 1)
     return points[-1][1] * (x / points[-1][0]) ** max(0.0, slope)
 
 

@@ -2,9 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from linnet import scores
 from linnet.batch import Batch
 from linnet.classifier import TangentClassifier
 from linnet.curvature import fisher_vector_product
+from linnet.distill import distill_loss
+from linnet.fisher import FisherEmbedding
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.operators import LinearOperator, LowRank, Matrix
@@ -20,6 +23,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "Batch",
+    "FisherEmbedding",
     "Jacobian",
     "LinearOperator",
     "Linearization",
@@ -29,8 +33,10 @@ __all__ = [
     "TangentClassifier",
     "TangentRegressor",
     "__version__",
+    "distill_loss",
     "fisher_vector_product",
     "linearize",
     "load",
+    "scores",
     "similarity",
 ]

@@ -37,7 +37,8 @@ class TangentClassifier(ClassifierMixin, Tangent):
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d).
         params: Which parameters adapt; see `linnet.linearize`.
-        inference: "laplace" (a Gaussian at the mode), "map" (the mode alone) or "vi" (the best Gaussian).
+        inference: "laplace" (a Gaussian at the mode), "map" (the mode alone) or "vi" (the best Gaussian). With few
+            labels the curvature at the mode says too little, and Laplace is under-confident; VI is slower and less so.
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
         solver: "auto", "function", "weight" or "cg-weight"; see `linnet.gaussian`.

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
@@ -67,13 +67,13 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
 
 
 def load(
-    path: str | os.PathLike[str], *, kind: str, device: str | torch.device = "cpu"
+    path: str | os.PathLike[str], *, kind: str | Collection[str], device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file that `save` wrote.
 
     Args:
         path: The file.
-        kind: What it must hold.
+        kind: What it must hold, or several things that it may hold.
         device: Where the tensors go.
 
     Returns:
@@ -157,7 +157,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read_header(path: Path, entries: dict[str, str] | None, kind: str) -> dict[str, Any]:
+def _read_header(path: Path, entries: dict[str, str] | None, kind: str | Collection[str]) -> dict[str, Any]:
     try:
         header = json.loads((entries or {})[_KEY])
         form, version, found = int(header["format"]), header["version"], header["kind"]
@@ -169,8 +169,9 @@ def _read_header(path: Path, entries: dict[str, str] | None, kind: str) -> dict[
             f"{path} has format {form}, written by linnet {version}; this is linnet "
             f"{_version()}, which reads up to format {FORMAT}. Upgrade linnet."
         )
-    if found != kind:
-        raise ValueError(f"{path} holds {found!r}; {kind!r} was asked for.")
+    asked = [kind] if isinstance(kind, str) else list(kind)
+    if found not in asked:
+        raise ValueError(f"{path} holds {found!r}; {' or '.join(map(repr, asked))} was asked for.")
     return meta
 
 

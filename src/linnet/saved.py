@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,24 @@ from linnet.problem import Fit, Noise, Task
 from linnet.tangent import Tangent, default_network
 
 KIND = "tangent estimator"
+
+Reader = Callable[..., Any]
+_READERS: dict[str, Reader] = {}
+_KINDS = [KIND]
+
+
+def register(estimator: str, reader: Reader, *, kind: str) -> None:
+    """Let `load` read another kind of file.
+
+    Args:
+        estimator: What the file's meta calls it, under "estimator".
+        reader: Called as ``reader(path, tensors, meta, model, output=..., score=...)``; returns what was saved.
+        kind: Of the file, as given to `linnet.io.save`.
+    """
+    _READERS[estimator] = reader
+    if kind not in _KINDS:
+        _KINDS.append(kind)
+
 
 # The tensors that make a posterior, by the names of its constructor's arguments.
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -68,7 +86,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         base = checksum(estimator.model)
     meta = {
         "estimator": type(estimator).__name__,
-        "settings": _settings(estimator),
+        "settings": settings_of(estimator, apart=("model", "params", "output", "dtype")),
         "needs_output": estimator.output is not None,
         "parameters": list(estimator.lin_.theta),
         "dtype": str(estimator.lin_.dtype).removeprefix("torch."),
@@ -80,31 +98,50 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
     io.save(path, tensors | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output: Any = None) -> Any:
+def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output: Any = None, score: Any = None) -> Any:
     """A fitted estimator from its file, around the network it was fitted with.
 
     Args:
         path: What ``save`` wrote.
         model: The network, with the weights it had then; on any device. None for an estimator without one.
         output: As when it was fitted, if there was one: functions are not saved.
+        score: The same for an embedding whose score holds a function.
     """
+    tensors, meta = io.load(path, kind=_KINDS)
+    if meta["estimator"] not in _READERS:
+        raise ValueError(f"{path} holds a {meta['estimator']}, which this version of linnet does not know.")
+    return _READERS[meta["estimator"]](path, tensors, meta, model, output=output, score=score)
+
+
+def check_base(path: str | os.PathLike[str], base: str | None, model: nn.Module | None) -> None:
+    """Raise unless the network has the weights that the file was made with; ``base`` is their checksum."""
+    if (base is None) != (model is None):
+        what = "no network of its own, so load takes none" if model is not None else "a network: pass it as model="
+        raise ValueError(f"{path} was fitted with {what}.")
+    if model is not None and checksum(model) != base:
+        raise ValueError(
+            f"{path} was fitted around other weights: its network has checksum {base}, this one has "
+            f"{checksum(model)}. Load the weights it was fitted with."
+        )
+
+
+def check_given(path: str | os.PathLike[str], name: str, needed: bool, given: Any) -> None:
+    """Raise unless an argument of `load` is given where the file needs it, and only there."""
+    if needed != (given is not None):
+        raise ValueError(f"{path} was fitted {'with' if needed else 'without'} {name}=; load it so.")
+
+
+def _read(
+    path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
+) -> Tangent:
+    """A tangent estimator."""
     from linnet.classifier import TangentClassifier
     from linnet.regressor import TangentRegressor
 
-    tensors, meta = io.load(path, kind=KIND)
     known = {"TangentRegressor": TangentRegressor, "TangentClassifier": TangentClassifier}
-    if meta["estimator"] not in known:
-        raise ValueError(f"{path} holds a {meta['estimator']}, which this version of linnet does not know.")
-    if (meta["base"] is None) != (model is None):
-        what = "no network of its own, so load takes none" if model is not None else "a network: pass it as model="
-        raise ValueError(f"{path} was fitted with {what}.")
-    if model is not None and checksum(model) != meta["base"]:
-        raise ValueError(
-            f"{path} was fitted around other weights: its network has checksum {meta['base']}, this one has "
-            f"{checksum(model)}. Load the weights it was fitted with."
-        )
-    if meta["needs_output"] != (output is not None):
-        raise ValueError(f"{path} was fitted {'with' if meta['needs_output'] else 'without'} output=; load it so.")
+    check_base(path, meta["base"], model)
+    check_given(path, "output", meta["needs_output"], output)
+    check_given(path, "score", False, score)
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
     estimator: Tangent = known[meta["estimator"]](model, output=output, **settings)
     network = model if model is not None else _default(tensors, estimator.seed)
@@ -112,6 +149,10 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
     tensors = {key: value.to(device) for key, value in tensors.items()}
     _restore(estimator, network, tensors, meta)
     return estimator
+
+
+register("TangentRegressor", _read, kind=KIND)
+register("TangentClassifier", _read, kind=KIND)
 
 
 def checksum(model: nn.Module) -> str:
@@ -155,11 +196,11 @@ def _part(found: Posterior, part: str) -> Tensor:
     return getattr(found, "prior_variance" if part == "variance" else part)
 
 
-def _settings(estimator: Tangent) -> dict[str, Any]:
-    """Constructor arguments that JSON can hold; parameters and dtype are saved as they turned out."""
+def settings_of(estimator: Any, *, apart: tuple[str, ...]) -> dict[str, Any]:
+    """Constructor arguments that JSON can hold; parameters and dtype are saved as they turned out (``apart``)."""
     out = {}
     for name, value in estimator.get_params(deep=False).items():
-        if name in ("model", "params", "output", "dtype"):
+        if name in apart:
             continue
         if isinstance(value, np.ndarray | Tensor | np.generic):
             value = value.tolist()

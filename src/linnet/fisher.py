@@ -1,0 +1,301 @@
+r"""Door 3: compact representations from any trained model, by its Fisher kernel (Zhang et al. 2022).
+
+.. math:: V = (J - 1 Z^\top) \, \mathrm{diag}(I)^{-1/2}, \qquad K = V V^\top \approx E E^\top, \qquad E = V P
+
+J is the Jacobian of a scalar score (`linnet.scores`), V the Fisher vectors, P the first right singular vectors.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor, nn
+
+from linnet import io, saved, scores
+from linnet.batch import Source
+from linnet.data import as_source
+from linnet.jacobian import Jacobian
+from linnet.linearize import Linearization, linearize
+from linnet.lowrank import Decomposition, low_rank
+from linnet.operators import LinearOperator
+from linnet.params import Params
+from linnet.statistics import Statistics, fisher_statistics
+from linnet.tangent import checked_inputs, like
+
+KIND = "fisher embedding"
+
+
+class _Kernel(str):
+    """The kernel's name; called, the kernel itself. The setting and the method of an embedding share their name."""
+
+    estimator: FisherEmbedding
+
+    def __call__(self, X: Any, Y: Any = None) -> Any:
+        return self.estimator._kernel(X, Y)
+
+
+class _KernelAttribute:
+    """Keeps what the constructor was given, which `get_params` returns, and gives out a `_Kernel`."""
+
+    def __get__(self, estimator: FisherEmbedding | None, owner: Any = None) -> Any:
+        if estimator is None:
+            return self
+        found = _Kernel(vars(estimator)["kernel"])
+        found.estimator = estimator
+        return found
+
+    def __set__(self, estimator: FisherEmbedding, value: Any) -> None:
+        estimator.__dict__["kernel"] = value
+
+
+class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    r"""The leading principal components of a model's Fisher vectors, as a scikit-learn transformer.
+
+    ``kernel(X, Y=None)`` is the kernel that the embedding approximates with, ``transform(X) @ transform(Y).T``.
+
+    Args:
+        model: The trained model.
+        n_components: How many; or, as a number between 0 and 1, how much of the variance they have to explain.
+        score: What is differentiated: one of `linnet.scores`, or a callable from the model's output to (n,), which is
+            taken as an energy. None is ``linnet.scores.classifier()``.
+        kernel: "nfk", the Fisher kernel; or "ntk", the tangent kernel J J^T of the score, without Z and I.
+        params: Which parameters; see `linnet.linearize`.
+        method: How the components are found: "auto", "krylov", "power", "nystrom" or "exact"; see
+            `linnet.lowrank.low_rank`.
+        dtype: Of all computations, the model's included: "auto" is the model's own; "float32" or "float64". Floating
+            inputs are cast to it.
+        precision: Of the model's passes: "highest", "high" (tf32) or "bf16"; see `linnet.Linearization.jacobian`.
+        tolerance: Relative error of the eigenvalues to stop at; None for 1e-7 in float64, 1e-5 in float32.
+        block: Vectors that a pass multiplies; None for as many as serve.
+        passes: Take what so many passes find, converged or not; None for as many as it takes.
+        checkpoint: A file that keeps the state after each pass; a fit that was interrupted goes on from it.
+        memory: Bytes that the basis or a dense kernel may take, or "auto".
+        batch_size: Examples per chunk, or "auto".
+        seed: Of the method's random start.
+        progress: False for no progress bars.
+
+    Attributes:
+        eigenvalues_: Of V V^T, (n_components,), descending; not divided by n.
+        explained_variance_ratio_: Each one's share in the trace of V V^T.
+        n_components_: Their number.
+        right_vectors_: P, one row for each column that was kept.
+        statistics_: Z, I and the kept columns; None for "ntk".
+        dropped_columns_: How many parameters the scores do not depend on, and are left out.
+        passes_: Passes over the data, without the one for the statistics.
+        method_: The method used; ``residuals_`` are the errors that it left.
+        lin_: The linearized model.
+
+    Example:
+        >>> import linnet
+        >>> X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> emb = FisherEmbedding(model, n_components=5).fit(X)
+        >>> emb.transform(X).shape, emb.kernel(X[:2], X).shape, emb.kernel == "nfk"
+        (torch.Size([60, 5]), torch.Size([2, 60]), True)
+    """
+
+    kernel = _KernelAttribute()
+
+    lin_: Linearization
+    statistics_: Statistics | None
+    right_vectors_: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        n_components: int | float = 128,
+        score: Any = None,
+        kernel: str = "nfk",
+        params: Params = None,
+        method: str = "auto",
+        *,
+        dtype: Any = "auto",
+        precision: str = "highest",
+        tolerance: float | None = None,
+        block: int | None = None,
+        passes: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        memory: float | str = "auto",
+        batch_size: int | str = "auto",
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> None:
+        self.model, self.n_components, self.score, self.kernel = model, n_components, score, kernel
+        self.params, self.method, self.dtype, self.precision = params, method, dtype, precision
+        self.tolerance, self.block, self.passes, self.checkpoint = tolerance, block, passes, checkpoint
+        self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return super().get_params(deep) | {"kernel": vars(self)["kernel"]}
+
+    # Fitting.
+
+    def fit(self, X: Any, y: Any = None) -> FisherEmbedding:
+        """Find the components of the data; y is not used."""
+        self._fit(X)
+        return self
+
+    def fit_transform(self, X: Any, y: Any = None) -> Any:
+        """Fit, and the embedding of the same data, (n, n_components), which takes no further pass."""
+        return like(X, self._fit(X))
+
+    def _fit(self, X: Any) -> Tensor:
+        asked = _asked(self.n_components)
+        if self.kernel not in ("nfk", "ntk"):
+            raise ValueError(f"kernel must be 'nfk' or 'ntk'; got {vars(self)['kernel']!r}.")
+        score = scores.as_score(self.score)
+        self._attach(score)
+        source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)
+        J = self._jacobian(source)
+        if asked > min(J.shape):
+            raise ValueError(
+                f"n_components={asked}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
+                "components. Ask for no more than that."
+            )
+        self.statistics_, trace = self._statistics(score, source, J)
+        found = self._low_rank(self._fisher_vectors(J), trace)
+        # Singular vectors have no sign of their own: the largest entry of each is made positive.
+        sign = torch.where(found.P.gather(0, found.P.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(found.P)
+        self.right_vectors_ = found.P * sign
+        self.method_, self.residuals_ = found.method, like(X, found.residuals)
+        self._set(like(X, found.eigenvalues), found.trace, found.passes)
+        return found.U * sign
+
+    def _set(self, eigenvalues: Any, trace: float, passes: int) -> None:
+        self.eigenvalues_, self._trace, self.passes_ = eigenvalues, trace, passes
+        self.explained_variance_ratio_ = eigenvalues / trace
+        self.n_components_ = len(eigenvalues)
+        self.dropped_columns_ = 0 if self.statistics_ is None else self.statistics_.dropped
+
+    def _attach(self, score: scores.Score) -> None:
+        """Linearize the score of the model."""
+        module, output = score.bind(self.model)
+        lin = linearize(module, self.params, output)
+        names = {"float32": torch.float32, "float64": torch.float64}
+        dtype = names.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
+        if dtype == "auto":
+            # A half-precision model stays as it is; else the copy casts floating inputs, as arrays often are float64.
+            self.lin_ = lin.to(lin.dtype) if lin.model_dtype == lin.dtype else lin
+        elif isinstance(dtype, torch.dtype):
+            self.lin_ = lin.to(dtype)
+        else:
+            raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
+
+    def _jacobian(self, X: Any) -> Jacobian:
+        precision: Any = self.precision
+        return self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
+
+    def _statistics(self, score: scores.Score, source: Source, J: Jacobian) -> tuple[Statistics | None, float | None]:
+        """Z and I, and the trace of V V^T where it follows from them."""
+        if self.kernel == "ntk":
+            return None, None
+        reference = score.reference(self.model, self.lin_, source)
+        found = fisher_statistics(J if reference is None else self._jacobian(reference), centered=score.centered)
+        return found, found.trace if reference is None else None
+
+    def _fisher_vectors(self, J: Jacobian) -> LinearOperator:
+        return J if self.statistics_ is None else self.statistics_.vectors(J)
+
+    def _low_rank(self, V: LinearOperator, trace: float | None) -> Decomposition:
+        return low_rank(
+            V,
+            _asked(self.n_components),
+            method=self.method,
+            tolerance=self.tolerance,
+            block=self.block,
+            passes=self.passes,
+            seed=self.seed,
+            checkpoint=self.checkpoint,
+            progress=self.progress,
+            trace=trace,
+            memory=self.memory,
+        )
+
+    # The embedding.
+
+    def transform(self, X: Any) -> Any:
+        """The embedding E = V_x P of any data, (n, n_components), in one pass."""
+        return like(X, self._embed(X))
+
+    def _embed(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        J = self._jacobian(checked_inputs(self, X, reset=False))
+        return self._fisher_vectors(J) @ self.right_vectors_
+
+    def _kernel(self, X: Any, Y: Any = None) -> Any:
+        left = self._embed(X)
+        right = left if Y is None else self._embed(Y)
+        return like(X, left @ right.T)
+
+    @property
+    def _n_features_out(self) -> int:
+        return self.n_components_
+
+    # Files.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what was fitted to one file; `linnet.load` reads it, given the same model."""
+        check_is_fitted(self)
+        tensors = {"P": self.right_vectors_, "eigenvalues": torch.as_tensor(self.eigenvalues_)}
+        if self.statistics_ is not None:
+            tensors |= {"Z": self.statistics_.Z, "I": self.statistics_.I, "kept": self.statistics_.kept}
+        meta = {
+            "estimator": "FisherEmbedding",
+            "settings": saved.settings_of(self, apart=("model", "params", "score", "dtype", "checkpoint")),
+            "score": scores.as_score(self.score).settings(),
+            "parameters": list(self.lin_.theta),
+            "dtype": self.dtype if isinstance(self.dtype, str) else str(self.dtype).removeprefix("torch."),
+            "base": saved.checksum(self.model),
+            "n": None if self.statistics_ is None else self.statistics_.n,
+            "trace": self._trace,
+            "passes": self.passes_,
+            "arrays": not isinstance(self.eigenvalues_, Tensor),
+            "n_features_in": getattr(self, "n_features_in_", None),
+        }
+        io.save(path, tensors, meta, kind=KIND)
+
+
+def _read(
+    path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
+) -> FisherEmbedding:
+    saved.check_base(path, meta["base"], model)
+    saved.check_given(path, "output", False, output)
+    saved.check_given(path, "score", meta["score"] is None, score)
+    assert model is not None  # else refused before
+    score = scores.from_settings(meta["score"]) if score is None else score
+    settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
+    found = FisherEmbedding(model, score=score, **settings)
+    found._attach(scores.as_score(score))
+    tensors = {name: t.to(found.lin_.device) for name, t in tensors.items()}
+    found.statistics_ = None
+    if meta["n"] is not None:
+        dropped = int((~tensors["kept"]).sum())
+        found.statistics_ = Statistics(tensors["Z"], tensors["I"], tensors["kept"], dropped, meta["n"])
+    found.right_vectors_ = tensors["P"]
+    eigenvalues = tensors["eigenvalues"]
+    found._set(eigenvalues.cpu().numpy() if meta["arrays"] else eigenvalues, meta["trace"], meta["passes"])
+    if meta["n_features_in"] is not None:
+        found.n_features_in_ = meta["n_features_in"]
+    return found
+
+
+saved.register("FisherEmbedding", _read, kind=KIND)
+
+
+def _asked(count: Any) -> int | float:
+    """A number of components, or a share of the variance to explain."""
+    whole, share = isinstance(count, int | np.integer), isinstance(count, float | np.floating)
+    if whole and not isinstance(count, bool) and count >= 1:
+        return int(count)
+    if share and 0 < count < 1:
+        return float(count)
+    raise ValueError(
+        "n_components must be a positive whole number, or the share of the variance to explain, between 0 and 1; got "
+        f"{count!r}."
+    )

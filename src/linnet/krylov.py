@@ -1,0 +1,296 @@
+r"""Leading eigenvectors of ``A = V^T V`` from products with blocks: block Krylov spaces and what they are made of.
+
+One pass over the data gives ``U = V X`` and ``A X = V^T U`` of a block X (p, b). The basis ``Q = [X_0, X_1, ...]``
+grows by what the last product leaves outside of it, ``R = A X - Q Q^T A X``, made orthonormal; so ``A Q`` lies in the
+span of Q and R, and both the Rayleigh-Ritz pairs and their residuals come without another pass:
+
+.. math::
+    T = (V Q)^\top V Q, \quad T y_i = \theta_i y_i, \quad p_i = Q y_i, \quad
+    \|A p_i - \theta_i p_i\| = \|R \, y_i^{last}\| ,
+
+with the rows of y that belong to the last block. Inner products of long columns, and all small matrices, are in float64
+whatever V is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linnet.distributed import add_up
+from linnet.operators import LinearOperator
+
+ENTRIES = 2**24
+"""Numbers that a temporary in float64 may hold."""
+ROUNDING = 8
+"""Products are trusted to this many eps of the largest."""
+
+
+# Pieces.
+
+
+def both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
+    """``V X`` (rows, b) and ``V^T V X`` (cols, b), in one pass where the operator streams; all ranks get all rows.
+
+    >>> from linnet.operators import Matrix
+    >>> both(Matrix(torch.tensor([[1.0, 2.0]])), torch.ones(2, 1))
+    (tensor([[3.]]), tensor([[3.],
+            [6.]]))
+    """
+    U, seen = X.new_zeros(V.shape[0], X.shape[1]), X.new_zeros(V.shape[0], 1)
+
+    def note(part: Tensor, rows: slice | Tensor) -> Tensor:
+        # Written, not added: a pass that runs out of memory starts again.
+        U[rows], seen[rows] = part, 1
+        return part
+
+    W = V._fused(note, X)[0]
+    add_up(U, seen)
+    return (U if bool((seen == 1).all()) else U / seen), W
+
+
+def inner(A: Tensor, B: Tensor) -> Tensor:
+    """``A^T B`` in float64, for A (m, a) and B (m, b)."""
+    if A.dtype == torch.float64:
+        return A.T @ B
+    step = max(1, ENTRIES // max(1, A.shape[1] + B.shape[1]))
+    out = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
+    for a, b in zip(A.split(step), B.split(step), strict=True):
+        out += a.double().T @ b.double()
+    return out
+
+
+def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending, and eigenvectors of a symmetric matrix."""
+    if not bool(torch.isfinite(A).all()):
+        raise ArithmeticError(
+            "The operator's products hold NaN or infinity, so there are no components to be found. Look at its scale "
+            "and at the gradients of the score."
+        )
+    values, vectors = torch.linalg.eigh(A)
+    return values.flip(0), vectors.flip(1)
+
+
+def combine(blocks: Sequence[Tensor], Y: Tensor) -> Tensor:
+    """``[blocks] Y``, for blocks (m, b_i) and Y (sum of b_i, k)."""
+    parts = Y.to(blocks[0].dtype).split([block.shape[1] for block in blocks])
+    out = blocks[0] @ parts[0]
+    for block, part in zip(blocks[1:], parts[1:], strict=True):
+        out.addmm_(block, part)
+    return out
+
+
+def project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
+    """Take from X (m, b) what lies in the span of orthonormal blocks, in place."""
+    for block in blocks:
+        X.addmm_(block, inner(block, X).to(X.dtype), alpha=-1)
+
+
+def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
+    """An orthonormal basis of what X (m, b) has outside the span of ``against``, without directions of no length.
+
+    Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor 1e6 in the lengths of
+    directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is not.
+
+    Args:
+        X: (m, b); overwritten.
+        against: Orthonormal blocks, orthogonal to one another.
+        noise: Directions up to this length are rounding and left out; those of a few eps of the longest always are.
+
+    >>> orthonormal(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).abs()
+    tensor([[1.],
+            [0.]])
+    """
+    eps = torch.finfo(X.dtype).eps
+    shortest = noise
+    for step in range(8):
+        project_out(X, against)
+        G = inner(X, X)
+        eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
+        if step and (not len(G) or float((G - eye).abs().max()) <= 16 * eps):
+            return X
+        g, E = eigh(G)
+        longest = float(g[0].clamp_min(0)) ** 0.5 if len(g) else 0.0
+        if step == 0:
+            shortest = max(shortest, ROUNDING * eps * longest)
+        floor = 1e-6 * longest
+        length = g.clamp_min(0).sqrt()
+        # What float64 does not resolve in this round is left for the next one, lengthened as far as is known.
+        kept = (length > shortest) | (length <= floor) if shortest < floor else length > shortest
+        X = combine([X], E[:, kept] / length[kept].clamp_min(floor))
+        shortest = shortest / floor if shortest < floor else 0.5
+    raise ArithmeticError(
+        f"A block {tuple(X.shape)} could not be made orthonormal in {X.dtype}. Use float64, or a smaller block."
+    )
+
+
+# Rayleigh-Ritz.
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """Eigenpairs of ``A`` restricted to the span of a basis.
+
+    Attributes:
+        theta: (m,) in float64, descending.
+        Y: (m, m) in float64, the vectors in the basis.
+        residuals: (m,), ``||A p - theta p||``.
+        rest: An estimate of the largest eigenvalue that A has outside the span.
+        eps: Of the products.
+    """
+
+    theta: Tensor
+    Y: Tensor
+    residuals: Tensor
+    rest: float
+    eps: float
+
+    @property
+    def rank(self) -> int:
+        """How many values are more than rounding."""
+        least = max((4 * ROUNDING * self.eps) ** 2, 64 * torch.finfo(torch.float64).eps * len(self.theta) ** 0.5)
+        return int((self.theta > least * self.theta[:1].clamp_min(0)).sum())
+
+    @property
+    def errors(self) -> Tensor:
+        r"""Estimates of the relative errors of theta, (m,).
+
+        .. math:: \min\left(\frac{\rho}{\theta}, \frac{2 \rho^2}{\theta (\theta - c)}\right)
+
+        with the residual norms rho and c = ``rest``: the first is a bound, the second would be one with the true c even
+        without the factor 2.
+        """
+        theta = self.theta.clamp_min(torch.finfo(torch.float64).tiny)
+        gap = (theta - self.rest).clamp_min(torch.finfo(torch.float64).tiny)
+        bound = self.residuals / theta
+        return torch.minimum(bound, 2 * bound * (self.residuals / gap))
+
+    def converged(self, wanted: int, tolerance: float) -> bool:
+        """Whether the first values' errors have reached a tolerance, or their residuals the rounding of products."""
+        rounding = ROUNDING * self.eps * float(self.theta[0].clamp_min(0))
+        return bool(((self.errors <= tolerance) | (self.residuals <= rounding))[:wanted].all())
+
+
+def ritz(T: Tensor, R: Tensor, *, rest: float, eps: float) -> Ritz:
+    """Rayleigh-Ritz from ``T = (V Q)^T V Q`` (m, m) in float64 and what the last product has outside of the basis Q.
+
+    Args:
+        T: (m, m).
+        R: (p, b), outside of Q, for the last b columns of Q.
+        rest: An estimate of the largest eigenvalue outside.
+        eps: Of the products.
+    """
+    theta, Y = eigh(T)
+    y = Y[len(Y) - R.shape[1] :]
+    residuals = (y * (inner(R, R) @ y)).sum(0).clamp_min(0).sqrt()
+    return Ritz(theta, Y, residuals, rest, eps)
+
+
+# Block Krylov.
+
+
+@dataclass
+class State:
+    """A Krylov space between two passes.
+
+    Attributes:
+        X: The next block (p, b); no columns once the space is invariant.
+        Q: Blocks of the basis.
+        U: ``V Q``, block by block.
+        T: ``U^T U`` in float64.
+        passes: Made so far.
+        coarse: Whether products are still made in a cheaper precision.
+    """
+
+    X: Tensor
+    Q: list[Tensor]
+    U: list[Tensor]
+    T: Tensor
+    passes: int = 0
+    coarse: bool = False
+
+    @staticmethod
+    def start(X: Tensor, *, passes: int = 0, coarse: bool = False) -> State:
+        """From orthonormal columns."""
+        return State(X, [], [], torch.zeros(0, 0, dtype=torch.float64, device=X.device), passes, coarse)
+
+    @property
+    def columns(self) -> int:
+        """Of the basis."""
+        return len(self.T)
+
+    def step(self, V: LinearOperator, *, grow: bool = True) -> Ritz:
+        """One pass: the block joins the basis, and what it leads out to is the next one, unless there is none."""
+        X, m, eps = self.X, self.columns, torch.finfo(self.X.dtype).eps
+        U, R = both(V, X)
+        noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
+        self.passes += 1
+        self.Q.append(X)
+        self.U.append(U)
+        side = torch.cat([inner(block, U) for block in self.U])
+        self.T = F.pad(self.T, (0, len(side) - m, 0, len(side) - m))
+        self.T[:, m:], self.T[m:] = side, side.T
+        for _ in range(2):  # once leaves rounding of what is taken away
+            project_out(R, self.Q)
+        # What a Krylov space leads to is smaller than where it comes from; of a first block, only the end is small.
+        values = eigh(side[m:])[0]
+        found = ritz(self.T, R, rest=float(values[0 if m else -1]), eps=eps)
+        self.X = orthonormal(R, against=self.Q, noise=noise) if grow else R[:, :0]
+        return found
+
+    def restart(self, found: Ritz, keep: int) -> None:
+        """Replace the basis by its leading ``keep`` Ritz vectors: their residuals still lie in the next block."""
+        Y = found.Y[:, :keep]
+        self.Q, self.U = [combine(self.Q, Y)], [combine(self.U, Y)]
+        self.T = torch.diag(found.theta[:keep])
+
+    def refined(self, found: Ritz, keep: int) -> State:
+        """A new space from the leading vectors of this one, for products in full precision."""
+        return State.start(orthonormal(combine(self.Q, found.Y[:, :keep])), passes=self.passes)
+
+
+def krylov(
+    V: LinearOperator,
+    state: State,
+    count: Callable[[Tensor], int | None],
+    *,
+    tolerance: float,
+    limit: int,
+    capacity: int,
+    after: Callable[[State, Ritz], None],
+) -> tuple[Ritz, int, bool]:
+    """Grow a Krylov space until enough eigenvalues have converged.
+
+    Args:
+        V: The operator.
+        state: Where to start; it is changed.
+        count: From the Ritz values, descending, to how many are wanted; None while there are not enough.
+        tolerance: Largest relative error of the wanted ones, as `Ritz.errors` estimates it.
+        limit: Passes at most.
+        capacity: Columns that the basis may have before it is restarted.
+        after: Called after each pass that is not the last, when the next can start.
+
+    Returns:
+        The last Ritz pairs, how many of them are wanted, and whether those have converged.
+    """
+    while True:
+        found = state.step(V)
+        wanted, m = count(found.theta), len(found.theta)
+        enough = wanted is not None and wanted <= m and found.converged(wanted, tolerance)
+        if enough or state.passes >= limit or state.X.shape[1] == 0:
+            # In an invariant space there is all that there is.
+            whole = state.X.shape[1] == 0 and found.converged(m, tolerance)
+            return found, m if wanted is None else wanted, enough or whole
+        if state.columns + state.X.shape[1] > capacity:
+            keep = capacity - 2 * state.X.shape[1]
+            if wanted is None or wanted > keep:
+                raise MemoryError(
+                    f"A Krylov basis of {capacity} columns is all that memory allows, and more than {keep} components "
+                    "are wanted. Ask for a smaller share, take a smaller block=, or allow more with memory=."
+                )
+            state.restart(found, keep)
+        after(state, found)

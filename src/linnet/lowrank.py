@@ -1,0 +1,466 @@
+r"""The leading singular vectors of an operator V (n, p) that is known through its products.
+
+.. math:: V V^\top \approx U U^\top, \qquad U = V P = [s_1 u_1, \dots, s_k u_k], \qquad P^\top P = 1
+
+What a large problem costs are passes over the data. Four methods serve:
+
+* krylov: grows a block Krylov space by one pass a step, from the components of a few examples, and stops on an estimate
+  of the eigenvalues' errors (`linnet.krylov`);
+* exact: the dense V V^T and its eigenvectors, for few rows;
+* nystrom: the components of a few examples, and one pass;
+* power: subspace iteration with over-sampling, Algorithm 4 of Zhang et al. (2022), for comparison.
+
+The last step of each is the same: Rayleigh-Ritz in the space found, whose products with V are at hand. So U is V P to
+rounding, and the residuals of the eigenpairs are known.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from linnet.distributed import smallest
+from linnet.jacobian import Jacobian
+from linnet.krylov import Ritz, State, combine, eigh, krylov, orthonormal
+from linnet.operators import Affine, LinearOperator
+from linnet.plan import dense_budget
+from linnet.resume import Resumable
+from linnet.solve import _full_precision
+from linnet.start import has_gram, landmark_block, random_normal, rows_of
+
+Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
+
+OVERSAMPLES = 10
+"""Columns that Algorithm 4 takes beyond k."""
+ITERATIONS = 10
+"""Iterations of Algorithm 4."""
+LIMIT = 12
+"""Passes after which a Krylov space is given up; for a share of the trace, so many times as many."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """Leading components of an operator V, and how good they are.
+
+    Attributes:
+        U: (n, k), ``V P``: orthogonal columns of lengths s.
+        s: (k,), singular values, descending.
+        P: (p, k), orthonormal right singular vectors.
+        eigenvalues: (k,) of V V^T: s squared.
+        passes: Passes over the data; those over a few examples are not counted.
+        converged: Whether the estimated errors have reached the tolerance.
+        residuals: (k,), ``||V^T V p_i - s_i^2 p_i|| / s_i^2``.
+        errors: (k,), estimates of the eigenvalues' relative errors, about the squares of the residuals.
+        method: The method used.
+        trace: ``||V||_F^2``, the sum of all eigenvalues.
+        tolerance: What was asked for.
+    """
+
+    U: Tensor
+    s: Tensor
+    P: Tensor
+    eigenvalues: Tensor
+    passes: int
+    converged: bool
+    residuals: Tensor
+    errors: Tensor
+    method: str
+    trace: float
+    tolerance: float
+
+    @property
+    def explained(self) -> Tensor:
+        """Each component's share of the trace, (k,)."""
+        return self.eigenvalues / self.trace
+
+    def checked(self) -> Decomposition:
+        """Itself; ArithmeticError where it has not converged."""
+        if self.converged:
+            return self
+        worst = int(self.errors.argmax())
+        raise ArithmeticError(
+            f"The {len(self.s)} leading components have not converged in {self.passes} passes: the largest estimated "
+            f"relative error of an eigenvalue is {float(self.errors[worst]):.2g} (component {worst + 1}, relative "
+            f"residual {float(self.residuals[worst]):.2g}), not the {self.tolerance:.2g} asked for. Try a larger "
+            "block=, fewer components, a larger tolerance=, or float64; or give passes= to take what so many find."
+        )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How to go about it.
+
+    Attributes:
+        k: Components asked for; None for a share of the trace.
+        share: That share; None for k components.
+        trace: ``||V||_F^2``; None if it is not known, as the exact method allows.
+        tolerance: Of the eigenvalues' errors.
+        block: Columns of a product.
+        passes: Limit given, or None.
+        seed: Of the start.
+        memory: Bytes.
+        progress: Of bars.
+    """
+
+    k: int | None
+    share: float | None
+    trace: float | None
+    tolerance: float
+    block: int
+    passes: int | None
+    seed: int
+    memory: int
+    progress: bool | None
+
+    def wanted(self, theta: Tensor) -> int | None:
+        """How many of these eigenvalues, descending, are wanted; None if there are not enough of them."""
+        if self.k is not None:
+            return self.k
+        assert self.share is not None and self.trace is not None
+        found = int((theta.cumsum(0) < self.share * self.trace).sum()) + 1
+        return found if found <= len(theta) else None
+
+
+@dataclass
+class _Found:
+    """A space, and the Ritz pairs in it."""
+
+    ritz: Ritz
+    wanted: int
+    Q: list[Tensor]
+    U: list[Tensor]
+    passes: int
+    converged: bool
+    trace: float | None = None
+
+
+@torch.no_grad()
+def low_rank(
+    V: LinearOperator,
+    k: int | float,
+    *,
+    method: Method | str = "auto",
+    tolerance: float | None = None,
+    block: int | None = None,
+    passes: int | None = None,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    trace: float | None = None,
+    memory: float | str = "auto",
+    coarse: LinearOperator | None = None,
+) -> Decomposition:
+    r"""The k leading components of V.
+
+    Args:
+        V: (n, p), any operator; a Jacobian, or Fisher vectors made of one.
+        k: How many; or, as a number between 0 and 1, as many as explain that share of the trace.
+        method: See the module; "auto" is exact or krylov, whichever costs less.
+        tolerance: Relative error of the eigenvalues at which krylov stops, or the rounding of V's products where that
+            is larger; default 1e-7 in float64 and 1e-5 in float32.
+        block: Columns of a product; default 3 k, fewer where memory is short, and k + 10 for power.
+        passes: At most so many; what they find is returned, converged or not. Default: as many as it takes, and an
+            error if that is more than 12; for power 12, its 10 iterations and a product before and after.
+        seed: Of random starts, and of which examples a start is made from.
+        checkpoint: A file for the state after each pass of krylov and power. A call with the same arguments goes on
+            from it; it is removed at the end, but stays where krylov gives up, so that a call with a larger tolerance
+            or more passes can go on, too. With several ranks, all must see it.
+        progress: As in `linnet.Linearization.jacobian`.
+        trace: ``||V||_F^2`` where it is known, as for Fisher vectors (`linnet.statistics.Statistics.trace`); otherwise
+            it takes one more pass.
+        memory: Bytes that the basis, or a dense V V^T, may take. A Krylov basis that would grow beyond is restarted
+            from its leading vectors.
+        coarse: V in a cheaper precision. Krylov passes are made with it until they have converged, and only then with
+            V, often just one.
+
+    Returns:
+        The components. U is V P, the embedding of V's rows.
+
+    Raises:
+        ValueError: There are fewer than k components; says how many.
+        ArithmeticError: The components have not converged, and ``passes`` was not given.
+
+    Example:
+        >>> from linnet.operators import Matrix
+        >>> V = Matrix(torch.diag(torch.tensor([3.0, 1.0, 2.0])))
+        >>> found = low_rank(V, 2)
+        >>> found.eigenvalues, found.method
+        (tensor([9., 4.]), 'exact')
+        >>> low_rank(V, 0.6).s
+        tensor([3.])
+    """
+    _check(V, k, method, tolerance, block, passes, trace, coarse)
+    count, share = (int(k), None) if _whole(k) else (None, float(k))
+    limit = int(smallest(dense_budget(memory, V.device), V.device))
+    columns = _columns(V, count, method, limit) if block is None else min(block, min(V.shape))
+    chosen = choose_method(V, columns, memory=limit) if method == "auto" else method
+    with _full_precision(V.device):
+        more = int(trace is None and chosen != "exact")
+        trace = squared_norm(V) if more else trace
+        tolerance = tolerance if tolerance is not None else 1e-7 if V.dtype == torch.float64 else 1e-5
+        settings = _Settings(count, share, trace, tolerance, columns, passes, seed, limit, progress)
+        resumable = Resumable(V, checkpoint, f"{chosen} {k} {block} {seed}")
+        if chosen == "krylov":
+            found = _krylov(V, settings, resumable, coarse)
+        elif chosen == "power":
+            found = _power(V, settings, resumable)
+        else:
+            found = (_nystrom if chosen == "nystrom" else _exact)(V, settings)
+        result = _result(V, found, chosen, settings, more)
+    return result if passes is not None or chosen in ("power", "nystrom") else result.checked()
+
+
+def _columns(V: LinearOperator, k: int | None, method: str, memory: int) -> int:
+    """Columns of a block where none are given."""
+    most = min(V.shape)
+    if method == "power":
+        return min(most, (k or 128) + OVERSAMPLES)
+    # Passes cost more than columns do: three a component save one or two of them. What fits is as in _capacity.
+    good = 128 if k is None else max(3 * k, 32)
+    fits = (_columns_in(V, memory) - 2 * (k or good)) // 5
+    return min(most, good, max(fits, (k or 1) + OVERSAMPLES))
+
+
+def _result(V: LinearOperator, found: _Found, method: str, s: _Settings, more: int) -> Decomposition:
+    rank, wanted = found.ritz.rank, found.wanted
+    if s.k is None:  # what is missing of the share is rounding
+        wanted = min(wanted, rank)
+    if rank < wanted:
+        raise _too_few(V, rank, wanted)
+    trace = found.trace if s.trace is None else s.trace
+    assert trace is not None
+    Y, theta = found.ritz.Y[:, :wanted], found.ritz.theta[:wanted]
+    return Decomposition(
+        U=combine(found.U, Y),
+        s=theta.sqrt().to(V.dtype),
+        P=combine(found.Q, Y),
+        eigenvalues=theta.to(V.dtype),
+        passes=found.passes + more,
+        converged=found.converged,
+        residuals=(found.ritz.residuals[:wanted] / theta).to(V.dtype),
+        errors=found.ritz.errors[:wanted].to(V.dtype),
+        method=method,
+        trace=trace,
+        tolerance=s.tolerance,
+    )
+
+
+def _too_few(V: LinearOperator, rank: int, wanted: int) -> ValueError:
+    hint = f"Ask for at most {rank}." if rank else "All its products are zero."
+    return ValueError(
+        f"{V.name} of shape {V.shape} has {rank} components whose singular values are more than rounding; "
+        f"{wanted} were asked for. {hint}"
+    )
+
+
+# Methods.
+
+
+def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: LinearOperator | None) -> _Found:
+    capacity = _capacity(V, s)
+    state = resumable.load()
+    if state is None:
+        first = V if coarse is None else coarse
+        state = State.start(landmark_block(first, s.block, seed=s.seed, memory=s.memory), coarse=coarse is not None)
+    limit = s.passes or (LIMIT if s.k is not None else LIMIT * LIMIT)
+    with _bar(s.progress) as tick:
+
+        def after(state: State, found: Ritz) -> None:
+            resumable.save(state)
+            tick(found, s)
+
+        while True:
+            operator = coarse if state.coarse and coarse is not None else V
+            # The last pass is V's own, whatever the coarse operator has come to.
+            most = limit - 1 if state.coarse else limit
+            found, wanted, converged = krylov(
+                operator, state, s.wanted, tolerance=s.tolerance, limit=most, capacity=capacity, after=after
+            )
+            if not state.coarse:
+                break
+            state = state.refined(found, max(wanted, s.block))
+            after(state, found)
+    if wanted > state.columns and state.X.shape[1]:
+        raise ArithmeticError(
+            f"{state.passes} passes with blocks of {s.block} columns make a space of {state.columns}, too few for "
+            f"{wanted} components. Take a larger block=, or allow more passes=."
+        )
+    if converged or s.passes is not None:
+        resumable.done()
+    return _Found(found, wanted, state.Q, state.U, state.passes, converged)
+
+
+def _capacity(V: LinearOperator, s: _Settings) -> int:
+    """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result."""
+    fits = _columns_in(V, s.memory)
+    result = s.block if s.k is None else s.k
+    least = result + 2 * s.block
+    capacity = fits - 3 * s.block - result
+    if capacity < least:
+        raise MemoryError(
+            f"A Krylov basis of {V.name} {V.shape} needs room for {least + 3 * s.block + result} columns of "
+            f"{sum(V.shape):,} numbers, and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer "
+            "components, a smaller block=, fewer parameters with params=, or allow more with memory=."
+        )
+    return capacity
+
+
+def _columns_in(V: LinearOperator, memory: int) -> int:
+    """Columns of V and V^T that half of the memory holds; the other half is for the passes."""
+    return memory // 2 // (sum(V.shape) * V.dtype.itemsize)
+
+
+def _power(V: LinearOperator, s: _Settings, resumable: Resumable) -> _Found:
+    """Algorithm 4; a product with V and one with V^T are one pass here."""
+    state = resumable.load()
+    if state is None:
+        Omega = V._rmatmul(random_normal(V.shape[0], s.block, V, seed=s.seed))  # lines 2 and 3
+        state = State.start(Omega)
+        state.passes = 1
+        resumable.save(state)
+    passes = s.passes or ITERATIONS + 2
+    with _bar(s.progress) as tick:
+        while state.passes < passes - 1:
+            state.X = orthonormal(V.normal(state.X))  # lines 5 to 7
+            state.passes += 1
+            resumable.save(state)
+            tick(None, s)
+    found = _single(V, orthonormal(state.X), s, passes=state.passes + 1)  # lines 9 to 12
+    resumable.done()
+    return found
+
+
+def _nystrom(V: LinearOperator, s: _Settings) -> _Found:
+    if rows_of(V, torch.zeros(1, dtype=torch.long)) is None:
+        # Combinations of all rows instead of a few rows.
+        return _single(V, orthonormal(V._rmatmul(random_normal(V.shape[0], s.block, V, seed=s.seed))), s, passes=2)
+    # All that is known comes from the landmarks, so they are more than for a start.
+    return _single(V, landmark_block(V, s.block, seed=s.seed, memory=s.memory, each=10), s, passes=1)
+
+
+def _exact(V: LinearOperator, s: _Settings) -> _Found:
+    K = V.gram().double()
+    trace = float(K.diagonal().sum())
+    s = replace(s, trace=trace) if s.trace is None else s
+    theta, E = eigh(K)
+    del K
+    dense = Ritz(theta, E, torch.zeros_like(theta), 0.0, torch.finfo(V.dtype).eps)
+    wanted = s.wanted(theta.clamp_min(0)) or len(theta)
+    if dense.rank < wanted:
+        return _Found(dense, wanted, [], [], 1, False)
+    P = V._rmatmul((E[:, :wanted] / theta[:wanted].sqrt()).to(V.dtype))
+    rest = float(theta[wanted]) if wanted < len(theta) else 0.0
+    return replace(_single(V, orthonormal(P), replace(s, k=wanted), passes=3, rest=rest), trace=trace)
+
+
+def _single(V: LinearOperator, X: Tensor, s: _Settings, *, passes: int, rest: float | None = None) -> _Found:
+    """Rayleigh-Ritz in the span of X, by one pass."""
+    if X.shape[1] == 0:
+        raise _too_few(V, 0, s.k or 1)
+    state = State.start(X)
+    found = state.step(V, grow=False)
+    found = found if rest is None else replace(found, rest=rest)
+    wanted, m = s.wanted(found.theta), len(found.theta)
+    converged = wanted is not None and found.converged(wanted, s.tolerance)
+    return _Found(found, m if wanted is None else wanted, state.Q, state.U, passes, converged)
+
+
+def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
+    """Exact where the dense V V^T fits into memory and costs less than four Krylov passes, else krylov.
+
+    >>> from linnet.operators import Matrix
+    >>> choose_method(Matrix(torch.ones(100, 1000)), 20, memory=2**30)
+    'exact'
+    """
+    n, p = V.shape
+    gram, eigh = 0.5 * n * n * p, 10.0 * n**3
+    steps = 4 * (2.0 * n * p * block) + p * (4.0 * block) ** 2
+    return "exact" if has_gram(V) and 32 * n * n <= memory and gram + eigh <= steps else "krylov"
+
+
+def squared_norm(V: LinearOperator) -> float:
+    """``||V||_F^2`` in one pass; nothing cancels where columns are centered.
+
+    >>> from linnet.operators import Matrix
+    >>> squared_norm(Matrix(torch.tensor([[1.0, 2.0]])))
+    5.0
+    """
+    if isinstance(V, Affine) and isinstance(V.base, Jacobian):
+        mean, squares = V.base.moments(centered=V.z is not None)
+        if V.index is not None:
+            mean, squares = mean[V.index], squares[V.index]
+        d = torch.ones_like(mean) if V.d is None else V.d.double()
+        shift = d * mean if V.z is None else d * mean - V.z.double()
+        return V.shape[0] * float((d.square() * squares + shift.square()).sum())
+    if isinstance(V, Jacobian):
+        return V.shape[0] * float(V.moments(centered=False)[1].sum())
+    return float(V.column_norms().double().sum())
+
+
+@contextmanager
+def _bar(progress: bool | None) -> Iterator[Callable[[Ritz | None, _Settings], None]]:
+    if progress is False:
+        yield lambda found, s: None
+        return
+    disable = None if progress is None else False
+    with tqdm(desc="low rank", unit=" passes", delay=2, leave=False, disable=disable) as shown:
+
+        def tick(found: Ritz | None, s: _Settings) -> None:
+            shown.update(1)
+            if found is not None:
+                shown.set_postfix(error=f"{float(found.errors[: s.wanted(found.theta)].max()):.1e}")
+
+        yield tick
+
+
+def _check(
+    V: Any,
+    k: Any,
+    method: str,
+    tolerance: float | None,
+    block: int | None,
+    passes: int | None,
+    trace: float | None,
+    coarse: LinearOperator | None,
+) -> None:
+    if not isinstance(V, LinearOperator):
+        raise TypeError(f"low_rank needs a linear operator; got {type(V).__name__}. For a tensor use Matrix(tensor).")
+    if V.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"low_rank needs an operator in float32 or float64; got {V.dtype}.")
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}; got {method!r}.")
+    whole, most = _whole(k), min(V.shape)
+    if not (whole and k >= 1) and not (isinstance(k, numbers.Real) and 0 < float(k) < 1):
+        raise ValueError(
+            "k must be a positive whole number of components, or the share of the trace to explain, between 0 and 1; "
+            f"got {k!r}."
+        )
+    if k > most:
+        raise ValueError(
+            f"{V.name} of shape {V.shape} has at most {most} components; {k} were asked for. Ask for at most {most}."
+        )
+    fewest = k if whole and method in ("power", "nystrom") else 1
+    apart = method == "power" or coarse is not None  # a first or last pass that is not like the others
+    for name, value, least in (("block", block, fewest), ("passes", passes, 2 if apart else 1)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{name} must be a whole number, at least {least} here; got {value!r}.")
+    for name, number in (("tolerance", tolerance), ("trace", trace)):
+        if number is not None and not number >= 0:
+            raise ValueError(f"{name} must not be negative; got {number!r}.")
+    if coarse is not None and (method not in ("auto", "krylov") or coarse.shape != V.shape or coarse.dtype != V.dtype):
+        raise ValueError(
+            f"coarse serves the methods 'krylov' and 'auto', with an operator like V, {V.shape} in {V.dtype}; got "
+            f"{coarse.shape} in {coarse.dtype} for {method!r}."
+        )
+
+
+def _whole(k: Any) -> bool:
+    return isinstance(k, numbers.Integral) and not isinstance(k, bool)

@@ -1,0 +1,100 @@
+"""The state of a subspace method in a file: saved after each pass, found again after an interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linnet import io
+from linnet.distributed import add_up, rank_and_world
+from linnet.jacobian import Jacobian
+from linnet.krylov import State
+from linnet.operators import Affine, LinearOperator, Matrix
+from linnet.start import rows_of
+
+EXAMINED = 8
+"""Examples on which the operator is compared with the one that a file was written for."""
+
+
+class Resumable:
+    """Saves and loads a `State`; one rank writes, all read.
+
+    Settings and weights must be the same to the bit. Data and what was computed from them, such as Fisher statistics,
+    must agree to rounding on a few examples: sums over other chunks differ in the last digits.
+
+    Args:
+        V: The operator.
+        path: The file; None turns every method into a no-op.
+        identity: The settings, in words.
+    """
+
+    def __init__(self, V: LinearOperator, path: str | os.PathLike[str] | None, identity: str) -> None:
+        self.V, self.writes = V, path is not None and rank_and_world()[0] == 0
+        mark = "" if path is None else f"{identity} {V.shape} {V.dtype} {_weights(V)}"
+        self.file = io.Checkpoint(path, kind="low rank", fingerprint=hashlib.sha256(mark.encode()).hexdigest())
+
+    def save(self, state: State) -> None:
+        """Replace what was saved."""
+        if self.file.path is None:
+            return
+        probe = self._probe  # by all ranks
+        if self.writes:
+            tensors = {"X": state.X, "T": state.T, "probe": probe}
+            tensors |= {f"Q{i}": Q for i, Q in enumerate(state.Q)} | {f"U{i}": U for i, U in enumerate(state.U)}
+            self.file.save(tensors, {"passes": state.passes, "blocks": len(state.Q), "coarse": state.coarse})
+
+    def load(self) -> State | None:
+        """What was saved last, or None."""
+        found = self.file.load(device=self.V.device)
+        self._agree(found is not None)
+        if found is None:
+            return None
+        tensors, meta = found
+        probe, here = tensors["probe"], self._probe
+        close = 1e-8 if self.V.dtype == torch.float64 else 1e-3
+        if probe.shape != here.shape or not bool((probe - here).norm() <= close * here.norm()):
+            raise ValueError(
+                f"{self.file.path} belongs to another computation: its operator has other rows than this one. The data "
+                "or the statistics have changed; remove the file or name another."
+            )
+        Q, U = ([tensors[f"{name}{i}"] for i in range(meta["blocks"])] for name in "QU")
+        return State(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"])
+
+    def done(self) -> None:
+        """Remove the file."""
+        if self.writes:
+            self.file.done()
+
+    @cached_property
+    def _probe(self) -> Tensor:
+        """Products of a few rows of V with one vector."""
+        c = self.V.block or 1
+        n = self.V.shape[0] // c
+        index = torch.linspace(0, n - 1, min(n, EXAMINED)).round().long()
+        few = rows_of(self.V, index)
+        v = torch.randn(self.V.shape[1], 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        v = v.to(self.V.device, self.V.dtype)
+        return v.new_zeros(0) if few is None else few._matmul(v)[:, 0]
+
+    def _agree(self, found: bool) -> None:
+        """Raise on all ranks if only some have found the file."""
+        count = torch.tensor(float(found), device=self.V.device)
+        add_up(count)
+        world = rank_and_world()[1]
+        if int(count) not in (0, world):
+            raise FileNotFoundError(
+                f"{int(count)} of {world} ranks find the checkpoint {self.file.path}. Put it where all of them see it."
+            )
+
+
+def _weights(V: LinearOperator) -> str:
+    """What must be the same to the bit: the network's parameters, or a matrix."""
+    if isinstance(V, Affine):
+        return _weights(V.base)
+    if isinstance(V, Jacobian):
+        return io.fingerprint(V.lin.theta)
+    return io.fingerprint({"A": V.A}) if isinstance(V, Matrix) else ""

@@ -1,0 +1,319 @@
+r"""What makes a Fisher score: for each kind of model, the number per example that is differentiated.
+
+The Fisher score of an example is the gradient of its log density, :math:`\nabla_\theta \log p_\theta(x)`. Models with a
+density (`flow`, `autoregressive`, and `vae` by its bound) give it directly. The others are energies: a classifier is
+one by the log-sum-exp of its logits, the discriminator of a GAN by its own output, and the gradient of their unknown
+normalizer is the mean of the score, so they are *centered* (Zhang et al. 2022, section 3.1).
+
+>>> import torch, linnet
+>>> score = linnet.scores.classifier()
+>>> module, output = score.bind(nn.Linear(4, 3))
+>>> linnet.linearize(module, None, output)(torch.zeros(5, 4)).shape
+torch.Size([5, 1])
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
+
+from linnet import _checks
+from linnet.batch import Source
+from linnet.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
+from linnet.generated import Generator, Latent, check_logits, generated, without_sigmoid
+from linnet.linearize import Linearization, Output
+from linnet.readings import Forward, Read, TokenLikelihood, log_sum_exp, one_number, rewired
+
+
+class Score(ABC):
+    """One number per example, whose gradient is the Fisher score.
+
+    Attributes:
+        name: What it is called.
+        centered: Whether the mean is subtracted: Z = mean of J, rather than 0.
+    """
+
+    name: ClassVar[str]
+    centered: ClassVar[bool]
+    not_kept: ClassVar[tuple[str, ...]] = ()  # settings that a fitted embedding needs no more
+
+    @abstractmethod
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        """What to linearize, and how to read it, so that there is one output per example.
+
+        The module has the model's parameters under their own names; the model is untouched.
+        """
+
+    def reference(self, model: nn.Module, lin: Linearization, data: Source) -> Source | None:
+        """Where Z and I come from; None for the data themselves.
+
+        Args:
+            model: The model as the user gave it.
+            lin: Its linearization with this score.
+            data: The data.
+        """
+        return None
+
+    def settings(self) -> dict[str, Any] | None:
+        """What a file keeps of it; None if there is a function, which it cannot keep."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.not_kept}  # type: ignore[arg-type]
+        plain = all(value is None or isinstance(value, bool | int | float | str) for value in kept.values())
+        return {"name": self.name, **kept} if plain else None
+
+
+# Energies, with an unknown normalizer.
+
+
+@final
+@dataclass(frozen=True)
+class Classifier(Score):
+    """See `classifier`."""
+
+    name = "classifier"
+    centered = True
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        return model, log_sum_exp
+
+
+@final
+@dataclass(frozen=True)
+class Energy(Score):
+    """See `energy`."""
+
+    fn: Output | None = None
+    name = "energy"
+    centered = True
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        return model, Read(self.fn)
+
+
+@final
+@dataclass(frozen=True)
+class Gan(Score):
+    """See `gan`."""
+
+    generator: Generator | None = None
+    latent: Latent | None = None
+    samples: Any = 10_000
+    seed: int = 0
+    output: Output | None = None
+    name = "gan"
+    centered = True
+    not_kept = ("generator", "latent", "samples", "seed")
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        return (without_sigmoid(model) if self.output is None else model), Read(self.output)
+
+    def reference(self, model: nn.Module, lin: Linearization, data: Source) -> Source:
+        source = generated(self.generator, self.latent, self.samples, self.seed, lin=lin, data=data)
+        if self.output is None:
+            check_logits(model, lin, source, read=one_number)
+        return source
+
+
+# Log densities.
+
+
+@final
+@dataclass(frozen=True)
+class Flow(Score):
+    """See `flow`."""
+
+    log_prob: Forward | None = None
+    name = "flow"
+    centered = False
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        given = self.log_prob if self.log_prob is not None else getattr(type(model), "log_prob", None)
+        if given is None:
+            raise TypeError(
+                f"flow needs a module with log_prob(x); {type(model).__name__} has none. Say how to get it: "
+                "flow(lambda model, x: model().log_prob(x))."
+            )
+        return rewired(model, given), Read(None)
+
+
+@final
+@dataclass(frozen=True)
+class Vae(Score):
+    """See `vae`."""
+
+    encode: Encode | None = None
+    decode: Decode | None = None
+    likelihood: str | LogLikelihood = "bernoulli"
+    noise: float = 1.0
+    samples: int = 1
+    importance: bool = False
+    seed: int = 0
+    name = "vae"
+    centered = False
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        for part in ("encode", "decode"):
+            if getattr(self, part) is None and not callable(getattr(model, part, None)):
+                raise TypeError(
+                    f"vae needs a module with encode(x) and decode(z); {type(model).__name__} has no {part}. Say how: "
+                    f"vae({part}=lambda model, {'x' if part == 'encode' else 'z'}: ...)."
+                )
+        encode, decode = self.encode or _encode, self.decode or _decode
+        bound = Bound(encode, decode, self.likelihood, self.noise, self.samples, self.importance, self.seed)
+        return rewired(model, bound), Read(None)
+
+
+@final
+@dataclass(frozen=True)
+class Autoregressive(Score):
+    """See `autoregressive`."""
+
+    targets: Callable[..., Tensor] | None = None
+    shift: bool = True
+    axis: int = -1
+    name = "autoregressive"
+    centered = False
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        forward = TokenLikelihood(inspect.signature(type(model).forward), self.targets, self.shift, self.axis)
+        return rewired(model, forward), Read(None)
+
+
+# The public names.
+
+
+def classifier() -> Score:
+    """The log-sum-exp of a classifier's logits (n, c), its negative free energy; a single logit is taken as it is.
+
+    Centered; Z and I come from the data.
+    """
+    return Classifier()
+
+
+def energy(fn: Output | None = None) -> Score:
+    """An energy or unnormalized log density, of any sign: ``fn(raw output)`` with shape (n,), or the output itself.
+
+    Centered; Z and I come from the data.
+
+    >>> energy(lambda out: out.square().sum(1)).centered
+    True
+    """
+    return Energy(fn)
+
+
+def gan(
+    generator: Generator | None = None,
+    *,
+    latent: Latent | None = None,
+    samples: Any = 10_000,
+    seed: int = 0,
+    output: Output | None = None,
+) -> Score:
+    """The discriminator of a GAN; Z and I come from samples of the generator (Zhang et al. 2022, equation 1).
+
+    The score is the output before the sigmoid: a final ``nn.Sigmoid`` is left out.
+
+    Args:
+        generator: From latents (m, ...) to samples of the form that the discriminator takes. Used in eval mode, on a
+            copy if it is a module.
+        latent: What it takes: a length or shape of standard normal numbers, a tensor of latents, or a callable
+            ``(m, torch.Generator) -> (m, ...)``.
+        samples: How many; or, without a generator, samples already made, in any form that data has.
+        seed: Of the latents.
+        output: How to read the discriminator's output as (n,), where it is not the output itself; no sigmoid is left
+            out then.
+    """
+    return Gan(generator, latent, samples, seed, output)
+
+
+def flow(log_prob: Forward | None = None) -> Score:
+    """The log density of a normalizing flow: ``model.log_prob(x)``, or ``log_prob(model, x)``, with shape (n,).
+
+    Not centered. The callable must use the model that it is given.
+    """
+    return Flow(log_prob)
+
+
+def vae(
+    encode: Encode | None = None,
+    decode: Decode | None = None,
+    *,
+    likelihood: str | LogLikelihood = "bernoulli",
+    noise: float = 1.0,
+    samples: int = 1,
+    importance: bool = False,
+    seed: int = 0,
+) -> Score:
+    """The evidence lower bound of a variational autoencoder with a standard normal prior (Zhang et al., equation 2).
+
+    The draws of z belong to the example's values and the seed (`linnet.elbo.noise`), so an example has the same score
+    in every batch and every pass. Not centered.
+
+    Args:
+        encode: ``(model, x)`` to the mean and log variance of q(z | x); by default ``model.encode(x)``. It must use the
+            model that it is given, as must decode.
+        decode: ``(model, z)`` to what the likelihood reads; by default ``model.decode(z)``.
+        likelihood: "bernoulli" (decode gives probabilities), "bernoulli-logits", "gaussian" (decode gives the mean, or
+            the mean and the log variance), or a callable ``(x, decoded) -> (n,)``.
+        noise: Variance of "gaussian" where decode gives the mean alone.
+        samples: Draws of z per example.
+        importance: The tighter bound from importance weights (Burda et al. 2016).
+        seed: Of the draws.
+    """
+    if not callable(likelihood) and likelihood not in LIKELIHOODS:
+        raise ValueError(f"likelihood must be {', '.join(map(repr, LIKELIHOODS))} or a callable; got {likelihood!r}.")
+    _checks.check_batch_size(samples, name="samples", auto=False)
+    if not noise > 0:
+        raise ValueError(f"noise is a variance and must be positive; got {noise!r}.")
+    return Vae(encode, decode, likelihood, noise, samples, importance, seed)
+
+
+def autoregressive(*, targets: Callable[..., Tensor] | None = None, shift: bool = True, axis: int = -1) -> Score:
+    """The log likelihood of a sequence: that of its tokens, added up; causal language models as they are.
+
+    Tokens that ``attention_mask`` hides do not count, nor do labels of -100. Not centered.
+
+    Args:
+        targets: From the model's inputs to the tokens (n, ...) that the logits predict; by default ``labels`` where
+            the data has them, else the first input.
+        shift: Whether the logits at a position predict the next token (language models) or the one at that position
+            (masked convolutions).
+        axis: Where the classes lie in the logits.
+    """
+    return Autoregressive(targets, shift, axis)
+
+
+def as_score(score: Any) -> Score:
+    """A score from what `linnet.FisherEmbedding` takes: None, a score, or a callable from the raw output to (n,)."""
+    if score is None:
+        return Classifier()
+    if isinstance(score, Score):
+        return score
+    if callable(score):
+        named = (classifier, energy, gan, flow, vae, autoregressive)
+        if score in named or isinstance(score, type):
+            raise TypeError(f"score needs a score, and {score.__name__} makes one: call it, {score.__name__}(...).")
+        return Energy(score)
+    raise TypeError(
+        "score must be None (the classifier's), one of linnet.scores such as linnet.scores.flow(), or a callable from "
+        f"the model's output to one number per example; got {_checks.kind(score)}."
+    )
+
+
+def from_settings(kept: dict[str, Any]) -> Score:
+    """The score that `Score.settings` described."""
+    known: Sequence[type[Score]] = (Classifier, Energy, Gan, Flow, Vae, Autoregressive)
+    kinds = {kind.name: kind for kind in known}
+    return kinds[kept["name"]](**{key: value for key, value in kept.items() if key != "name"})
+
+
+def _encode(model: Any, x: Tensor) -> Any:
+    return model.encode(x)
+
+
+def _decode(model: Any, z: Tensor) -> Any:
+    return model.decode(z)
