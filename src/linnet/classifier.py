@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from linnet import generalized, saved
 from linnet.expectations import predictive
-from linnet.generalized import Inference
+from linnet.generalized import How, Inference, Observed
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
@@ -129,14 +129,9 @@ class TangentClassifier(ClassifierMixin, Tangent):
         self._tensors = isinstance(y, Tensor) or y is None
         targets = self._encode(labels, J)
         fit = generalized.condition(
-            J,
-            targets,
-            mean=self._base(J),
-            likelihood=self.likelihood_,
-            prior=make_prior(lin, self.prior, J=J),
-            inference=self.inference,
-            family=self.family,
-            settings=settings,
+            Observed(J, targets, self._base(J), self.likelihood_),
+            make_prior(lin, self.prior, J=J),
+            How(self.inference, self.family, settings),
         )
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         names = ["all"] if len(fit.choice.scales) == 1 else list(lin.layout.layers)

@@ -71,38 +71,52 @@ class GeneralizedFit:
     solution: Solution | None = field(default=None, repr=False)
 
 
-def condition(
-    J: Jacobian,
-    y: Tensor,
-    *,
-    mean: Tensor,
-    likelihood: Likelihood,
-    prior: Prior,
-    inference: Inference,
-    family: str,
-    settings: Settings,
-) -> GeneralizedFit:
-    """The posterior of the displacement.
+@dataclass(frozen=True)
+class Observed:
+    """What is conditioned on.
 
-    Args:
+    Attributes:
         J: Of the inputs.
         y: Targets, as the likelihood takes them.
         mean: m, (n, c).
         likelihood: Of the targets.
-        prior: Of the displacement.
+    """
+
+    J: Jacobian
+    y: Tensor
+    mean: Tensor
+    likelihood: Likelihood
+
+
+@dataclass(frozen=True)
+class How:
+    """How to condition.
+
+    Attributes:
         inference: "map", "laplace" or "vi".
         family: Of VI: "lowrank" or "meanfield".
-        settings: How to solve.
+        settings: Of the solvers.
     """
-    if inference not in ("map", "laplace", "vi"):
-        raise ValueError(f"inference must be 'map', 'laplace' or 'vi'; got {inference!r}.")
-    if family not in ("lowrank", "meanfield"):
-        raise ValueError(f"family must be 'lowrank' or 'meanfield'; got {family!r}.")
-    solver = solver_for(J, prior, settings)
+
+    inference: Inference
+    family: str
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        if self.inference not in ("map", "laplace", "vi"):
+            raise ValueError(f"inference must be 'map', 'laplace' or 'vi'; got {self.inference!r}.")
+        if self.family not in ("lowrank", "meanfield"):
+            raise ValueError(f"family must be 'lowrank' or 'meanfield'; got {self.family!r}.")
+
+
+def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
+    """The posterior of the displacement."""
+    solver = solver_for(data.J, prior, how.settings)
     if solver.startswith("cg"):
-        return _iterative(J, y, mean, likelihood, prior, inference, family, settings)
-    J = J.cached() if solver == "function" else cached_if_fits(J)
-    return (_function if solver == "function" else _weight)(J, y, mean, likelihood, prior, inference, family, settings)
+        return _iterative(replace(data, J=cached_if_fits(data.J)), prior, how)
+    if solver == "function":
+        return _function(replace(data, J=data.J.cached()), prior, how)
+    return _weight(replace(data, J=cached_if_fits(data.J)), prior, how)
 
 
 def solver_for(J: Jacobian, prior: Prior, settings: Settings) -> str:
@@ -114,16 +128,9 @@ def solver_for(J: Jacobian, prior: Prior, settings: Settings) -> str:
     return "cg-weight" if solver.startswith("cg") else solver
 
 
-def _function(
-    J: Jacobian,
-    y: Tensor,
-    mean: Tensor,
-    likelihood: Likelihood,
-    prior: Prior,
-    inference: Inference,
-    family: str,
-    settings: Settings,
-) -> GeneralizedFit:
+def _function(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
+    J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
+    inference, settings = how.inference, how.settings
     if len(prior.scales) > 1:
         parts = J.layer_grams()
         choice = newton.best_scales(parts, y, mean=mean, likelihood=likelihood)
@@ -142,23 +149,16 @@ def _function(
     if inference == "map":
         return GeneralizedFit(PointPosterior(delta), *common, None, 0.0, None, "function", J.n)
     if inference == "vi":
-        best = _variational(J, y, mean, likelihood, variance, family, settings, delta, K=K)
+        best = _variational(data, how, variance, delta, K=K)
         return GeneralizedFit(_posterior(best, variance), *common, mode.log_evidence, 0.0, best, "function", J.n)
     assert mode.factor is not None
     laplace = FunctionPosterior(J, variance, delta, root=mode.root, factor=mode.factor)
     return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "function", J.n)
 
 
-def _weight(
-    J: Jacobian,
-    y: Tensor,
-    mean: Tensor,
-    likelihood: Likelihood,
-    prior: Prior,
-    inference: Inference,
-    family: str,
-    settings: Settings,
-) -> GeneralizedFit:
+def _weight(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
+    J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
+    inference, settings = how.inference, how.settings
     if len(prior.scales) > 1:
         raise NotImplementedError(
             "prior='layerwise' for a classifier needs the layers' kernels, (n c)^2 each, and they do not fit memory "
@@ -186,38 +186,25 @@ def _weight(
     if inference == "map":
         return GeneralizedFit(PointPosterior(delta), *common, None, 0.0, None, "weight", J.n)
     if inference == "vi":
-        best = _variational(J, y, mean, likelihood, variance, family, settings, delta)
+        best = _variational(data, how, variance, delta)
         return GeneralizedFit(_posterior(best, variance), *common, mode.log_evidence, 0.0, best, "weight", J.n)
     assert mode.factor is not None
     laplace = WeightPosterior(variance, delta, factor=mode.factor)
     return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "weight", J.n)
 
 
-def _iterative(
-    J: Jacobian,
-    y: Tensor,
-    mean: Tensor,
-    likelihood: Likelihood,
-    prior: Prior,
-    inference: Inference,
-    family: str,
-    settings: Settings,
-) -> GeneralizedFit:
-    J = cached_if_fits(J)
+def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
+    J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
+    inference, settings = how.inference, how.settings
     choice, examples = Choice((1.0,) * max(1, len(prior.scales)), (), 0.0), J.n
     if prior.scales:
         # The evidence of a random part of the data, which has the same prior.
         examples = min(J.n, max(1, SUBSET_ROWS // J.c))
         index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
         part = condition(
-            J.subset(index),
-            y[index.to(y.device)],
-            mean=mean[index.to(mean.device)],
-            likelihood=likelihood,
-            prior=prior,
-            inference="map",
-            family=family,
-            settings=replace(settings, solver="function"),
+            Observed(J.subset(index), y[index.to(y.device)], mean[index.to(mean.device)], likelihood),
+            prior,
+            replace(how, inference="map", settings=replace(settings, solver="function")),
         )
         choice = part.choice
     variance = prior.variance(choice.scales if prior.scales else ())
@@ -234,7 +221,7 @@ def _iterative(
     if inference == "map":
         return GeneralizedFit(PointPosterior(delta), mode, variance, choice, None, 0.0, None, "cg-weight", examples)
     if inference == "vi":
-        best = _variational(J, y, mean, likelihood, variance, family, settings, delta, preconditioner=P)
+        best = _variational(data, how, variance, delta, preconditioner=P)
         posterior = _posterior(best, variance)
         return GeneralizedFit(posterior, mode, variance, choice, None, 0.0, best, "cg-weight", examples)
     k, root = settings.samples, mode.root
@@ -263,31 +250,28 @@ def _iterative(
 
 
 def _variational(
-    J: Jacobian,
-    y: Tensor,
-    mean: Tensor,
-    likelihood: Likelihood,
+    data: Observed,
+    how: How,
     variance: Tensor,
-    family: str,
-    settings: Settings,
     delta: Tensor,
     *,
     K: Tensor | None = None,
     preconditioner: Preconditioner | None = None,
 ) -> Variational:
     """The best Gaussian of a family, started at the mode."""
+    samples = how.settings.samples
     given: dict[str, Any] = {
         "variance": variance,
-        "mean": mean,
-        "likelihood": likelihood,
+        "mean": data.mean,
+        "likelihood": data.likelihood,
         "start": delta,
-        "samples": settings.samples + settings.samples % 2,  # draws come in pairs
-        "seed": settings.seed,
+        "samples": samples + samples % 2,  # draws come in pairs
+        "seed": how.settings.seed,
         "K": K,
     }
-    if family == "lowrank":
-        return variational.lowrank(J, y, **given).checked()
-    return variational.meanfield(J, y, preconditioner=preconditioner, **given).checked()
+    if how.family == "lowrank":
+        return variational.lowrank(data.J, data.y, **given).checked()
+    return variational.meanfield(data.J, data.y, preconditioner=preconditioner, **given).checked()
 
 
 def _posterior(best: Variational, variance: Tensor) -> Posterior:
