@@ -151,7 +151,7 @@ def test_the_evidence_is_maximal(solver: str) -> None:
 
     starts = [(0.0, 0.0), (-5.0, 0.0), (2.0, -4.0), (-2.0, -8.0)]
     want = max(-minimize(negative, x0, method="Nelder-Mead").fun for x0 in starts)
-    reg = TangentRegressor(model, solver=solver).fit(X, y)
+    reg = TangentRegressor(model, prior="shared", solver=solver).fit(X, y)
     assert reg.log_evidence_ >= want - 1e-6
     assert reg.log_evidence_ == pytest.approx(-negative(np.log([reg.scales_["all"], reg.noise_])), rel=1e-9)
     fixed = TangentRegressor(model, prior=0.5, solver=solver).fit(X, y)
@@ -176,8 +176,8 @@ def test_iterative_solvers_in_float32(solver: str) -> None:
 def test_iterative_hyperparameters_lose_little_evidence(n: int, solver: str) -> None:
     model = mlp()
     X, y, _ = problem(model, n, noise=0.2)
-    exact = TangentRegressor(model).fit(X, y)
-    found = TangentRegressor(model, solver=solver, dtype="float64").fit(X, y)
+    exact = TangentRegressor(model, prior="shared").fit(X, y)
+    found = TangentRegressor(model, prior="shared", solver=solver, dtype="float64").fit(X, y)
     at = TangentRegressor(model, prior=found.scales_["all"], noise=found.noise_).fit(X, y)
     assert -1e-6 <= exact.log_evidence_ - at.log_evidence_ < 0.3
     assert found.log_evidence_ == pytest.approx(at.log_evidence_, rel=1e-4, abs=5 * found.log_evidence_error_)
@@ -186,9 +186,9 @@ def test_iterative_hyperparameters_lose_little_evidence(n: int, solver: str) -> 
 def test_many_rows_leave_the_hyperparameters_to_lanczos(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     X, y, _ = problem(model, 60, noise=0.2)
-    exact = TangentRegressor(model, solver="function").fit(X, y)
+    exact = TangentRegressor(model, prior="shared", solver="function").fit(X, y)
     monkeypatch.setitem(gaussian.EXACT_ROWS, "cpu", 50)
-    found = TangentRegressor(model, solver="function").fit(X, y)
+    found = TangentRegressor(model, prior="shared", solver="function").fit(X, y)
     assert 0 < exact.log_evidence_ - found.log_evidence_ < 0.3  # the evidence of what was chosen is exact
     given = TangentRegressor(model, prior=found.scales_["all"], noise=found.noise_).fit(X, y)
     assert found.log_evidence_ == pytest.approx(given.log_evidence_, rel=1e-9)
@@ -202,8 +202,8 @@ def test_richer_priors_and_noises_have_more_evidence() -> None:
     def fitted(**given: Any) -> TangentRegressor:
         return TangentRegressor(model, **given).fit(X, y)
 
-    shared, layers = fitted(), fitted(prior="layerwise")
-    outputs, both = fitted(noise="per-output"), fitted(prior="layerwise", noise="per-output")
+    shared, layers = fitted(prior="shared"), fitted(prior="layerwise")
+    outputs, both = fitted(prior="shared", noise="per-output"), fitted(prior="layerwise", noise="per-output")
     assert set(layers.scales_) == {"0", "2"}
     assert outputs.noise_.shape == (2,) and outputs.noise_[1] > 10 * outputs.noise_[0]
     assert layers.log_evidence_ >= shared.log_evidence_ - 1e-9
@@ -257,7 +257,7 @@ def test_per_output_noise_and_a_fixed_prior() -> None:
     X, y, _ = problem(model, 30)
     fits = [TangentRegressor(model, prior=1.0, noise="per-output", solver=solver).fit(X, y) for solver in DENSE]
     assert fits[0].noise_ == pytest.approx(fits[1].noise_, rel=1e-3)
-    free = TangentRegressor(model, noise="per-output").fit(X, y)
+    free = TangentRegressor(model, prior="shared", noise="per-output").fit(X, y)
     assert free.log_evidence_ >= fits[0].log_evidence_
 
 
@@ -594,7 +594,7 @@ def test_gradients_are_nobodys_business() -> None:
         for solver in DENSE
         for prior in ("shared", "layerwise")
     }
-    with_graph = TangentRegressor(model).fit(X.clone().requires_grad_(), y.clone().requires_grad_())
+    with_graph = TangentRegressor(model, prior="shared").fit(X.clone().requires_grad_(), y.clone().requires_grad_())
     torch.testing.assert_close(with_graph.predict(Z.clone().requires_grad_()), want["function", "shared"])
     for mode in (torch.no_grad, torch.inference_mode):
         for (solver, prior), wanted in want.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d
+from sklearn.utils.validation import column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
@@ -81,7 +82,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         params: Params = None,
         inference: Inference = "laplace",
         mean: Mean = "network",
-        prior: PriorSpec = "shared",
+        prior: PriorSpec = "balanced",
         solver: str = "auto",
         *,
         link: str = "probit",
@@ -200,9 +201,17 @@ class TangentClassifier(ClassifierMixin, Tangent):
     # Predictions.
 
     def decision_function(self, X: Any) -> Any:
-        """The posterior mean of the logits: (n,) for one, else (n, c)."""
+        """Logits of the averaged probabilities, (n,) for one output, else (n, c); `predict_logits` has their moments.
+
+        For a mode alone, and for the probit link, softmax (or the sigmoid) of them gives `predict_proba`.
+        """
         J = self._new_inputs(X)
         f = self._base(J) + self.posterior_.shift(J)
+        if self.inference != "map" and self.link == "probit":
+            f = f / (1 + math.pi / 8 * self.posterior_.variance(J)).sqrt()
+        elif self.inference != "map":
+            p = self._averaged(J, f)
+            f = p.log() if isinstance(self.likelihood_, Categorical) else torch.logit(p)
         return like(X, f[:, 0] if J.c == 1 and not self.multilabel_ else f)
 
     def predict_proba(self, X: Any) -> Any:
@@ -231,17 +240,18 @@ class TangentClassifier(ClassifierMixin, Tangent):
         return like(X, self._base(J) + self.posterior_.sample(J, k, generator=generator))
 
     def _probabilities(self, X: Any) -> Tensor:
-        check_is_fitted(self)
         J = self._new_inputs(X)
-        f = self._base(J) + self.posterior_.shift(J)
-        if self.inference == "map":
-            p = self.likelihood_.mean(f)
-        else:
-            cov = self.posterior_.variance(J) if self.link == "probit" else self.posterior_.blocks(J)
-            generator = torch.Generator().manual_seed(self.seed)
-            draws = max(self.samples, 1000)
-            p = predictive(self.likelihood_, f, cov, link=self.link, samples=draws, generator=generator)
+        p = self._averaged(J, self._base(J) + self.posterior_.shift(J))
         return torch.cat([1 - p, p], 1) if J.c == 1 and not self.multilabel_ else p
+
+    def _averaged(self, J: Jacobian, f: Tensor) -> Tensor:
+        """Probabilities averaged over the posterior whose mean logits are f, (n, c)."""
+        if self.inference == "map":
+            return self.likelihood_.mean(f)
+        cov = self.posterior_.variance(J) if self.link == "probit" else self.posterior_.blocks(J)
+        generator = torch.Generator().manual_seed(self.seed)
+        draws = max(self.samples, 1000)
+        return predictive(self.likelihood_, f, cov, link=self.link, samples=draws, generator=generator)
 
 
 def _labels(y: Any, n: int) -> np.ndarray:

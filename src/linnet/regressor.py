@@ -54,8 +54,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
         params: Which parameters adapt; see `linnet.linearize`.
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
-        prior: On the displacement: "shared", "ntk", "balanced", "layerwise", "unit", a variance, or variances by layer
-            glob; see `linnet.priors`.
+        prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
+            "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
             "heteroscedastic" reads log variances from the second half of the network's outputs and scales them; or a
             number, or one number for each output.
@@ -95,7 +95,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         model: nn.Module | None = None,
         params: Params = None,
         mean: Mean = "network",
-        prior: PriorSpec = "shared",
+        prior: PriorSpec = "balanced",
         noise: Any = "evidence",
         solver: str = "auto",
         *,
