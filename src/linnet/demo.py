@@ -259,7 +259,7 @@ def _table(splits: Sequence[Split]) -> Table:
 def _closer(results: dict[str, Result]) -> Iterator[str]:
     """What the tangent model says about itself."""
     mode, laplace, vi = (results[method].details for method in (MAP, LAPLACE, VI))
-    yield f"prior variance, chosen by the evidence: {mode['prior_variance']:.2g}"
+    yield f"scale of the prior, chosen by the evidence: {mode['prior_variance']:.2g}"
     yield f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}"
     yield "share of each layer: " + ", ".join(f"{layer} {share:.0%}" for layer, share in mode["layers"].items())
     linearity = mode["linearity"]
