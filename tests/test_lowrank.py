@@ -24,7 +24,7 @@ from linnet import start
 from linnet.krylov import State, both, orthonormal
 from linnet.lowrank import Decomposition, choose_method, low_rank, squared_norm
 from linnet.operators import LinearOperator, LowRank, Matrix, Stack
-from linnet.start import landmark_block, landmark_count, random_normal, rows_of
+from linnet.start import landmark_block, landmark_count, mixed_block, random_normal, rows_of
 from linnet.statistics import fisher_statistics
 from linnet.testing.case import Net
 from tests.drawn import double, normal
@@ -435,6 +435,24 @@ def test_starts_are_orthonormal_whatever_the_operator_can(kind):
     assert quick.passes == (1 if kind in ("matrix", "fisher") else 2)
 
 
+def test_components_of_single_examples_are_found():
+    # Rows that no others resemble, and none of which is a landmark.
+    A = with_values(torch.logspace(0, -3, 200, dtype=torch.float64), 600, 700)
+    index = start.landmark_index(600, landmark_count(600, 22, 1, 2**40), torch.Generator().manual_seed(0))
+    others = torch.tensor(sorted(set(range(600)) - set(index.tolist())))[:5]
+    A[others] += 0.5 * normal(5, 700, seed=3) / 700**0.5
+    found = low_rank(Matrix(A), 10, method="krylov", memory=2**40)
+    assert worst(found, torch.linalg.svdvals(A).square()) <= 1e-7
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 25])
+def test_mixed_starts_are_orthonormal(block):
+    V = Matrix(normal(90, 40))
+    X = mixed_block(V, block, seed=0, memory=2**30)
+    assert X.shape == (40, block)
+    assert float((X.T @ X - torch.eye(block)).abs().max()) < 1e-12
+
+
 def test_a_start_from_rows_of_low_rank_is_filled_up():
     A = with_values(torch.tensor([2.0, 1.0], dtype=torch.float64), 30, 40)
     X = landmark_block(Matrix(A), 5, seed=0, memory=2**30)
@@ -508,7 +526,7 @@ def test_a_share_of_all_but_rounding_is_the_rank(method):
 
 def test_a_share_that_memory_does_not_hold():
     A = with_values(torch.ones(200, dtype=torch.float64) + 0.01 * normal(200), 200, 210)
-    with pytest.raises(MemoryError, match=r"is all that memory allows, and more than 50 components are wanted"):
+    with pytest.raises(MemoryError, match=r"is all that memory allows, and more than 60 components are wanted"):
         low_rank(Matrix(A), 0.9, method="krylov", block=10, memory=2 * 410 * 8 * (70 + 40))
 
 

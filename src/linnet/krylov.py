@@ -286,7 +286,8 @@ def krylov(
             whole = state.X.shape[1] == 0 and found.converged(m, tolerance)
             return found, m if wanted is None else wanted, enough or whole
         if state.columns + state.X.shape[1] > capacity:
-            keep = capacity - 2 * state.X.shape[1]
+            # All that there is room for: 8 passes where keeping a block less takes 21.
+            keep = capacity - state.X.shape[1]
             if wanted is None or wanted > keep:
                 raise MemoryError(
                     f"A Krylov basis of {capacity} columns is all that memory allows, and more than {keep} components "

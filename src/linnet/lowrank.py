@@ -4,8 +4,8 @@ r"""The leading singular vectors of an operator V (n, p) that is known through i
 
 What a large problem costs are passes over the data. Four methods serve:
 
-* krylov: grows a block Krylov space by one pass a step, from the components of a few examples, and stops on an estimate
-  of the eigenvalues' errors (`linnet.krylov`);
+* krylov: grows a block Krylov space by one pass a step, from the components of a few examples and random columns, and
+  stops on an estimate of the eigenvalues' errors (`linnet.krylov`);
 * exact: the dense V V^T and its eigenvectors, for few rows;
 * nystrom: the components of a few examples, and one pass;
 * power: subspace iteration with over-sampling, Algorithm 4 of Zhang et al. (2022), for comparison.
@@ -34,7 +34,7 @@ from linnet.operators import Affine, LinearOperator
 from linnet.plan import dense_budget
 from linnet.resume import Resumable
 from linnet.solve import _full_precision
-from linnet.start import has_gram, landmark_block, random_normal, rows_of
+from linnet.start import has_gram, landmark_block, mixed_block, random_normal, rows_of
 
 Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
 
@@ -269,7 +269,7 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
     state = resumable.load()
     if state is None:
         first = V if coarse is None else coarse
-        state = State.start(landmark_block(first, s.block, seed=s.seed, memory=s.memory), coarse=coarse is not None)
+        state = State.start(mixed_block(first, s.block, seed=s.seed, memory=s.memory), coarse=coarse is not None)
     limit = s.passes or (LIMIT if s.k is not None else LIMIT * LIMIT)
     with _bar(s.progress) as tick:
 
