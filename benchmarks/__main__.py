@@ -1,11 +1,11 @@
-"""python -m benchmarks passes | adapt [--device cuda]"""
+"""python -m benchmarks passes | adapt | sampling | heads [--device cuda], laplace --peer PYTHON"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, passes
+from benchmarks import adapt, heads, laplace, passes, sampling
 
 
 def main() -> None:
@@ -26,7 +26,37 @@ def main() -> None:
     three.add_argument("--out", type=Path, default=None, help="JSON file (default: results/adapt-DEVICE.json)")
     three.add_argument("--only", default="all", choices=("all", "exact", "million", "laptop"))
     three.add_argument("--n", type=int, default=None, help="another number of examples")
+    four = commands.add_parser("sampling", help="posterior samples of a network as it stands")
+    four.add_argument("--device", default="cpu")
+    four.add_argument("--out", type=Path, default=None, help="JSON file (default: results/sampling-DEVICE.json)")
+    four.add_argument("--only", default="all", choices=("all", *sampling.CASES))
+    four.add_argument("--n", type=int, default=None, help="another number of examples")
+    four.add_argument("--precision", default="high", choices=("highest", "high"), help="of the passes")
+    four.add_argument("--data", type=Path, default=None, help="CIFAR-10 and weights/resnet20_cifar10 (default: random)")
+    five = commands.add_parser("laplace", help="error bars beside laplace-torch's: the same numbers, and how long")
+    five.add_argument("--peer", required=True, help="a Python interpreter that has laplace-torch")
+    five.add_argument("--out", type=Path, default=None, help="JSON file (default: results/laplace-cpu.json)")
+    five.add_argument("--only", default="all", choices=("all", "agreement", "speed"))
+    five.add_argument("--rounds", type=int, default=3)
+    six = commands.add_parser("heads", help="gradient features against fine-tuning of the same top layers")
+    six.add_argument("--device", default="cpu")
+    six.add_argument("--out", type=Path, default=None, help="JSON file (default: results/heads-DEVICE.json)")
+    six.add_argument("--only", default="all", choices=("all", "epochs", "optimum"))
+    six.add_argument("--rounds", type=int, default=3)
+    six.add_argument("--n", type=int, default=None, help="another number of examples")
     args = parser.parse_args()
+    if args.command == "heads":
+        kept = args.out or Path(__file__).parent / "results" / f"heads-{args.device.split(':')[0]}.json"
+        heads.run(args.device, kept, rounds=args.rounds, only=args.only, n=args.n)
+        return
+    if args.command == "laplace":
+        kept = args.out or Path(__file__).parent / "results" / "laplace-cpu.json"
+        laplace.run(args.peer, kept, args.only, args.rounds)
+        return
+    if args.command == "sampling":
+        kept = args.out or Path(__file__).parent / "results" / f"sampling-{args.device.split(':')[0]}.json"
+        sampling.run(args.device, kept, args.only, n=args.n, precision=args.precision, data=args.data)
+        return
     if args.command == "adapt":
         kept = args.out or Path(__file__).parent / "results" / f"adapt-{args.device.split(':')[0]}.json"
         adapt.run(args.device, kept, args.only, args.n)

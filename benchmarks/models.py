@@ -93,6 +93,42 @@ class ResNet(nn.Module):
         return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
 
 
+class ProjectedBlock(nn.Module):
+    """Two convolutions; where the shape changes, the shortcut is a 1x1 convolution with batch norm."""
+
+    def __init__(self, d_in: int, d_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(d_in, d_out, 3, stride=stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(d_out, d_out, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(d_out), nn.BatchNorm2d(d_out)
+        project = [nn.Conv2d(d_in, d_out, 1, stride=stride, bias=False), nn.BatchNorm2d(d_out)]
+        self.shortcut = nn.Sequential(*(project if d_in != d_out else ()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 as it is used on 32 x 32 images: a 3x3 stem without pooling, four stages of two blocks.
+
+    >>> sum(p.numel() for p in ResNet18(100).parameters())
+    11220132
+    """
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        self.conv1, self.bn1 = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        stages = [
+            nn.Sequential(ProjectedBlock(d_in, d_out, stride), ProjectedBlock(d_out, d_out, 1))
+            for d_in, d_out, stride in zip(widths[:-1], widths[1:], (1, 2, 2, 2), strict=True)
+        ]
+        self.stages, self.linear = nn.Sequential(*stages), nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.stages(F.relu(self.bn1(self.conv1(x)))).mean((2, 3)))
+
+
 class TransformerBlock(nn.Module):
     """Pre-norm self-attention and MLP."""
 

@@ -1,10 +1,15 @@
 """The networks and the rivals of the timings are what they claim; no timing here."""
 
+import sys
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import MODELS, ResNet, VisionTransformer, WideResNet
+import linnet
+from benchmarks import heads, laplace, laplace_peer, sampling
+from benchmarks.models import MODELS, ResNet, ResNet18, VisionTransformer, WideResNet
 from benchmarks.rivals import per_example_rows, plain, published
 from linnet.testing import dense_jacobian
 
@@ -90,9 +95,73 @@ def test_plain_is_the_gradient_of_the_sum(kind):
     torch.testing.assert_close(plain(model, first, x), J.sum(0), rtol=1e-9, atol=1e-9)
 
 
+def test_gradient_features_are_the_same_however_they_are_kept():
+    X, y = heads.data(6, "cpu")
+    assert X.shape == (6, 3, 32, 32) and y.shape == (6,)
+    plain = linnet.linearize(MODELS["resnet-20"].build(), heads.TOP["1 block"]).jacobian(X)
+    kept = [heads.full_batch(J, y)() for J in (plain, plain.above_frozen(), plain.cached())]
+    reference = kept[0]
+    assert float(reference.norm()) > 0
+    for found in kept[1:]:
+        torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
+
+
+def test_fine_tuning_moves_the_same_parameters():
+    X, y = heads.data(4, "cpu")
+    model = MODELS["resnet-20"].build()
+    before = {name: t.clone() for name, t in model.named_parameters()}
+    names = set(linnet.linearize(model, heads.TOP["1 block"]).theta)
+    heads.fine_tuning(model, names, X, y, 2)()
+    assert all(torch.equal(t, before[name]) for name, t in model.named_parameters())  # a copy is tuned
+    assert "layer3.2.conv1.weight" in names and "layer3.1.conv1.weight" not in names
+
+
 def test_rivals_refuse_train_mode_and_wrong_vectors():
     model, x = tiny("mlp")
     with pytest.raises(ValueError, match=r"V needs 44 rows, one per parameter; got \(43, 2\)"):
         published(model, first, x, torch.zeros(43, 2).double())
     with pytest.raises(ValueError, match="got one in train mode"):
         plain(model.train(), first, x)
+
+
+def test_resnet18_has_its_usual_size():
+    assert sum(p.numel() for p in ResNet18(100).parameters()) == 11_220_132
+    with torch.no_grad():
+        assert ResNet18(7, width=2).eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_the_sampling_benchmark_measures_what_it_says():
+    row = sampling.measured("small", "cpu", n=2)
+    assert (row["n"], row["c"], row["p"], row["samples"]) == (2, 10, 75_290, 16)
+    assert row["residual"] <= 0.01 and row["residual, highest precision"] <= 0.0101
+    assert 0 < row["effective dimension"] < 20
+
+
+def test_the_network_beside_laplace_torch_has_its_size():
+    model = laplace_peer.network("digits")
+    assert sum(p.numel() for p in model.parameters()) == 26_122
+    X, y, new = laplace.data("digits")
+    assert (len(X), len(new)) == (797, 1000)
+    assert y.max() == 9
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers", "cnn"])
+def test_a_job_beside_laplace_torch_gives_what_is_compared(kind):
+    parts = laplace.data(kind)
+    model = laplace.trained(kind, *parts[:2], steps=3)
+    likelihood = "regression" if kind == "numbers" else "classification"
+    told = {"network": kind, "structure": "kron", "last_layer": True, "likelihood": likelihood, "tune": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = laplace.ours((model, {**told, "prior": 0.4, "noise": 0.05}, parts))
+    c = 2 if kind == "numbers" else 3
+    assert found["tensors"]["cov"].shape == (20, c, c)
+    assert ("probit" in found["tensors"]) == (kind != "numbers")
+    assert laplace.difference(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 0.0])) == 0.5
+
+
+def test_a_peer_that_fails_says_why():
+    parts = laplace.data("classes")
+    job = (laplace.trained("classes", *parts[:2], steps=1), {"network": "nothing"}, parts)
+    with pytest.raises(RuntimeError, match="laplace-torch failed in"):
+        laplace.peer(sys.executable, [job])

@@ -82,7 +82,7 @@ def test_laplace_equals_the_dense_formulas(solver: str, kind: str) -> None:
     many = torch.stack([X[:, 0] > 0, X[:, 1] > 0], 1).double()
     y = {"classes": LABELS, "one logit": many[:, 0].long(), "labels": many}[kind]
     likelihood = Categorical() if kind == "classes" else Bernoulli()
-    clf = TangentClassifier(model, prior=0.7, solver=solver).fit(X, y)
+    clf = TangentClassifier(model, prior=0.7, inference="laplace", solver=solver).fit(X, y)
     mean, C, value = laplace(model, y if kind != "one logit" else many[:, :1], likelihood, variance=0.7)
     f, blocks = clf.predict_logits(NEW)
     torch.testing.assert_close(f, mean, rtol=1e-4, atol=1e-5)
@@ -90,12 +90,15 @@ def test_laplace_equals_the_dense_formulas(solver: str, kind: str) -> None:
     exact = torch.stack([C[i * c : (i + 1) * c, i * c : (i + 1) * c] for i in range(len(NEW))])
     torch.testing.assert_close(blocks, exact, rtol=1e-4, atol=1e-6)
     assert clf.log_evidence_ == pytest.approx(value, abs=1e-5)
+    for inference in ("map", "vi"):
+        other = TangentClassifier(model, prior=0.7, inference=inference, solver=solver).fit(X, y)
+        assert other.log_evidence_ == pytest.approx(value, abs=1e-5)
 
 
 def test_matrix_free_laplace_agrees_with_the_dense_one() -> None:
     model = net(3)
-    a = TangentClassifier(model, prior=0.7, solver="function").fit(X, LABELS)
-    b = TangentClassifier(model, prior=0.7, solver="cg-weight", samples=2000).fit(X, LABELS)
+    a = TangentClassifier(model, inference="laplace", prior=0.7, solver="function").fit(X, LABELS)
+    b = TangentClassifier(model, inference="laplace", prior=0.7, solver="cg-weight", samples=2000).fit(X, LABELS)
     assert b.log_evidence_ == pytest.approx(a.log_evidence_, abs=max(1e-4, 4 * b.log_evidence_error_))
     ratio = b.predict_logits(NEW)[1].diagonal(dim1=1, dim2=2) / a.predict_logits(NEW)[1].diagonal(dim1=1, dim2=2)
     assert float((ratio - 1).abs().max()) < 5 * (2 / 2000) ** 0.5  # five standard errors of a variance
@@ -148,11 +151,12 @@ def importance(model: nn.Module, y: Tensor, *, variance: float, draws: int = 20_
 def test_links() -> None:
     model = net(3)
     point = TangentClassifier(model, inference="map", prior=0.7).fit(X, LABELS).predict_proba(NEW)
-    probit = TangentClassifier(model, prior=0.7).fit(X, LABELS)
+    probit = TangentClassifier(model, inference="laplace", prior=0.7).fit(X, LABELS)
     f, blocks = probit.predict_logits(NEW)
     scaled = f / (1 + np.pi / 8 * blocks.diagonal(dim1=1, dim2=2)).sqrt()
     torch.testing.assert_close(probit.predict_proba(NEW), scaled.softmax(1))
-    drawn = TangentClassifier(model, prior=0.7, link="mc", samples=20_000).fit(X, LABELS).predict_proba(NEW)
+    drawn = TangentClassifier(model, inference="laplace", prior=0.7, link="mc", samples=20_000).fit(X, LABELS)
+    drawn = drawn.predict_proba(NEW)
     exact = probit.sample(NEW, 20_000, seed=3).softmax(2).mean(0)
     assert float((drawn - exact).abs().max()) < 5 * 0.5 * (2 / 20_000) ** 0.5
     assert float(drawn.max()) < float(point.max())
@@ -246,7 +250,7 @@ def test_bad_labels(y: np.ndarray, match: str) -> None:
     [
         ({"inference": "mcmc"}, "'map', 'laplace' or 'vi'"),
         ({"link": "logit"}, "'probit' or 'mc'"),
-        ({"family": "full"}, "'lowrank' or 'meanfield'"),
+        ({"family": "diagonal"}, "'auto', 'full', 'lowrank' or 'meanfield'"),
         ({"prior": "wide"}, "prior must be one of"),
         ({"solver": "lu"}, "solver must be one of"),
         ({"mean": "one"}, "'network' or 'zero'"),

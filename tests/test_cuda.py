@@ -62,3 +62,33 @@ def test_precision_leaves_flags_as_they_were() -> None:
             assert [place.fp32_precision for place in places] == [wanted] * 2
         after = [place.fp32_precision for place in places], torch.backends.cuda.matmul.allow_tf32
         assert after == before
+
+
+@pytest.mark.parametrize("structure", ["full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"])
+def test_laplace_is_the_same_as_on_the_cpu(structure: str) -> None:
+    def made(device: str) -> tuple[linnet.Laplace, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model = torch.nn.Sequential(
+                torch.nn.Conv2d(1, 4, 3),
+                torch.nn.BatchNorm2d(4),
+                torch.nn.Tanh(),
+                torch.nn.Flatten(),
+                torch.nn.Linear(64, 3),
+            )
+        X = torch.randn(30, 1, 6, 6, generator=generator)
+        y = torch.randint(3, (30,), generator=generator)
+        la = linnet.Laplace(model.eval().to(device), structure=structure, rank=8, size=20, dtype="float64")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is not trained
+            la.fit(X.to(device), y.to(device))
+        return la, X.to(device)
+
+    (one, X), (two, x) = made("cpu"), made("cuda")
+    close = {"rtol": 1e-5, "atol": 1e-6, "check_device": False}
+    torch.testing.assert_close(two.predict_proba(x).cpu(), one.predict_proba(X), **close)
+    torch.testing.assert_close(two.predict(x, return_cov=True)[1].cpu(), one.predict(X, return_cov=True)[1], **close)
+    assert two.log_evidence() == pytest.approx(one.log_evidence(), rel=1e-5)
+    assert two.sample(x, 3).device.type == "cuda"
+    assert two.joint_log_likelihood(x, two._y, 2, draws=50) < 0

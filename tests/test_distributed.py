@@ -111,6 +111,13 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
         "outputs": J.outputs(),
     }
     found |= {f"layer {name}": K for name, K in J.layer_grams().items()}
+    kron = J.kronecker(w.view(n, C))
+    found |= {
+        f"Kronecker factors {key}": torch.cat([pair.A.flatten(), pair.G.flatten()]) for key, pair in kron.pairs.items()
+    }
+    found |= {f"exact block {key}": block for key, block in kron.exact.items()} | {"Kronecker rest": kron.squares}
+    rotation, values = kron.decomposed()
+    found["Kronecker covariance"] = J.rotated(rotation).gram(scale=1 / (1 + values))
     for i, part in enumerate(J.minibatches(3, seed=0)):
         found[f"minibatch {i}"] = part.normal(V)
     if (kind, engine) != ("memory", "auto"):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import FisherEmbedding, scores
+from linnet.probes import spectrum
 
 X, NEW = normal(30, 3), normal(9, 3, seed=5)
 
@@ -68,6 +69,27 @@ def test_energies_are_centered_and_scaled_by_the_data(score: Any) -> None:
     assert emb.statistics_ is not None
     new = dense(rows(model, NEW, scores.as_score(score)), rows(model, X, scores.as_score(score)), centered=True)
     same_up_to_sign(emb.transform(NEW), new @ Vh[:5].T)
+
+
+@pytest.mark.parametrize("kernel", ["nfk", "ntk"])
+def test_all_eigenvalues_without_a_fit(kernel: str) -> None:
+    J = rows(net(), X, scores.classifier())
+    V = dense(J, centered=True) if kernel == "nfk" else J
+    emb = FisherEmbedding(net(), 0.995, kernel=kernel)
+    found = emb.exact_eigenvalues(X)
+    expected = torch.linalg.eigvalsh(V @ V.T).flip(0)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 * float(expected[0]))
+    assert not hasattr(emb, "lin_") and not hasattr(emb, "n_features_in_")  # as it was
+    emb.fit(X)
+    assert emb.n_components_ == spectrum(found).components(0.995)
+    torch.testing.assert_close(found[: emb.n_components_], emb.eigenvalues_, rtol=1e-9, atol=0)
+    given = emb.exact_eigenvalues(NEW.numpy())
+    assert isinstance(given, np.ndarray) and given.shape == (9,) and len(emb.eigenvalues_) == emb.n_components_
+
+
+def test_all_eigenvalues_need_room() -> None:
+    with pytest.raises(MemoryError, match=r"kernel of 30 examples .* 21,600 bytes, and 20,000 are allowed"):
+        FisherEmbedding(net(), memory=20_000).exact_eigenvalues(X)
 
 
 def test_log_densities_are_not_centered() -> None:
@@ -422,3 +444,45 @@ def test_it_has_to_be_fitted() -> None:
     for call in (FisherEmbedding(net()).transform, FisherEmbedding(net()).kernel):
         with pytest.raises(NotFittedError):
             call(X)
+
+
+# Cheaper passes.
+
+
+def wide(seed: int = 0) -> nn.Module:
+    return double(nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 3)), seed)
+
+
+def test_cheaper_passes_leave_no_trace() -> None:
+    model, data = wide(), normal(300, 3)
+    full = FisherEmbedding(model, 6, method="krylov").fit(data)
+    cheap = FisherEmbedding(model, 6, method="krylov", precision="bf16")
+    E = cheap.fit_transform(data)
+    torch.testing.assert_close(cheap.eigenvalues_, full.eigenvalues_, rtol=1e-6, atol=0)
+    torch.testing.assert_close(E, cheap.transform(data), rtol=1e-8, atol=1e-8)
+    same_up_to_sign(cheap.transform(NEW), full.transform(NEW), rtol=1e-3)
+
+
+def test_cheaper_passes_are_made_in_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    chunk = linnet.Linearization.chunk
+
+    def noted(self: linnet.Linearization, batch: Any, precision: Any = "highest", **more: Any) -> Any:
+        used.append(precision)
+        return chunk(self, batch, precision, **more)
+
+    monkeypatch.setattr(linnet.Linearization, "chunk", noted)
+    FisherEmbedding(wide(), 6, method="krylov", precision="bf16").fit(normal(300, 3))
+    assert {"highest", "bf16"} == set(used) and used[-1] == "highest"
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"precision": "half"}, "precision must be 'highest'"),
+        ({"precision": "high", "method": "exact"}, r"serves method='krylov' \(or 'auto'\).*got method='exact'"),
+    ],
+)
+def test_precisions_that_do_not_serve(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        FisherEmbedding(net(), 2, **settings).fit(X)

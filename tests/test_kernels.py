@@ -45,3 +45,12 @@ def test_channel_sums(channels: int, size: int, form: torch.memory_format) -> No
     exact = (g.double() * (x.double() - mean.double()[:, None])).sum(2)
     torch.testing.assert_close(weight.double(), exact, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(bias.double(), g.double().sum(2), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "q"), [(1, 1), (3, 700), (715, 129), (40, 300_000), (100, 64)])
+def test_column_sums(m: int, q: int) -> None:
+    X = 1e3 + torch.randn(m, q + 3, device="cuda")[:, :q]
+    sums, squares = kernels.column_sums(X, X[0])
+    D = X.double() - X[0].double()
+    torch.testing.assert_close(sums, D.sum(0), rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(squares, D.square().sum(0), rtol=1e-12, atol=1e-12)

@@ -105,7 +105,8 @@ def test_selection_and_output_stay(model):
     assert list(there.theta) == ["0.weight", "0.bias"]
     assert there(normal(N, D).float()).shape == (N, 2)
     assert not there._model[0].weight.requires_grad
-    assert there._model[3].weight.requires_grad
+    assert not there._model[3].weight.requires_grad  # not selected: no graph is made for it
+    assert model[3].weight.requires_grad
 
 
 def test_inputs_of_every_kind():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 import linnet
 from linnet import start
-from linnet.krylov import State, both, orthonormal
+from linnet.krylov import State, both, combine, expected, orthonormal
 from linnet.lowrank import Decomposition, choose_method, low_rank, squared_norm
 from linnet.operators import LinearOperator, LowRank, Matrix, Stack
 from linnet.start import landmark_block, landmark_count, mixed_block, random_normal, rows_of
@@ -652,6 +653,38 @@ def test_bad_operators():
 # Checkpoints.
 
 
+def test_what_the_next_step_should_leave():
+    A = with_values(torch.logspace(0, -2, 300, dtype=torch.float64), 300, 400)
+    exact = torch.linalg.svdvals(A).square()[:10]
+    state = State.start(mixed_block(Matrix(A), 30, seed=0, memory=2**40))
+    before = math.inf
+    for step in range(4):
+        found = state.step(Matrix(A))
+        now = float(((found.theta[:10] - exact) / exact).abs().max())
+        # An upper estimate, and no more than a few hundred times too high.
+        assert now <= before
+        before = expected(found, 10, 30)
+        assert math.isinf(before) == (step == 0)
+        if step:
+            assert before < 0.5 * float(found.errors[:10].max())
+
+
+def test_the_full_precision_continues_from_the_coarse_space():
+    s = lenet_values(400)
+    A = with_values(s, 400, 500)
+    rough = Matrix(
+        A * (1 - 1e-3 * torch.rand(400, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    )
+    state = State.start(mixed_block(rough, 30, seed=0, memory=2**40))
+    for _ in range(3):
+        found = state.step(rough)
+    alone = State.start(orthonormal(combine(state.Q, found.Y[:, :30]))).step(Matrix(A), grow=False)
+    both_ = state.refined(found, 30).step(Matrix(A), grow=False)
+    errors = [float((one.theta[:10] / s[:10].square() - 1).abs().max()) for one in (alone, both_)]
+    assert errors[1] < 0.1 * errors[0]
+    assert errors[1] <= float(both_.errors[:10].max()) < 100 * errors[1] + 1e-9
+
+
 @pytest.mark.parametrize(
     ("method", "stop"),
     [
@@ -830,9 +863,9 @@ def ranks(tmp_path_factory) -> list[dict[str, Tensor]]:
 def test_two_ranks_give_the_answer_of_one(ranks):
     alone = results()
     for found in ranks:
-        for name, expected in alone.items():
+        for name, value in alone.items():
             scale = alone[name.replace("residuals", "eigenvalues")].abs().max()
-            assert float((found[name] - expected).abs().max()) <= 1e-10 * float(scale), name
+            assert float((found[name] - value).abs().max()) <= 1e-10 * float(scale), name
         for name in alone:
             if "eigenvalues" in name:
                 assert float((found[name] / alone[name] - 1).abs().max()) <= 1e-10, name

@@ -8,7 +8,8 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.func import jacrev, jvp, vmap
+from torch.autograd import forward_ad
+from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
 from linnet.batch import Batch
@@ -38,6 +39,7 @@ class Autodiff(Factor):
         columns: Whether products go column by column (else through the rows).
         graph: The outputs (n, c) with the parameters, by name, that they were computed from: the first ``rmatmul``
             differentiates them instead of running the network.
+        known: A tensor V (p, k) that the columns will be multiplied by, and the product with its first column (n, c).
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class Autodiff(Factor):
         vectorize: Callable[[], bool],
         columns: bool,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         ranges = [(layout.slices[name].start, layout.slices[name].stop) for name in names]
         super().__init__(ranges, n=batch.n, c=c)
         self._forward, self._layout, self._batch = forward, layout, batch
         self._theta = {name: theta[name] for name in names}
         self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
-        self._graph = graph
+        self._graph, self._known = graph, known
         self._rows: Rows | None = None
 
     @property
@@ -85,8 +88,8 @@ class Autodiff(Factor):
 
         if V.shape[1] == 0:
             return V.new_zeros(self.n, self.c, 0)
-        products = []
-        for column in V.unbind(1):
+        products = [] if self._known is None or V is not self._known[0] else [self._known[1]]
+        for column in V.unbind(1)[len(products) :]:
             tangent = {name: self._part(column, name) for name in self._theta}
             products.append(jvp_of(f, self._theta, tangent))
         # Parameters that are not selected may ask for gradients of their own.
@@ -163,7 +166,21 @@ def _jacobian_of_one(forward: Forward, theta: Mapping[str, Tensor], batch: Batch
 
 def jvp_of(f: Callable[[dict[str, Tensor]], Tensor], theta: dict[str, Tensor], tangent: dict[str, Tensor]) -> Tensor:
     """The forward-mode derivative of ``f`` at theta along a tangent."""
+    return dual(f, theta, tangent)[1]
+
+
+def dual(
+    f: Callable[[dict[str, Tensor]], Tensor], theta: dict[str, Tensor], tangent: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """``f`` at theta and its forward-mode derivative along a tangent, in one forward pass.
+
+    Where theta asks for gradients, the value has its graph.
+    """
     with warnings.catch_warnings():
         # torch 2.13 scripts its forward-mode decompositions at first use and warns about its own scripting.
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
-        return jvp(f, (theta,), (tangent,))[1]
+        # Not torch.func.jvp, which costs every call of a torch function something, also below what is differentiated.
+        with forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(t, tangent[name]) for name, t in theta.items()}
+            value, derivative = forward_ad.unpack_dual(f(duals))
+    return value, torch.zeros_like(value) if derivative is None else derivative

@@ -133,11 +133,13 @@ class Source(ABC):
         n: Number of examples.
         kind: What the data is, in a few words.
         by_position: Whether any examples can be chosen, with ``subset``.
+        changes: Whether examples may be others when they are read again; see ``changing``.
     """
 
     n: int
     kind: str
     by_position: bool = False
+    changes: bool = False
 
     def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of at most ``size`` examples that cover examples start to stop (default: all), in order."""
@@ -149,6 +151,10 @@ class Source(ABC):
         """The examples at ``index`` (m,), in that order; ``Batch.index`` has their positions here."""
         _checks.check_subset_index(index, self.n)
         return Subset(self, index.cpu().long())
+
+    def changing(self) -> Source:
+        """The same source where its examples may be others every time they are read (augmentation)."""
+        return self
 
     @abstractmethod
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
@@ -180,6 +186,26 @@ class Subset(Source):
         for chunk, batch in zip(chunks, self.base._gather(chunks), strict=True):
             yield replace(batch, start=start, positions=chunk)
             start += len(chunk)
+
+
+class Given(Source):
+    """One batch that was read already."""
+
+    by_position = True
+
+    def __init__(self, batch: Batch, kind: str) -> None:
+        self.batch, self.n, self.kind = batch, batch.n, kind
+
+    @property
+    def indices(self) -> Tensor:
+        """Positions of its examples in the full data, (n,)."""
+        return self.batch.index
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        return self.batch.part(start, stop).split(size)
+
+    def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
+        return (self.batch.take(chunk) for chunk in chunks)
 
 
 def leaves(value: Any, name: str = "the data") -> Iterator[tuple[str, Any]]:

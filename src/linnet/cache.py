@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -16,9 +17,10 @@ from linnet.contexts import arithmetic
 from linnet.distributed import add_up, rank_and_world
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
+from linnet.kron import Kronecker
 from linnet.linearize import Chunk
 from linnet.operators import LinearOperator
-from linnet.plan import Engine, Request, budget, prepare
+from linnet.plan import Engine, Request, budget
 from linnet.structure import PROBE
 
 Held = tuple[Recipe, tuple[Tensor, ...]]
@@ -36,6 +38,7 @@ class Cached(Jacobian):
 
     def __init__(self, J: Jacobian, kept: Sequence[Kept]) -> None:
         self.lin, self._settings, self._kept = J.lin, replace(J._settings, largest=None), list(kept)
+        self._rotation = J._rotation
         self.n, self.c = sum(piece.batch.n for piece in kept), J.c
         LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
         self.block = self.c
@@ -65,6 +68,9 @@ class Cached(Jacobian):
     def cached(self, memory: float | str = "auto") -> Jacobian:
         return self
 
+    def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
+        return self  # which runs no layer at all
+
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         if theta is not None:
             raise ValueError(
@@ -72,6 +78,12 @@ class Cached(Jacobian):
                 "use the Jacobian that it was made from."
             )
         return self._completed(lambda: torch.cat([piece.f for piece in self._kept]))
+
+    def kronecker(self, root: Tensor | None = None) -> Kronecker:
+        raise ValueError(
+            "A cached Jacobian keeps rows where they are smaller, which have no Kronecker factors; "
+            "use the Jacobian that it was made from."
+        )
 
     def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
         raise ValueError(
@@ -109,13 +121,16 @@ class Cached(Jacobian):
         left = self._gathered(index[:half], places[:half], start)
         return left + self._gathered(index[half:], places[half:], start + half)
 
-    def _chunks(self, size: int, start: int, stop: int, request: Request, k: int) -> Iterator[tuple[Batch, Chunk]]:
+    def _chunks(
+        self, size: int, start: int, stop: int, request: Request, k: int, along: Tensor | None
+    ) -> Iterator[tuple[Batch, Chunk]]:
         for piece in self._kept:
             first, end = piece.batch.start, piece.batch.start + piece.batch.n
             low, high = max(start, first), min(stop, end)
             for a in range(low, high, size):
                 part = piece.part(a - first, min(a + size, high) - first)
-                factors = [prepare(f, request, k=k, engine=self._settings.engine) for f in part.chunk.factors]
+                ready = self._ready(request, k)
+                factors = [ready(f) for f in part.chunk.factors]
                 yield part.batch, Chunk(part.f, factors)
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d
+from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
+from linnet.data import as_source
 from linnet.expectations import predictive
-from linnet.generalized import How, Inference, Observed
+from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.linearize import linearize
 from linnet.params import Params
-from linnet.priors import PriorSpec, check_prior, make_prior
+from linnet.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.stochastic import Training, check_only_map
 from linnet.tangent import Mean, Tangent, default_network, like
 
 
@@ -38,14 +40,23 @@ class TangentClassifier(ClassifierMixin, Tangent):
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d).
         params: Which parameters adapt; see `linnet.linearize`.
-        inference: "laplace" (a Gaussian at the mode), "map" (the mode alone) or "vi" (the best Gaussian). With few
-            labels the curvature at the mode says too little, and Laplace is under-confident; VI is slower and less so.
+        top: Instead, how many blocks adapt, from the top, with all that comes after them; see `linnet.blocks`.
+            "evidence" takes one block more while the evidence of the Laplace approximation rises.
+        inference: "vi" (the best Gaussian, which is close to the exact posterior), "map" (the mode alone: sharper, and
+            no error bars) or "laplace" (a Gaussian at the mode). With few labels the mode is far from the mean and its
+            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.kernel_vi`).
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
-        solver: "auto", "function", "weight" or "cg-weight"; see `linnet.gaussian`.
+        solver: "auto", "function", "weight" or "cg-weight"; see `linnet.gaussian`. With ``inference="map"`` also
+            "adam", on minibatches, for a Dataset whose examples change every time they are read (augmentation).
         link: How probabilities average over the posterior: "probit" or "mc" (Monte Carlo).
-        family: Of VI: "lowrank" (all covariances, in the directions that matter) or "meanfield" (independent weights).
+        family: Of VI: "full" (any Gaussian; needs the dense kernel of solver="function"), "lowrank" (all covariances,
+            in the directions that matter) or "meanfield" (independent weights); "auto" is the first of these that can
+            be.
         classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
+        epochs: Of "adam".
+        minibatch: Examples of a step of "adam".
+        learning_rate: Of "adam" at the start, in prior standard deviations; "auto" is the best first step.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Of all computations, as for `TangentRegressor`.
         tolerance: Relative residual of iterative solves; "auto" is 1e-6, or 1e-4 in float32. The mode is found to a
@@ -62,11 +73,15 @@ class TangentClassifier(ClassifierMixin, Tangent):
     Attributes:
         classes_: The label of each output (for one logit: of 0 and 1).
         scales_: Prior scales by name.
-        log_evidence_: Of the Laplace approximation (None for "map"); ``log_evidence_error_`` its standard error.
+        log_evidence_: Of the Laplace approximation, whatever the inference, with a dense solver; by conjugate gradients
+            for "laplace" alone, with ``log_evidence_error_`` its standard error, and else None.
         elbo_: The bound of the log evidence that VI reached, from fresh draws; ``elbo_path_`` its rise on the draws
             that the steps use.
         mode_: The optimum: gradient, iterations, log likelihood.
+        passes_: Passes over the data until it was found; 1 where that takes a dense matrix.
+        objective_path_: What "adam" minimizes, by epoch.
         layer_relevance_: Each layer's share in the adaptation.
+        top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
 
     Example:
         >>> X = torch.linspace(-2, 2, 20)[:, None]
@@ -80,14 +95,18 @@ class TangentClassifier(ClassifierMixin, Tangent):
         self,
         model: nn.Module | None = None,
         params: Params = None,
-        inference: Inference = "laplace",
+        inference: Inference = "vi",
         mean: Mean = "network",
         prior: PriorSpec = "balanced",
         solver: str = "auto",
         *,
+        top: int | str | None = None,
         link: str = "probit",
-        family: str = "lowrank",
+        family: str = "auto",
         classes: Sequence[Any] | None = None,
+        epochs: int = 30,
+        minibatch: int = 128,
+        learning_rate: float | str = "auto",
         output: Any = None,
         dtype: Any = "auto",
         tolerance: float | str = "auto",
@@ -101,51 +120,90 @@ class TangentClassifier(ClassifierMixin, Tangent):
         progress: bool | None = None,
     ) -> None:
         self.model, self.params, self.inference, self.mean, self.prior = model, params, inference, mean, prior
-        self.solver, self.link, self.family, self.classes = solver, link, family, classes
+        self.top, self.solver, self.link, self.family, self.classes = top, solver, link, family, classes
+        self.epochs, self.minibatch, self.learning_rate = epochs, minibatch, learning_rate
         self.output, self.dtype, self.tolerance, self.iterations = output, dtype, tolerance, iterations
         self.preconditioner, self.rank, self.samples, self.memory = preconditioner, rank, samples, memory
         self.batch_size, self.seed, self.progress = batch_size, seed, progress
 
     def fit(self, X: Any, y: Any = None) -> TangentClassifier:
         """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them."""
+        self.top_path_ = None
+        if self.top == "evidence" and self.solver != "adam":
+            self._fit_by_evidence(X, y)
+            return self
         check_prior(self.prior)
         if self.link not in ("probit", "mc"):
             raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
-        settings = self._settings(
-            solver=self.solver,
-            tolerance=self._tolerance(),
-            iterations=self.iterations,
-            preconditioner=self.preconditioner,
-            rank=self.rank,
-            samples=self.samples,
-        )
+        self._how(torch.float64)  # its errors come before any work
         inputs = self._inputs(X, reset=True)
         model = self._network(inputs, y)
         device = next(model.parameters()).device
+        self._choose(model, inputs)
         self._attach(model, self._dtype(device=device))
+        fit = self._condition(inputs, y, self.classes)
+        names = ["all"] if len(fit.choice.scales) == 1 else list(self.lin_.layout.layers)
+        self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
+        self.scale_examples_ = fit.examples
+        return self
+
+    def refit(self, X: Any, y: Any = None) -> TangentClassifier:
+        """A classifier that has seen (X, y) alone, with the prior and the classes found here: task after task.
+
+        No scale is chosen anew, and labels of some of the classes are enough. This one stays as it is.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 3))
+            >>> X = torch.linspace(-2, 2, 30)[:, None]
+            >>> clf = TangentClassifier(model).fit(X, torch.arange(30) // 10)
+            >>> new = clf.refit(X[10:], 2 - torch.arange(20) // 10)
+            >>> new.scales_ == clf.scales_, new.predict_proba(X).shape
+            (True, torch.Size([30, 3]))
+        """
+        check_is_fitted(self)
+        other = copy.copy(self)
+        other._condition(self._inputs(X, reset=False), y, self.classes_, Prior("given", self.prior_variance_))
+        return other
+
+    def _how(self, dtype: torch.dtype) -> tuple[How, Training | None]:
+        """How to condition, and how to train where that is by minibatches."""
+        if self.solver != "adam":
+            return How(self.inference, self.family, self._settings(dtype)), None
+        check_only_map(self.inference)
+        training = Training(self.epochs, self.minibatch, self.learning_rate)
+        return How(self.inference, self.family, self._settings(dtype, solver="auto")), training
+
+    def _condition(self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None) -> GeneralizedFit:
+        """Find the posterior; with the prior that was asked for, unless one is given."""
         lin = self.lin_
-        settings = replace(settings, tolerance=self._tolerance(lin.dtype))
-        J = cached_if_fits(self._jacobian(inputs))
+        how, training = self._how(lin.dtype)
+        source = as_source(inputs, lin.module.forward)
+        source = source if training is None else source.changing()
+        J = self._jacobian(source) if source.changes else cached_if_fits(self._jacobian(source))
         labels = _labels(J.targets() if y is None else y, J.n)
         self._tensors = isinstance(y, Tensor) or y is None
-        targets = self._encode(labels, J)
-        fit = generalized.condition(
-            Observed(J, targets, self._base(J), self.likelihood_),
-            make_prior(lin, self.prior, J=J),
-            How(self.inference, self.family, settings),
-        )
+        if prior is not None and (labels.ndim == 2) != self.multilabel_:
+            needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
+            raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
+        targets = self._encode(labels, J, classes)
+        prior = make_prior(lin, self.prior, J=J) if prior is None else prior
+        if training is not None:
+            network = self._mean == "network"
+            fit = generalized.train(
+                J, targets, prior, self.likelihood_, how.settings, network=network, training=training
+            )
+        else:
+            fit = generalized.condition(Observed(J, targets, self._base(J), self.likelihood_), prior, how)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
-        names = ["all"] if len(fit.choice.scales) == 1 else list(lin.layout.layers)
-        self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path
         self.elbo_ = None if fit.best is None else fit.best.elbo
-        self.solver_, self.solution_, self.scale_examples_ = fit.solver, fit.solution, fit.examples
-        self._train_inputs = [inputs]
-        return self
+        self.solver_, self.solution_, self._train_inputs = fit.solver, fit.solution, [inputs]
+        self.passes_, self.objective_path_ = fit.passes, fit.path
+        return fit
 
     def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
-        self.lin_ = linearize(network, self.params, self.output).to(dtype)
+        self.lin_ = linearize(network, self._selected, self.output).to(dtype)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta = {
@@ -156,6 +214,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             "tensors": self._tensors,
             "elbo": self.elbo_,
             "scale_examples": self.scale_examples_,
+            "passes": self.passes_,
         }
         return meta, {}
 
@@ -164,6 +223,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         self.likelihood_ = saved.LIKELIHOODS[meta["likelihood"]]()
         self.multilabel_, self._tensors = meta["multilabel"], meta["tensors"]
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
+        self.passes_, self.objective_path_ = meta["passes"], ()
 
     # Labels.
 
@@ -181,7 +241,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         outputs = count if labels.ndim == 2 or count > 2 else 1
         return default_network(X.shape[1], outputs, seed=self.seed, X=X)
 
-    def _encode(self, labels: np.ndarray, J: Jacobian) -> Tensor:
+    def _encode(self, labels: np.ndarray, J: Jacobian, classes: Any) -> Tensor:
         """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``."""
         c = J.c
         likelihood: Likelihood
@@ -191,7 +251,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             found = torch.as_tensor(labels)
         else:
             count = max(2, c)
-            self.multilabel_, self.classes_ = False, _classes(labels, count, self.classes)
+            self.multilabel_, self.classes_ = False, _classes(labels, count, classes)
             known = {label: i for i, label in enumerate(self.classes_.tolist())}
             found = torch.tensor([known[label] for label in labels.tolist()])
             likelihood = Bernoulli() if c == 1 else Categorical()
@@ -265,6 +325,8 @@ def _labels(y: Any, n: int) -> np.ndarray:
         raise ValueError(f"Labels must not be NaN or infinite; example {int(np.argmax(~np.isfinite(y)))} is.")
     if y.ndim == 1:
         check_classification_targets(y)
+    elif y.dtype.kind not in "biuf":
+        raise TypeError(f"Several labels at once, ({n}, c), must be zeros and ones; got an array of {y.dtype.str[1:]}.")
     return y
 
 

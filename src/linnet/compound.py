@@ -28,6 +28,7 @@ class Lazy(Factor):
         size: The numbers of that outer product.
         held: The tensors that the functions hold on to: the input and the gradient that the rule was given.
         products: Gives the form that is best for products where it is neither rows nor an outer product, else None.
+        few: Gives the form that is best for products with few columns, in place of the outer product.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Lazy(Factor):
         held: tuple[Tensor, ...],
         outer: Callable[[], Outer] | None = None,
         products: Callable[[], Factor | None] | None = None,
+        few: Callable[[], Factor] | None = None,
     ) -> None:
         super().__init__(ranges, n=n, c=c)
         self._rows, self._outer, self._size, self._held = rows, outer, size, held
-        self._products = products
+        self._products, self._few = products, few
         self.again: Recipe | None = None
 
     @property
@@ -69,6 +71,10 @@ class Lazy(Factor):
     def factored(self) -> Factor:
         """The outer-product form where there is one."""
         return self if self._outer is None else self._outer()
+
+    def for_few(self) -> Factor:
+        """What multiplies few columns without rows: the outer product, unless there is a better form."""
+        return self.factored() if self._few is None else self._few()
 
 
 @final

@@ -105,10 +105,7 @@ class Convolution:
 
     def _rows_grouped(self, x: Tensor, g: Tensor) -> Tensor:
         m, c = g.shape[:2]
-        if any(before != after for before, after in self.padding):
-            x, padding = self._pad(x), [0] * len(self.kernel)
-        else:
-            padding = [before for before, _ in self.padding]
+        x, padding = self.padded(x)
         left = self._by_group(g).transpose(1, 2)  # (m, groups, c, dg, T)
         flat = left.reshape(1, -1, *g.shape[3:])
         weight = x.new_empty(flat.shape[1], self.channels, *self.kernel)
@@ -128,6 +125,12 @@ class Convolution:
         )
         rows = rows.view(m, self.groups, c, -1)
         return rows.transpose(1, 2).reshape(m, c, -1)
+
+    def padded(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        """The input and the padding that torch's own functions are left to add: none where it is uneven."""
+        if any(before != after for before, after in self.padding):
+            return self._pad(x), [0] * len(self.kernel)
+        return x, [before for before, _ in self.padding]
 
     def _prefers_grouped(self, x: Tensor, g: Tensor) -> bool:
         """From the timings of ``benchmarks.conv_rows``: one grouped call wins where it meets tuned kernels."""

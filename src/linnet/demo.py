@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from linnet import TangentClassifier, __version__, metrics
 from linnet._demo_baselines import ANGLE, Task, fine_tuned, last_layer, network, probabilities, train, turned_digits
 from linnet.generalized import Inference
+from linnet.io import whole
 
 ADAPTATION, CONFIDENCE, METRICS = "adaptation.png", "confidence.png", "metrics.json"
 FILES = (ADAPTATION, CONFIDENCE, METRICS)
@@ -460,13 +461,5 @@ def _writable(folder: Path) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # also KeyboardInterrupt
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole(path) as temporary:
+        temporary.write_bytes(content)

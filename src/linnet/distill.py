@@ -8,6 +8,7 @@ logits in place of both it is the usual distillation (equation 15).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet import _checks
+from linnet.training import epoch
 
 Distance = str | Callable[[Tensor, Tensor], Tensor]
 
@@ -193,23 +195,21 @@ def distill(
     random = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     model.train()
-    for epoch in range(epochs):
-        total = torch.zeros((), device=device)
-        for index in torch.randperm(len(X), generator=random).to(device).split(batch_size):
-            x = X[index] if augment is None else augment(X[index], random)
-            logits, embedding = model(x)
-            given = {"teacher": known[index]} if target is None else {"embedding": embedding, "target": known[index]}
-            loss = distill_loss(logits, y[index], alpha=alpha, distance=distance, temperature=temperature, **given)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.detach() * len(index)
-        losses.append(float(total) / len(X))
-        if not torch.isfinite(total):
-            raise ArithmeticError(f"The loss is {losses[-1]} in epoch {epoch}: the steps are too long. Lower lr={lr}.")
+
+    def loss(index: Tensor) -> Tensor:
+        x = X[index] if augment is None else augment(X[index], random)
+        logits, embedding = model(x)
+        given = {"teacher": known[index]} if target is None else {"embedding": embedding, "target": known[index]}
+        return distill_loss(logits, y[index], alpha=alpha, distance=distance, temperature=temperature, **given)
+
+    for number in range(epochs):
+        batches = torch.randperm(len(X), generator=random).to(device).split(batch_size)
+        losses.append(epoch(loss, [(index, len(index)) for index in batches], optimizer))
+        if not math.isfinite(losses[-1]):
+            raise ArithmeticError(f"The loss is {losses[-1]} in epoch {number}: the steps are too long. Lower lr={lr}.")
         schedule.step()
         if progress is not None:
-            progress(epoch, losses[-1])
+            progress(number, losses[-1])
     return Distilled(model.eval(), tuple(losses), scale)
 
 

@@ -4,6 +4,15 @@ r"""The log evidence of Gaussian observations, and the hyperparameters that maxi
 
 With one scale and one noise variance, everything there is to know about K and r is a `Spectrum`: after one
 eigendecomposition (or a few Lanczos steps) every evaluation costs O(n). Several are the business of `linnet.search`.
+
+Where K can explain all of r, the evidence of a few observations often grows as the noise vanishes. A prior on the
+noise, an inverse gamma distribution in the limit of no weight but an energy a, keeps it away from zero:
+
+.. math:: \log p(\sigma^2) = -\frac{a}{2 \sigma^2} - \log \sigma^2 + \mathrm{const}
+
+In :math:`\log \sigma^2`, which the search works in, the second term is flat; the first is what r would add to
+:math:`r^\top \Sigma^{-1} r` if a part of it, of the energy a, were known to be noise. It can raise the noise, to no
+less than a / n, and where n is large by a share of about a / (n times the noise), but never lower it.
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from scipy.optimize import brentq
@@ -102,17 +111,26 @@ class Choice:
         scales: Prior scales.
         noise: Noise variances, or scales of known ones: one, or one for each output.
         log_evidence: At these.
-        path: Log evidence after each step of the search.
+        path: What the search maximizes, after each of its steps: the log evidence, less ``a / (2 noise)`` where a noise
+            energy a is assumed.
+        floored: For each noise, whether half of it would have more evidence, so that it comes from what is assumed;
+            empty where nothing is.
     """
 
     scales: tuple[float, ...]
     noise: tuple[float, ...]
     log_evidence: float
     path: tuple[float, ...] = field(default=(), repr=False)
+    floored: tuple[bool, ...] = ()
 
 
 def best(
-    spectrum: Spectrum, *, scale: float | None = None, noise: float | None = None, floor: float = 2.0**-40
+    spectrum: Spectrum,
+    *,
+    scale: float | None = None,
+    noise: float | None = None,
+    floor: float = 2.0**-40,
+    assumed: float = 0.0,
 ) -> Choice:
     """The scale and noise of largest evidence; what is given is kept.
 
@@ -124,7 +142,15 @@ def best(
         scale: Of the kernel, where it is known.
         noise: Where it is known.
         floor: Noise below this share of the largest eigenvalue is not considered: rounding hides what it would mean.
+        assumed: The energy a of the noise's prior; of no effect where the noise is known.
     """
+    if assumed and noise is None:
+        zero = spectrum.nodes.new_zeros(1)
+        # An energy that the kernel cannot explain, and no observation.
+        more = joined([spectrum, Spectrum(zero, zero, zero, zero + assumed)])
+        found = best(more, scale=scale, floor=floor)
+        value, half = (spectrum.log_evidence(found.scales[0], part * found.noise[0]) for part in (1, 0.5))
+        return replace(found, log_evidence=value, floored=(half > value,))
     if scale is not None and noise is not None:
         return Choice((scale,), (noise,), spectrum.log_evidence(scale, noise))
     top = float(torch.maximum(spectrum.nodes.max(), spectrum.positions.max()))

@@ -80,7 +80,8 @@ def predictive(
         mean: (n, c).
         cov: (n, c, c), or (n, c) for variances of independent outputs.
         link: "probit" scales each logit by :math:`1 / \sqrt{1 + \pi v / 8}` with its own variance v, and is an
-            approximation that leaves out covariances; "mc" averages over draws of f.
+            approximation that leaves out covariances; "bridge" is the mean of the Dirichlet distribution whose Laplace
+            approximation in the logits f is (Hobbhahn et al. 2022), for `Categorical`; "mc" averages over draws of f.
         samples: Draws of "mc"; the standard error of a probability is at most ``0.5 / sqrt(samples)``.
         generator: Of the draws; by default one with seed 0. All examples share them, so that the probabilities of an
             example do not depend on which others are asked for.
@@ -97,8 +98,10 @@ def predictive(
         )
     if link == "probit":
         return likelihood.mean(mean / (1 + math.pi / 8 * _marginal(cov, mean)).sqrt())
+    if link == "bridge":
+        return _bridge(likelihood, mean, cov)
     if link != "mc":
-        raise ValueError(f"link must be 'probit' or 'mc'; got {link!r}.")
+        raise ValueError(f"link must be 'probit', 'bridge' or 'mc'; got {link!r}.")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a positive number of draws; got {samples!r}.")
     if generator is None:
@@ -109,6 +112,22 @@ def predictive(
     for part in eps.split(max(1, 2**22 // max(1, n * c))):  # so that the draws of f take little memory
         total += likelihood.mean(mean + _times(root, part)).sum(0)
     return total / samples
+
+
+def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> Tensor:
+    """Dirichlet parameters ``(1 - 2 / c + exp(m) sum exp(-m) / c^2) / v``, for f given that its entries add up to 0."""
+    if not isinstance(likelihood, Categorical):
+        raise TypeError(f"link='bridge' is for several classes; got {likelihood!r}. Use 'probit' or 'mc'.")
+    cov = torch.diag_embed(cov) if cov.ndim == 2 else cov
+    ones, total = cov.sum(-1), cov.sum((-2, -1))[:, None]
+    share = torch.where(total > 0, ones / total, torch.full_like(ones, 1 / mean.shape[1]))
+    mean = mean - share * mean.sum(-1, keepdim=True)
+    v = _marginal(cov, mean) - share * ones
+    c = mean.shape[1]
+    # Where nothing is left to vary the Dirichlet distribution is a point: all that counts is in the numerator.
+    log_alpha = torch.log(1 - 2 / c + torch.exp(mean + torch.logsumexp(-mean, 1, keepdim=True)) / c**2)
+    tiny = torch.finfo(v.dtype).tiny
+    return torch.softmax(log_alpha - v.clamp_min(tiny).log(), 1)
 
 
 # By likelihood.

@@ -351,6 +351,8 @@ class Outer(Factor):
     def diag(self, scale: Scale) -> Tensor:
         weight, bias = scale.constant(self.weight), scale.constant(self.bias)
         T, dx, dg = self.x.shape[2], self.x.shape[3], self.g.shape[-1]
+        if T == 1 and (weight is None or bias is None):
+            return (self.g.squeeze(3).square() * self._spread(scale)[:, None]).sum((2, 3))
         if weight is None or bias is None or T * (dx + dg) > dx * dg:
             return self.expand().diag(scale)
         if T == 1:
@@ -364,6 +366,9 @@ class Outer(Factor):
         T, dx, dg = self.x.shape[2], self.x.shape[3], self.g.shape[-1]
         factored = T * (T * dx + self.c * (T + self.c) * dg)
         dear = factored > self.c * (T + self.c) * dx * dg
+        if T == 1 and (weight is None or bias is None):
+            g = self.g.squeeze(3)
+            return (g * self._spread(scale)[:, None]).flatten(2) @ g.flatten(2).mT
         if weight is None or bias is None or self.weight is None or dear:
             return self.expand().blocks(scale)
         out = self.g.new_empty(self.n, self.c, self.c)
@@ -373,6 +378,19 @@ class Outer(Factor):
             h = (weight * (x @ x.mT) + bias)[:, None] @ g
             out[s] = g.flatten(2) @ h.flatten(2).mT
         return out
+
+    def _spread(self, scale: Scale) -> Tensor:
+        """What a diagonal of many values gives to each squared gradient entry, (n, groups, dg), where T is 1."""
+        assert scale.vector is not None
+        groups, dx, dg = self.x.shape[1], self.x.shape[3], self.g.shape[-1]
+        out = self.x.new_zeros(groups, 1, dg)
+        if self.bias is not None:
+            out = out + scale.vector[slice(*self.bias)].view(groups, 1, dg)
+        if self.weight is not None:
+            D = scale.vector[slice(*self.weight)]
+            D = D.view(groups, dx, dg) if self.swapped else D.view(groups, dg, dx).mT
+            out = out + self.x.squeeze(2).square().transpose(0, 1) @ D
+        return out.expand(groups, self.n, dg).transpose(0, 1)
 
     def squares(self, weight: Tensor | None, out: Tensor) -> None:
         if self.x.shape[2] > 1:

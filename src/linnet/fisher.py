@@ -7,6 +7,7 @@ J is the Jacobian of a scalar score (`linnet.scores`), V the Fisher vectors, P t
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 
 from linnet import io, saved, scores
 from linnet.batch import Source
+from linnet.contexts import check_precision
 from linnet.data import as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.lowrank import Decomposition, low_rank
 from linnet.operators import LinearOperator
 from linnet.params import Params
+from linnet.plan import dense_budget
+from linnet.solve import _full_precision
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like
 
@@ -69,7 +73,9 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             `linnet.lowrank.low_rank`.
         dtype: Of all computations, the model's included: "auto" is the model's own; "float32" or "float64". Floating
             inputs are cast to it.
-        precision: Of the model's passes: "highest", "high" (tf32) or "bf16"; see `linnet.Linearization.jacobian`.
+        precision: Of the passes that look for the components: "highest", "high" (tf32) or "bf16"; see
+            `linnet.Linearization.jacobian`. The statistics and the last pass, and with them eigenvalues and embeddings,
+            are always in full precision.
         tolerance: Relative error of the eigenvalues to stop at; None for 1e-7 in float64, 1e-5 in float32.
         block: Vectors that a pass multiplies; None for as many as serve.
         passes: Take what so many passes find, converged or not; None for as many as it takes.
@@ -145,21 +151,43 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         """Fit, and the embedding of the same data, (n, n_components), which takes no further pass."""
         return like(X, self._fit(X))
 
-    def _fit(self, X: Any) -> Tensor:
-        asked = _asked(self.n_components)
+    @torch.no_grad()
+    def exact_eigenvalues(self, X: Any) -> Any:
+        """All eigenvalues of V V^T of these data, (n,), descending, from the dense kernel; nothing is fitted.
+
+        For spectra: components are not formed, and where many of them matter they cost far more than the kernel does.
+        ``n_components`` plays no part. Eigenvalues that are zero come out as rounding, of either sign.
+        """
+        probe = copy.copy(self)  # what a fit sets is set on the copy
+        _, V, _ = probe._vectors(X, at_least=1)
+        n, limit = V.shape[0], dense_budget(self.memory, V.device)
+        if 24 * n * n > limit:
+            raise MemoryError(
+                f"The dense kernel of {n} examples and its eigenvalues take {24 * n * n:,} bytes, and {limit:,} are "
+                "allowed. Take fewer examples, allow more with memory=, or fit the leading components instead."
+            )
+        with _full_precision(V.device):
+            return like(X, torch.linalg.eigvalsh(V.gram().double()).flip(0))
+
+    def _vectors(self, X: Any, *, at_least: int | float) -> tuple[Source, LinearOperator, float | None]:
+        """The data, their Fisher vectors with room for so many components, and the trace of V V^T where it is known."""
         if self.kernel not in ("nfk", "ntk"):
             raise ValueError(f"kernel must be 'nfk' or 'ntk'; got {vars(self)['kernel']!r}.")
         score = scores.as_score(self.score)
         self._attach(score)
         source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)
         J = self._jacobian(source)
-        if asked > min(J.shape):
+        if at_least > min(J.shape):
             raise ValueError(
-                f"n_components={asked}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
+                f"n_components={at_least}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
                 "components. Ask for no more than that."
             )
         self.statistics_, trace = self._statistics(score, source, J)
-        found = self._low_rank(self._fisher_vectors(J), trace)
+        return source, self._fisher_vectors(J), trace
+
+    def _fit(self, X: Any) -> Tensor:
+        source, V, trace = self._vectors(X, at_least=_asked(self.n_components))
+        found = self._low_rank(V, trace, self._coarse(source))
         # Singular vectors have no sign of their own: the largest entry of each is made positive.
         sign = torch.where(found.P.gather(0, found.P.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(found.P)
         self.right_vectors_ = found.P * sign
@@ -187,9 +215,20 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         else:
             raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
 
-    def _jacobian(self, X: Any) -> Jacobian:
-        precision: Any = self.precision
+    def _jacobian(self, X: Any, precision: Any = "highest") -> Jacobian:
         return self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
+
+    def _coarse(self, source: Source) -> LinearOperator | None:
+        """The Fisher vectors in the precision asked for, where that is not the full one."""
+        check_precision(self.precision)
+        if self.precision == "highest":
+            return None
+        if self.method not in ("auto", "krylov"):
+            raise ValueError(
+                f"precision={self.precision!r} serves method='krylov' (or 'auto'), whose last pass is in full "
+                f"precision; got method={self.method!r}."
+            )
+        return self._fisher_vectors(self._jacobian(source, self.precision))
 
     def _statistics(self, score: scores.Score, source: Source, J: Jacobian) -> tuple[Statistics | None, float | None]:
         """Z and I, and the trace of V V^T where it follows from them."""
@@ -202,7 +241,7 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def _fisher_vectors(self, J: Jacobian) -> LinearOperator:
         return J if self.statistics_ is None else self.statistics_.vectors(J)
 
-    def _low_rank(self, V: LinearOperator, trace: float | None) -> Decomposition:
+    def _low_rank(self, V: LinearOperator, trace: float | None, coarse: LinearOperator | None) -> Decomposition:
         return low_rank(
             V,
             _asked(self.n_components),
@@ -215,6 +254,7 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             progress=self.progress,
             trace=trace,
             memory=self.memory,
+            coarse=coarse,
         )
 
     # The embedding.

@@ -27,7 +27,7 @@ from linnet.evidence import LOG_2PI, Choice
 from linnet.iterative import cached_if_fits, lanczos_spectrum
 from linnet.posterior import FunctionPosterior, WeightPosterior
 from linnet.priors import Prior
-from linnet.problem import Fit, Noise, Settings, Task, choose_solver
+from linnet.problem import Fit, Settings, Task, assumed_noise, choose_solver
 from linnet.solve import cholesky_, cholesky_solve, solve_lower, solve_upper
 
 
@@ -76,7 +76,7 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[F
     if several:
         choice = _several(tasks, kernels, residuals, prior, fixed)
     else:
-        choice = _one(kernels, residuals, tasks[0].noise, fixed, settings)
+        choice = _one(tasks, kernels, residuals, fixed, settings)
     fits = []
     for task, parts, whitened in zip(tasks, kernels, residuals, strict=True):
         variance = prior.variance(choice.scales if prior.scales else ())
@@ -135,13 +135,14 @@ EXACT_ROWS = {"cpu": 4096, "cuda": 12_288}
 
 
 def _one(
+    tasks: Sequence[Task],
     kernels: Sequence[dict[str, Tensor]],
     residuals: Sequence[Tensor],
-    noise: Noise,
     fixed: tuple[float, ...],
     settings: Settings,
 ) -> Choice:
     """One scale and one noise, of which some may be given."""
+    noise = tasks[0].noise
     if fixed and noise.value is not None:
         return Choice(fixed, noise.value, math.nan)
     spectra = []
@@ -156,6 +157,7 @@ def _one(
         scale=fixed[0] if fixed else None,
         noise=noise.value[0] if noise.value else None,
         floor=evidence.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
+        assumed=sum(assumed_noise(tasks)),
     )
 
 
@@ -177,13 +179,15 @@ def _several(
         scale=fixed[0] if fixed else None,
         noise=given,
         floor=evidence.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
+        assumed=sum(assumed_noise(tasks)),
     )
     count = max(1, len(prior.scales))
     start = Choice(start.scales * count, start.noise * noise.count, start.log_evidence)
     problems = [
         search.Problem(parts, r, task.noise.group) for task, parts, r in zip(tasks, kernels, residuals, strict=True)
     ]
-    return search.best_dense(problems, start=start, scales=fixed or None, noise=noise.value)
+    assumed = assumed_noise(tasks)
+    return search.best_dense(problems, start=start, scales=fixed or None, noise=noise.value, assumed=assumed)
 
 
 # Dense weight space.
@@ -203,7 +207,7 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit
             b = d * (task.J.T @ (weight * task.r))
             found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), int((weight > 0).sum())))
         moments.append(found)
-    choice = _weight_choice(moments, prior, noise)
+    choice = _weight_choice(tasks, moments, prior)
     fits = []
     for task, found in zip(tasks, moments, strict=True):
         ones = replace(prior, base=torch.ones_like(prior.base))  # a layer may have the variance zero
@@ -230,7 +234,8 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit
     return fits
 
 
-def _weight_choice(moments: list[list[tuple[Tensor, Tensor, float, int]]], prior: Prior, noise: Noise) -> Choice:
+def _weight_choice(tasks: Sequence[Task], moments: list[list[search.Moments]], prior: Prior) -> Choice:
+    noise, assumed = tasks[0].noise, assumed_noise(tasks)
     fixed = () if prior.scales else (1.0,)
     if fixed and noise.value is not None:
         return Choice(fixed, noise.value, math.nan)
@@ -241,8 +246,16 @@ def _weight_choice(moments: list[list[tuple[Tensor, Tensor, float, int]]], prior
     spectra = [evidence.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
     floor = evidence.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
-    start = evidence.best(evidence.joined(spectra), scale=fixed[0] if fixed else None, noise=given, floor=floor)
+    start = evidence.best(
+        evidence.joined(spectra),
+        scale=fixed[0] if fixed else None,
+        noise=given,
+        floor=floor,
+        assumed=sum(assumed),
+    )
     if len(prior.scales) <= 1 and noise.count == 1:
         return start
     start = Choice(start.scales * max(1, len(prior.scales)), start.noise * noise.count, start.log_evidence)
-    return search.best_weight(moments, prior.group, start=start, scales=fixed or None, noise=noise.value)
+    return search.best_weight(
+        moments, prior.group, start=start, scales=fixed or None, noise=noise.value, assumed=assumed
+    )

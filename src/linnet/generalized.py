@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linnet import newton, variational
+from linnet import kernel_vi, newton, stochastic, variational
 from linnet.evidence import Choice
 from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
 from linnet.jacobian import Jacobian
@@ -34,6 +34,7 @@ from linnet.priors import Prior
 from linnet.problem import Settings, choose_solver
 from linnet.quadrature import log_det_from
 from linnet.solve import Solution, cg
+from linnet.stochastic import Training
 from linnet.variational import Variational
 
 Inference = Literal["map", "laplace", "vi"]
@@ -51,11 +52,13 @@ class GeneralizedFit:
         mode: The global optimum of the objective.
         variance: S, (p,).
         choice: Prior scales.
-        log_evidence: Of the Laplace approximation; None for a mode without one.
+        log_evidence: Of the Laplace approximation; None from products alone, unless that is what was asked for.
         error: Its standard error; 0 where exact.
         best: What VI found.
         solver: The one that was used.
         examples: On how many examples the prior's scale was chosen.
+        passes: Over the data until the mode was found; 1 where that takes a dense matrix.
+        path: The objective by epoch, for training on minibatches.
         solution: Convergence of an iterative solve for samples.
     """
 
@@ -68,6 +71,8 @@ class GeneralizedFit:
     best: Variational | None
     solver: str
     examples: int
+    passes: int = 1
+    path: tuple[float, ...] = ()
     solution: Solution | None = field(default=None, repr=False)
 
 
@@ -94,7 +99,7 @@ class How:
 
     Attributes:
         inference: "map", "laplace" or "vi".
-        family: Of VI: "lowrank" or "meanfield".
+        family: Of VI: "full", "lowrank" or "meanfield"; "auto" is "full" where a dense kernel serves, else "lowrank".
         settings: Of the solvers.
     """
 
@@ -105,8 +110,8 @@ class How:
     def __post_init__(self) -> None:
         if self.inference not in ("map", "laplace", "vi"):
             raise ValueError(f"inference must be 'map', 'laplace' or 'vi'; got {self.inference!r}.")
-        if self.family not in ("lowrank", "meanfield"):
-            raise ValueError(f"family must be 'lowrank' or 'meanfield'; got {self.family!r}.")
+        if self.family not in ("auto", "full", "lowrank", "meanfield"):
+            raise ValueError(f"family must be 'auto', 'full', 'lowrank' or 'meanfield'; got {self.family!r}.")
 
 
 def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
@@ -141,16 +146,17 @@ def _function(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
         choice = newton.best_scale(K, y, mean=mean, likelihood=likelihood) if prior.scales else Choice((1.0,), (), 0.0)
         K *= choice.scales[0]
     variance = prior.variance(choice.scales if prior.scales else ())
-    mode = newton.function_space(
-        K, y, mean=mean, likelihood=likelihood, tolerance=_goal(settings), factor=inference != "map"
-    ).checked()
+    mode = newton.function_space(K, y, mean=mean, likelihood=likelihood, tolerance=_goal(settings)).checked()
     delta = variance * (J.T @ mode.alpha)
-    common = (mode, variance, choice)
     if inference == "map":
-        return GeneralizedFit(PointPosterior(delta), *common, None, 0.0, None, "function", J.n)
+        small = replace(mode, factor=None)
+        return GeneralizedFit(
+            PointPosterior(delta), small, variance, choice, mode.log_evidence, 0.0, None, "function", J.n
+        )
+    common = (mode, variance, choice)
     if inference == "vi":
-        best = _variational(data, how, variance, delta, K=K)
-        return GeneralizedFit(_posterior(best, variance), *common, mode.log_evidence, 0.0, best, "function", J.n)
+        best = _variational(data, how, variance, delta, K=K, alpha=mode.alpha)
+        return GeneralizedFit(_posterior(best, variance, J), *common, mode.log_evidence, 0.0, best, "function", J.n)
     assert mode.factor is not None
     laplace = FunctionPosterior(J, variance, delta, root=mode.root, factor=mode.factor)
     return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "function", J.n)
@@ -178,16 +184,18 @@ def _weight(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
         likelihood=likelihood,
         scale=choice.scales[0],
         tolerance=_goal(settings),
-        factor=inference != "map",
     ).checked()
     assert mode.u is not None
     delta = variance.sqrt() * mode.u
-    common = (mode, variance, choice)
     if inference == "map":
-        return GeneralizedFit(PointPosterior(delta), *common, None, 0.0, None, "weight", J.n)
+        small = replace(mode, factor=None)
+        return GeneralizedFit(
+            PointPosterior(delta), small, variance, choice, mode.log_evidence, 0.0, None, "weight", J.n
+        )
+    common = (mode, variance, choice)
     if inference == "vi":
         best = _variational(data, how, variance, delta)
-        return GeneralizedFit(_posterior(best, variance), *common, mode.log_evidence, 0.0, best, "weight", J.n)
+        return GeneralizedFit(_posterior(best, variance, J), *common, mode.log_evidence, 0.0, best, "weight", J.n)
     assert mode.factor is not None
     laplace = WeightPosterior(variance, delta, factor=mode.factor)
     return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "weight", J.n)
@@ -196,17 +204,7 @@ def _weight(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
 def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
     inference, settings = how.inference, how.settings
-    choice, examples = Choice((1.0,) * max(1, len(prior.scales)), (), 0.0), J.n
-    if prior.scales:
-        # The evidence of a random part of the data, which has the same prior.
-        examples = min(J.n, max(1, SUBSET_ROWS // J.c))
-        index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
-        part = condition(
-            Observed(J.subset(index), y[index.to(y.device)], mean[index.to(mean.device)], likelihood),
-            prior,
-            replace(how, inference="map", settings=replace(settings, solver="function")),
-        )
-        choice = part.choice
+    choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=mean)
     variance = prior.variance(choice.scales if prior.scales else ())
     Phi = J.scaled(variance.sqrt())
     B = likelihood.curvature(mean)
@@ -216,14 +214,16 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
         J, y, variance=variance, mean=mean, likelihood=likelihood, preconditioner=P, tolerance=_goal(settings)
     ).checked()
     assert mode.u is not None
+    passes = mode.passes + (P is not None)  # the preconditioner takes one
     d = variance.sqrt()
     delta = d * mode.u
     if inference == "map":
-        return GeneralizedFit(PointPosterior(delta), mode, variance, choice, None, 0.0, None, "cg-weight", examples)
+        found = PointPosterior(delta)
+        return GeneralizedFit(found, mode, variance, choice, None, 0.0, None, "cg-weight", examples, passes)
     if inference == "vi":
         best = _variational(data, how, variance, delta, preconditioner=P)
-        posterior = _posterior(best, variance)
-        return GeneralizedFit(posterior, mode, variance, choice, None, 0.0, best, "cg-weight", examples)
+        posterior = _posterior(best, variance, J)
+        return GeneralizedFit(posterior, mode, variance, choice, None, 0.0, best, "cg-weight", examples, passes)
     k, root = settings.samples, mode.root
     B = likelihood.curvature(mode.f)
     weight = B.flatten() if B.ndim == 2 else B
@@ -245,7 +245,62 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     posterior = SamplePosterior(delta, d[:, None] * solution.value[:, :k])
     value = -mode.objective - 0.5 * log_det
     return GeneralizedFit(
-        posterior, mode, variance, choice, value, 0.5 * error, None, "cg-weight", examples, solution=solution
+        posterior, mode, variance, choice, value, 0.5 * error, None, "cg-weight", examples, passes, solution=solution
+    )
+
+
+def _chosen_on_part(
+    J: Jacobian, y: Tensor, prior: Prior, likelihood: Likelihood, settings: Settings, *, mean: Tensor | None
+) -> tuple[Choice, int]:
+    """Scales with the evidence of a random part of the data, which has the same prior, and how many examples that are.
+
+    Without ``mean`` it is the network's output, of the examples as they are read for it.
+    """
+    if not prior.scales:
+        return Choice((1.0,), (), 0.0), J.n
+    examples = min(J.n, max(1, SUBSET_ROWS // J.c))
+    index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
+    part = J.subset(index).cached()
+    base = part.outputs() if mean is None else mean[index.to(mean.device)]
+    found = condition(
+        Observed(part, y[index.to(y.device)], base, likelihood),
+        prior,
+        How("map", "lowrank", replace(settings, solver="function")),
+    )
+    return found.choice, examples
+
+
+def train(
+    J: Jacobian,
+    y: Tensor,
+    prior: Prior,
+    likelihood: Likelihood,
+    settings: Settings,
+    *,
+    network: bool = True,
+    training: Training,
+) -> GeneralizedFit:
+    """The mode by Adam on minibatches; the examples may be others whenever they are read.
+
+    Args:
+        J: Of the inputs.
+        y: Targets, as the likelihood takes them.
+        prior: Its scale is chosen on a part of the data, as it is read for that.
+        likelihood: Of the targets.
+        settings: Of that choice.
+        network: Whether the mean function is the network's output, else zero.
+        training: Epochs, minibatches, learning rate.
+    """
+    zero = None if network else torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+    choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=zero)
+    variance = prior.variance(choice.scales if prior.scales else ())
+    given: dict[str, Any] = {"network": network, "seed": settings.seed, "progress": settings.progress}
+    found = stochastic.adam(J, y, variance=variance, likelihood=likelihood, training=training, **given)
+    assert found.mode.u is not None
+    posterior = PointPosterior(variance.sqrt() * found.mode.u)
+    passes, path = found.mode.passes, found.path
+    return GeneralizedFit(
+        posterior, found.mode, variance, choice, None, 0.0, None, "adam", examples, passes=passes, path=path
     )
 
 
@@ -256,9 +311,10 @@ def _variational(
     delta: Tensor,
     *,
     K: Tensor | None = None,
+    alpha: Tensor | None = None,
     preconditioner: Preconditioner | None = None,
 ) -> Variational:
-    """The best Gaussian of a family, started at the mode."""
+    """The best Gaussian of a family, started at the mode: delta, or where there is a kernel K, alpha."""
     samples = how.settings.samples
     given: dict[str, Any] = {
         "variance": variance,
@@ -269,12 +325,22 @@ def _variational(
         "seed": how.settings.seed,
         "K": K,
     }
-    if how.family == "lowrank":
+    if K is not None and how.family in ("auto", "full"):
+        given |= {"start": alpha, "samples": max(given["samples"], kernel_vi.DRAWS)}
+        return kernel_vi.full(data.J, data.y, **given).checked()
+    if how.family == "full":
+        raise NotImplementedError(
+            "family='full' has a covariance in function space, which takes solver='function'. Use family='lowrank', or "
+            "'auto', which is the one where it can be and else the other."
+        )
+    if how.family != "meanfield":
         return variational.lowrank(data.J, data.y, **given).checked()
     return variational.meanfield(data.J, data.y, preconditioner=preconditioner, **given).checked()
 
 
-def _posterior(best: Variational, variance: Tensor) -> Posterior:
+def _posterior(best: Variational, variance: Tensor, J: Jacobian) -> Posterior:
+    if best.factor is not None and best.root is not None:
+        return FunctionPosterior(J, variance, best.delta, root=best.root, factor=best.factor)
     if best.variances is not None:
         return DiagonalPosterior(best.delta, best.variances)
     assert best.basis is not None and best.C is not None

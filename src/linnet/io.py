@@ -1,7 +1,8 @@
 """Files: tensors and JSON in one safetensors file, written whole or not at all, never unpickled.
 
-`save` and `load` serve every object that can be kept. `Checkpoint` keeps the state of a long computation, and
-`fingerprint` says whether it belongs to the computation that asks for it.
+`save` and `load` serve every object that can be kept, and `contents` says what a file holds; `whole` writes any file.
+`Checkpoint` keeps the state of a long computation, and `fingerprint` says whether it belongs to the computation that
+asks for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
@@ -52,11 +55,29 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
             raise TypeError(f"save needs tensors, and tensors[{name!r}] is {_checks.kind(x)}; move it to meta.")
     _check_json(meta, "meta")
     header = {"format": FORMAT, "kind": kind, "version": _version(), "meta": meta}
+    with whole(path) as temporary:
+        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(header, allow_nan=False)})
+
+
+@contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write a file to, which takes the place of ``path`` in one step once it has reached the disk.
+
+    Where anything goes wrong on the way, the old file stays as it is, and nothing else is left. Missing folders are
+    created.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with whole(f"{folder}/a.txt") as temporary:
+    ...         _ = temporary.write_text("all of it")
+    ...     Path(f"{folder}/a.txt").read_text()
+    'all of it'
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(header, allow_nan=False)})
+        yield temporary
         _sync(temporary)
         os.replace(temporary, path)
     except BaseException:  # also KeyboardInterrupt
@@ -64,6 +85,32 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
         raise
     if os.name == "posix":
         _sync(path.parent)  # the new name itself
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file that `save` wrote says about itself.
+
+    Attributes:
+        kind: What it holds.
+        version: Of the linnet that wrote it.
+        meta: As given to `save`.
+        shapes: Of the tensors, by name; these are not read.
+    """
+
+    kind: str
+    version: str
+    meta: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def contents(path: str | os.PathLike[str]) -> Contents:
+    """What a saved file holds, whatever its kind; its tensors are not read."""
+    path = Path(path)
+    with _opened(path, "cpu") as file:
+        header = _header(path, file.metadata())
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return Contents(header["kind"], header["version"], header["meta"], shapes)
 
 
 def load(
@@ -80,13 +127,20 @@ def load(
         The tensors by name, and the meta dict.
     """
     path = Path(path)
+    with _opened(path, device) as file:
+        meta = _checked(path, _header(path, file.metadata()), kind)
+        return {name: file.get_tensor(name) for name in file.keys()}, meta  # noqa: SIM118 (not a dict)
+
+
+@contextmanager
+def _opened(path: Path, device: str | torch.device) -> Iterator[Any]:
+    """A safetensors file, or an error that says what it is instead."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"load needs a file that linnet saved; {path} {what}.")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            meta = _read_header(path, file.metadata(), kind)
-            return {name: file.get_tensor(name) for name in file.keys()}, meta  # noqa: SIM118 (not a dict)
+            yield file
     except SafetensorError as error:
         with path.open("rb") as raw:
             pickled = raw.read(2) in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
@@ -157,21 +211,28 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read_header(path: Path, entries: dict[str, str] | None, kind: str | Collection[str]) -> dict[str, Any]:
+def _header(path: Path, entries: dict[str, str] | None) -> dict[str, Any]:
+    """What `save` wrote beside the tensors, of a format that this linnet reads."""
     try:
         header = json.loads((entries or {})[_KEY])
-        form, version, found = int(header["format"]), header["version"], header["kind"]
-        meta: dict[str, Any] = header["meta"]
+        form = int(header["format"])
+        found = {name: header[name] for name in ("kind", "version", "meta")}
     except (KeyError, TypeError, json.JSONDecodeError):
         raise ValueError(f"{path} is a safetensors file that linnet did not write (no linnet header).") from None
     if form > FORMAT:
         raise ValueError(
-            f"{path} has format {form}, written by linnet {version}; this is linnet "
+            f"{path} has format {form}, written by linnet {found['version']}; this is linnet "
             f"{_version()}, which reads up to format {FORMAT}. Upgrade linnet."
         )
+    return found
+
+
+def _checked(path: Path, header: dict[str, Any], kind: str | Collection[str]) -> dict[str, Any]:
+    """The meta of a file that holds what was asked for."""
     asked = [kind] if isinstance(kind, str) else list(kind)
-    if found not in asked:
-        raise ValueError(f"{path} holds {found!r}; {' or '.join(map(repr, asked))} was asked for.")
+    if header["kind"] not in asked:
+        raise ValueError(f"{path} holds {header['kind']!r}; {' or '.join(map(repr, asked))} was asked for.")
+    meta: dict[str, Any] = header["meta"]
     return meta
 
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from linnet import evidence
+from linnet.autodiff import Autodiff
 from linnet.evidence import LOG_2PI, Choice, Spectrum
 from linnet.jacobian import Jacobian
 from linnet.operators import LinearOperator
-from linnet.plan import dense_budget
+from linnet.plan import dense_budget, fused_cost, gram_cost
 from linnet.posterior import SamplePosterior
 from linnet.precondition import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from linnet.priors import Prior
-from linnet.problem import Fit, Settings, Task
+from linnet.problem import Fit, Settings, Task, assumed_noise
 from linnet.quadrature import lanczos, log_det_from
 from linnet.solve import cg
 
@@ -36,6 +37,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space:
             scale=fixed[0] if fixed else None,
             noise=noise.value[0] if noise.value else None,
             floor=64 * torch.finfo(tasks[0].J.dtype).eps,
+            assumed=sum(assumed_noise(tasks)),
         )
     variance = prior.variance(choice.scales if prior.scales else ())
     solve = _cg_weight if space == "weight" else _cg_function
@@ -76,7 +78,7 @@ def preconditioner_of(
         length = J.shape[1 if space == "weight" else 0]
         most = int(0.7 * dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
         rows = min(6000 if J.device.type == "cuda" else 1000, most)
-        rank = max(1, min(J.n, rows // J.c))
+        rank = max(1, min(J.n, rows // J.c, _worthwhile(J)))
     else:
         rank = min(int(settings.rank), J.n)
     if kind == "pivoted-cholesky":
@@ -85,6 +87,18 @@ def preconditioner_of(
     scale = Phi.d  # type: ignore[attr-defined]
     # An eigenvalue far below one changes nothing beside the identity.
     return nystrom(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
+
+
+def _worthwhile(J: Jacobian) -> int:
+    """Landmarks whose kernel with an example costs no more than a few passes over it.
+
+    That bounds nothing where kernels are cheap (dense layers), and a lot where they are not (convolutions).
+    """
+    passes = 400 if J.device.type == "cuda" else 40  # a GPU is at its best with kernels
+    factors = [f for f in J._sample if not isinstance(f, Autodiff)]
+    each = sum(fused_cost(f, k=1) for f in factors)
+    pair = sum(gram_cost(f) for f in factors)
+    return max(1, int(passes * each / pair)) if pair > 0 and len(factors) == len(J._sample) else J.n
 
 
 def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: Settings) -> Fit:
@@ -156,10 +170,14 @@ def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings)
 
 
 def cached_if_fits(J: Jacobian) -> Jacobian:
-    """J with its factors in memory, or J itself where they are too large."""
+    """J with its factors in memory; where they are too large, with what its frozen layers compute, or J itself."""
     try:
         return J.cached()
     except MemoryError:
+        pass
+    try:
+        return J.above_frozen()
+    except (MemoryError, ValueError):  # that too, or nothing is frozen
         return J
 
 

@@ -8,6 +8,7 @@ gets the same answer.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from linnet import _checks
 from linnet.autodiff import Autodiff
-from linnet.batch import Batch, Source
+from linnet.batch import Batch, Given, Source
 from linnet.compound import add_rmatmul, pack
 from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.factors import Factor, Outer, Rows, Scale
+from linnet.kron import Kronecker, Rotation
 from linnet.linearize import Chunk, Linearization
 from linnet.moments import Moments
 from linnet.operators import LinearOperator, RowFn, by_block, check_fn_result, weigh
@@ -62,8 +64,11 @@ class _Settings:
     engine: Engine
     progress: bool | None
     per_example: int = 1
+    graph: int = 1  # bytes of an example that the network's own graph takes, without factors and rows
     rest: int = 0  # bytes of an example that are not the model's, such as targets
     largest: int | None = None  # what an out-of-memory error has left
+    room: int = 0  # bytes that a chunk could have when they were asked for last
+    used: int = 0  # examples per chunk of the last pass
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Jacobian(LinearOperator):
     """
 
     symbol = "J"
+    _rotation: Rotation | None = None  # of the columns
 
     def __init__(
         self,
@@ -113,26 +119,29 @@ class Jacobian(LinearOperator):
     def _first(self, batch: Batch) -> Chunk:
         """Check the model on the first examples and measure what an example takes."""
         self.lin.check_unchanged()
-        sizes: dict[int, int] = {}
+        sizes: dict[tuple[int, int], int] = {}
         own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
 
         def note(t: Tensor) -> Tensor:
             storage = t.untyped_storage()
             if storage.data_ptr() not in own:
-                sizes[storage.data_ptr()] = storage.nbytes()
+                # A view counts as itself: the first examples may be a part of all data.
+                place = storage.data_ptr(), int(t.storage_offset())
+                sizes[place] = max(sizes.get(place, 0), min(storage.nbytes(), t.nbytes))
             return t.detach()  # an output that its own graph saved would never be freed
 
         self.lin.structure(batch)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             chunk = self.lin.chunk(batch, self._settings.precision)
         _checks.check_outputs_finite(chunk.f, batch.start)
+        self._settings.graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
             for t in factor.tensors():
                 note(t)
         working = working_size(chunk.factors, self.lin.dtype.itemsize)
         self._settings.per_example = sum(sizes.values()) // batch.n + working
         self._settings.rest = batch.rest_bytes // batch.n
-        self._sample = chunk.factors
+        self._sample, self._probe = chunk.factors, batch.part(0, min(2, batch.n))
         return chunk
 
     # Products.
@@ -173,7 +182,7 @@ class Jacobian(LinearOperator):
 
         def run() -> tuple[Tensor, Tensor]:
             out, sums, first = V.new_empty(self.shape[1], V.shape[1]), V.new_zeros(V.shape[1]), True
-            for piece in self._pieces("fused", V.shape[1], "J^T J V"):
+            for piece in self._pieces("fused", V.shape[1], "J^T J V", along=V):
                 U = self._aligned(fn(_product(piece, V)[:, :k], piece))
                 sums += U.sum(0)
                 add_rmatmul(piece.factors, U.reshape(piece.batch.n, self.c, -1), out, first=first)
@@ -269,7 +278,7 @@ class Jacobian(LinearOperator):
                 torch.no_grad(),
                 bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick,
             ):
-                for batch in self._batches(self._chunk()):
+                for batch in self._batches(self._chunk(columns=True)):
                     with self.lin._setting(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                     _checks.check_outputs_finite(f, batch.start)
@@ -305,14 +314,25 @@ class Jacobian(LinearOperator):
         """
         _checks.check_batch_size(size, name="size", auto=False)
         order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed))
-        for index in order.split(size):
-            yield self.subset(index)
+        chunks = order.split(size)
+        source: Source | None = getattr(self, "_source", None)  # factors in memory have none
+        if source is None or not source.changes:
+            for index in chunks:
+                yield self.subset(index)
+            return
+        # Each is read once, so that all products with it see the same examples.
+        for index, batch in zip(chunks, source._gather(chunks), strict=True):
+            yield self._of(Given(replace(batch, start=0, positions=index), source.kind))
 
     def subset(self, index: Tensor) -> Jacobian:
         """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
+        return self._of(self._source.subset(index))
+
+    def _of(self, source: Source) -> Jacobian:
+        """The Jacobian of some of the examples."""
         part = object.__new__(Jacobian)
         part._settings, part.lin, part._sample = self._settings, self.lin, self._sample
-        part._source = self._source.subset(index)
+        part._source, part._rotation, part._probe = source, self._rotation, self._probe
         part.n, part.c = part._source.n, self.c
         LinearOperator.__init__(part, (part.n * part.c, self.lin.p), dtype=self.dtype, device=self.device)
         part.block = part.c
@@ -393,6 +413,52 @@ class Jacobian(LinearOperator):
         check_fits(self, max(held, ceil(held * self.n / sum(piece.batch.n for piece in kept))), limit)
         return Cached(self, kept)
 
+    def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
+        """The same Jacobian with what the frozen layers compute kept: later passes start above them.
+
+        One pass keeps what the modules below the first selected parameter return, as far as the others read it; see
+        `linnet.frozen`. That is far less than the factors of `cached`, and a pass with it costs what the selected
+        layers cost. The data is still read in every pass.
+
+        Args:
+            memory: Bytes that may be kept in memory, as for `cached`.
+            folder: Keep it in a temporary file there instead, of at most half of what is free.
+
+        Raises:
+            MemoryError: Before the pass, if it will not fit.
+            ValueError: If there is no frozen layer, or the network cannot be started above them.
+
+        Example:
+            >>> import linnet
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+            >>> J = linnet.linearize(model, "2.*").jacobian(torch.ones(3, 2)).above_frozen()
+            >>> J.shape, J.gram_diag().shape
+            ((3, 5), torch.Size([3]))
+        """
+        from linnet.cache import cache_limit
+        from linnet.frozen import Frozen, Kept, storage
+
+        if isinstance(self._source, Kept):
+            return self
+        first = next(iter(self._batches(min(PROBE, self.n), 0, min(PROBE, self.n))))
+        frozen = Frozen(self.lin, first)
+        tensors = storage(frozen, self.n, cache_limit(memory, self.device), folder)
+        size = self._chunk()
+
+        def run() -> None:
+            with bar(self.n, "frozen layers", progress=self._settings.progress) as tick:
+                for batch in self._batches(size, 0, self.n):
+                    for t, part in zip(tensors, frozen.record(batch), strict=True):
+                        t[batch.start : batch.start + batch.n] = part
+                    tick(batch.n)
+
+        self._completed(run)
+        s = self._settings
+        where = "in memory" if folder is None else f"in {folder}"
+        given: dict[str, Any] = {"batch_size": s.batch_size, "memory": s.memory, "precision": s.precision}
+        source = Kept(self._source, tensors, where)
+        return Jacobian(frozen.top, source, **given, engine=s.engine, progress=s.progress)
+
     def _kept_chunk(self) -> int:
         size = self._chunk()
         # Beside the chunk there is what is kept, up to the other half of the memory.
@@ -410,7 +476,7 @@ class Jacobian(LinearOperator):
     def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
         if not isinstance(other, Jacobian):
             return super()._gram_normal(other, weight, scale)
-        _checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
+        self._check_same_columns(other)
         diagonal, m = Scale(None if scale is None else scale.contiguous()), other.shape[0]
 
         def run() -> Tensor:
@@ -444,7 +510,7 @@ class Jacobian(LinearOperator):
     ) -> dict[str, Tensor]:
         """Gram matrices by name, from factors cut into named parts; every rank makes the same ones in one order."""
         right = self if other is None else other
-        _checks.check_same_shapes(self.lin.layout.shapes, right.lin.layout.shapes)
+        self._check_same_columns(right)
 
         def run() -> dict[str, Tensor]:
             symmetric = other is None and rank_and_world()[1] == 1
@@ -469,6 +535,11 @@ class Jacobian(LinearOperator):
             return grams
 
         return self._completed(run, other)
+
+    def _check_same_columns(self, other: Jacobian) -> None:
+        _checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
+        if self._rotation is not other._rotation:
+            raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
 
     def _blocks(self) -> Iterator[list[_Piece]]:
         """This rank's examples in runs of chunks whose factors fit in memory together."""
@@ -555,6 +626,37 @@ class Jacobian(LinearOperator):
         found = self._completed(run)
         return found.mean, found.squares / found.count
 
+    def kronecker(self, root: Tensor | None = None) -> Kronecker:
+        """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.kron`.
+
+        Args:
+            root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
+        """
+        if root is not None and tuple(root.shape[:2]) != (self.n, self.c):
+            raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
+        if self._rotation is not None:
+            raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
+
+        def run() -> Kronecker:
+            sample = [prepare(f, "sides", k=1, engine=self._settings.engine) for f in self._sample]
+            found = Kronecker(sample, layout=self.lin.layout, p=self.shape[1], dtype=self.dtype, device=self.device)
+            for piece in self._pieces("sides", 1, "Kronecker factors"):
+                b = piece.batch
+                part = None if root is None else root[b.start : b.start + b.n]
+                found.add(piece.factors, part, b.n)
+            found.over_ranks()
+            return found
+
+        return self._completed(run)
+
+    def rotated(self, rotation: Rotation) -> Jacobian:
+        """``J Q`` for an orthonormal change of coordinates within parameters; every product is of that."""
+        if self._rotation is not None:
+            raise ValueError("This Jacobian is rotated already.")
+        turned = copy.copy(self)
+        turned._rotation = rotation
+        return turned
+
     # The loop.
 
     @property
@@ -582,45 +684,74 @@ class Jacobian(LinearOperator):
         start: int | None = None,
         stop: int | None = None,
         block: Sequence[_Piece] = (),
+        along: Tensor | None = None,
     ) -> Iterator[_Piece]:
-        """The chunks of a pass, each prepared for a request; those of ``block`` are at hand already."""
+        """The chunks of a pass, each prepared for a request; those of ``block`` are at hand already.
+
+        ``along`` (p, k) is what the chunks will be multiplied by, where that is known before they are made.
+        """
         s = self._settings
-        size = self._chunk() if request != "gram" else self._gram_chunk()
+        size = self._gram_chunk() if request == "gram" else self._chunk(columns=self._by_columns(request, k))
+        s.used = size
         yield from block
         start = block[-1].batch.start + block[-1].batch.n if block else start
         first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
-            for batch, chunk in self._chunks(size, first, last, request, k):
+            for batch, chunk in self._chunks(size, first, last, request, k, along):
                 factors = pack(chunk.factors) if request in PRODUCTS else chunk.factors
                 yield _Piece(batch, chunk.f, factors)
                 # After the chunk's work is queued, so that a GPU does not wait for the answer.
                 _checks.check_outputs_finite(chunk.f, batch.start)
                 tick(batch.n)
 
-    def _chunks(self, size: int, start: int, stop: int, request: Request, k: int) -> Iterator[tuple[Batch, Chunk]]:
+    def _chunks(
+        self, size: int, start: int, stop: int, request: Request, k: int, along: Tensor | None
+    ) -> Iterator[tuple[Batch, Chunk]]:
         for batch in self._batches(size, start, stop):
-            yield batch, self._chunk_of(batch, request, k)
+            yield batch, self._chunk_of(batch, request, k, along)
 
-    def _chunk_of(self, batch: Batch, request: Request, k: int) -> Chunk:
+    def _chunk_of(self, batch: Batch, request: Request, k: int, along: Tensor | None) -> Chunk:
         s, lin = self._settings, self.lin
         product = request in PRODUCTS
-        ready = partial(prepare, request=request, k=k, engine=s.engine)
-        autodiff = s.engine == "autodiff" or (s.engine == "auto" and product and autodiff_wins(request, k=k, c=self.c))
+        ready = self._ready(request, k)
+        auto = s.engine == "auto" and product and self._rotation is None
+        autodiff = s.engine == "autodiff" or (auto and autodiff_wins(request, k=k, c=self.c))
         # Reverse mode adds up over the examples, which half precision is too short for.
         backward = request == "rmatmul" and lin.model_dtype == lin.dtype
         forward = autodiff and product and not backward and lin.can("forward_mode", batch)
         if s.engine == "autodiff" or (autodiff and (backward or forward)):
             graph = backward or (forward and request == "fused")
-            return lin.chunk(batch, s.precision, autodiff_only=True, columns=forward, graph=graph, prepare=ready)
+            return lin.chunk(
+                batch, s.precision, autodiff_only=True, columns=forward, graph=graph, along=along, prepare=ready
+            )
         few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
         return lin.chunk(batch, s.precision, columns=few, prepare=ready)
 
-    def _chunk(self) -> int:
+    def _ready(self, request: Request, k: int) -> Callable[[Factor], Factor]:
+        """Prepares a factor for a request, in the coordinates of this Jacobian."""
+        ready = partial(prepare, request=request, k=k, engine=self._settings.engine)
+        rotation = self._rotation
+        return ready if rotation is None else lambda factor: ready(rotation(factor))
+
+    def _by_columns(self, request: Request, k: int) -> bool:
+        """Whether `_chunk_of` will leave a pass to autodiff alone, which holds no rows."""
+        s, lin = self._settings, self.lin
+        if s.engine != "auto" or request not in PRODUCTS or self._rotation is not None or not hasattr(self, "_probe"):
+            return False
+        if not autodiff_wins(request, k=k, c=self.c):
+            return False
+        return (request == "rmatmul" and lin.model_dtype == lin.dtype) or lin.can("forward_mode", self._probe)
+
+    def _chunk(self, *, columns: bool = False) -> int:
+        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only."""
         s = self._settings
         if isinstance(s.batch_size, int):
             size = min(s.batch_size, self.n)
         else:
-            size = chunk_size(self.n, s.per_example, budget(s.memory, self.device))
+            each = min(s.per_example, 3 * s.graph) if columns else s.per_example
+            if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
+                s.room = budget(s.memory, self.device)
+            size = chunk_size(self.n, each, s.room)
         return size if s.largest is None else min(size, s.largest)
 
     def _gram_chunk(self) -> int:
@@ -635,7 +766,7 @@ class Jacobian(LinearOperator):
                 with arithmetic(self._settings.precision, self.device):
                     return run()
             except torch.OutOfMemoryError:
-                size = self._chunk()
+                size = self._settings.used or self._chunk()
                 if size == 1:
                     raise
                 if self._settings.largest is None:
@@ -646,7 +777,7 @@ class Jacobian(LinearOperator):
                     )
                 if other is not None:
                     other._settings.largest = max(1, other._chunk() // 2)
-                self._settings.largest = max(1, size // 2)
+                self._settings.largest = self._settings.used = max(1, size // 2)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 

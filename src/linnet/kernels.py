@@ -1,7 +1,8 @@
-"""GPU kernels for the two sums that torch has no fast call for; everywhere else torch's own operations serve.
+"""GPU kernels for the three sums that torch has no fast call for; everywhere else torch's own operations serve.
 
-Both are written in Triton, which CUDA builds of torch bring along. They compute exactly the sums of their torch
-counterparts in `linnet.convolution` and `linnet.layers`, and ``tests/test_kernels.py`` compares them on a GPU.
+They are written in Triton, which CUDA builds of torch bring along. They compute exactly the sums of their torch
+counterparts in `linnet.convolution`, `linnet.layers` and `linnet.moments`, and ``tests/test_kernels.py`` compares them
+on a GPU.
 """
 
 from __future__ import annotations
@@ -90,9 +91,35 @@ if triton is not None:
         tl.store(weight_ptr + n * channels + c, weight, mask=c < channels)
         tl.store(bias_ptr + n * channels + c, bias, mask=c < channels)
 
+    @triton.jit
+    def _column_sums(  # type: ignore[no-untyped-def]
+        x_ptr, center_ptr, sum_ptr, squares_ptr,
+        rows, columns, stride, per_part,
+        BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        part = tl.program_id(1)
+        c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        center = tl.load(center_ptr + c, mask=c < columns, other=0.0).to(tl.float64)
+        total = tl.zeros((BLOCK_C,), dtype=tl.float64)
+        squares = tl.zeros((BLOCK_C,), dtype=tl.float64)
+        first = part * per_part
+        last = tl.minimum(first + per_part, rows)
+        for start in range(first, last, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)
+            mask = (r < last)[:, None] & (c < columns)[None, :]
+            x = tl.load(x_ptr + r.to(tl.int64)[:, None] * stride + c[None, :], mask=mask, other=0.0)
+            d = tl.where(mask, x.to(tl.float64) - center[None, :], 0.0)
+            total += tl.sum(d, 0)
+            squares += tl.sum(d * d, 0)
+        at = part.to(tl.int64) * columns + c
+        tl.store(sum_ptr + at, total, mask=c < columns)
+        tl.store(squares_ptr + at, squares, mask=c < columns)
+
 
 def conv_rows(conv: Convolution, x: Tensor, g: Tensor) -> Tensor:
     """Per-example weight gradients of a 2-d convolution without groups, in tf32, the kernel's axes before the channels.
+
+    Three products of split numbers would be as accurate as float32, and no faster than what serves there.
 
     Args:
         conv: Its numbers; padding the same before and behind.
@@ -150,3 +177,23 @@ def channel_sums(x: Tensor, g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
             BLOCK_S=block_s,
         )
     return weight, bias
+
+
+def column_sums(X: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the rows of ``X - center`` and of its squares, each (q,) in float64, in one reading.
+
+    Args:
+        X: (m, q), each row's numbers side by side.
+        center: (q,).
+    """
+    m, q = X.shape
+    block = 128
+    # Rows are split as well where columns alone would leave multiprocessors idle.
+    parts = min(triton.cdiv(m, 32), max(1, triton.cdiv(2048, triton.cdiv(q, block))))
+    per_part = triton.cdiv(m, parts)
+    sums, squares = (torch.empty(parts, q, dtype=torch.float64, device=X.device) for _ in range(2))
+    with torch.cuda.device(X.device):
+        _column_sums[(triton.cdiv(q, block), parts)](
+            X, center.contiguous(), sums, squares, m, q, X.stride(0), per_part, BLOCK_R=16, BLOCK_C=block
+        )
+    return sums.sum(0), squares.sum(0)

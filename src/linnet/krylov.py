@@ -14,14 +14,15 @@ whatever V is in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.distributed import add_up
+from linnet.distributed import add_up, rank_and_world, shard
 from linnet.operators import LinearOperator
 
 ENTRIES = 2**24
@@ -53,14 +54,37 @@ def both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
     return (U if bool((seen == 1).all()) else U / seen), W
 
 
+def own_rows(m: int) -> slice:
+    """The share of m rows that this rank takes where all ranks have the same tensors."""
+    return slice(*shard(m, *rank_and_world()))
+
+
+def whole(X: Tensor, m: int) -> Tensor:
+    """All m rows, from the ranks' own ones."""
+    if rank_and_world()[1] == 1:
+        return X
+    out = X.new_zeros(m, X.shape[1])
+    out[own_rows(m)] = X
+    add_up(out)
+    return out
+
+
 def inner(A: Tensor, B: Tensor) -> Tensor:
-    """``A^T B`` in float64, for A (m, a) and B (m, b)."""
+    """``A^T B`` in float64, for A (m, a) and B (m, b) that all ranks have; each takes its share of the rows."""
+    rows = own_rows(len(A))
+    return _inner(A[rows], B[rows])
+
+
+def _inner(A: Tensor, B: Tensor) -> Tensor:
+    """``A^T B`` in float64 from each rank's own rows of A and B."""
     if A.dtype == torch.float64:
-        return A.T @ B
-    step = max(1, ENTRIES // max(1, A.shape[1] + B.shape[1]))
-    out = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
-    for a, b in zip(A.split(step), B.split(step), strict=True):
-        out += a.double().T @ b.double()
+        out = A.T @ B
+    else:
+        step = max(1, ENTRIES // max(1, A.shape[1] + B.shape[1]))
+        out = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
+        for a, b in zip(A.split(step), B.split(step), strict=True):
+            out += a.double().T @ b.double()
+    add_up(out)
     return out
 
 
@@ -84,17 +108,18 @@ def combine(blocks: Sequence[Tensor], Y: Tensor) -> Tensor:
     return out
 
 
-def project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
-    """Take from X (m, b) what lies in the span of orthonormal blocks, in place."""
+def _project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
+    """Take from X what lies in the span of orthonormal blocks, in place; of all, each rank's own rows."""
     for block in blocks:
-        X.addmm_(block, inner(block, X).to(X.dtype), alpha=-1)
+        X.addmm_(block, _inner(block, X).to(X.dtype), alpha=-1)
 
 
 def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
     """An orthonormal basis of what X (m, b) has outside the span of ``against``, without directions of no length.
 
     Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor 1e6 in the lengths of
-    directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is not.
+    directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is not, and each
+    rank makes those of its share of the rows.
 
     Args:
         X: (m, b); overwritten.
@@ -105,11 +130,17 @@ def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0
     tensor([[1.],
             [0.]])
     """
+    rows = own_rows(len(X))
+    return whole(_orthonormal(X[rows], [block[rows] for block in against], noise), len(X))
+
+
+def _orthonormal(X: Tensor, against: Sequence[Tensor], noise: float) -> Tensor:
+    """`orthonormal`, of and with each rank's own rows."""
     eps = torch.finfo(X.dtype).eps
     shortest = noise
     for step in range(8):
-        project_out(X, against)
-        G = inner(X, X)
+        _project_out(X, against)
+        G = _inner(X, X)
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
         if step and (not len(G) or float((G - eye).abs().max()) <= 16 * eps):
             return X
@@ -124,7 +155,7 @@ def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0
         X = combine([X], E[:, kept] / length[kept].clamp_min(floor))
         shortest = shortest / floor if shortest < floor else 0.5
     raise ArithmeticError(
-        f"A block {tuple(X.shape)} could not be made orthonormal in {X.dtype}. Use float64, or a smaller block."
+        f"A block of {X.shape[1]} columns could not be made orthonormal in {X.dtype}. Use float64, or a smaller block."
     )
 
 
@@ -175,18 +206,18 @@ class Ritz:
         return bool(((self.errors <= tolerance) | (self.residuals <= rounding))[:wanted].all())
 
 
-def ritz(T: Tensor, R: Tensor, *, rest: float, eps: float) -> Ritz:
-    """Rayleigh-Ritz from ``T = (V Q)^T V Q`` (m, m) in float64 and what the last product has outside of the basis Q.
+def ritz(T: Tensor, G: Tensor, *, rest: float, eps: float) -> Ritz:
+    """Rayleigh-Ritz from ``T = (V Q)^T V Q`` and ``G = R^T R``, with R what the last product has outside of the basis.
 
     Args:
-        T: (m, m).
-        R: (p, b), outside of Q, for the last b columns of Q.
+        T: (m, m) in float64.
+        G: (b, b) in float64, for the last b columns of Q.
         rest: An estimate of the largest eigenvalue outside.
         eps: Of the products.
     """
     theta, Y = eigh(T)
-    y = Y[len(Y) - R.shape[1] :]
-    residuals = (y * (inner(R, R) @ y)).sum(0).clamp_min(0).sqrt()
+    y = Y[len(Y) - len(G) :]
+    residuals = (y * (G @ y)).sum(0).clamp_min(0).sqrt()
     return Ritz(theta, Y, residuals, rest, eps)
 
 
@@ -204,6 +235,7 @@ class State:
         T: ``U^T U`` in float64.
         passes: Made so far.
         coarse: Whether products are still made in a cheaper precision.
+        rest: For a first block, an estimate of the largest eigenvalue outside; None where nothing is known.
     """
 
     X: Tensor
@@ -212,6 +244,7 @@ class State:
     T: Tensor
     passes: int = 0
     coarse: bool = False
+    rest: float | None = None
 
     @staticmethod
     def start(X: Tensor, *, passes: int = 0, coarse: bool = False) -> State:
@@ -234,12 +267,15 @@ class State:
         side = torch.cat([inner(block, U) for block in self.U])
         self.T = F.pad(self.T, (0, len(side) - m, 0, len(side) - m))
         self.T[:, m:], self.T[m:] = side, side.T
+        rows = own_rows(len(R))
+        basis, R = [block[rows] for block in self.Q], R[rows]
         for _ in range(2):  # once leaves rounding of what is taken away
-            project_out(R, self.Q)
+            _project_out(R, basis)
         # What a Krylov space leads to is smaller than where it comes from; of a first block, only the end is small.
         values = eigh(side[m:])[0]
-        found = ritz(self.T, R, rest=float(values[0 if m else -1]), eps=eps)
-        self.X = orthonormal(R, against=self.Q, noise=noise) if grow else R[:, :0]
+        rest = float(values[0 if m else -1]) if m or self.rest is None else self.rest
+        found = ritz(self.T, _inner(R, R), rest=rest, eps=eps)
+        self.X = whole(_orthonormal(R, basis, noise), len(X)) if grow else X[:, :0]
         return found
 
     def restart(self, found: Ritz, keep: int) -> None:
@@ -249,8 +285,26 @@ class State:
         self.T = torch.diag(found.theta[:keep])
 
     def refined(self, found: Ritz, keep: int) -> State:
-        """A new space from the leading vectors of this one, for products in full precision."""
-        return State.start(orthonormal(combine(self.Q, found.Y[:, :keep])), passes=self.passes)
+        """A new space for products in full precision: the leading vectors of this one, and where it leads to next.
+
+        Its first pass does the work of two: it makes the products of the old vectors anew, and the step beyond them.
+        """
+        X = torch.cat([combine(self.Q, found.Y[:, :keep]), self.X], 1)
+        rest = float(found.theta[keep]) if keep < len(found.theta) else 0.0
+        return replace(State.start(orthonormal(X), passes=self.passes), rest=rest)
+
+
+def expected(found: Ritz, wanted: int, block: int) -> float:
+    r"""The largest error that one step more should leave, from that after the last one.
+
+    A step divides errors by :math:`(z + \sqrt{z^2 - 1})^2` in the long run, with z = 2 theta_k / theta_(b + 1) - 1 for
+    k wanted values and blocks of b columns (Saad 1980), and a factor 4 is for safety. Infinite while a block is all
+    there is, which says nothing of what follows it.
+    """
+    if len(found.theta) <= block or wanted > block:
+        return math.inf
+    z = 2 * float(found.theta[wanted - 1] / found.theta[block].clamp_min(1e-300)) - 1
+    return 4 * float(found.errors[:wanted].max()) / (z + math.sqrt(z * z - 1)) ** 2
 
 
 def krylov(
@@ -262,6 +316,7 @@ def krylov(
     limit: int,
     capacity: int,
     after: Callable[[State, Ritz], None],
+    ahead: bool = False,
 ) -> tuple[Ritz, int, bool]:
     """Grow a Krylov space until enough eigenvalues have converged.
 
@@ -273,6 +328,7 @@ def krylov(
         limit: Passes at most.
         capacity: Columns that the basis may have before it is restarted.
         after: Called after each pass that is not the last, when the next can start.
+        ahead: Stop one step early, when the next one can be expected to bring the errors to the tolerance.
 
     Returns:
         The last Ritz pairs, how many of them are wanted, and whether those have converged.
@@ -281,6 +337,8 @@ def krylov(
         found = state.step(V)
         wanted, m = count(found.theta), len(found.theta)
         enough = wanted is not None and wanted <= m and found.converged(wanted, tolerance)
+        if ahead and wanted is not None and wanted <= m:
+            enough = enough or expected(found, wanted, state.Q[0].shape[1]) <= tolerance
         if enough or state.passes >= limit or state.X.shape[1] == 0:
             # In an invariant space there is all that there is.
             whole = state.X.shape[1] == 0 and found.converged(m, tolerance)

@@ -29,6 +29,7 @@ from torch import Tensor
 from linnet import kernels
 from linnet.compound import Lazy, Taps
 from linnet.convolution import Convolution
+from linnet.convolved import Convolved
 from linnet.factors import Factor, Outer, Range, Rows, Size, Tokens
 
 Args = Sequence[Any]
@@ -237,6 +238,9 @@ class Conv(Rule):
             right = right.unflatten(0, (n, r)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
             return Outer(left, right, weight=weight, bias=bias)
 
+        def few() -> Convolved:
+            return Convolved(conv, flat_x, flat_g, n=n, weight=weight, bias=bias)
+
         ranges = [weight] if bias is None else [weight, bias]
         size = Size(
             sum(b - a for a, b in ranges),
@@ -245,7 +249,8 @@ class Conv(Rule):
             dg=g.shape[3] // conv.groups,
             groups=conv.groups,
         )
-        return [Lazy(ranges, rows, n=n, c=g.shape[1], size=size, held=(x, g), outer=outer, products=products)]
+        c, held = g.shape[1], (x, g)
+        return [Lazy(ranges, rows, n=n, c=c, size=size, held=held, outer=outer, products=products, few=few)]
 
 
 @final
@@ -346,9 +351,13 @@ class BatchNorm(Norm):
         mean, var = call.conf["mean"].to(x.dtype), call.conf["var"].to(x.dtype)
         n, c, r, channels = g.shape[:4]
         x, g = x.reshape(n, r, channels, -1), g.reshape(n, c, r, channels, -1)
-        if r == 1 and kernels.available(x):
-            pairs = [kernels.channel_sums(x[:, 0], g[:, j, 0], mean) for j in range(c)]
+        if x.is_cuda:  # whose backward pass below wants a weight
             scale = (var + call.conf["eps"]).rsqrt()
+            if r == 1 and kernels.available(x):
+                pairs = [kernels.channel_sums(x[:, 0], g[:, j, 0], mean) for j in range(c)]
+            else:
+                x = x - mean[:, None]
+                pairs = [((g[:, j] * x).sum((1, 3)), g[:, j].sum((1, 3))) for j in range(c)]
             pairs = [(weight * scale, bias) for weight, bias in pairs]
         else:
             # One backward pass of a batch norm that has (example, channel) as its channels; two sums in one reading.

@@ -103,8 +103,9 @@ class Linearization:
         self.dtype = torch.promote_types(first.dtype, torch.float32)
         self._output = output
         self._cast: torch.dtype | None = None  # what floating inputs are cast to
-        self._model = _shadow(model)
-        self._places = _places(self._model, select(model, params))
+        selected = select(model, params)
+        self._model = _shadow(model, selected)
+        self._places = _places(self._model, selected)
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
         self._changes = NO_CHANGES
         self._structures: dict[tuple[Any, ...], Structure] = {}
@@ -266,6 +267,7 @@ class Linearization:
         autodiff_only: bool = False,
         columns: bool = False,
         graph: bool = False,
+        along: Tensor | None = None,
         prepare: Prepare = lambda factor: factor,
     ) -> Chunk:
         """The Jacobian of a batch in factors.
@@ -276,14 +278,23 @@ class Linearization:
             autodiff_only: Use no layer rules.
             columns: Autodiff's products go column by column.
             graph: Without layer rules, keep the forward pass for the backward pass of a product.
+            along: (p, k), what the factors will be multiplied by; with ``columns`` and ``graph`` the forward pass gives
+                the product with its first column too.
             prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
         """
         if autodiff_only:
             leaves = {name: t.detach().requires_grad_(graph) for name, t in self.theta.items()}
+            known = None
             with self._setting(precision), torch.set_grad_enabled(graph):
-                f = self.forward(leaves, batch)
+                if along is None or not along.shape[1] or not (columns and graph):
+                    f = self.forward(leaves, batch)
+                else:
+                    tangent = {name: t.to(self.model_dtype) for name, t in self.layout.unflatten(along[:, 0]).items()}
+                    with forward_mode(self._model):
+                        f, product = autodiff.dual(lambda theta: self.forward(theta, batch), leaves, tangent)
+                    known = along, product.detach().to(self.dtype)
             kept = (f, leaves) if graph else None
-            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept)
+            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept, known)
             return Chunk(f.detach().to(self.dtype), [prepare(factor)])
         prepare = self._without_autocast(prepare)
         with self._setting(precision):
@@ -468,6 +479,7 @@ class Linearization:
         precision: Precision,
         columns: bool,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> Autodiff:
         def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
             with self._setting(precision), forward_mode(self._model):
@@ -484,6 +496,7 @@ class Linearization:
             vectorize=lambda: self.can("vectorize", batch),
             columns=columns and self.can("forward_mode", batch),
             graph=graph,
+            known=known,
         )
 
     def can(self, ability: str, batch: Batch) -> bool:
@@ -493,11 +506,10 @@ class Linearization:
         """
         if self.model_dtype != self.dtype:
             return False
-        probe = batch.part(0, min(2, batch.n))  # one example alone hides what goes wrong with several
-        key = (ability, probe.n)
-        if key not in self._abilities:
-            self._abilities[key] = self._try(ability, probe)
-        return self._abilities[key]
+        few = min(2, batch.n)  # one example alone hides what goes wrong with several
+        if (ability, few) not in self._abilities:
+            self._abilities[ability, few] = self._try(ability, batch.part(0, few))
+        return self._abilities[ability, few]
 
     def _try(self, ability: str, probe: Batch) -> bool:
         """Compare one random combination of the outputs with reverse mode."""
@@ -535,9 +547,14 @@ class Linearization:
             yield
 
 
-def _shadow(model: nn.Module) -> nn.Module:
+def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the module's structure in eval mode that shares its parameters; buffers are copied."""
-    memo = {id(t): t for t in model.parameters()}
+    kept = {id(t) for t in selected.values()}
+    # Those not selected share their memory but ask for no gradient: below the first selected layer nothing is recorded.
+    memo = {
+        id(t): nn.Parameter(t.detach(), requires_grad=False) if t.requires_grad and id(t) not in kept else t
+        for t in model.parameters()
+    }
     try:
         return copy.deepcopy(model, memo).eval()
     except Exception as error:

@@ -93,6 +93,11 @@ class LoadedByPosition(Source):
         self.loader.collate_fn = self.mapped.collate
         self.loader._iterator = None
 
+    def changing(self) -> Source:
+        other = copy(self)
+        other.changes, other.codes, other.mapped = True, None, self.mapped.changing()
+        return other
+
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         # Whole batches of the loader, so that a collate_fn that pads gives what it gives in a full pass.
         ranges = [r for r in self.ranges if r.start < stop and r.stop > start]

@@ -200,7 +200,7 @@ def low_rank(
     _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
     limit = int(smallest(dense_budget(memory, V.device), V.device))
-    columns = _columns(V, count, method, limit) if block is None else min(block, min(V.shape))
+    columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))
     chosen = choose_method(V, columns, memory=limit) if method == "auto" else method
     with _full_precision(V.device):
         more = int(trace is None and chosen != "exact")
@@ -218,14 +218,14 @@ def low_rank(
     return result if passes is not None or chosen in ("power", "nystrom") else result.checked()
 
 
-def _columns(V: LinearOperator, k: int | None, method: str, memory: int) -> int:
+def _columns(V: LinearOperator, k: int | None, method: str, memory: int, coarse: bool) -> int:
     """Columns of a block where none are given."""
     most = min(V.shape)
     if method == "power":
         return min(most, (k or 128) + OVERSAMPLES)
     # Passes cost more than columns do: three a component save one or two of them. What fits is as in _capacity.
     good = 128 if k is None else max(3 * k, 32)
-    fits = (_columns_in(V, memory) - 2 * (k or good)) // 5
+    fits = (_columns_in(V, memory) - 2 * (k or good)) // (10 if coarse else 5)
     return min(most, good, max(fits, (k or 1) + OVERSAMPLES))
 
 
@@ -265,7 +265,7 @@ def _too_few(V: LinearOperator, rank: int, wanted: int) -> ValueError:
 
 
 def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: LinearOperator | None) -> _Found:
-    capacity = _capacity(V, s)
+    capacity = _capacity(V, s, coarse is not None)
     state = resumable.load()
     if state is None:
         first = V if coarse is None else coarse
@@ -282,11 +282,18 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
             # The last pass is V's own, whatever the coarse operator has come to.
             most = limit - 1 if state.coarse else limit
             found, wanted, converged = krylov(
-                operator, state, s.wanted, tolerance=s.tolerance, limit=most, capacity=capacity, after=after
+                operator,
+                state,
+                s.wanted,
+                tolerance=s.tolerance,
+                limit=most,
+                capacity=capacity,
+                after=after,
+                ahead=state.coarse,
             )
             if not state.coarse:
                 break
-            state = state.refined(found, max(wanted, s.block))
+            state = state.refined(found, max(wanted + OVERSAMPLES, s.block))
             after(state, found)
     if wanted > state.columns and state.X.shape[1]:
         raise ArithmeticError(
@@ -298,15 +305,21 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
     return _Found(found, wanted, state.Q, state.U, state.passes, converged)
 
 
-def _capacity(V: LinearOperator, s: _Settings) -> int:
+def _more_columns(k: int, block: int, coarse: bool) -> int:
+    """Columns that the block has in excess where products in full precision take over from coarse ones."""
+    return max(k + OVERSAMPLES, block) if coarse else 0
+
+
+def _capacity(V: LinearOperator, s: _Settings, coarse: bool) -> int:
     """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result."""
     fits = _columns_in(V, s.memory)
     result = s.block if s.k is None else s.k
-    least = result + 2 * s.block
-    capacity = fits - 3 * s.block - result
+    block = s.block + _more_columns(result, s.block, coarse)
+    least = result + 2 * block
+    capacity = fits - 3 * block - result
     if capacity < least:
         raise MemoryError(
-            f"A Krylov basis of {V.name} {V.shape} needs room for {least + 3 * s.block + result} columns of "
+            f"A Krylov basis of {V.name} {V.shape} needs room for {least + 3 * block + result} columns of "
             f"{sum(V.shape):,} numbers, and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer "
             "components, a smaller block=, fewer parameters with params=, or allow more with memory=."
         )

@@ -93,6 +93,35 @@ def ece(probabilities: Any, labels: Any, *, bins: int = 15) -> float:
     return multiclass_calibration_error(p.clamp(max=1.0), y, num_classes=p.shape[1], n_bins=bins).item()
 
 
+def mean_average_precision(probabilities: Any, labels: Any) -> float:
+    r"""The average precision of each label, over how examples are ranked by it, averaged over the labels.
+
+    By scikit-learn: :math:`\sum_k (R_k - R_{k-1}) P_k` without interpolation.
+
+    Args:
+        probabilities: (n, c), or any scores that rank the examples label by label.
+        labels: (n, c) of zeros and ones.
+
+    >>> mean_average_precision([[0.9, 0.2], [0.1, 0.8], [0.8, 0.3]], [[1, 0], [0, 1], [0, 1]])
+    1.0
+    """
+    from sklearn.metrics import average_precision_score
+
+    p, y = _numbers(probabilities, "probabilities").double(), _numbers(labels, "labels")
+    if p.ndim != 2 or y.shape != p.shape:
+        raise ValueError(
+            f"probabilities and labels must both have shape (n, c); got {tuple(p.shape)} and {tuple(y.shape)}."
+        )
+    if not bool(((y == 0) | (y == 1)).all()):
+        raise ValueError("labels must be zeros and ones, one column for each label; some are not.")
+    empty = (y.sum(0) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"Labels {empty[:6]} have no example, and a precision without any is not defined. Leave their columns out."
+        )
+    return float(average_precision_score(y.long().numpy(), p.numpy(), average="macro"))
+
+
 # Regression.
 
 

@@ -1,6 +1,7 @@
 r"""Means and mean squares of the columns of a Jacobian that comes chunk by chunk.
 
-Squares are taken about the mean of their own chunk, and two sets of rows are put together by
+Squares are taken about the mean of their own rows, found from sums about one of them, and two sets of rows are put
+together by
 
 .. math::
     \mu = \mu_a + \frac{b}{a + b} (\mu_b - \mu_a), \qquad
@@ -19,6 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from linnet import kernels
 from linnet.distributed import add_up, rank_and_world
 from linnet.factors import TEMPORARY, Factor, Rows, Tokens
 
@@ -93,16 +95,12 @@ class Moments:
         rows = factor.expand()
         for r, part in zip(rows.ranges, rows.parts, strict=True):
             X = part.detach().reshape(rows.n * rows.c, -1)
-            near = X.sum(0, dtype=torch.float64) / len(X) if self.centered else self.near.new_zeros(X.shape[1])
-            more, squares = torch.zeros_like(near), torch.empty_like(near)
-            step = max(1, TEMPORARY // len(X))
-            for start in range(0, X.shape[1], step):
-                s = slice(start, start + step)
-                D = X[:, s] - near[s]
-                if self.centered:
-                    more[s] = D.sum(0) / len(X)
-                squares[s] = D.square_().sum(0) - len(X) * more[s].square()
-            yield r, near, more, squares
+            # A row of its own is as near to the mean as the others are.
+            near = X[0] if self.centered else torch.zeros_like(X[0])
+            more, squares = column_sums(X, near)
+            more = more / len(X) if self.centered else torch.zeros_like(more)
+            # Below zero there is only rounding of what is zero.
+            yield r, near.double(), more, (squares - len(X) * more.square()).clamp_min(0)
 
     def _of_tokens(self, factor: Tokens) -> Part:
         """Most examples hold a few rows of the table only; all others are zeros, which are counted, not made."""
@@ -118,6 +116,23 @@ class Moments:
             more = (table.index_add(0, token, D.sum(1)) - absent * near) / rows
         squares = table.index_add(0, token, D.square().sum(1)) + absent * near.square() - rows * more.square()
         return factor.ranges[0], near.flatten(), more.flatten(), squares.flatten()
+
+
+def column_sums(X: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the rows of ``X - center`` and of its squares, each (q,) in float64, for X (m, q) and center (q,).
+
+    >>> column_sums(torch.tensor([[1.0], [4.0]]), torch.tensor([1.0]))
+    (tensor([3.], dtype=torch.float64), tensor([9.], dtype=torch.float64))
+    """
+    if kernels.available(X) and X.stride(1) == 1:
+        return kernels.column_sums(X, center)
+    sums, squares = (torch.empty(X.shape[1], dtype=torch.float64, device=X.device) for _ in range(2))
+    step = max(1, TEMPORARY // len(X))
+    for start in range(0, X.shape[1], step):
+        s = slice(start, start + step)
+        D = X[:, s].double() - center[s].double()
+        sums[s], squares[s] = D.sum(0), D.square_().sum(0)
+    return sums, squares
 
 
 def _merge(mean: Tensor, squares: Tensor, count: int, mean_b: Tensor, squares_b: Tensor, more: int) -> None:

@@ -29,13 +29,17 @@ import torch
 from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
+from linnet.distributed import add_up
 from linnet.evidence import Choice
 from linnet.likelihoods import Bernoulli, Categorical, Heteroscedastic, Likelihood
-from linnet.operators import LinearOperator, weigh
+from linnet.operators import LinearOperator, Rows, weigh
 from linnet.solve import Solvable, cg, cholesky_, cholesky_solve, log_det_from, solve_lower
 
 Terms = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """From f (n, c) to log p (n,), its gradient in f (n, c), and its curvature."""
+
+Residual = Callable[[Tensor, slice], Tensor]
+"""From some rows of ``Phi u`` to the gradient of log p in f, both (r,); the rows are those of whole examples."""
 
 FLOOR = 1e-3
 """The smallest gradient that others are measured by."""
@@ -215,7 +219,7 @@ def matrix_free(
 ) -> Mode:
     """The mode from products with J: Newton steps by conjugate gradients, only as accurate as they are useful.
 
-    A step takes one pass over the data for its gradient, one for each CG iteration and one for the line search.
+    A step takes one pass over the data for its gradient and one for each CG iteration; the line search takes none.
 
     Args:
         J: (n c, p).
@@ -464,17 +468,15 @@ class _Space(Protocol):
 
     size: int
 
-    def push(self, x: Tensor) -> Tensor:
-        """``Phi u``, (n c,)."""
-
     def dot(self, a: Tensor, b: Tensor) -> float:
         """The inner product of two u."""
 
-    def gradient(self, x: Tensor, r: Tensor) -> Tensor:
-        """Coordinates of ``u - Phi^T r``."""
+    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """``Phi u`` (n c,), which may be known but for rounding, the residual there, coordinates of
+        ``u - Phi^T residual``, and whether ``Phi u`` was computed anew."""
 
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> Tensor:
-        """Coordinates of ``-H^-1 g``, where the norm of g is ``ratio`` times the reference."""
+    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+        """Coordinates of a step ``-H^-1 g``, where the norm of g is ``ratio`` times the reference, and Phi times it."""
 
 
 def _iterate(
@@ -489,45 +491,47 @@ def _iterate(
     n, c = mean.shape
     check_concave(likelihood)
     y = likelihood.targets(y, n, c, dtype=mean.dtype, device=mean.device)
+    model: Likelihood | _Softened = likelihood
+
+    def residual(shift: Tensor, rows: slice) -> Tensor:
+        part = slice(rows.start // c, rows.stop // c)
+        return model.residual(mean[part] + shift.view(-1, c), y[part]).flatten()
+
     x = mean.new_zeros(space.size)
-    at_zero = space.gradient(x, likelihood.residual(mean, y).flatten())
-    reference = max(math.sqrt(max(space.dot(at_zero, at_zero), 0.0)), FLOOR)
-    shift = mean.new_zeros(n * c)
+    shift, r, g, fresh = space.at(x, None, residual)
+    reference = max(math.sqrt(max(space.dot(g, g), 0.0)), FLOOR)
     if start is not None:
         if tuple(start.shape) != (space.size,):
             raise ValueError(f"start needs shape ({space.size},); got {tuple(start.shape)}.")
-        x, shift = start.clone(), space.push(start)
+        x = start.clone()
+        shift, r, g, fresh = space.at(x, None, residual)
 
-    model: Likelihood | _Softened = likelihood
-    steps, fresh, stuck, softened, last = 0, True, False, False, math.inf
+    steps, stuck, softened, last = 0, False, False, math.inf
     while True:
         f = mean + shift.view(n, c)
-        r = model.residual(f, y).flatten()
-        g = space.gradient(x, r)
         # Below zero only by rounding, where g lies in the null space of K.
         norm = math.sqrt(max(space.dot(g, g), 0.0)) / reference
         small = norm <= tolerance and model is likelihood
         if small and not fresh:  # sums of steps carry rounding of the largest
-            shift, fresh = space.push(x), True
+            shift, r, g, fresh = space.at(x, None, residual)
             continue
         if small or stuck or steps == iterations or not math.isfinite(norm):
             break
-        d = space.step(g, as_weight(model.root(f)), norm)
-        df = space.push(d)
+        d, df = space.step(g, as_weight(model.root(f)), norm)
         products = space.dot(x, x), space.dot(x, d), space.dot(d, d)
         line = Line(partial(_terms, model, y), f, df=df.view(n, c), products=products)
         t = line.search()
-        x, shift, fresh = x + t * d, shift + t * df, False
-        steps += 1
+        x, steps = x + t * d, steps + 1
         if isinstance(model, _Softened):
             if t == 0 or (t >= 0.5 and float(df.abs().max()) <= 8 * model.width):
                 model = model.harder()
-            continue
-        # Where the objective is flat to rounding and the gradient does not fall either, nothing will help.
-        stuck = t == 0 or (line.flat and norm > 0.5 * last)
-        last = norm
-        if t < SHORT and not softened:
-            model, softened = _soften(likelihood, f), True
+        else:
+            # Where the objective is flat to rounding and the gradient does not fall either, nothing will help.
+            stuck = t == 0 or (line.flat and norm > 0.5 * last)
+            last = norm
+            if t < SHORT and not softened:
+                model, softened = _soften(likelihood, f), True
+        shift, r, g, fresh = space.at(x, shift + t * df, residual)
     f = mean + shift.view(n, c)
     return Mode(
         f=f,
@@ -647,13 +651,16 @@ class _Function:
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ self.push(b))
 
-    def gradient(self, x: Tensor, r: Tensor) -> Tensor:
-        return x - r
+    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
+        there = self.push(x) if shift is None else shift
+        r = residual(there, slice(0, len(there)))
+        return there, r, x - r, shift is None
 
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> Tensor:
+    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
         # H^-1 Phi^T g = Phi^T (g - L M^-1 L^T K g), the matrix inversion lemma.
         inner = _by_root(root, self.push(g), transpose=True)
-        return _by_root(root, cholesky_solve(self.factor(root), inner)) - g
+        d = _by_root(root, cholesky_solve(self.factor(root), inner)) - g
+        return d, self.push(d)
 
     def factor(self, root: Tensor) -> Tensor:
         return cholesky_(inner_matrix(self.K, root, scale=self.scale))
@@ -671,11 +678,14 @@ class _Weights:
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
 
-    def gradient(self, x: Tensor, r: Tensor) -> Tensor:
-        return x - math.sqrt(self.scale) * (self.Phi.T @ r)
+    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
+        there = self.push(x) if shift is None else shift
+        r = residual(there, slice(0, len(there)))
+        return there, r, x - math.sqrt(self.scale) * (self.Phi.T @ r), shift is None
 
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> Tensor:
-        return -cholesky_solve(self.factor(root), g)
+    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+        d = -cholesky_solve(self.factor(root), g)
+        return d, self.push(d)
 
     def factor(self, root: Tensor) -> Tensor:
         A = _by_root(root, self.Phi, transpose=True)
@@ -691,23 +701,39 @@ class _Products:
         self.Phi, self.preconditioner, self.tolerance, self.iterations = Phi, preconditioner, tolerance, iterations
         self.size, self.passes = Phi.shape[1], 0
 
-    def push(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        return self.Phi @ x
-
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
 
-    def gradient(self, x: Tensor, r: Tensor) -> Tensor:
-        self.passes += 1
-        return x - self.Phi.T @ r
+    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
+        # Phi u comes with the gradient, in the same pass, so that it need not be known.
+        there, r, pulled = self._pass(residual, x)
+        return there, r, x - pulled, True
 
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> Tensor:
+    def _pass(self, fn: Residual, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``Phi x``, ``fn(Phi x)`` and ``Phi^T fn(Phi x)`` in one pass over the data."""
+        self.passes += 1
+        there, found, seen = x.new_zeros(3, self.Phi.shape[0]).unbind()
+
+        def note(out: Tensor, rows: Rows) -> Tensor:
+            assert isinstance(rows, slice)
+            there[rows], found[rows], seen[rows] = out[:, 0], fn(out[:, 0], rows), 1
+            return found[rows][:, None]
+
+        pulled = self.Phi.fused(note, x[:, None])[:, 0]
+        add_up(there, found, seen)  # each rank has seen its own rows, or all of them
+        return there / seen, found / seen, pulled
+
+    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
         B = root.square() if root.ndim == 1 else root @ root.mT
+        df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
+        ahead = df  # Phi times the direction that was multiplied last
 
         def product(V: Tensor) -> Tensor:
-            self.passes += 1
-            return V + self.Phi.normal(V, weight=B)
+            nonlocal ahead
+            if lengths:  # of the direction before, which is known by now
+                df.addcmul_(ahead, lengths[-1])
+            ahead, _, pulled = self._pass(lambda out, rows: weigh(out[:, None], B, rows)[:, 0], V[:, 0])
+            return V + pulled[:, None]
 
         # Superlinear in the end, cheap at first, and never more accurate than the last step needs to be. CG stopped
         # early still gives a direction of descent.
@@ -719,9 +745,12 @@ class _Products:
             tolerance=forcing,
             iterations=self.iterations,
             verify=False,
+            lengths=lengths,
             progress=False,
         )
-        return found.value[:, 0]
+        if lengths:
+            df.addcmul_(ahead, lengths[-1])
+        return found.value[:, 0], df
 
 
 def inner_matrix(K: Tensor, root: Tensor, *, scale: float = 1.0) -> Tensor:

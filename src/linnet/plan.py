@@ -21,7 +21,7 @@ import torch
 from linnet.compound import Lazy, Sum
 from linnet.factors import Factor, Outer, Rows, Tokens
 
-Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares"]
+Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares", "sides"]
 Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
 
 PRODUCTS = ("matmul", "rmatmul", "fused")
@@ -41,6 +41,8 @@ def choose(factor: Factor, request: Request, *, k: int, engine: Engine = "auto")
     if not isinstance(factor, Outer | Tokens | Lazy | Sum):
         return "rows" if isinstance(factor, Rows) else "autodiff"
     factored = "bilinear" if request in PRODUCTS else "ghost"
+    if request == "sides" and not isinstance(factor, Sum):  # the two sides of an outer product, wherever it is one
+        return factored
     if engine in ("rows", factored):
         return engine
     if isinstance(factor, Sum):
@@ -71,7 +73,9 @@ def prepare(factor: Factor, request: Request, *, k: int, engine: Engine = "auto"
         return factor.expand()
     if chosen == "autodiff" and request not in PRODUCTS:
         return factor.expand()
-    return factor.factored() if isinstance(factor, Lazy) else factor
+    if not isinstance(factor, Lazy):
+        return factor
+    return factor.for_few() if request in PRODUCTS else factor.factored()
 
 
 def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
@@ -195,6 +199,14 @@ def fused_cost(factor: Factor, *, k: int, engine: Engine = "auto") -> float:
     if choose(factor, "fused", k=k, engine=engine) == "bilinear":
         return 2 * s.groups * s.T * k * s.dg * (s.dx + c)
     return c * (s.groups * s.T * s.dx * s.dg + 2 * s.q * k)
+
+
+def gram_cost(factor: Factor) -> float:
+    """Multiply-adds of the Gram matrix of one factor for a pair of examples, with the engine that would be chosen."""
+    s, c = factor.size, factor.c
+    if choose(factor, "gram", k=1) == "ghost":
+        return s.groups * s.T**2 * (s.dx + c**2 * s.dg)
+    return c**2 * s.q
 
 
 def chunk_size(n: int, per_example: int, limit: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linnet.jacobian import Jacobian
 from linnet.operators import LinearOperator
-from linnet.solve import solve_lower
+from linnet.solve import cholesky_solve, solve_lower
 
 
 class Posterior(ABC):
@@ -52,6 +52,15 @@ class Posterior(ABC):
         """The variance of each output, (n, c)."""
         return self.blocks(J).diagonal(dim1=1, dim2=2)
 
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        """k samples of the displacement, (p, k): one product with J makes them joint samples at any inputs."""
+        raise NotImplementedError(f"{type(self).__name__} has no samples of the parameters.")
+
+    def _normal(self, rows: int, k: int, generator: torch.Generator) -> Tensor:
+        """Standard normal numbers (rows, k) for this posterior."""
+        z = torch.randn(rows, k, dtype=self.delta.dtype, device=generator.device, generator=generator)
+        return z.to(self.delta.device)
+
     def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
         """k joint samples of the outputs of all examples, less the mean function, (k, n, c)."""
         root = square_root(self.covariance(J), self._size(J))
@@ -75,6 +84,9 @@ class PointPosterior(Posterior):
 
     def covariance(self, J: Jacobian) -> Tensor:
         return torch.zeros(J.shape[0], J.shape[0], dtype=J.dtype, device=J.device)
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        return self.delta[:, None].expand(-1, k)
 
 
 @final
@@ -104,6 +116,13 @@ class FunctionPosterior(Posterior):
     def covariance(self, J: Jacobian) -> Tensor:
         T = self.half(J)
         return J.gram(scale=self.prior_variance) - T.T @ T
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
+        d = self.prior_variance.sqrt()[:, None]
+        u, e = self._normal(len(d), k, generator), self._normal(len(self.factor), k, generator)
+        left = e - by_root(self.root, self.J @ (d * u), transpose=True)
+        return self.delta[:, None] + d * (u + d * (self.J.T @ by_root(self.root, cholesky_solve(self.factor, left))))
 
     def _size(self, J: Jacobian) -> float:
         return float(J.gram_diag(scale=self.prior_variance).sum())
@@ -141,6 +160,9 @@ class WeightPosterior(Posterior):
     def variance(self, J: Jacobian) -> Tensor:
         return (J @ self.W).square().sum(1).view(J.n, J.c)
 
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        return self.delta[:, None] + self.W @ self._normal(len(self.delta), k, generator)
+
     def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
         z = torch.randn(len(self.delta), k, dtype=J.dtype, device=generator.device, generator=generator)
         return self.shift(J) + (J @ (self.W @ z.to(J.device))).T.reshape(k, J.n, J.c)
@@ -172,13 +194,20 @@ class SamplePosterior(Posterior):
     def variance(self, J: Jacobian) -> Tensor:
         return self._features(J).square().sum(1).view(J.n, J.c)
 
-    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
-        """The first k of the stored samples."""
+    def _first(self, k: int) -> Tensor:
         if k > self.samples.shape[1]:
             raise ValueError(
                 f"This posterior holds {self.samples.shape[1]} samples; {k} were asked for. Fit with samples={k}."
             )
-        return self.shift(J) + (J @ self.samples[:, :k]).T.reshape(k, J.n, J.c)
+        return self.samples[:, :k]
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        """The first k of the stored samples."""
+        return self.delta[:, None] + self._first(k)
+
+    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
+        """The first k of the stored samples."""
+        return self.shift(J) + (J @ self._first(k)).T.reshape(k, J.n, J.c)
 
 
 @final
@@ -201,6 +230,9 @@ class DiagonalPosterior(Posterior):
 
     def variance(self, J: Jacobian) -> Tensor:
         return J.gram_diag(scale=self.variances).view(J.n, J.c)
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        return self.delta[:, None] + self.variances.sqrt()[:, None] * self._normal(len(self.delta), k, generator)
 
 
 @final
@@ -237,6 +269,12 @@ class LowRankPosterior(Posterior):
         T, change = self._features(J)
         prior = J.gram_diag(scale=self.prior_variance)
         return nonnegative(prior + (T * change).sum(1), prior).view(J.n, J.c)
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        z, P = self._normal(len(self.delta), k, generator), self.basis
+        along = P.T @ z
+        u = z + P @ (square_root(self.C) @ self._normal(len(self.C), k, generator) - along)
+        return self.delta[:, None] + self.prior_variance.sqrt()[:, None] * u
 
 
 def by_root(root: Tensor, X: Tensor, *, transpose: bool = False) -> Tensor:

@@ -73,12 +73,14 @@ class Noise:
         group: (n c,), the number of a row's scale.
         count: How many scales there are.
         value: The scales where they are given; None where the evidence chooses them.
+        floor: Where it does, the share of one observation's mean energy that is assumed to be noise.
     """
 
     base: Tensor
     group: Tensor
     count: int = 1
     value: tuple[float, ...] | None = None
+    floor: float = 0.0
 
     def rows(self, scales: Sequence[float]) -> Tensor:
         """The variance of each row, (n c,)."""
@@ -128,6 +130,22 @@ class Fit:
     error: float
     solver: str
     solution: Solution | None = field(default=None, repr=False)
+
+
+def assumed_noise(tasks: Sequence[Task]) -> tuple[float, ...]:
+    """The energies of the prior on each scale of the noise, for `linnet.evidence.best`; zero where it is given.
+
+    The share ``floor`` of the mean square of all residuals with that scale, in units of their known variances.
+    """
+    noise = tasks[0].noise
+    if noise.value is not None:
+        return (0.0,) * noise.count
+    energies, counts = torch.zeros(2, noise.count, dtype=torch.float64)
+    for task in tasks:
+        squares = task.r.double().square() / task.noise.base.double()
+        energies.index_add_(0, task.noise.group.cpu(), squares.cpu())
+        counts += torch.bincount(task.noise.group, minlength=noise.count).cpu()
+    return tuple((noise.floor * energies / counts).tolist())
 
 
 def choose_solver(

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,12 @@ from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.operators import Stack
 from linnet.params import Params
-from linnet.priors import PriorSpec, check_prior, make_prior
+from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver
 from linnet.tangent import Mean, Tangent, as_targets, default_network, like
+
+NOISE_FLOOR = 1e-3
+"""What measured best over few-shot sinusoids with noise from 1 % to half of their amplitude."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,19 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
         params: Which parameters adapt; see `linnet.linearize`.
+        top: Instead, how many blocks adapt, from the top, with all that comes after them; see `linnet.blocks`.
+            "evidence" takes one block more while the evidence rises.
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
             "heteroscedastic" reads log variances from the second half of the network's outputs and scales them; or a
             number, or one number for each output.
+        noise_floor: Where few observations can all be explained, the evidence alone takes the noise to zero, and error
+            bars with it. So this share of the mean squared residual of one observation is assumed to be noise, a weak
+            prior on what the evidence chooses (see `linnet.evidence`): the noise is at least that share divided by
+            the number of observations, and with many of them hardly changed. 0 for the evidence alone, as for
+            simulations without noise; a noise given as a number is not touched.
         solver: "auto", "function", "weight", "cg-function" or "cg-weight"; see `linnet.gaussian`.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Of all computations, the network's included: "auto" is float64, which kernels need, but float32 on GPUs
@@ -75,10 +86,13 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     Attributes:
         noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's.
+        noise_floored_: Whether half the noise would have more evidence, so that ``noise_`` comes from ``noise_floor``
+            rather than from the observations; for "per-output" one for each.
         scales_: Prior scales by name.
         log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error.
         solver_: The solver used; ``solution_`` its convergence where it iterates.
         layer_relevance_: Each layer's share in the adaptation.
+        top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
         loo_: Closed-form leave-one-out predictions.
 
     Example:
@@ -99,6 +113,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         noise: Any = "evidence",
         solver: str = "auto",
         *,
+        top: int | str | None = None,
+        noise_floor: float = NOISE_FLOOR,
         output: Any = None,
         dtype: Any = "auto",
         tolerance: float | str = "auto",
@@ -111,8 +127,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         seed: int = 0,
         progress: bool | None = None,
     ) -> None:
-        self.model, self.params, self.mean, self.prior, self.noise = model, params, mean, prior, noise
-        self.solver, self.output, self.dtype = solver, output, dtype
+        self.model, self.params, self.top, self.mean, self.prior, self.noise = model, params, top, mean, prior, noise
+        self.solver, self.noise_floor, self.output, self.dtype = solver, noise_floor, output, dtype
         self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
         self.rank, self.samples, self.memory, self.batch_size = rank, samples, memory, batch_size
         self.seed, self.progress = seed, progress
@@ -121,7 +137,11 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def fit(self, X: Any, y: Any = None) -> TangentRegressor:
         """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y."""
-        self._fit_all([(X, y)])
+        self.top_path_ = None
+        if self.top == "evidence":
+            self._fit_by_evidence(X, y)
+        else:
+            self._fit_all([(X, y)])
         self.__dict__.pop("tasks_", None)
         return self
 
@@ -138,21 +158,15 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _fit_all(self, data: list[tuple[Any, Any]]) -> list[TangentRegressor]:
         check_prior(self.prior)
-        settings = self._settings(
-            solver=self.solver,
-            tolerance=self._tolerance(),
-            iterations=self.iterations,
-            preconditioner=self.preconditioner,
-            rank=self.rank,
-            samples=self.samples,
-        )
-        _check_noise(self.noise)
+        settings = self._settings()
+        _check_noise(self.noise, self.noise_floor)
         inputs = [self._inputs(X, reset=i == 0) for i, (X, _) in enumerate(data)]
         model = self._network(inputs[0], data[0][1])
         device = next(model.parameters()).device
+        self._choose(model, inputs[0])
         self._attach(model, self._dtype(device=device))
         lin = self.lin_
-        settings = replace(settings, tolerance=self._tolerance(lin.dtype))
+        settings = self._settings(lin.dtype)
         jacobians = [self._jacobian(X) for X in inputs]
         rows = max(J.shape[0] for J in jacobians)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
@@ -172,6 +186,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         if self._mean == "network":
             _warn_of_own_data(tasks, self.prior_.base)
         fits = gaussian.condition(tasks, self.prior_, replace(settings, solver=solver))
+        self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
         return [self, *(self._copy(task, fit, [X]) for task, fit, X in rest)]
@@ -187,7 +202,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _linearize(self, model: nn.Module, dtype: torch.dtype, *, second: bool = False) -> Linearization:
         output = _Half(self.output, second) if self._noise_name == "heteroscedastic" else self.output
-        return linearize(model, self.params, output).to(dtype)
+        return linearize(model, self._selected, output).to(dtype)
 
     def _targets(self, y: Any, J: Jacobian) -> Tensor:
         y = as_targets(y, J).to(device=J.device, dtype=J.dtype)
@@ -214,11 +229,11 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         ones = torch.ones(J.shape[0], dtype=J.dtype, device=J.device)
         zeros = torch.zeros(J.shape[0], dtype=torch.long, device=J.device)
         if self._noise_name == "evidence":
-            return Noise(ones, zeros)
+            return Noise(ones, zeros, floor=self.noise_floor)
         if self._noise_name == "heteroscedastic":
-            return Noise(self._known_variances(X).flatten(), zeros)
+            return Noise(self._known_variances(X).flatten(), zeros, floor=self.noise_floor)
         if self._noise_name == "per-output":
-            return Noise(ones, torch.arange(J.c, device=J.device).repeat(J.n), J.c)
+            return Noise(ones, torch.arange(J.c, device=J.device).repeat(J.n), J.c, floor=self.noise_floor)
         given = torch.as_tensor(self.noise, dtype=J.dtype, device=J.device).flatten()
         if len(given) not in (1, J.c):
             raise ValueError(f"noise needs one variance, or one for each of {J.c} outputs; got {len(given)}.")
@@ -239,10 +254,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
-        self.scales_ = dict(zip(self.prior_.scales, fit.choice.scales, strict=False))
-        scales = fit.choice.noise
-        found = scales[0] if len(scales) == 1 else np.array(scales)
-        self.noise_ = self.noise if self._noise_name is None else found
+        self.noise_ = self.noise if self._noise_name is None else _single(fit.choice.noise)
+        self.noise_floored_ = _single(fit.choice.floored or (False,) * len(fit.choice.noise))
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
 
@@ -267,6 +280,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         self._one_column, self._level = meta["one_column"], tensors.get("level")
         self.prior_ = saved.prior_from(self)
         self._train, self._fit_ = saved.task_from(meta, tensors, J, self)
+        self.noise_floored_ = _single(meta["floored"])
         self.noise_ = np.array(meta["noise_"]) if isinstance(meta["noise_"], list) else meta["noise_"]
         self.evidence_path_, self._kept = (), {}
 
@@ -282,6 +296,36 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         task = self._task(J, y, X)
         whole, fit = conditioned.extend(self._train, self._fit_, task)
         return self._copy(whole, fit, [*self._train_inputs, X])
+
+    def refit(self, X: Any, y: Any = None) -> TangentRegressor:
+        """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
+
+        Nothing is chosen anew, so that one observation is enough, and every solver takes any prior and noise.
+        ``log_evidence_`` says how well they suit the new data. This one stays as it is.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+            >>> X = torch.linspace(-2, 2, 20)[:, None]
+            >>> reg = TangentRegressor(model).fit(X, torch.sin(2 * X[:, 0]))
+            >>> new = reg.refit(X[:3], torch.cos(X[:3, 0]))
+            >>> new.noise_ == reg.noise_, new.scales_ == reg.scales_, new.predict(X).shape
+            (True, True, torch.Size([20]))
+        """
+        check_is_fitted(self)
+        X = self._inputs(X, reset=False)
+        J = cached_if_fits(self._jacobian(X))
+        y = self._targets(y, J)
+        task, choice = self._task(J, y, X), self._fit_.choice
+        task = replace(task, noise=replace(task.noise, value=choice.noise))
+        if self._mean == "network":
+            _warn_of_own_data([task], self.prior_variance_)
+        prior = Prior("given", self.prior_variance_)
+        (fit,) = gaussian.condition([task], prior, self._settings(J.dtype))
+        kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
+        other = self._copy(task, replace(fit, choice=kept), [X])
+        other._one_column = y.ndim == 1
+        other.__dict__.pop("tasks_", None)
+        return other
 
     # Predictions.
 
@@ -409,7 +453,17 @@ class _Half:
         return out[:, d:] if self.second else out[:, :d]
 
 
-def _check_noise(noise: Any) -> None:
+def _single(values: Sequence[Any]) -> Any:
+    """What the scales of the noise have: itself where there is one, else an array."""
+    return values[0] if len(values) == 1 else np.array(values)
+
+
+def _check_noise(noise: Any, floor: Any) -> None:
+    if isinstance(floor, bool) or not isinstance(floor, Real) or not 0 <= float(floor) < 1:
+        raise ValueError(
+            "noise_floor is the share of the mean squared residual that is assumed to be noise: 0 for none, or a "
+            f"number below 1; got {floor!r}. Give a variance as noise=."
+        )
     if isinstance(noise, str):
         known = ("evidence", "per-output", "heteroscedastic")
         if noise not in known:

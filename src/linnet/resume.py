@@ -45,7 +45,8 @@ class Resumable:
         if self.writes:
             tensors = {"X": state.X, "T": state.T, "probe": probe}
             tensors |= {f"Q{i}": Q for i, Q in enumerate(state.Q)} | {f"U{i}": U for i, U in enumerate(state.U)}
-            self.file.save(tensors, {"passes": state.passes, "blocks": len(state.Q), "coarse": state.coarse})
+            kept = {name: getattr(state, name) for name in ("passes", "coarse", "rest")}
+            self.file.save(tensors, {"blocks": len(state.Q), **kept})
 
     def load(self) -> State | None:
         """What was saved last, or None."""
@@ -62,7 +63,7 @@ class Resumable:
                 "or the statistics have changed; remove the file or name another."
             )
         Q, U = ([tensors[f"{name}{i}"] for i in range(meta["blocks"])] for name in "QU")
-        return State(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"])
+        return State(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"], meta["rest"])
 
     def done(self) -> None:
         """Remove the file."""

@@ -66,6 +66,8 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         "log_evidence_error": estimator.log_evidence_error_,
         "solver": estimator.solver_,
         "n_features_in": getattr(estimator, "n_features_in_", None),
+        "top": estimator.top_,
+        "top_path": None if estimator.top_path_ is None else list(estimator.top_path_.items()),
     }
     inputs = [_flat_inputs(X) for X in estimator._train_inputs]
     if name == "FunctionPosterior" and any(x is None for x in inputs):
@@ -86,7 +88,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         base = checksum(estimator.model)
     meta = {
         "estimator": type(estimator).__name__,
-        "settings": settings_of(estimator, apart=("model", "params", "output", "dtype")),
+        "settings": settings_of(estimator, apart=("model", "params", "top", "output", "dtype")),
         "needs_output": estimator.output is not None,
         "parameters": list(estimator.lin_.theta),
         "dtype": str(estimator.lin_.dtype).removeprefix("torch."),
@@ -167,6 +169,8 @@ def _restore(estimator: Tangent, network: nn.Module, tensors: dict[str, Tensor],
     estimator.prior_variance_ = tensors["prior_variance"]
     estimator.scales_, estimator.solver_, estimator.solution_ = state["scales"], state["solver"], None
     estimator.log_evidence_, estimator.log_evidence_error_ = state["log_evidence"], state["log_evidence_error"]
+    estimator.top_ = state.get("top")
+    estimator.top_path_ = dict(state["top_path"]) if state.get("top_path") else None
     if state["n_features_in"] is not None:
         estimator.n_features_in_ = state["n_features_in"]
     inputs = [_inputs(tensors, f"inputs.{i}.", form) for i, form in enumerate(state.get("inputs", []))]
@@ -244,14 +248,20 @@ def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]
         "noise_rows": fit.noise_rows,
         "alpha": fit.alpha,
     }
-    meta = {"count": task.noise.count, "scales": list(fit.choice.scales), "noise": list(fit.choice.noise)}
+    meta = {
+        "count": task.noise.count,
+        "scales": list(fit.choice.scales),
+        "noise": list(fit.choice.noise),
+        "floored": list(fit.choice.floored or (False,) * len(fit.choice.noise)),
+    }
     return meta, tensors
 
 
 def task_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], J: Any, estimator: Any) -> tuple[Task, Fit]:
     """The inverse of `task_state`."""
     noise = Noise(tensors["noise.base"], tensors["noise.group"], meta["count"], tuple(meta["noise"]))
-    choice = Choice(tuple(meta["scales"]), tuple(meta["noise"]), estimator.log_evidence_)
+    noises, floored = tuple(meta["noise"]), tuple(meta["floored"])
+    choice = Choice(tuple(meta["scales"]), noises, estimator.log_evidence_, floored=floored)
     fit = Fit(
         estimator.posterior_,
         choice,

@@ -42,11 +42,13 @@ def best_dense(
     start: Choice,
     scales: Sequence[float] | None = None,
     noise: Sequence[float] | None = None,
+    assumed: Sequence[float] = (),
     steps: int = 200,
 ) -> Choice:
     """Several scales or noises, from ``start`` by L-BFGS on their logarithms with analytic gradients.
 
-    The evidence never falls below that of the start. What is given as ``scales`` or ``noise`` is kept.
+    What is maximized never falls below its value at the start. What is given as ``scales`` or ``noise`` is kept.
+    ``assumed`` has the energies of the noises' priors, as in `linnet.evidence.best`; none where it is empty.
     """
 
     def evaluate(s: Sequence[float], v: Sequence[float]) -> tuple[float, list[float], list[float]]:
@@ -60,7 +62,8 @@ def best_dense(
 
     traces = [max(float(problem.parts[name].diagonal().sum()) for problem in problems) for name in problems[0].parts]
     rows = max(len(problem.r) for problem in problems)
-    return _maximized(evaluate, start, scales, noise, _Sizes(traces, rows, problems[0].r.dtype), steps)
+    sizes = _Sizes(traces, rows, problems[0].r.dtype)
+    return _maximized(evaluate, start, scales, noise, sizes, assumed, steps)
 
 
 def dense_gradient(
@@ -105,6 +108,7 @@ def best_weight(
     start: Choice,
     scales: Sequence[float] | None = None,
     noise: Sequence[float] | None = None,
+    assumed: Sequence[float] = (),
     steps: int = 200,
 ) -> Choice:
     r"""`best_dense` in weight space, from the moments of each noise's rows.
@@ -121,6 +125,7 @@ def best_weight(
         start: Where to begin.
         scales: Kept where given.
         noise: Kept where given.
+        assumed: As for `best_dense`.
         steps: Limit of L-BFGS.
     """
     like = tasks[0][0][1]
@@ -156,7 +161,7 @@ def best_weight(
     each = torch.stack([like.new_zeros(count).index_add_(0, groups, d) for d in diagonals])  # type: ignore[arg-type]
     rows = max(sum(m[3] for m in moments) for moments in tasks)
     sizes = _Sizes(each.amax(0).tolist(), rows, like.dtype)
-    return _maximized(evaluate, start, scales, noise, sizes, steps)
+    return _maximized(evaluate, start, scales, noise, sizes, assumed, steps)
 
 
 @dataclass(frozen=True)
@@ -183,18 +188,35 @@ def _maximized(
     scales: Sequence[float] | None,
     noise: Sequence[float] | None,
     sizes: _Sizes,
+    assumed: Sequence[float],
     steps: int,
 ) -> Choice:
     start = replace(start, scales=tuple(scales or start.scales), noise=tuple(noise or start.noise))
-    start = replace(start, log_evidence=evaluate(start.scales, start.noise)[0])
     if scales is not None and noise is not None:
-        return start
+        return replace(start, log_evidence=evaluate(start.scales, start.noise)[0])
+    if noise is None and any(assumed):
+        found = _maximized(_with_prior(evaluate, assumed), start, scales, None, sizes, (), steps)
+        value, v = evaluate(found.scales, found.noise)[0], found.noise
+        halves = [evaluate(found.scales, (*v[:i], 0.5 * v[i], *v[i + 1 :]))[0] for i in range(len(v))]
+        return replace(found, log_evidence=value, floored=tuple(half > value for half in halves))
+    start = replace(start, log_evidence=evaluate(start.scales, start.noise)[0])
     found = _searched(evaluate, start, (scales is None, noise is None), sizes, steps)
     if noise is None and min(found.noise) <= 1.001 * sizes.floor * sizes.trace(found.scales):
         warn_of_floor(True, sizes.floor)
         if scales is None:  # as in `best`
             found = _searched(evaluate, found, (True, False), sizes, steps)
     return found if found.log_evidence >= start.log_evidence else start
+
+
+def _with_prior(evaluate: Evaluate, assumed: Sequence[float]) -> Evaluate:
+    """The log evidence and the log prior of the noises, which is that of `linnet.evidence`."""
+
+    def posterior(s: Sequence[float], v: Sequence[float]) -> tuple[float, list[float], list[float]]:
+        value, ds, dv = evaluate(s, v)
+        pull = [0.5 * a / x for a, x in zip(assumed, v, strict=True)]
+        return value - sum(pull), ds, [d + b for d, b in zip(dv, pull, strict=True)]
+
+    return posterior
 
 
 def _searched(evaluate: Evaluate, start: Choice, free: tuple[bool, bool], sizes: _Sizes, steps: int) -> Choice:

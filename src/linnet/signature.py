@@ -35,6 +35,9 @@ class Signature:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         forward = forward.forward if isinstance(forward, nn.Module) else forward
+        # A module around another one, whose arguments it takes, says so.
+        while (inner := getattr(getattr(forward, "__self__", None), "wrapped_forward", None)) is not None:
+            forward = inner
         try:
             parameters = list(inspect.signature(forward).parameters.values())
         except (TypeError, ValueError):  # written in C, without a signature

@@ -201,6 +201,7 @@ def cg(
     start: Tensor | None = None,
     probes: int = 0,
     verify: bool = True,
+    lengths: list[Tensor] | None = None,
     progress: bool | None = None,
 ) -> Solution:
     r"""Solve ``A X = B`` by preconditioned conjugate gradients, all columns in one product per iteration.
@@ -222,6 +223,7 @@ def cg(
         probes: The last ``probes`` columns of B give their tridiagonals; one that converged early goes on as the
             identity, which its first row does not see.
         verify: Whether to spend the last product; without it the residual is the running one.
+        lengths: Gets, after each product, how far the columns move along the directions that were multiplied, (k,).
         progress: None shows a bar on a terminal only, False never, True always.
 
     Returns:
@@ -242,7 +244,7 @@ def cg(
         raise ValueError("cg needs a finite right-hand side; B holds NaN, infinity, or numbers whose squares overflow.")
     X[:, norms == 0] = 0
     R = right.clone() if start is None else right - product(X)
-    state = _Columns(X, R, norms * tolerance)
+    state = _Columns(X, R, norms * tolerance, [] if lengths is None else lengths)
     solve = (lambda R: R) if preconditioner is None else preconditioner.solve
     total, before = 0, math.inf
     with _bar(iterations, progress) as tick:
@@ -276,10 +278,11 @@ class _Columns:
         X: (m, k), updated in place.
         R: (m, k), ``B - A X``.
         goal: (k,), the norm that a column of R must come down to.
+        lengths: Gets the steps.
     """
 
-    def __init__(self, X: Tensor, R: Tensor, goal: Tensor) -> None:
-        self.X, self.R, self.goal = X, R, goal
+    def __init__(self, X: Tensor, R: Tensor, goal: Tensor, lengths: list[Tensor]) -> None:
+        self.X, self.R, self.goal, self.lengths = X, R, goal, lengths
         self.broken = torch.zeros_like(goal, dtype=torch.bool)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
 
@@ -298,6 +301,7 @@ class _Columns:
             good = active & (curvature > 0) & (rz > 0) & torch.isfinite(alpha)
             self.broken |= active & ~good
             alpha = torch.where(good, alpha, 0)
+            self.lengths.append(alpha)
             # Not by alpha = 0 alone: a direction that is not finite would spoil its column.
             self.X.addcmul_(torch.where(good, D, 0), alpha)
             self.R.addcmul_(torch.where(good, AD, 0), alpha, value=-1)

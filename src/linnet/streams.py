@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -51,7 +52,7 @@ class Mapped(Source):
         self.options = dict(options or {})
         self.n = len(dataset) if order is None else len(order)
         self.kind = kind or f"{type(dataset).__name__}, by position"
-        self.codes = Codes(self.kind)
+        self.codes: Codes | Unchecked = Codes(self.kind)
         _checks.check_some(self.n, self.kind)
         if order is None:  # one example shows what a pass would stumble over
             item = dataset[0]
@@ -76,6 +77,13 @@ class Mapped(Source):
         # Its own generator leaves the global random state alone.
         options = {"collate_fn": self.collate, "generator": torch.Generator(), **self.options}
         return DataLoader(self.dataset, batch_sampler=indices, **options)
+
+    def changing(self) -> Mapped:
+        other = copy(self)
+        # One generator for all passes: workers that start again with the same numbers would augment in the same way.
+        other.changes, other.options = True, {"generator": torch.Generator(), **self.options}
+        other.codes = Unchecked(self.kind)
+        return other
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         return self.read([range(a, min(a + size, stop)) for a in range(start, stop, size)])
@@ -156,6 +164,17 @@ class Codes:
             elif self.seen[position] != code:
                 raise _checks.changed(position, position if last is None else last, self.kind)
         return new
+
+
+class Unchecked:
+    """Takes the place of `Codes` where examples may change: all are new every time."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
+        """Whether any is new."""
+        return True
 
 
 def checksum(value: Any, code: int = 0) -> int:

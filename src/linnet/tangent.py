@@ -16,7 +16,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from linnet.batch import Batch, Source
+from linnet.blocks import block_names, top_blocks
 from linnet.contexts import forward_mode
+from linnet.data import as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select
@@ -39,10 +41,16 @@ class Tangent(BaseEstimator):
 
     model: nn.Module | None
     params: Any
+    top: int | str | None
     output: Any
     mean: Mean
     dtype: torch.dtype | str
+    solver: Any
     tolerance: float | str
+    iterations: int
+    preconditioner: Any
+    rank: int | str
+    samples: int
     seed: int
     batch_size: int | str
     memory: float | str
@@ -56,7 +64,68 @@ class Tangent(BaseEstimator):
     log_evidence_error_: float
     solver_: str
     solution_: Any
+    top_: int | None = None
+    top_path_: dict[int, float] | None = None
     _train_inputs: list[Any]
+    _chosen: list[str] | None = None
+
+    # Which parameters.
+
+    @property
+    def _selected(self) -> Any:
+        """As `linnet.linearize` takes them: what ``top`` stands for, or ``params``."""
+        return self.params if self._chosen is None else self._chosen
+
+    def _choose(self, network: nn.Module, X: Any) -> None:
+        """Find the parameters of the top blocks where they are asked for; X shows in which order blocks are called."""
+        self.top_, self._chosen = None, None
+        if self.top is None:
+            return
+        self._check_top()
+        if self.top == "evidence":
+            raise ValueError(
+                "top='evidence' compares fits of one set of data that stays the same, so that it goes neither with "
+                "fit_tasks nor with solver='adam'; give top= as a number of blocks."
+            )
+        assert isinstance(self.top, int)
+        first = next(network.parameters())
+        batch = next(iter(as_source(X, network.forward).batches(2))).to(first.device)
+        batch = batch.with_inputs(lambda t: t.to(first.dtype) if t.is_floating_point() else t)
+        self.top_ = self.top
+        self._chosen = top_blocks(network, self.top, example=batch.kwargs or batch.args)
+
+    def _check_top(self) -> None:
+        if self.params is not None:
+            raise ValueError("params= and top= both say which parameters adapt; give one of them.")
+        if self.model is None:
+            raise ValueError("top= chooses blocks of a trained network; pass it as model=.")
+        known = isinstance(self.top, int) and not isinstance(self.top, bool) and self.top >= 0
+        if self.top != "evidence" and not known:
+            raise ValueError(f"top must be a number of blocks or 'evidence'; got {self.top!r}.")
+
+    def _fit_by_evidence(self, X: Any, y: Any) -> None:
+        """One block more at a time, from the top, while the evidence rises; then as fitted with the best number."""
+        self._check_top()
+        assert self.model is not None
+        path: dict[int, float] = {}
+        best: Tangent | None = None
+        for k in range(1, len(block_names(self.model)) + 1):
+            trial = copy.copy(self).set_params(top=k)
+            if hasattr(trial, "inference"):
+                trial.inference = "laplace"  # which has an evidence
+            trial.fit(X, y)
+            assert trial.log_evidence_ is not None
+            path[k] = trial.log_evidence_
+            if best is not None and path[k] <= path[best.top_ or 0]:
+                break
+            best = trial
+        if best is None:
+            raise ValueError("The model has no blocks below its head; choose parameters by name with params=.")
+        if getattr(self, "inference", "laplace") != "laplace":
+            best = copy.copy(self).set_params(top=best.top_)
+            best.fit(X, y)
+        given = self.get_params(deep=False)
+        self.__dict__.update(best.__dict__ | given | {"top_path_": path})
 
     # From the user's data to Jacobians and back.
 
@@ -103,8 +172,20 @@ class Tangent(BaseEstimator):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
         return "zero" if self.model is None else self.mean
 
-    def _settings(self, **given: Any) -> Settings:
-        return Settings(memory=self.memory, seed=self.seed, progress=self.progress, **given)
+    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> Settings:
+        """Of the solvers; ``given`` instead of what the estimator says."""
+        own = {
+            "solver": self.solver,
+            "tolerance": self._tolerance(dtype),
+            "iterations": self.iterations,
+            "preconditioner": self.preconditioner,
+            "rank": self.rank,
+            "samples": self.samples,
+            "memory": self.memory,
+            "seed": self.seed,
+            "progress": self.progress,
+        }
+        return Settings(**(own | given))
 
     # Files.
 
@@ -161,7 +242,7 @@ class Tangent(BaseEstimator):
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
         changed = copy.deepcopy(self.model)
         with torch.no_grad():
-            for name, parameter in select(changed, self.params).items():
+            for name, parameter in select(changed, list(self.lin_.theta)).items():
                 parameter += self.delta_[name].to(parameter)
         return changed
 

@@ -6,7 +6,7 @@ are Gaussian with mean :math:`m_i + \Phi_i \mu` and covariance :math:`C_i = \Phi
 .. math:: \mathrm{ELBO} = \sum_i E_{f_i \sim N}[\log p(y_i \mid f_i)] - \mathrm{KL}(q \,\|\, N(0, I)),
 
 the lower bound of the log evidence, takes an expectation over c outputs for each example (local reparametrization).
-There are two families of covariances:
+There are two families of covariances here, and all of them in `linnet.kernel_vi`, where K is at hand:
 
 - `meanfield`: :math:`\Sigma = \mathrm{diag}(v)`;
 - `lowrank`: :math:`\Sigma = I - P P^\top + P C P^\top`, any covariance C along r orthonormal directions, the prior in
@@ -61,15 +61,17 @@ class Variational:
     Attributes:
         delta: (p,), its mean.
         f: (n, c), the mean of f.
-        variances: (p,), of the displacement, S times v; None from `lowrank`.
-        basis: P, (p, r), orthonormal directions of whitened weights; None from `meanfield`.
-        C: (r, r), the covariance along them; None from `meanfield`.
+        variances: (p,), of the displacement, S times v; None but from `meanfield`.
+        basis: P, (p, r), orthonormal directions of whitened weights; None but from `lowrank`.
+        C: (r, r), the covariance along them; None but from `lowrank`.
         elbo: The lower bound of the log evidence: exact, or for `Categorical` an unbiased estimate by further draws.
         path: The ELBO at the start and after each iteration, with the draws that the iterations use; it never falls.
         gradient: Norm of the mean's gradient ``Phi^T E[residual] - u`` before the last step, relative to that of the
             larger of its two terms.
         iterations: How many.
         converged: Whether the ELBO has stopped rising, at a mean with a small gradient.
+        root: L, (n c,) or (n, c, c), with ``Sigma = (I + Phi^T L L^T Phi)^-1``; None but from `linnet.kernel_vi`.
+        factor: (n c, n c), the lower Cholesky factor of ``I + L^T K L``; None as root is.
     """
 
     delta: Tensor
@@ -82,6 +84,8 @@ class Variational:
     gradient: float
     iterations: int
     converged: bool
+    root: Tensor | None = None
+    factor: Tensor | None = None
 
     def checked(self) -> Variational:
         """Itself; an error if the ELBO was still rising."""
@@ -137,7 +141,7 @@ def meanfield(
         >>> q.converged, q.variances.shape
         (True, torch.Size([3]))
     """
-    problem = _Problem(J, y, variance, mean, likelihood, K, samples, seed)
+    problem = Problem(J, y, variance, mean, likelihood, K, samples, seed)
     covariance = _Diagonal(problem, torch.ones_like(variance), torch.zeros_like(mean))
     found, last = _ascend(problem, covariance, start, preconditioner, tolerance, iterations)
     return replace(found, variances=variance * last.v)
@@ -184,7 +188,7 @@ def lowrank(
         >>> q.converged, q.basis.shape, q.C.shape
         (True, torch.Size([3, 2]), torch.Size([2, 2]))
     """
-    problem = _Problem(J, y, variance, mean, likelihood, K, samples, seed)
+    problem = Problem(J, y, variance, mean, likelihood, K, samples, seed)
     P = _directions(problem, rank, seed)
     F = problem.Phi @ P
     C = torch.eye(P.shape[1], dtype=P.dtype, device=P.device)
@@ -195,8 +199,8 @@ def lowrank(
     return replace(found, basis=last.P, C=last.C)
 
 
-class _Problem:
-    """What both families share: whitened features, targets, and expectations over f."""
+class Problem:
+    """What all families share: whitened features, targets, and expectations over f."""
 
     def __init__(
         self,
@@ -257,7 +261,7 @@ class _Covariance(ABC):
     """A covariance of whitened weights.
 
     Attributes:
-        blocks: The covariances of f that follow, as `_Problem.blocks` gives them.
+        blocks: The covariances of f that follow, as `Problem.blocks` gives them.
     """
 
     blocks: Tensor
@@ -283,7 +287,7 @@ Family = TypeVar("Family", bound=_Covariance)
 
 
 def _ascend(
-    problem: _Problem,
+    problem: Problem,
     covariance: Family,
     start: Tensor | None,
     preconditioner: Solvable | None,
@@ -350,7 +354,7 @@ def _ascend(
     return found, covariance
 
 
-def _step(problem: _Problem, g: Tensor, at: Expected, preconditioner: Solvable, ratio: float) -> tuple[Tensor, Tensor]:
+def _step(problem: Problem, g: Tensor, at: Expected, preconditioner: Solvable, ratio: float) -> tuple[Tensor, Tensor]:
     """The Newton step of the mean, (p,), and what it adds to f, (n, c)."""
     B, Phi, K = as_weight(at.curvature), problem.Phi, problem.K
     if K is not None and len(K) <= DENSE:
@@ -375,7 +379,7 @@ def _step(problem: _Problem, g: Tensor, at: Expected, preconditioner: Solvable, 
 
 @dataclass(frozen=True)
 class _Diagonal(_Covariance):
-    problem: _Problem
+    problem: Problem
     v: Tensor
     blocks: Tensor
 
@@ -395,7 +399,7 @@ class _Diagonal(_Covariance):
 
 @dataclass(frozen=True)
 class _Directions(_Covariance):
-    problem: _Problem
+    problem: Problem
     P: Tensor
     F: Tensor
     rest: Tensor
@@ -441,7 +445,7 @@ def draws(samples: int, n: int, c: int, *, seed: int) -> Tensor:
     return torch.cat([z, -z], 1).transpose(0, 1).contiguous()
 
 
-def _directions(problem: _Problem, rank: int | str, seed: int) -> Tensor:
+def _directions(problem: Problem, rank: int | str, seed: int) -> Tensor:
     """P, (p, r): orthonormal, spanning the top right singular vectors of Phi, or nearly so where it is large."""
     Phi, (rows, p) = problem.Phi, problem.Phi.shape
     most = min(rows, p)
@@ -472,7 +476,7 @@ def _directions(problem: _Problem, rank: int | str, seed: int) -> Tensor:
     return _orthonormal(Phi.T @ (Q[:, :kept] / lam[:kept].sqrt()))
 
 
-def _worth(problem: _Problem, lam: Tensor, rank: int | str) -> int:
+def _worth(problem: Problem, lam: Tensor, rank: int | str) -> int:
     """How many of the eigenvalues are kept: none that is zero to rounding."""
     largest = float(lam[0])
     if not largest > 0:

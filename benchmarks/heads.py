@@ -1,0 +1,177 @@
+"""Gradient features against fine-tuning: an epoch of each in the same top layers, and passes to the optimum.
+
+The network is ResNet-20; its last blocks and its head adapt, and what lies below is frozen: its forward pass counts in
+both, and neither goes back through it. An epoch is Adam on minibatches. linnet's is timed as it reads the data (a
+Jacobian-vector and a vector-Jacobian product), with the activations at the frozen layers kept, and with the layers'
+factors kept; so is one full-batch pass, which is what a Newton-CG iteration takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import linnet
+from benchmarks.models import MODELS
+from benchmarks.timing import machine, milliseconds
+from linnet import newton, stochastic
+from linnet.contexts import Precision, arithmetic
+from linnet.iterative import cached_if_fits, preconditioner_of
+from linnet.jacobian import Jacobian
+from linnet.likelihoods import Categorical
+from linnet.priors import make_prior
+from linnet.problem import Settings
+from linnet.stochastic import Training
+
+CLASSES = 10
+TOP = {"1 block": ["layer3.2.*", "linear.*"], "3 blocks": ["layer3.*", "linear.*"]}
+# Examples of an epoch, of minibatches, and of the passes to the optimum.
+SIZES = {"cuda": (20_480, (512, 2048), 20_000), "cpu": (256, (64,), 400)}
+
+
+def data(n: int, device: str) -> tuple[Tensor, Tensor]:
+    """Images, standard normal, and labels from the same network with another last block and head, and some noise."""
+    spec = MODELS["resnet-20"]
+    X = spec.data(n).to(device)
+    teacher, other = spec.build(), spec.build(seed=5)
+    teacher.layer3[2], teacher.linear = other.layer3[2], other.linear  # type: ignore[index, operator]
+    with torch.no_grad():
+        f = torch.cat([teacher.to(device)(part) for part in X.split(1000)])
+    noise = torch.randn(f.shape, generator=torch.Generator().manual_seed(3)).to(device)
+    return X, ((f - f.mean(0)) / f.std(0) + 0.3 * noise).argmax(1)
+
+
+def fine_tuning(model: nn.Module, names: set[str], X: Tensor, y: Tensor, size: int) -> Callable[[], None]:
+    """An epoch of Adam on the same parameters of the network itself."""
+    net = copy.deepcopy(model)
+    for name, t in net.named_parameters():
+        t.requires_grad_(name in names)
+    optimizer = torch.optim.Adam([t for t in net.parameters() if t.requires_grad], lr=1e-5)
+
+    def epoch() -> None:
+        order = torch.randperm(len(X), device=X.device)
+        for index in order.split(size):
+            optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(net(X[index]), y[index]).backward()
+            optimizer.step()
+
+    return epoch
+
+
+def full_batch(J: Jacobian, y: Tensor) -> Callable[[], Tensor]:
+    """The gradient of the loss over all examples: one pass."""
+    V = torch.full((J.shape[1],), 1e-4, dtype=J.dtype, device=J.device)
+
+    def pull(shift: Tensor, batch: linnet.Batch) -> Tensor:
+        assert batch.f is not None
+        labels = y[batch.index.to(y.device)]
+        return ((batch.f + shift.view(batch.f.shape)).softmax(1) - F.one_hot(labels, CLASSES)).flatten()
+
+    return lambda: J.fused(pull, V)
+
+
+def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, size: int) -> dict[str, Any]:
+    """Milliseconds of an epoch and of a pass, and their ratios to fine-tuning."""
+    model = MODELS["resnet-20"].build().to(device)
+    X, y = data(n, device)
+    lin = linnet.linearize(model, TOP[top])
+    plain = lin.jacobian(X, precision=precision, progress=False)
+    forms = {"as read": plain, "activations kept": plain.above_frozen(), "factors kept": plain.cached()}
+    variance = torch.full((lin.p,), 1e-3, device=device)
+    contenders: dict[str, Callable[[], object]] = {"fine-tuning": fine_tuning(model, set(lin.theta), X, y, size)}
+    for name, J in forms.items():
+        task = stochastic._Task(J, y, variance.sqrt(), Categorical(), True)
+        contenders[f"epoch, {name}"] = partial(_epoch, task, size)
+        contenders[f"pass, {name}"] = full_batch(J, y)
+    with arithmetic(precision, torch.device(device)):
+        times = milliseconds(contenders, device, rounds=rounds)
+    kept = {"factors": forms["factors kept"].cache_size // n}
+    kept["activations"] = sum(t[0].numel() * t.element_size() for t in forms["activations kept"]._source.tensors)  # type: ignore[attr-defined]
+    return {
+        "top": top,
+        "precision": precision,
+        "n": n,
+        "minibatch": size,
+        "p": lin.p,
+        "ms": times,
+        "ratio": {name: t / times["fine-tuning"] for name, t in times.items() if name != "fine-tuning"},
+        "bytes kept for an example": kept,
+    }
+
+
+def _epoch(task: stochastic._Task, size: int) -> None:
+    stochastic._trained(task, Training(epochs=1, size=size), 1e-4, 0, False)
+
+
+def optimum(top: str, device: str, n: int) -> dict[str, Any]:
+    """Passes over the data to a relative gradient of 1e-4 from a fitted head, for a weak and a strong prior."""
+    X, y = data(n, device)
+    model = linnet.attach_head(MODELS["resnet-20"].build().to(device), X, y, penalty=1.0, progress=False)
+    lin = linnet.linearize(model, TOP[top])
+    J = lin.jacobian(X, progress=False)
+    part = J.subset(torch.arange(min(n, 200))).cached()
+    prior, likelihood = make_prior(lin, "ntk"), Categorical()
+    mean = part.outputs().double()
+    K = part.gram(scale=prior.base).double()
+    unit = newton._unit(K, mean, likelihood, "function")  # where the data say as much as the prior
+    J = cached_if_fits(J)
+    rows = []
+    for times in (0.3, 3.0):
+        variance, f = prior.variance([times * unit]), J.outputs()
+        for kind in ("nystrom", "none"):
+            P = None
+            if kind != "none":
+                P = preconditioner_of(J.scaled(variance.sqrt()), J, likelihood.curvature(f), Settings(), "weight")
+            given: dict[str, Any] = {"variance": variance, "mean": f, "likelihood": likelihood, "preconditioner": P}
+            mode = newton.matrix_free(J, y, **given, tolerance=1e-4)
+            rows.append(
+                {
+                    "scale / unit": times,
+                    "preconditioner": kind,
+                    "rank": 0 if P is None else P.rank,
+                    "passes": mode.passes + (P is not None),
+                    "steps": mode.iterations,
+                    "gradient": mode.gradient,
+                    "objective": mode.objective,
+                    "converged": mode.converged,
+                }
+            )
+    return {"top": top, "n": n, "p": lin.p, "rows": rows}
+
+
+def run(device: str, out: Path, *, rounds: int, only: str, n: int | None) -> None:
+    """Measure, print and keep."""
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    count, minibatches, larger = SIZES[kind]
+    count, larger = (count, larger) if n is None else (n, n)
+    precisions: tuple[Precision, ...] = ("highest", "high") if kind == "cuda" else ("highest",)
+    results: dict[str, Any] = {"machine": machine(device), "epochs": [], "optimum": []}
+    print(results["machine"])
+    for top in TOP:
+        for precision, size in product(precisions, minibatches) if only in ("all", "epochs") else ():
+            row = epochs(top, device, precision, rounds, count, size)
+            results["epochs"].append(row)
+            known = row["ms"]["fine-tuning"]
+            print(f"{top}, {precision}, minibatches of {size}: fine-tuning {known:.0f} ms", flush=True)
+            for name, ratio in row["ratio"].items():
+                print(f"    {name:24} {ratio:.2f}", flush=True)
+        if only in ("all", "optimum") and top == "1 block":
+            row = optimum(top, device, larger)
+            results["optimum"].append(row)
+            for found in row["rows"]:
+                print(
+                    f"{top}, n = {row['n']:,}, scale {found['scale / unit']} units, {found['preconditioner']:7} of "
+                    f"rank {found['rank']}: {found['passes']} passes to a gradient of {found['gradient']:.0e}",
+                    flush=True,
+                )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")

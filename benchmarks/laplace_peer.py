@@ -1,0 +1,89 @@
+"""Jobs through laplace-torch, in an interpreter that has it: ``python -m benchmarks.laplace_peer FOLDER ...``.
+
+Reads ``job.pt`` (weights and data) and ``job.json`` (what to do) from each folder, and writes ``found.pt`` and
+``found.json`` there. It must not import linnet, which that interpreter need not have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def network(name: str) -> nn.Module:
+    """The networks of the comparison."""
+    if name == "digits":
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    if name == "cnn":
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.Tanh(), nn.Conv2d(4, 5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
+        )
+    outputs = {"classes": 3, "numbers": 2}[name]
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def predictive(la: Any, X: Tensor, likelihood: str) -> dict[str, Tensor]:
+    """Covariances of f of each input, and probabilities."""
+    f, cov = la._glm_predictive_distribution(X)
+    out = {"mean": f.detach(), "cov": cov.detach()}
+    if likelihood == "classification":
+        out["probit"] = la(X, pred_type="glm", link_approx="probit").detach()
+        out["bridge"] = la(X, pred_type="glm", link_approx="bridge").detach()
+    return out
+
+
+def main(folder: Path) -> None:
+    """One job."""
+    from laplace import Laplace
+
+    torch.set_num_threads(1)
+    job = torch.load(folder / "job.pt", weights_only=True)
+    told = json.loads((folder / "job.json").read_text())
+    model = network(told["network"]).to(job["X"].dtype)
+    model.load_state_dict(job["state"])
+    loader = DataLoader(TensorDataset(job["X"], job["y"]), batch_size=told["batch"])
+    given: dict[str, Any] = {"prior_precision": 1 / told["prior"]}
+    if told["likelihood"] == "regression":
+        given["sigma_noise"] = told["noise"] ** 0.5
+    start = time.perf_counter()
+    la = Laplace(
+        model,
+        told["likelihood"],
+        subset_of_weights="last_layer" if told["last_layer"] else "all",
+        hessian_structure=told["structure"],
+        **given,
+    )
+    la.fit(loader)
+    fitted = time.perf_counter()
+    if told["tune"]:
+        la.optimize_prior_precision(method="marglik", pred_type="glm")
+    tuned = time.perf_counter()
+    found = {}
+    if told["tune"]:
+        parts = [la(x, pred_type="glm", link_approx="probit") for x in job["new"].split(told["batch"])]
+        found["probit"] = torch.cat(parts).detach()
+    else:
+        found = predictive(la, job["new"], told["likelihood"])
+    done = time.perf_counter()
+    torch.save(found, folder / "found.pt")
+    numbers = {
+        "fit": fitted - start,
+        "tune": tuned - fitted,
+        "predict": done - tuned,
+        "seconds": done - start,
+        "log evidence": float(la.log_marginal_likelihood()),
+        "prior": 1 / float(torch.as_tensor(la.prior_precision).flatten()[0]),
+    }
+    (folder / "found.json").write_text(json.dumps(numbers))
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        main(Path(argument))

@@ -1,0 +1,105 @@
+"""A convolution's columns of the Jacobian multiplied by convolutions: neither rows nor patches are formed.
+
+For input x, gradients g (n, c, ...) of the layer's output and a column v of the layer's weights, ``J v`` is
+``g . conv(x, v)`` and ``J^T u`` the weight gradient of the convolution for the output gradient ``sum_c u_c g_c``: as
+much work as a forward and a backward pass of the layer, whatever the number of outputs.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linnet.convolution import Convolution
+from linnet.factors import TEMPORARY, Factor, Range, Rows, Size
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@final
+class Convolved(Factor):
+    """See the module; for products with few columns.
+
+    Args:
+        conv: The numbers of the convolution.
+        x: Its input, (n r, C, ...), r uses of the layer for each example.
+        g: Gradients of its output, (n r, c, out, ...).
+        n: Examples.
+        weight: Range of the weight, laid out as (out, channels, kernel).
+        bias: Range of the bias, or None.
+    """
+
+    def __init__(
+        self, conv: Convolution, x: Tensor, g: Tensor, *, n: int, weight: Range, bias: Range | None = None
+    ) -> None:
+        super().__init__([weight] if bias is None else [weight, bias], n=n, c=g.shape[1])
+        self.conv, self.x, self.g = conv, x, g
+        self.weight, self.bias = weight, bias
+
+    @property
+    def size(self) -> Size:
+        """Of its parameters alone: it is chosen already."""
+        return Size(self.q)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.g
+
+    def expand(self) -> Rows:
+        rows = self.conv.rows(self.x, self.g)
+        parts = [rows.unflatten(0, (self.n, -1)).sum(1)]
+        return Rows(self.ranges, parts if self.bias is None else [*parts, self._joined()])
+
+    def matmul(self, V: Tensor) -> Tensor:
+        k = V.shape[1]
+        W = V[slice(*self.weight)].view(self.conv.groups, -1, self.conv.channels, *self.conv.kernel, k)
+        W = W.movedim(-1, 1).flatten(0, 2).contiguous()  # (groups k dg, channels, *kernel)
+        total = V.new_zeros(self.n, self.c, k)
+        for examples, x, g in self._pieces(k):
+            h = self._forward(x, W).unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)  # (.., groups, dg, *S', k)
+            part = g.flatten(2) @ h.reshape(len(x), -1, k)
+            total[examples] = part.unflatten(0, (-1, len(self.x) // self.n)).sum(1)
+        return total if self.bias is None else total + self._joined() @ V[slice(*self.bias)]
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        k, groups, repeats = U.shape[2], self.conv.groups, len(self.x) // self.n
+        columns = out[slice(*self.weight)]
+        for examples, x, g in self._pieces(k):
+            u = U[examples].repeat_interleave(repeats, 0).mT if repeats > 1 else U[examples].mT  # (.., k, c)
+            h = (u @ g.flatten(2)).view(len(x), k, groups, -1, *g.shape[3:]).transpose(1, 2)
+            found = self._weight_gradient(x, h.flatten(1, 3)).view(groups, k, -1)
+            columns += found.transpose(1, 2).reshape(-1, k)
+        if self.bias is not None:
+            out[slice(*self.bias)].addmm_(self._joined().flatten(0, 1).T, U.flatten(0, 1))
+
+    def _joined(self) -> Tensor:
+        """The bias's rows, (n, c, out)."""
+        return self.g.flatten(3).sum(3).unflatten(0, (self.n, -1)).sum(1)
+
+    def _pieces(self, k: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Examples with their inputs and gradients, few enough for k outputs of the layer."""
+        repeats = len(self.x) // self.n
+        step = max(1, TEMPORARY // max(1, k * repeats * self.g[0, 0].numel()))
+        found = []
+        for start in range(0, self.n, step):
+            s = slice(start, min(start + step, self.n))
+            rows = slice(s.start * repeats, s.stop * repeats)
+            found.append((s, self.x[rows], self.g[rows]))
+        return found
+
+    def _forward(self, x: Tensor, W: Tensor) -> Tensor:
+        x, padding = self.conv.padded(x)
+        c = self.conv
+        return _CONV[len(c.kernel)](x, W, None, c.stride, padding, c.dilation, c.groups)
+
+    def _weight_gradient(self, x: Tensor, h: Tensor) -> Tensor:
+        x, padding = self.conv.padded(x)
+        c = self.conv
+        W = x.new_empty(h.shape[1], c.channels, *c.kernel)
+        none = [0] * len(c.kernel)
+        _, found, _ = torch.ops.aten.convolution_backward(
+            h, x, W, None, list(c.stride), padding, list(c.dilation), False, none, c.groups, [False, True, False]
+        )
+        return found

@@ -1,0 +1,534 @@
+"""Door 2: error bars for a network as it stands, the linearized Laplace approximation."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor, nn
+
+from linnet import laplace_saved, laplace_search, predictions
+from linnet.combined import combined
+from linnet.iterative import cached_if_fits
+from linnet.jacobian import Jacobian
+from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
+from linnet.laplace_predict import Predictive
+from linnet.laplace_search import Method, Search, Step
+from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
+from linnet.linearize import linearize
+from linnet.logdets import LogDet
+from linnet.params import Params
+from linnet.plan import dense_budget
+from linnet.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.problem import Settings, choose_solver
+from linnet.sites import FlatOutput, Sites
+from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
+from linnet.tangent import as_targets, checked_inputs, fast_float64
+
+StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
+At = Literal["network", "linear_mode"]
+
+KEPT = ("full", "function", "lowrank", "samples")
+"""Structures that read the Jacobian many times, so that it is kept in memory where it fits."""
+
+SAMPLED = 1e-2
+"""Relative change at which MacKay's fixed point is reached, where it comes from samples."""
+
+FAR = 3.0
+"""A gradient this many times as large as noise in the labels would make it says that the network is not trained."""
+
+
+class Laplace(Predictive):
+    r"""Error bars for a trained network: the Gaussian posterior of its weights, linearized.
+
+    .. math:: \theta \sim N(0, S), \qquad \theta \mid y \approx N(\theta_0, H^{-1}), \quad H = J^\top B J + S^{-1},
+              \qquad f(x) \sim N\left(f(x; \theta_0), \; J(x) H^{-1} J(x)^\top\right)
+
+    The mean is the network itself. Give it the data that the network was trained on, in evaluation order.
+
+    Args:
+        model: The trained network.
+        likelihood: "classification" (softmax; one output is the logit of 1; targets (n, c) of zeros and ones are
+            labels that are on or off apart from each other), "regression" (Gaussian noise), "heteroscedastic" (means,
+            then as many log variances), or a `linnet.likelihoods.Likelihood`.
+        structure: The form of the posterior, see `linnet.structures`: "full" and "function" are exact and equal;
+            "kron", "ekfac", "diag", "lowrank", "subnetwork" and "samples" approximate. "auto" takes an exact one where
+            it fits memory, then "samples".
+        prior: Variances of theta itself, around zero: "shared", "ntk", "balanced" or "layerwise", whose scales the
+            evidence chooses; "unit"; a variance; or variances by layer glob. Variance is one over the precision or
+            weight decay that others speak of.
+        params: Which parameters are random; see `linnet.linearize`. The last layer alone: its name with ".*".
+        output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
+            its own targets; see `linnet.sites`.
+        noise: Variance of the observations for "regression": a number, one for each output, "evidence" (one for all,
+            the default where None), or "per-output" (one for each, by the evidence).
+        rank: Eigenpairs of "lowrank".
+        size: Parameters of "subnetwork".
+        samples: Draws of "samples", and of everything by Monte Carlo.
+        draws: None for the exact Fisher information; a number m replaces it by the average of m labels drawn for
+            each example: unbiased, and m backward passes in place of one for each class.
+        tolerance: Relative residual of the solve for "samples".
+        dtype: Of all computations: "auto" is float64 where the device is fast at it, else float32.
+        memory: Bytes that dense matrices may take, or "auto".
+        batch_size: Examples per chunk, or "auto".
+        seed: Of everything that is drawn.
+        progress: False for no progress bars.
+
+    Attributes:
+        structure_: The structure used.
+        likelihood_: With its noise.
+        posterior_: Over the displacement of the parameters.
+        prior_variance_: (p,).
+        scales_: Prior scales by name.
+        noise_: Noise variance: one, or (c,); None without.
+        effective_dimension_: How many parameters the data determine.
+        gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode.
+        gradient_ratio_: The gradient of the log likelihood, in units of what noise in the labels alone would make it.
+        tune_path_: Steps of the last search: log evidence, scales, noise, effective dimension.
+
+    Example:
+        >>> X = torch.linspace(-2, 2, 40)[:, None]
+        >>> model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))  # your trained network
+        >>> y = model(X)[:, 0].detach() + 0.1 * torch.randn(40)
+        >>> la = Laplace(model, "regression").fit(X, y)
+        >>> mean, std = la.predict(X, return_std=True)
+        >>> mean.shape, std.shape, la.structure_
+        (torch.Size([40]), torch.Size([40]), 'function')
+    """
+
+    structure_: str
+    prior_variance_: Tensor
+    scales_: dict[str, float]
+    noise_: Any
+    effective_dimension_: float
+    gradient_norm_: float
+    gradient_ratio_: float
+    tune_path_: tuple[Step, ...]
+    _known_evidence: float
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        structure: StructureName = "auto",
+        prior: PriorSpec = "shared",
+        params: Params = None,
+        *,
+        output: Any = None,
+        noise: float | Sequence[float] | Tensor | str | None = None,
+        rank: int = 64,
+        size: int = 1000,
+        samples: int = 64,
+        draws: int | None = None,
+        tolerance: float = 1e-2,
+        dtype: Any = "auto",
+        memory: float | str = "auto",
+        batch_size: int | str = "auto",
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> None:
+        self.model, self.likelihood, self.structure = model, likelihood, structure
+        self.prior, self.params = prior, params
+        self.output, self.noise, self.rank, self.size, self.samples = output, noise, rank, size, samples
+        self.draws, self.tolerance, self.dtype, self.memory = draws, tolerance, dtype, memory
+        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+
+    # Fitting.
+
+    def fit(self, X: Any, y: Any = None) -> Laplace:
+        """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
+        self._check()
+        inputs = checked_inputs(self, X, reset=True)
+        self._attach(self.model)
+        J = self._jacobian(inputs)
+        f = J.outputs()
+        targets = as_targets(y, J)
+        self._one_column = targets.ndim == 1 and J.c == 1
+        self._unit, self._noise_base = self._likelihood_of(targets, J)
+        self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        self._train_inputs, self._f = inputs, f
+        self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
+        self._J = cached_if_fits(J) if self.structure_ in KEPT and self.draws is None else J
+        self._prior = make_prior(self.lin_, self.prior, J=self._J)
+        self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
+        self._noise = 1.0
+        self._structure = self._fitted(self._root(f))
+        self._log_det = self._structure.log_det(self._prior)
+        self.tune_path_ = ()
+        search = Search(bool(self._prior.scales), self._noise_free)
+        if search.scales or search.noise:
+            evidence = self._evidence("network", self._prior, self._log_det)
+            if self._log_det.cost == "solve":
+                search = replace(search, method="mackay", tolerance=SAMPLED)
+            cost = self._log_det.cost
+            path = laplace_search.best(evidence, search, scales=self._scales, noise=self._noise, cost=cost)
+            self._accept(self._prior, self._log_det, path)
+            if isinstance(self.noise, str) and self.noise == "per-output":
+                self._by_output(search)
+        else:
+            self._refresh()
+        self._measure_distance()
+        return self
+
+    def _attach(self, network: nn.Module) -> None:
+        self._read = FlatOutput(self.output)
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = torch.float64 if fast_float64(next(network.parameters()).device) else torch.float32
+        elif isinstance(dtype, str):
+            dtype = {"float32": torch.float32, "float64": torch.float64}[dtype]
+        self.lin_ = linearize(network, self.params, self._read).to(dtype)
+
+    def _choose(self, J: Jacobian) -> str:
+        """An exact structure where it fits memory and patience, else samples."""
+        kernels = len(self.lin_.layout.layers) + 1 if self.prior == "layerwise" else 1
+        steps = 10 if self.prior == "layerwise" else 3
+        rows = J.n * (self.draws or J.c)
+        settings = Settings(memory=self.memory)
+        found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
+        return {"function": "function", "weight": "full"}.get(found, "samples")
+
+    def _fitted(self, root: Tensor) -> Structure:
+        """The structure for a root of the curvature at noise one."""
+        J, name = self._J, self.structure_
+        if self.draws is not None:
+            J = combined(J, root)
+            J = cached_if_fits(J) if self.structure_ in KEPT else J
+            root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
+        if name in ("kron", "ekfac"):
+            return Kron(J, root, corrected=name == "ekfac")
+        if name == "lowrank":
+            return LowRank(J, root, rank=self.rank, seed=self.seed, memory=self.memory, progress=self.progress)
+        if name == "subnetwork":
+            variance = self._prior.variance(self._scales if self._prior.scales else ())
+            return Subnetwork(J, root, size=self.size, variance=variance, t=1 / self._noise)
+        if name == "samples":
+            options: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
+            return Sampled(J, root, k=self.samples, memory=self.memory, **options)
+        simple: dict[str, Callable[[Jacobian, Tensor], Structure]] = {
+            "full": Full,
+            "function": Function,
+            "diag": Diagonal,
+        }
+        return simple[name](J, root)
+
+    def _root(self, f: Tensor) -> Tensor:
+        """A root of the curvature at noise one, (n, c), or (n, c, m)."""
+        if self.draws is None:
+            self._check_curvature(f)
+            return self._unit.root(f)
+        return predictions.sampled_root(self._unit, f, self.draws, seed=self.seed)
+
+    def _check_curvature(self, f: Tensor) -> None:
+        """Raise where the curvature of all examples does not fit memory, or is none."""
+        n, c = f.shape
+        size, limit = 3 * n * c * c * f.element_size(), dense_budget(self.memory, f.device)
+        if not self._unit.diagonal and size > limit:
+            raise MemoryError(
+                f"The curvature of {n:,} examples with {c:,} outputs takes {size / 2**30:.1f} GiB, and there are "
+                f"{limit / 2**30:.1f} GiB. Draw the Fisher information instead, with draws=1 or a few, or allow more "
+                "with memory=."
+            )
+        few = f[:256]
+        root, B = self._unit.root(few), self._unit.curvature(few)
+        found = root.square() if root.ndim == 2 else root @ root.mT
+        if not torch.allclose(found, B, rtol=1e-3, atol=1e-5 * float(B.abs().max())):
+            raise ValueError(
+                f"The curvature of {self._unit!r} is not positive semi-definite: its root times itself is something "
+                "else. Use the Fisher information in place of the second derivative."
+            )
+
+    def _refresh(self) -> None:
+        """The posterior for the present prior and noise."""
+        prior = self._prior
+        self.prior_variance_ = prior.variance(self._scales) if prior.scales else prior.base
+        self.posterior_ = self._structure.posterior(self.prior_variance_, 1 / self._noise)
+        self.scales_ = dict(zip(prior.scales, self._scales, strict=True)) if prior.scales else {}
+        self.likelihood_ = self._with_noise(self._noise)
+        base = None if self._noise_base is None else self._noise_base * self._noise
+        self.noise_ = None if base is None else float(base) if base.ndim == 0 else base.cpu().numpy()
+        self.effective_dimension_ = sum(self._log_det(self._scales, 1 / self._noise)[1])
+
+    # The likelihood.
+
+    def _likelihood_of(self, y: Tensor, J: Jacobian) -> tuple[Likelihood, Tensor | None]:
+        """The likelihood at noise scale one, and the noise that it has there."""
+        shape, given = self._read.shape, self.likelihood
+        c = shape[0] if shape else J.c
+        base: Tensor | None = None
+        if isinstance(given, Likelihood):
+            found = given
+            if isinstance(given, Gaussian):
+                base = torch.as_tensor(given.noise, dtype=J.dtype, device=J.device)
+        elif given == "regression":
+            given_noise: Any = 1.0 if self._noise_free else self.noise
+            if isinstance(self.noise, str) and self.noise == "per-output":
+                given_noise = [1.0] * c
+                if shape:
+                    raise ValueError("noise='per-output' is for outputs without sites; use 'evidence', or variances.")
+            base = torch.as_tensor(given_noise, dtype=J.dtype, device=J.device)
+            found = Gaussian(base if base.ndim else float(base))
+        elif given == "heteroscedastic":
+            found = Heteroscedastic()
+        else:
+            several = y.ndim == 1 + len(shape[1:]) + 1 and c > 1
+            found = Bernoulli() if c == 1 or several else Categorical()
+        return (Sites(found, shape) if shape else found), base
+
+    @property
+    def _noise_free(self) -> bool:
+        return self.likelihood == "regression" and (self.noise is None or isinstance(self.noise, str))
+
+    def _with_noise(self, noise: float) -> Likelihood:
+        """The likelihood with its noise times a scale."""
+        if self._noise_base is None:
+            return self._unit
+        base = self._noise_base * noise
+        found = Gaussian(base if base.ndim else float(base))
+        return Sites(found, self._read.shape) if self._read.shape else found
+
+    # The evidence.
+
+    def log_evidence(self, at: At = "network", *, prior: PriorSpec | None = None, noise: float | None = None) -> float:
+        r"""The log marginal likelihood of the training data, by Laplace's approximation.
+
+        .. math:: \log p(y \mid f) - \tfrac12 \theta^\top A \theta + \tfrac12 \log\det A - \tfrac12 \log\det H
+
+        Args:
+            at: "network" takes the network's own weights, "linear_mode" those that are the mode of the linearized
+                network under this prior; in networks with normalization layers only the second makes sense of a prior
+                that is not one for each layer.
+            prior: Another prior than the present one: a variance, variances by layer, or "unit".
+            noise: Another noise variance.
+        """
+        check_is_fitted(self)
+        if not hasattr(self, "_structure") and at == "network" and prior is None and noise is None:
+            return self._known_evidence
+        self._check_data("log_evidence at another place")
+        given, log_det, scales = self._prior, self._log_det, self._scales
+        if prior is not None:
+            given = make_prior(self.lin_, prior, J=self._J)
+            if given.scales:
+                raise ValueError(
+                    f"log_evidence needs a prior without open scales; {prior!r} has {len(given.scales)}. "
+                    "Choose them with tune(prior=...)."
+                )
+            log_det, scales = self._structure.log_det(given), (1.0,)
+        scale = self._noise
+        if noise is not None:
+            if self._noise_base is None or self._noise_base.ndim:
+                raise ValueError("noise= is for a regression with one noise variance.")
+            scale = noise / float(self._noise_base)
+        return self._evidence(at, given, log_det)(scales, scale).value
+
+    def tune(
+        self,
+        prior: PriorSpec | None = None,
+        *,
+        noise: bool | None = None,
+        method: Method = "gradient",
+        at: At = "network",
+        steps: int = 500,
+        validation: Any = None,
+    ) -> Laplace:
+        """Choose prior scales and noise by the evidence; `tune_path_` has the steps.
+
+        Weights that the data leave open stay near where they were drawn at the start of training, and where there are
+        many of them the evidence takes their size for that of the prior: its error bars are then too wide. Data that
+        were held out from training settle the size.
+
+        Args:
+            prior: Whose scales: "shared", "layerwise", "ntk", "balanced"; a variance or variances by layer are given a
+                common factor. None means the prior that there is.
+            noise: Whether the noise is chosen too; None means where it is a regression's.
+            method: "gradient" (L-BFGS with the analytic gradient) or "mackay" (the fixed point of the effective
+                dimensions).
+            at: As for `log_evidence`.
+            steps: Limit.
+            validation: Inputs and targets that the network was not trained on, ``(X, y)`` or a Dataset. After the
+                evidence, all prior variances are multiplied by the factor with the largest log probability there.
+        """
+        check_is_fitted(self)
+        self._check_data("tune")
+        spec = self.prior if prior is None else prior
+        check_prior(spec)
+        search = Search(True, self._noise_base is not None if noise is None else noise, method, steps)
+        if search.noise and self._noise_base is None:
+            raise ValueError(f"{self._unit!r} has no noise variance to choose; leave noise= out.")
+        by_output = isinstance(self.noise, str) and self.noise == "per-output" and search.noise
+        if by_output and at == "linear_mode":
+            raise NotImplementedError("Noise for each output is chosen at the network only; use noise=False.")
+        found = make_prior(self.lin_, spec, J=self._J) if prior is not None else self._prior
+        found = found if found.scales else replace(found, scales=("all",))
+        scales = self._scales if len(self._scales) == len(found.scales) else (1.0,) * len(found.scales)
+        log_det = self._structure.log_det(found)
+        exact = self.structure_ in ("full", "function") or self._noise_base is not None
+        if at == "linear_mode" and method == "gradient" and not exact:
+            raise NotImplementedError(
+                "At the mode of the linear model the curvature of this likelihood moves with the prior, and the "
+                f"gradient of the evidence is not known for structure={self.structure_!r}. Use method='mackay', or an "
+                "exact structure."
+            )
+        if at == "linear_mode" or log_det.cost == "solve":
+            search = replace(search, tolerance=SAMPLED if log_det.cost == "solve" else 1e-3)
+        evidence = self._evidence(at, found, log_det)
+        cost = "decomposition" if at == "linear_mode" and log_det.cost == "little" else log_det.cost
+        path = laplace_search.best(evidence, search, scales=scales, noise=self._noise, cost=cost)
+        self._accept(found, log_det, path)
+        if by_output:
+            self._by_output(search)
+        if validation is not None:
+            self._validated(validation)
+        return self
+
+    def _accept(self, prior: Prior, log_det: LogDet, path: Sequence[Step]) -> None:
+        """Take over what a search has found."""
+        self._prior, self._log_det, self.tune_path_ = prior, log_det, tuple(path)
+        self._scales, self._noise = path[-1].scales, path[-1].noise
+        self._refresh()
+
+    def _by_output(self, search: Search) -> None:
+        """MacKay's update of the noise of each output, in turn with the scales, to a fixed point of both."""
+        residual = (self._y - self._f).square().sum(0)
+        rows, path = len(self._f), list(self.tune_path_)
+        for _ in range(search.steps):
+            assert self._noise_base is not None
+            before = self._noise_base * self._noise
+            gamma = (self.posterior_.variance(self._J) / before).sum(0)
+            self._noise_base, self._noise = residual / (rows - gamma), 1.0
+            self._unit = self._with_noise(1.0)
+            self._structure = self._fitted(self._root(self._f))
+            self._log_det = self._structure.log_det(self._prior)
+            inner = replace(search, noise=False)
+            evidence = self._evidence("network", self._prior, self._log_det)
+            found = laplace_search.best(evidence, inner, scales=self._scales, noise=1.0, cost=self._log_det.cost)
+            path.append(found[-1])
+            self._accept(self._prior, self._log_det, path)
+            if bool(((self._noise_base / before - 1).abs() <= max(search.tolerance, 1e-6)).all()):
+                return
+        raise ArithmeticError(
+            f"The noise of each output was not settled after {search.steps} steps. Allow more with tune(steps=), or "
+            "use noise='evidence', one for all."
+        )
+
+    def _validated(self, validation: Any) -> None:
+        """Multiply the prior variances by what serves held-out data best."""
+        X, y = validation if isinstance(validation, tuple) else (validation, None)
+        J = cached_if_fits(self._jacobian(checked_inputs(self, X, reset=False)))
+        f = J.outputs()
+        targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+        S, t = self.prior_variance_, 1 / self._noise
+
+        def score(factor: float) -> float:
+            # The same as with the prior variances times the factor, and the kernel stays.
+            variance = factor * self._structure.posterior(S, t * factor).variance(J)
+            return predictions.log_score(self.likelihood_, f, variance, targets)
+
+        factor = laplace_search.best_factor(score)
+        scales = tuple(s * factor for s in self._scales)
+        terms = self._evidence("network", self._prior, self._log_det)(scales, self._noise)
+        last = Step(terms.value, scales, self._noise, sum(terms.gamma))
+        self._accept(self._prior, self._log_det, [*self.tune_path_, last])
+
+    def _evidence(self, at: str, prior: Prior, log_det: LogDet) -> Evidence:
+        if at not in get_args(At):
+            raise ValueError(f"at must be 'network' or 'linear_mode'; got {at!r}.")
+        theta = self.lin_.layout.flatten(self.lin_.theta)
+        if at == "network":
+            energy = None if self._noise_base is None else self._energy(self._f)
+            return AtNetwork(
+                log_det,
+                group_norms(theta, prior, self._structure.included),
+                float(self._unit.log_prob(self._f, self._y).sum()),
+                energy,
+                self._f.numel(),
+            )
+        if self.structure_ == "subnetwork" or self.draws is not None:
+            what = "A subnetwork's evidence" if self.draws is None else "The evidence of a sampled Fisher information"
+            raise NotImplementedError(f"{what} is known at the network only; use at='network'.")
+        mean = self._f - (self._J @ theta).view_as(self._f)
+        if self.structure_ in ("full", "function") and self._noise_base is None:
+            return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
+        model = LinearModel(self._J, self._y, mean, Settings(memory=self.memory, progress=self.progress))
+        gaussian = self._noise_base is not None
+        return AtLinearMode(
+            model,
+            prior,
+            self._with_noise,
+            (lambda root: log_det) if gaussian else (lambda root: self._fitted(root).log_det(prior)),
+            self._energy if gaussian else None,
+        )
+
+    def _energy(self, f: Tensor) -> float:
+        """Squared residuals over the known noise."""
+        residual = self._unit.residual(f, self._y)
+        return float((residual.square() / self._unit.curvature(f)).double().sum())
+
+    def _measure_distance(self) -> None:
+        """How far the network is from a mode; a warning where it is so far that error bars mean nothing."""
+        residual = self.likelihood_.residual(self._f, self._y)
+        S = self.prior_variance_
+        g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
+        theta = self.lin_.layout.flatten(self.lin_.theta)
+        inner = torch.where(S > 0, g - theta / S, 0.0)
+        self.gradient_norm_ = float(inner.norm())
+        # In whitened weights, and so that the units of the layers do not count.
+        traces = self._log_det.traces()
+        spread = sum(s * t for s, t in zip(self._scales, traces, strict=True)) / self._noise
+        included = self._structure.included
+        whitened = S.sqrt() * g if included is None else (S.sqrt() * g)[included]
+        self.gradient_ratio_ = float(whitened.norm()) / math.sqrt(spread) if spread > 0 else 0.0
+        if self.gradient_ratio_ > FAR:
+            warnings.warn(
+                f"The network is far from a mode of its likelihood: the gradient of log p(y | f) has norm "
+                f"{float(g.norm()):.3g}, {self.gradient_ratio_:.1f} times what noise in the targets would make it. Its "
+                "mean is not the linear model's, and error bars around it say little. Train it further, or use "
+                "linnet.TangentClassifier or TangentRegressor, which move the mean.",
+                stacklevel=3,
+            )
+
+    # Checks.
+
+    def _check(self) -> None:
+        check_prior(self.prior)
+        if self.structure not in get_args(StructureName):
+            known = ", ".join(map(repr, get_args(StructureName)))
+            raise ValueError(f"structure must be one of {known}; got {self.structure!r}.")
+        kinds = ("classification", "regression", "heteroscedastic")
+        if not isinstance(self.likelihood, Likelihood) and self.likelihood not in kinds:
+            raise ValueError(
+                f"likelihood must be one of {', '.join(map(repr, kinds))} or a linnet.likelihoods.Likelihood; got "
+                f"{self.likelihood!r}."
+            )
+        if self.noise is not None and self.likelihood != "regression":
+            raise ValueError(f"noise= belongs to likelihood='regression'; got likelihood={self.likelihood!r}.")
+        if isinstance(self.noise, str) and self.noise not in ("evidence", "per-output"):
+            raise ValueError(f"noise must be 'evidence', 'per-output' or variances; got {self.noise!r}.")
+        for name in ("rank", "size", "samples"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"{name} must be a positive number; got {value!r}.")
+        if self.draws is not None and (not isinstance(self.draws, int) or self.draws < 1):
+            raise ValueError(f"draws must be None or a positive number; got {self.draws!r}.")
+        if isinstance(self.dtype, str) and self.dtype not in ("auto", "float32", "float64"):
+            raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
+        check_is_fitted(self)
+        self._check_data("save")
+        laplace_saved.save(self, path)
+
+    def _check_data(self, what: str) -> None:
+        if not hasattr(self, "_structure"):
+            raise ValueError(
+                f"{what} needs the training data, which a file does not hold. Fit again: Laplace(...).fit(X, y)."
+            )

@@ -1,0 +1,230 @@
+"""The prior scales and the noise at which a Laplace evidence is largest: by its gradient, or MacKay's fixed point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from scipy.optimize import minimize, minimize_scalar
+
+from linnet.laplace_evidence import Evidence, Terms
+from linnet.logdets import Cost
+
+Method = Literal["gradient", "mackay"]
+
+SPAN = 28.0
+"""Logarithms of scales are sought this far from their start."""
+
+FLAT = 1e-11
+"""A step that changes the log evidence by no more than this part of it is the last."""
+
+
+class Step(NamedTuple):
+    """One step of a search.
+
+    Attributes:
+        log_evidence: There.
+        scales: Prior scales.
+        noise: Noise scale; one where the likelihood has none.
+        dimension: The effective dimension, all groups together.
+    """
+
+    log_evidence: float
+    scales: tuple[float, ...]
+    noise: float
+    dimension: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is sought, and how.
+
+    Attributes:
+        scales: Whether the prior's scales are.
+        noise: Whether the noise is.
+        method: "gradient" (L-BFGS on the logarithms) or "mackay" (the fixed point).
+        steps: Limit.
+        tolerance: Of MacKay's fixed point: the largest relative change of a last step.
+    """
+
+    scales: bool
+    noise: bool
+    method: Method = "gradient"
+    steps: int = 500
+    tolerance: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.method not in ("gradient", "mackay"):
+            raise ValueError(f"method must be 'gradient' or 'mackay'; got {self.method!r}.")
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"steps must be a positive number; got {self.steps!r}.")
+
+
+def best(evidence: Evidence, search: Search, *, scales: Sequence[float], noise: float, cost: Cost) -> list[Step]:
+    """Steps to the scales and noise of largest evidence; what is not sought stays.
+
+    Args:
+        evidence: To maximize.
+        search: What is sought.
+        scales: To keep, or those of groups that the data say nothing about.
+        noise: To keep, or to start from.
+        cost: Of an evaluation: the more it costs, the fewer starts are tried.
+    """
+    first = evidence(scales, noise)
+    if search.noise and not first.energy:
+        raise ValueError(
+            "The targets equal the network's outputs exactly, so that the evidence grows without bound as the noise "
+            "shrinks. Give noise= as a number."
+        )
+    start: Point = (list(scales), noise)
+    if not search.scales and not search.noise:
+        return [_step(first, *start)]
+    # A group without curvature, or of zeros, has no best scale.
+    known = [g > 0 and q > 0 for g, q in zip(first.gamma, first.shares, strict=True)]
+    start = _start(evidence, search, start, first, known, cost)
+    if search.method == "mackay":
+        return _mackay(evidence, search, start, known)
+    # Where value and derivative are separate estimates, a line search has nothing to hold on to.
+    return (_ascent if cost == "solve" else _gradient)(evidence, search, start, known)
+
+
+Point = tuple[list[float], float]
+
+
+def _step(terms: Terms, scales: Sequence[float], noise: float) -> Step:
+    return Step(terms.value, tuple(scales), noise, sum(terms.gamma))
+
+
+def _start(evidence: Evidence, search: Search, at: Point, first: Terms, known: Sequence[bool], cost: Cost) -> Point:
+    """The best of a few points: scales by decades about those at which each group's share of the penalty is one.
+
+    Where each costs a solve, the smallest that can be best: an effective dimension is at most the number of rows.
+    """
+    scales, noise = at
+    if search.noise:
+        noise *= (first.energy or 0.0) / first.rows
+    points: list[Point] = [(scales, noise)]
+    if search.scales and any(known):
+        unit = [s * q if k else s for s, q, k in zip(scales, first.shares, known, strict=True)]
+        if cost == "solve":
+            return [s / first.rows if k else s for s, k in zip(unit, known, strict=True)], noise
+        decades = range(-6, 7, 1 if cost == "little" else 3)
+        points += [([s * 10.0**d if k else s for s, k in zip(unit, known, strict=True)], noise) for d in decades]
+    return max(points, key=lambda point: _value(evidence, point))
+
+
+def _value(evidence: Evidence, point: Point) -> float:
+    try:
+        return evidence(*point).value
+    except ArithmeticError:  # too large for the precision: no candidate
+        return -math.inf
+
+
+def _gradient(evidence: Evidence, search: Search, start: Point, known: Sequence[bool]) -> list[Step]:
+    s0, v0 = start
+    path = [_step(evidence(*start), *start)]
+    free = [i for i, k in enumerate(known) if k and search.scales]
+    x0 = [math.log(s0[i]) for i in free] + ([math.log(v0)] if search.noise else [])
+    if not x0:
+        return path
+
+    def split(x: Sequence[float]) -> Point:
+        scales = list(s0)
+        for i, t in zip(free, x, strict=False):
+            scales[i] = math.exp(t)
+        return scales, math.exp(x[-1]) if search.noise else v0
+
+    def negative(x: Sequence[float]) -> tuple[float, list[float]]:
+        try:
+            terms = evidence(*split(x))
+        except ArithmeticError:
+            return 1e100, [0.0] * len(x0)
+        slopes = [terms.slopes[i] for i in free] + ([terms.noise_slope] if search.noise else [])
+        return -terms.value, [-d for d in slopes]
+
+    def note(x: Sequence[float]) -> None:
+        point = split([float(t) for t in x])
+        path.append(_step(evidence(*point), *point))
+
+    found = minimize(
+        negative,
+        x0,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(x - SPAN, x + SPAN) for x in x0],
+        options={"maxiter": search.steps, "ftol": 1e-14, "gtol": 1e-7},
+        callback=lambda intermediate_result: note(intermediate_result.x),
+    )
+    if found.status == 1:
+        raise ArithmeticError(
+            f"The evidence was still rising after {search.steps} steps of L-BFGS. Allow more with steps=, or use fewer "
+            "scales."
+        )
+    return path
+
+
+def _ascent(evidence: Evidence, search: Search, start: Point, known: Sequence[bool]) -> list[Step]:
+    """Steps along the derivatives, over the curvature that each has at least; no value is compared."""
+    scales, noise = start
+    path: list[Step] = []
+    for _ in range(search.steps + 1):
+        terms = evidence(scales, noise)
+        path.append(_step(terms, scales, noise))
+        moves = [
+            2 * d / max(q, g) if k and search.scales else 0.0
+            for d, q, g, k in zip(terms.slopes, terms.shares, terms.gamma, known, strict=True)
+        ]
+        more = 0.0
+        if search.noise:
+            assert terms.energy is not None
+            more = 2 * terms.noise_slope / max(terms.energy, terms.rows - sum(terms.gamma))
+        if max(abs(move) for move in [*moves, more]) <= search.tolerance:
+            return path
+        scales = [s * math.exp(move) for s, move in zip(scales, moves, strict=True)]
+        noise *= math.exp(more)
+    raise ArithmeticError(
+        f"The gradient of the evidence was not zero after {search.steps} steps. Allow more with steps=, more samples=, "
+        "or use method='mackay'."
+    )
+
+
+def _mackay(evidence: Evidence, search: Search, start: Point, known: Sequence[bool]) -> list[Step]:
+    scales, noise = start
+    terms = evidence(scales, noise)
+    path = [_step(terms, scales, noise)]
+    for _ in range(search.steps):
+        before = [*scales, noise]
+        if search.scales:
+            scales = [
+                s * q / g if k and g > 0 else s
+                for s, q, g, k in zip(scales, terms.shares, terms.gamma, known, strict=True)
+            ]
+        if search.noise:
+            assert terms.energy is not None
+            noise *= terms.energy / (terms.rows - sum(terms.gamma))
+        terms = evidence(scales, noise)
+        path.append(_step(terms, scales, noise))
+        still = max(abs(a / b - 1) for a, b in zip([*scales, noise], before, strict=True)) <= search.tolerance
+        # A group that is not needed goes to zero, ever on, long after it has stopped to count.
+        rise = abs(path[-1].log_evidence - path[-2].log_evidence)
+        if still or rise <= FLAT * max(1.0, abs(path[-1].log_evidence)):
+            return path
+    raise ArithmeticError(
+        f"MacKay's fixed point was not reached in {search.steps} steps: the last one changed the log evidence by "
+        f"{path[-1].log_evidence - path[-2].log_evidence:.2g}. Allow more with steps=, or use method='gradient'."
+    )
+
+
+def best_factor(score: Callable[[float], float]) -> float:
+    """The factor from 1e-8 to 1e3 at which a score is largest: by decades, then by Brent's method."""
+    found = {float(d): score(10.0**d) for d in range(-8, 4)}
+
+    def negative(d: float) -> float:
+        found[float(d)] = score(10.0 ** float(d))
+        return -found[float(d)]
+
+    top = max(found, key=found.__getitem__)
+    minimize_scalar(negative, bounds=(max(top - 1, -8), min(top + 1, 3)), method="bounded", options={"xatol": 0.02})
+    return 10.0 ** max(found, key=found.__getitem__)

@@ -1,0 +1,99 @@
+r"""A preconditioner from random combinations of the rows of an operator, for ``H = I + Phi^T B Phi``.
+
+The randomized Nystrom approximation (Halko, Martinsson and Tropp 2011; Frangella, Tropp and Udell 2023) of
+:math:`G = \Phi^\top B \Phi` from a basis Q (p, r),
+
+.. math:: G \approx G Q \, (Q^\top G Q)^+ \, (G Q)^\top, \qquad
+          Q = \mathrm{orth}(\Phi^\top L E), \quad E \sim N(0, 1), \quad B = L L^\top
+
+takes one product with ``Phi^T`` and one fused pass, both with r columns. It sees all rows, where
+`linnet.precondition.nystrom` sees those of a few examples, and it keeps what couples Q to the rest of the space: for
+the samples of a small convolutional classifier 64 columns take conjugate gradients from 56 iterations to 6, where 50
+landmarks, 500 rows, take them to 13. With many outputs an example is many rows, and r columns stay r columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.operators import LinearOperator, check_weight, weigh
+from linnet.posterior import by_root
+from linnet.precondition import ENTRIES, SPOILED, Preconditioner, _eigh, _orthonormal
+
+
+@torch.no_grad()
+def sketch(
+    Phi: LinearOperator, root: Tensor, *, rank: int, generator: torch.Generator, least: float = 0.01
+) -> Preconditioner:
+    """``P = I + U diag(lam) U^T`` with the leading eigenpairs of ``Phi^T B Phi``, as far as r columns show them.
+
+    Its directions lie in the range of ``Phi^T``, so that conjugate gradients that start there stay there. While it is
+    made, about four blocks (cols, r) are held.
+
+    Args:
+        Phi: (rows, cols), for example ``J.scaled(S.sqrt())``.
+        root: L with ``B = L L^T``: (rows,), or (n, c, c) for blocks.
+        rank: r.
+        generator: Source of E.
+        least: Leave out directions whose eigenvalue, which stands beside one, is not above this.
+
+    >>> from linnet.operators import Matrix
+    >>> Phi, L = Matrix(torch.tensor([[3.0, 0.0], [0.0, 0.01]])), torch.ones(2)
+    >>> P = sketch(Phi, L, rank=2, generator=torch.Generator().manual_seed(0))
+    >>> P.rank, P.multiply(torch.ones(2))
+    (1, tensor([10.,  1.]))
+    """
+    check_weight(Phi, root)
+    rows, cols = Phi.shape
+    if rank < 1:
+        raise ValueError(f"A sketch needs at least one column; got rank={rank!r}.")
+    E = torch.randn(rows, min(rank, rows, cols), dtype=Phi.dtype, device=generator.device, generator=generator)
+    Y = Phi.T @ by_root(root, E.to(Phi.device))
+    if not bool(torch.isfinite(Y).all()):
+        raise ArithmeticError("The products with Phi^T hold NaN or infinity: look at the operator and its weights.")
+    Q = torch.linalg.qr(Y).Q
+    del Y, E
+    transposed = root if root.ndim == 1 else root.mT
+    Y = Phi._fused(lambda U, at: weigh(weigh(U, transposed, at), root, at), Q)[0]
+    T, G = (torch.zeros(Q.shape[1], Q.shape[1], dtype=torch.float64, device=Phi.device) for _ in range(2))
+    step = max(1, ENTRIES // Q.shape[1])
+    for q, y in zip(Q.split(step), Y.split(step), strict=True):
+        T += q.double().T @ y.double()
+        G += y.double().T @ y.double()
+    t, W = _eigh(0.5 * (T + T.T))
+    kept = t > SPOILED * torch.finfo(Phi.dtype).eps * t[-1].clamp_min(0)
+    del Q
+    return _leading(Y, W[:, kept] / t[kept].sqrt(), G, least)
+
+
+@torch.no_grad()
+def rescaled(P: Preconditioner, ratio: Tensor, *, least: float = 0.01) -> Preconditioner:
+    """The preconditioner for ``Phi diag(ratio)``, from that for Phi, without a pass over the data.
+
+    Args:
+        P: (cols, cols).
+        ratio: (cols,), not negative.
+        least: As in `sketch`. What was left out for Phi stays out, however large it is now.
+
+    >>> P = Preconditioner(torch.eye(2)[:, :1], torch.tensor([3.0]))
+    >>> rescaled(P, torch.tensor([2.0, 1.0])).lam.round()
+    tensor([12.])
+    """
+    if tuple(ratio.shape) != (P.m,):
+        raise ValueError(f"P is ({P.m}, {P.m}), so ratio needs shape ({P.m},); got {tuple(ratio.shape)}.")
+    Y = ratio[:, None] * P.U
+    G = torch.zeros(P.rank, P.rank, dtype=torch.float64, device=Y.device)
+    for y in Y.split(max(1, ENTRIES // max(1, P.rank))):
+        G += y.double().T @ y.double()
+    return _leading(Y, torch.diag(P.lam.double().sqrt()), G, least)
+
+
+def _leading(Y: Tensor, C: Tensor, G: Tensor, least: float) -> Preconditioner:
+    """``I + F F^T`` for ``F = Y C``, with Y (cols, r), C (r, s) and ``G = Y^T Y`` in float64; what matters of it."""
+    lam, V = _eigh(C.T @ G @ C)
+    lam, V = lam.flip(0), V.flip(1)
+    kept = (lam > least) & (lam > torch.finfo(Y.dtype).eps * lam[:1])
+    lam = lam[kept]
+    U, lam = _orthonormal(Y @ (C @ V[:, kept] / lam.sqrt()).to(Y.dtype), lam)
+    return Preconditioner(U, lam.to(U.dtype))

@@ -1,0 +1,335 @@
+r"""Forms of the curvature ``G = J^T B J`` at the network, and the posteriors they give.
+
+===========  ============================================================================  ==============
+structure    what is kept                                                                  memory
+===========  ============================================================================  ==============
+full         G itself                                                                      p^2
+function     the kernel of the training data; the same posterior as full                   (n c)^2
+lowrank      the leading eigenpairs of G; the prior on the rest                            p r
+kron         Kronecker factors of each layer (KFAC), exact blocks of norm layers           sum of d^2
+ekfac        the same coordinates with the exact curvature along them                      sum of d^2 + p
+diag         the diagonal of G                                                             p
+subnetwork   G among the k parameters with the largest marginal variance, the rest fixed   k^2 + p
+samples      draws from the posterior (`linnet.sampling`); all else comes from them        p k
+===========  ============================================================================  ==============
+
+A structure is fitted once, to the Jacobian and a root L of the curvature ``B = L L^T`` at unit noise; prior variances S
+and noise come afterwards, as often as one likes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
+from linnet.gaussian import check_conditioning
+from linnet.jacobian import Jacobian
+from linnet.kron import constant_over
+from linnet.logdets import Coupled, Dense, LogDet, Separable, eigenvalues_of
+from linnet.lowrank import low_rank
+from linnet.newton import as_weight, inner_matrix
+from linnet.posterior import (
+    DiagonalPosterior,
+    FunctionPosterior,
+    LowRankPosterior,
+    Posterior,
+    WeightPosterior,
+)
+from linnet.priors import Prior
+from linnet.sampling import Samples, posterior_samples
+from linnet.solve import cholesky_
+from linnet.weighted import Weighted, weight_of
+
+
+class Structure(ABC):
+    """A form of G, fitted.
+
+    Attributes:
+        name: As users write it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def log_det(self, prior: Prior) -> LogDet:
+        """``log det(I + S^(1/2) G S^(1/2) / noise)`` in the scales of a prior; one scale where it has none."""
+
+    @abstractmethod
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        """For prior variances (p,) and noise 1 / t; its mean displacement is zero."""
+
+    @property
+    def included(self) -> Tensor | None:
+        """(k,), the parameters that are random; None for all."""
+        return None
+
+
+@final
+class Full(Structure):
+    """See the module."""
+
+    name = "full"
+
+    def __init__(self, J: Jacobian, root: Tensor) -> None:
+        G = J.normal(torch.eye(J.shape[1], dtype=J.dtype, device=J.device), weight_of(root))
+        self.G = 0.5 * (G + G.T)
+
+    def log_det(self, prior: Prior) -> LogDet:
+        d = prior.base.sqrt()
+        return _of_matrix(d[:, None] * self.G * d, prior)
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        return WeightPosterior(variance, torch.zeros_like(variance), factor=_precision(self.G, variance, t))
+
+
+@final
+class Function(Structure):
+    """See the module."""
+
+    name = "function"
+
+    def __init__(self, J: Jacobian, root: Tensor) -> None:
+        self.J, self.root = J.cached(), as_weight(root)
+        self._kernel: tuple[Tensor, Tensor] | None = None
+
+    def log_det(self, prior: Prior) -> LogDet:
+        if prior.group is not None:
+            return Coupled([self._weighed(K) for K in kernels_of(self.J, prior)])
+        K, factor = self._scaled(prior.base)
+        return Separable(factor * eigenvalues_of(self._weighed(K)))
+
+    def _scaled(self, variance: Tensor) -> tuple[Tensor, float]:
+        """A kernel (n c, n c) and a factor whose product is ``J S J^T``: the last kernel, where it differs by one."""
+        if self._kernel is not None:
+            known, K = self._kernel
+            factor = float(variance.max() / known.max())
+            if torch.allclose(variance, factor * known, rtol=4 * torch.finfo(K.dtype).eps, atol=0.0):
+                return K, factor
+        self._kernel = variance, self.J.gram(scale=variance)
+        return self._kernel[1], 1.0
+
+    def _weighed(self, K: Tensor) -> Tensor:
+        """``L^T K L``."""
+        M = inner_matrix(K, self.root)
+        M.diagonal().sub_(1)
+        return M
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        K, factor = self._scaled(variance)
+        M = inner_matrix(K, self.root, scale=t * factor)
+        check_conditioning(M)
+        C = cholesky_(M)
+        return FunctionPosterior(self.J, variance, torch.zeros_like(variance), root=self.root * t**0.5, factor=C)
+
+
+@final
+class Diagonal(Structure):
+    """See the module."""
+
+    name = "diag"
+
+    def __init__(self, J: Jacobian, root: Tensor) -> None:
+        self.values = J.column_norms(weight_of(root))
+
+    def log_det(self, prior: Prior) -> LogDet:
+        return _of_diagonal(self.values, prior)
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        return DiagonalPosterior(torch.zeros_like(variance), variance / (1 + t * variance * self.values))
+
+
+@final
+class Kron(Structure):
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L.
+        corrected: EKFAC: the exact curvature along the eigenvectors of the factors.
+    """
+
+    def __init__(self, J: Jacobian, root: Tensor, *, corrected: bool = False) -> None:
+        self.name = "ekfac" if corrected else "kron"
+        self.factors = J.kronecker(root)
+        self.rotation, self.values = self.factors.decomposed()
+        if corrected:
+            self.values = J.rotated(self.rotation).column_norms(weight_of(root))
+
+    def log_det(self, prior: Prior) -> LogDet:
+        constant_over(self.rotation.turns, prior.base, self.rotation.layout)
+        return _of_diagonal(self.values, prior)
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        constant_over(self.rotation.turns, variance, self.rotation.layout)
+        return TurnedPosterior(
+            torch.zeros_like(variance), variance / (1 + t * variance * self.values), rotation=self.rotation
+        )
+
+
+@final
+class LowRank(Structure):
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L.
+        rank: Eigenpairs.
+        options: Of `linnet.lowrank.low_rank`.
+    """
+
+    name = "lowrank"
+
+    def __init__(self, J: Jacobian, root: Tensor, *, rank: int, **options: Any) -> None:
+        V = Weighted(J, root)
+        try:
+            found = low_rank(V, min(rank, *J.shape), **options)
+        except ValueError:  # G has no such rank: all of it, then
+            found = low_rank(V, 1 - 1e3 * torch.finfo(J.dtype).eps, **options)
+        self.decomposition, self.W = found, found.P * found.s  # G ~ W W^T
+
+    def log_det(self, prior: Prior) -> LogDet:
+        W = prior.base.sqrt()[:, None] * self.W
+        if prior.group is None:
+            return Separable(eigenvalues_of(W.T @ W))
+        each = [W[prior.group == i] for i in range(len(prior.scales))]
+        return Coupled([part.T @ part for part in each])
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        Phi = (t * variance).sqrt()[:, None] * self.W
+        basis, s, _ = torch.linalg.svd(Phi, full_matrices=False)
+        C = torch.diag(1 / (1 + s.square()))
+        return LowRankPosterior(variance, torch.zeros_like(variance), basis=basis, C=C)
+
+
+@final
+class Subnetwork(Structure):
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L.
+        size: k.
+        variance: (p,), prior variances by which the parameters are chosen.
+        t: One over the noise, likewise.
+    """
+
+    name = "subnetwork"
+
+    def __init__(self, J: Jacobian, root: Tensor, *, size: int, variance: Tensor, t: float) -> None:
+        weight = weight_of(root)
+        marginal = variance / (1 + t * variance * J.column_norms(weight))
+        self.index = marginal.topk(min(size, len(variance))).indices.sort().values
+        eye = torch.eye(len(self.index), dtype=J.dtype, device=J.device)
+        G = J.columns(self.index).normal(eye, weight)
+        self.G = 0.5 * (G + G.T)
+
+    @property
+    def included(self) -> Tensor | None:
+        return self.index
+
+    def log_det(self, prior: Prior) -> LogDet:
+        d = prior.base[self.index].sqrt()
+        group = None if prior.group is None else prior.group[self.index]
+        return _of_matrix(d[:, None] * self.G * d, Prior(prior.name, prior.base[self.index], prior.scales, group))
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        part = variance[self.index]
+        inner = WeightPosterior(part, torch.zeros_like(part), factor=_precision(self.G, part, t))
+        return SubnetworkPosterior(torch.zeros_like(variance), index=self.index, W=inner.W)
+
+
+@final
+class Sampled(Structure):
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L.
+        k: Draws.
+        probes: Of the log determinant.
+        options: Of `linnet.sampling.posterior_samples`.
+    """
+
+    name = "samples"
+
+    def __init__(self, J: Jacobian, root: Tensor, *, k: int, probes: int = 16, **options: Any) -> None:
+        self.J, self.root, self.k, self.probes, self.options = J, root, k, probes, options
+        self._last: tuple[float, Samples] | None = None
+
+    def samples(self, variance: Tensor, t: float) -> Samples:
+        """Draws for prior variances (p,) and noise 1 / t, started from the last ones."""
+        if self._last is not None and self._last[0] == t and torch.equal(self._last[1].variance, variance):
+            return self._last[1]
+        start = None if self._last is None else self._last[1]
+        found = posterior_samples(
+            self.J, variance, self.root * t**0.5, self.k, start=start, probes=self.probes, **self.options
+        )
+        self._last = t, found
+        return found
+
+    def log_det(self, prior: Prior) -> LogDet:
+        return _SampledLogDet(self, prior)
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        return self.samples(variance, t).posterior()
+
+
+@final
+class _SampledLogDet(LogDet):
+    """Estimates, all from the same draws: the seed is fixed, so that it is a smooth function."""
+
+    cost = "solve"
+
+    def __init__(self, structure: Sampled, prior: Prior) -> None:
+        self.structure, self.prior, self.count = structure, prior, max(1, len(prior.scales))
+
+    def __call__(self, scales: Sequence[float], t: float) -> tuple[float, list[float]]:
+        variance = self.prior.variance(list(scales)) if self.prior.scales else self.prior.base * scales[0]
+        found = self.structure.samples(variance, t)
+        by_layer = found.effective_dimensions(self.structure.J.lin.layout)
+        assert found.log_det is not None
+        if self.count == 1:
+            return found.log_det, [sum(value for value, _ in by_layer.values())]
+        return found.log_det, [by_layer[name][0] for name in self.prior.scales]
+
+    def traces(self) -> list[float]:
+        root = self.structure.root
+        values = self.structure.J.column_norms(weight_of(root))
+        return _of_diagonal(values, self.prior).traces()
+
+
+# Matrices.
+
+
+def kernels_of(J: Jacobian, prior: Prior) -> list[Tensor]:
+    """The part of ``J S J^T`` of each scale of a prior, at unit scales, (n c, n c)."""
+    if prior.group is None:
+        return [J.gram(scale=prior.base)]
+    if bool((prior.base == 1).all()) and prior.scales == tuple(J.lin.layout.layers):
+        grams = J.layer_grams()
+        return [grams[name] for name in prior.scales]
+    return [J.gram(scale=prior.base * (prior.group == i)) for i in range(len(prior.scales))]
+
+
+def _precision(G: Tensor, variance: Tensor, t: float) -> Tensor:
+    """The lower Cholesky factor of ``I + t S^(1/2) G S^(1/2)``."""
+    d = (t * variance).sqrt()
+    H = d[:, None] * G * d
+    H.diagonal().add_(1)
+    check_conditioning(H)
+    return cholesky_(H)
+
+
+def _of_matrix(G: Tensor, prior: Prior) -> LogDet:
+    if prior.group is None:
+        return Separable(eigenvalues_of(G))
+    return Dense(G, prior.group, len(prior.scales))
+
+
+def _of_diagonal(values: Tensor, prior: Prior) -> LogDet:
+    return Separable(values * prior.base, prior.group, max(1, len(prior.scales)))

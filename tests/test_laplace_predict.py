@@ -1,0 +1,293 @@
+"""What a Laplace approximation predicts, for outputs of every shape, and its files."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn import double, normal
+from laplace_cases import CASES, CLASSES, NEW, NUMBERS, N, X, fitted, net
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import linnet
+from linnet import Laplace
+from linnet.combined import combined
+from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
+from linnet.predictions import sampled_root
+
+
+@pytest.fixture(autouse=True)
+def untrained() -> Iterator[None]:
+    """The networks here are drawn, not trained, which is not what these tests are about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        yield
+
+
+def test_probabilities_by_three_links() -> None:
+    la, dense = fitted("softmax", "full")
+    mean, std = la.predict(NEW, return_std=True)
+    probit = torch.softmax(mean / (1 + math.pi / 8 * std.square()).sqrt(), 1)
+    torch.testing.assert_close(la.predict_proba(NEW), probit, rtol=1e-9, atol=0)
+    C = dense.covariance().view(6, 3, 6, 3)
+    at = torch.arange(6)
+    draws = torch.distributions.MultivariateNormal(mean, C[at, :, at] + 1e-10 * torch.eye(3)).sample((20000,))
+    mc = la.predict_proba(NEW, "mc", draws=20000)
+    torch.testing.assert_close(mc, draws.softmax(-1).mean(0), rtol=0, atol=0.02)
+    bridge = la.predict_proba(NEW, "bridge")
+    torch.testing.assert_close(bridge.sum(1), torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(bridge, mc, rtol=0, atol=0.15)
+    one, _ = fitted("one logit", "full")
+    assert one.predict_proba(NEW).shape == (6, 2)
+    several, _ = fitted("labels", "full")
+    assert several.predict_proba(NEW).shape == (6, 2)
+    assert not torch.allclose(several.predict_proba(NEW).sum(1), torch.ones(6).double())
+    with pytest.raises(TypeError, match="several classes"):
+        one.predict_proba(NEW, "bridge")
+    with pytest.raises(ValueError, match="'probit', 'bridge' or 'mc'"):
+        la.predict_proba(NEW, "logit")
+    with pytest.raises(ValueError, match="is for classes"):
+        fitted("numbers", "full")[0].predict_proba(NEW)
+
+
+@pytest.mark.parametrize("structure", ["full", "function", "kron", "diag", "lowrank", "subnetwork", "samples"])
+def test_samples_are_joint_over_inputs(structure: Any) -> None:
+    la, _ = fitted("softmax", structure, rank=8, size=10, samples=2000)
+    mean, cov = la.predict(NEW, return_cov=True)
+    k = 2000
+    f = la.sample(NEW, k) - mean
+    seen = f.reshape(k, -1).T @ f.reshape(k, -1) / k
+    size = cov.diagonal().sqrt()
+    assert float(((seen - cov) / size[:, None] / size).abs().max()) < 0.15
+    twice = la.sample(torch.cat([NEW, NEW]), 3)
+    torch.testing.assert_close(twice[:, :6], twice[:, 6:], rtol=1e-9, atol=1e-12)
+    assert torch.equal(la.sample(NEW, 3, seed=4), la.sample(NEW, 3, seed=4))
+
+
+def test_noise_is_added_where_it_is_asked_for() -> None:
+    la, _ = fitted("numbers", "full")
+    _, std = la.predict(NEW, return_std=True)
+    _, with_noise = la.predict(NEW, return_std=True, noise=True)
+    torch.testing.assert_close(with_noise.square(), std.square() + 0.3)
+    cov, more = la.predict(NEW, return_cov=True)[1], la.predict(NEW, return_cov=True, noise=True)[1]
+    torch.testing.assert_close(more, cov + 0.3 * torch.eye(12))
+    f = la.sample(NEW, 4000, noise=True)
+    torch.testing.assert_close(f.std(0), with_noise, rtol=0.06, atol=0)
+    hetero, dense = fitted("log variances", "full")
+    _, std = hetero.predict(NEW, return_std=True)
+    _, with_noise = hetero.predict(NEW, return_std=True, noise=True)
+    torch.testing.assert_close(with_noise.square(), std.square() + dense.lin(NEW)[:, 2:].exp())
+    with pytest.raises(ValueError, match=r"Categorical.* has none"):
+        fitted("softmax", "full")[0].predict(NEW, return_std=True, noise=True)
+
+
+def test_one_column_and_arrays_come_back_as_they_came() -> None:
+    model = net(1)
+    la = Laplace(model, "regression", prior=1.0, noise=0.1).fit(X.numpy(), NUMBERS[:, 0].numpy())
+    mean, std = la.predict(NEW.numpy(), return_std=True)
+    assert isinstance(mean, np.ndarray)
+    assert mean.shape == std.shape == (6,)
+    assert la.predict(NEW.numpy(), return_cov=True)[1].shape == (6, 6)
+    assert la.sample(NEW.numpy(), 4).shape == (4, 6)
+    two = Laplace(model, "regression", prior=1.0, noise=0.1).fit(X, NUMBERS[:, :1])
+    assert two.predict(NEW).shape == (6, 1)
+
+
+def test_joint_log_likelihoods() -> None:
+    la, _ = fitted("softmax", "full")
+    one = la.joint_log_likelihood(X, CLASSES, 1, draws=4000)
+    p = la.predict_proba(X, "mc", draws=4000)
+    assert one == pytest.approx(float(p.gather(1, CLASSES[:, None]).log().mean()), abs=0.03)
+    # Independent labels would multiply; what one label teaches about the next makes the joint one larger.
+    several = la.joint_log_likelihood(X, CLASSES, 2, draws=4000)
+    assert several > 10 * one
+    exact, dense = fitted("numbers", "full")
+    J = dense.J @ torch.linalg.inv(dense.H) @ dense.J.T + 0.3 * torch.eye(2 * N, dtype=torch.float64)
+    r = (NUMBERS - dense.f).flatten()
+    joint = torch.distributions.MultivariateNormal(torch.zeros(2 * N).double(), J).log_prob(r)
+    assert exact.joint_log_likelihood(X, NUMBERS, N) == pytest.approx(float(joint), rel=1e-9)
+    pairs = exact.joint_log_likelihood(X, NUMBERS, 2)
+    assert pairs == pytest.approx(exact.joint_log_likelihood(X, NUMBERS, 2, labels=2, draws=20000), abs=6)
+    assert la.joint_log_likelihood(X, CLASSES, 3, labels=2) < 0
+    with pytest.raises(ValueError, match="kappa is a number of inputs, from 1 to the 24"):
+        la.joint_log_likelihood(X, CLASSES, 25)
+    with pytest.raises(ValueError, match="labels is a number of targets"):
+        la.joint_log_likelihood(X, CLASSES, 2, labels=0)
+    with pytest.raises(ValueError, match="Label 5 of example 0 is outside"):
+        la.joint_log_likelihood(X, torch.full((N,), 5), 2)
+
+
+@pytest.mark.parametrize("structure", ["full", "function", "kron", "ekfac", "diag", "lowrank", "subnetwork", "samples"])
+def test_predictions_have_gradients_in_the_inputs(structure: Any) -> None:
+    la, _ = fitted("softmax", structure, rank=8, size=10)
+    x = NEW.clone().requires_grad_()
+    mean, std = la.predict(x, return_std=True)
+    plain_mean, plain_std = la.predict(NEW, return_std=True)
+    torch.testing.assert_close(mean.detach(), plain_mean)
+    torch.testing.assert_close(std.detach(), plain_std, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(la.predict(x, return_cov=True)[1].detach(), la.predict(NEW, return_cov=True)[1])
+    (slope,) = torch.autograd.grad(std.sum() + la.predict_proba(x)[:, 0].sum(), x)
+    step, direction = 1e-5, normal(6, 3, seed=9)
+
+    def value(at: Tensor) -> float:
+        return float(la.predict(at, return_std=True)[1].sum() + la.predict_proba(at)[:, 0].sum())
+
+    difference = (value(NEW + step * direction) - value(NEW - step * direction)) / (2 * step)
+    assert float((slope * direction).sum()) == pytest.approx(difference, rel=1e-4)
+
+
+# Many classes, many sites.
+
+
+def test_a_sampled_fisher_information_is_unbiased() -> None:
+    f = normal(2, 4)
+    for likelihood in (Categorical(), Bernoulli(), Gaussian(0.4), Heteroscedastic()):
+        L = sampled_root(likelihood, f, 4000, seed=1)
+        B = likelihood.curvature(f)
+        B = torch.diag_embed(B) if B.ndim == 2 else B
+        torch.testing.assert_close(L @ L.mT, B, rtol=0, atol=0.12 * float(B.abs().max()))
+
+
+@pytest.mark.parametrize("structure", ["full", "function", "lowrank", "samples", "kron", "ekfac", "diag", "subnetwork"])
+def test_a_sampled_fisher_information_differentiates_the_draws_alone(structure: Any) -> None:
+    options = {"rank": 40, "samples": 512, "tolerance": 1e-5}
+    la, dense = fitted("softmax", structure, draws=2, size=10, **options)
+    L = sampled_root(Categorical(), dense.f, 2, seed=0)
+    J = torch.einsum("ncm,ncp->nmp", L, dense.J.view(N, 3, -1)).flatten(0, 1)
+    model = linnet.linearize(net(3)).jacobian(X)
+    torch.testing.assert_close(combined(model, L).dense(), J, rtol=1e-10, atol=1e-12)
+    assert list(combined(model, L).lin.theta) == list(model.lin.theta)
+    H = J.T @ J + torch.diag(1 / dense.S)
+    if structure in ("full", "function", "lowrank"):
+        assert la.log_evidence() == pytest.approx(dense.log_evidence(H), rel=1e-6)
+        torch.testing.assert_close(la.predict(NEW, return_cov=True)[1], dense.covariance(H), rtol=1e-5, atol=1e-6)
+    elif structure == "samples":
+        assert la.log_evidence() == pytest.approx(dense.log_evidence(H), abs=0.5)
+        assert la.tune("layerwise").scales_.keys() == {"0", "2"}
+    elif structure in ("diag", "ekfac"):
+        assert float(la._structure.values.sum()) == pytest.approx(float(J.square().sum()), rel=1e-9)  # type: ignore[attr-defined]
+    many = fitted("softmax", structure, draws=60, size=10, **options)[0]
+    other = fitted("softmax", structure, size=10, **options)[0]
+    assert many.log_evidence() == pytest.approx(other.log_evidence(), abs=1.5)
+    assert la.predict(NEW, return_std=True)[1].shape == (6, 3)
+
+
+def test_a_sampled_fisher_information_reads_any_data() -> None:
+    model = net(3)
+    one = Laplace(model, structure="kron", prior=0.7, draws=3).fit(X, CLASSES)
+    two = Laplace(model, structure="kron", prior=0.7, draws=3).fit(DataLoader(TensorDataset(X, CLASSES), batch_size=5))
+    assert one.log_evidence() == pytest.approx(two.log_evidence(), rel=1e-10)
+    J = linnet.linearize(model).jacobian(X)
+    L = sampled_root(Categorical(), J.outputs(), 3, seed=0)
+    part = combined(J, L).subset(torch.tensor([4, 2]))
+    torch.testing.assert_close(part.dense(), combined(J, L).dense().view(N, 3, -1)[[4, 2]].flatten(0, 1))
+    assert Laplace(model, prior=0.7, draws=1).fit(X, CLASSES).structure_ == "function"
+    with pytest.raises(NotImplementedError, match="sampled Fisher information is known at the network only"):
+        one.log_evidence("linear_mode")
+    with pytest.raises(ValueError, match=r"root of shape \(24, 3, m\); got \(24, 3\)"):
+        combined(J, torch.ones(24, 3))
+
+
+class Map(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers", "labels"])
+@pytest.mark.parametrize("structure", ["full", "function", "kron"])
+def test_outputs_with_sites_are_flattened_by_the_rule(kind: str, structure: Any) -> None:
+    images = normal(5, 1, 2, 3)
+    outputs = {"classes": 3, "numbers": 2, "labels": 1}[kind]
+    model = double(Map(outputs))
+    y = {
+        "classes": (images[:, 0] > 0).long() + (images[:, 0] > 1).long(),
+        "numbers": normal(5, 2, 2, 3, seed=3),
+        "labels": (images[:, 0] > 0).long(),
+    }[kind]
+    likelihood = "regression" if kind == "numbers" else "classification"
+    options = {"noise": 0.2} if kind == "numbers" else {}
+    la = Laplace(model, likelihood, structure, 0.5, **options).fit(images, y)
+
+    class Flat(nn.Module):
+        """The same network with one site per example: pixel i of image n as example 6 n + i."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.images = model, images
+
+        def forward(self, which: Tensor) -> Tensor:
+            f = self.net(self.images[which[:, 0] // 6])
+            return f.flatten(2).gather(2, (which[:, :1] % 6)[:, None].expand(-1, f.shape[1], 1))[..., 0]
+
+    which = torch.arange(30)[:, None]
+    rows = y.movedim(1, -1).reshape(30, -1) if kind == "numbers" else y.reshape(30)
+    if structure != "kron":
+        one = Laplace(Flat(), likelihood, "full", 0.5, **options).fit(which, rows)
+        assert la.log_evidence() == pytest.approx(one.log_evidence(), rel=1e-8)
+        std = one.predict(which, return_std=True)[1].reshape(5, 2, 3, outputs)
+        torch.testing.assert_close(la.predict(images, return_std=True)[1].movedim(1, -1), std, rtol=1e-7, atol=1e-10)
+    assert la.predict(images).shape == (5, outputs, 2, 3)
+    torch.testing.assert_close(la.predict(images), model(images).detach())
+    assert la.sample(images, 2).shape == (2, 5, outputs, 2, 3)
+    if kind != "numbers":
+        p = la.predict_proba(images)
+        assert p.shape == (5, 2 if kind == "labels" else outputs, 2, 3)
+        torch.testing.assert_close(p.sum(1), torch.ones(5, 2, 3, dtype=torch.float64))
+        mc = la.predict_proba(images, "mc", draws=20000)
+        torch.testing.assert_close(mc, p, rtol=0, atol=0.1)
+    with pytest.raises(ValueError, match="so targets need shape"):
+        Laplace(model, likelihood, structure, 0.5, **options).fit(images, torch.zeros(5, 7))
+
+
+# Files.
+
+
+@pytest.mark.parametrize("structure", ["full", "function", "kron", "ekfac", "diag", "lowrank", "subnetwork", "samples"])
+@pytest.mark.parametrize("case", ["softmax", "numbers", "one logit", "noise per output", "log variances"])
+def test_files(case: str, structure: Any, tmp_path: Path) -> None:
+    la, _ = fitted(case, structure, "shared", variance=1.0, rank=6, size=8)
+    la.save(tmp_path / "la.safetensors")
+    outputs = CASES[case][0]
+    again = linnet.load(tmp_path / "la.safetensors", net(outputs))
+    assert again.log_evidence() == pytest.approx(la.log_evidence(), rel=1e-12)
+    for one, two in zip(la.predict(NEW, return_cov=True), again.predict(NEW, return_cov=True), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(again.sample(NEW, 3), la.sample(NEW, 3), rtol=1e-8, atol=1e-10)
+    if case == "softmax":
+        torch.testing.assert_close(again.predict_proba(NEW, "mc"), la.predict_proba(NEW, "mc"))
+        assert again.joint_log_likelihood(X, CLASSES, 2) == pytest.approx(la.joint_log_likelihood(X, CLASSES, 2))
+    if case in ("numbers", "log variances"):
+        torch.testing.assert_close(again.predict(NEW, True, noise=True)[1], la.predict(NEW, True, noise=True)[1])
+    assert again.scales_ == la.scales_
+    assert again.tune_path_ == la.tune_path_
+    assert again.structure_ == structure
+    with pytest.raises(ValueError, match="tune needs the training data"):
+        again.tune()
+    with pytest.raises(ValueError, match="fitted around other weights"):
+        linnet.load(tmp_path / "la.safetensors", net(outputs, seed=3))
+
+
+def test_files_of_sites_and_what_they_refuse(tmp_path: Path) -> None:
+    images = normal(5, 1, 2, 3)
+    la = Laplace(double(Map(3)), structure="kron", prior=0.5).fit(images, (images[:, 0] > 0).long())
+    la.save(tmp_path / "la")
+    again = linnet.load(tmp_path / "la", double(Map(3)))
+    torch.testing.assert_close(again.predict_proba(images), la.predict_proba(images))
+    with pytest.raises(ValueError, match="outputs without sites"):
+        Laplace(double(Map(2)), "regression", noise="per-output").fit(images, normal(5, 2, 2, 3))
+    streamed = Laplace(net(3), structure="function", prior=0.7)
+    with pytest.raises(TypeError, match="takes the training inputs along"):
+        streamed.fit(DataLoader(TensorDataset(X, CLASSES), batch_size=7)).save(tmp_path / "no")
+    with pytest.raises(Exception, match="not fitted"):
+        Laplace(net(3)).save(tmp_path / "no")
