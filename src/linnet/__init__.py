@@ -6,20 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from linnet import scores
 from linnet.batch import Batch
-from linnet.classifier import TangentClassifier
 from linnet.curvature import fisher_vector_product
 from linnet.distill import distill_loss
-from linnet.fisher import FisherEmbedding
 from linnet.fold import fold_batchnorm
-from linnet.heads import attach_head
 from linnet.jacobian import Jacobian
-from linnet.laplace import Laplace
 from linnet.linearize import Linearization, linearize
-from linnet.online import train_with_evidence
 from linnet.operators import LinearOperator, LowRank, Matrix
 from linnet.plan import Plan
-from linnet.regressor import TangentRegressor
-from linnet.saved import load
 from linnet.similarity import similarity
 
 try:
@@ -52,11 +45,36 @@ __all__ = [
     "train_with_evidence",
 ]
 
+# What imports scikit-learn or GPyTorch, which take longer than all the rest, comes when it is asked for.
+_LATER = {
+    "FisherEmbedding": "fisher",
+    "Laplace": "laplace",
+    "TangentClassifier": "classifier",
+    "TangentRegressor": "regressor",
+    "attach_head": "heads",
+    "load": "saved",
+    "train_with_evidence": "online",
+}
+
 if TYPE_CHECKING:
     from linnet import limits
+    from linnet.classifier import TangentClassifier
+    from linnet.fisher import FisherEmbedding
+    from linnet.heads import attach_head
+    from linnet.laplace import Laplace
+    from linnet.online import train_with_evidence
+    from linnet.regressor import TangentRegressor
+    from linnet.saved import load
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "limits":  # imports GPyTorch, which takes its time
+        if name == "limits":
             return import_module("linnet.limits")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(f"linnet.{_LATER[name]}"), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ KIND = "tangent estimator"
 Reader = Callable[..., Any]
 _READERS: dict[str, Reader] = {}
 _KINDS = [KIND]
+_REGISTERING = ("linnet.classifier", "linnet.regressor", "linnet.fisher", "linnet.laplace")
 
 
 def register(estimator: str, reader: Reader, *, kind: str) -> None:
@@ -109,6 +111,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
         output: As when it was fitted, if there was one: functions are not saved.
         score: The same for an embedding whose score holds a function.
     """
+    for module in _REGISTERING:
+        import_module(module)
     tensors, meta = io.load(path, kind=_KINDS)
     if meta["estimator"] not in _READERS:
         raise ValueError(f"{path} holds a {meta['estimator']}, which this version of linnet does not know.")
