@@ -95,11 +95,13 @@ def attach_head(
 
     The copy is an ordinary module in eval mode, and the given one is untouched. Linearized with respect to its top
     layers and its head, it is the model of Mu et al. (2020, equation 2), activation and gradient features together:
-    ``TangentClassifier(attach_head(model, X, y), top=k, inference="map", prior="ntk")``, or with ``params=``.
-
-    The head has seen the labels: in the residuals that it leaves, the evidence of the same labels finds next to
-    nothing, and a prior scale that is chosen by it keeps the network where it is. Give a variance, such as
-    ``prior=0.1``, or pass ``mean="zero"``, for which the head is the point of linearization and no more.
+    ``TangentClassifier(attach_head(model, X, y), top=k, inference="map", mean="zero")``, or with ``params=``. There both
+    parts start from zero, as here with ``mean="zero"``: the head is the point of linearization and no more. Its labels
+    are in the residuals of ``mean="network"``, where the evidence of the same labels finds next to nothing and keeps
+    the network where it is; give a variance there, such as ``prior=0.1``. Of the priors "balanced" has done best, and
+    with batch norm folded (`linnet.fold_batchnorm`): a ResNet-20 of CIFAR-10 with 300 labels of new data sets gains 7
+    points of accuracy over the head alone, while the paper's scaling, ``prior="ntk"``, loses 4 with 100
+    (``python -m experiments transfer``).
 
     Where the features are what the network's last layer is given, that layer is replaced in place. Otherwise the
     network becomes the ``backbone`` of a module that stops it at the features, without the layers that come later.

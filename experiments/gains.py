@@ -1,0 +1,200 @@
+"""How adapted networks compare over draws of labels: intervals, tables and the figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from scipy.stats import t as student
+
+from experiments import common
+from experiments.adaptation import EVERYTHING, GRADIENTS, LINEAR, METHODS, SAME
+
+SCORES = ("accuracy", "nll", "ece", "seconds", "predicting")
+COLORS = {
+    LINEAR: common.GRAY,
+    GRADIENTS: common.BLUE,
+    f"{GRADIENTS}, vi": common.SKY,
+    f"{GRADIENTS}, laplace": common.PURPLE,
+    f"{GRADIENTS}, ntk": common.GREEN,
+    SAME: common.ORANGE,
+    EVERYTHING: common.VERMILION,
+}
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and a 95 % interval of it by Student's t; NaN bounds for one value.
+
+    >>> {key: round(value, 3) for key, value in interval([1.0, 2.0, 3.0]).items()}
+    {'mean': 2.0, 'low': -0.484, 'high': 4.484, 'count': 3}
+    """
+    x = torch.tensor(list(values), dtype=torch.float64)
+    half = math.nan if len(x) < 2 else float(student.ppf(0.975, len(x) - 1) * x.std() / math.sqrt(len(x)))
+    mean = float(x.mean())
+    return {"mean": mean, "low": mean - half, "high": mean + half, "count": len(x)}
+
+
+def paired(runs: Sequence[Mapping[str, Any]], name: str, key: str, *, size: int) -> dict[str, float]:
+    """A contender less the linear one on the same draw, over draws and data sets."""
+    rows = [run for run in runs if run["labels"] == size and name in run["contenders"]]
+    return interval([run["contenders"][name][key] - run["contenders"][LINEAR][key] for run in rows])
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By set, number of labels and contender: means with standard errors; and differences to the linear one."""
+    out: dict[str, Any] = {}
+    for run in runs:
+        table = out.setdefault(run["set"], {}).setdefault(run["labels"], {})
+        for name in run["contenders"]:
+            table.setdefault(name, [])
+            table[name].append(run["contenders"][name])
+    for tables in out.values():
+        for table in tables.values():
+            for name, rows in table.items():
+                table[name] = {key: common.spread([row[key] for row in rows]) for key in SCORES}
+    return out
+
+
+def differences(runs: Sequence[Mapping[str, Any]], key: str) -> dict[int, dict[str, dict[str, float]]]:
+    """By number of labels and contender, the paired difference to the linear one over draws and data sets."""
+    out: dict[int, dict[str, dict[str, float]]] = {}
+    for size in sorted({run["labels"] for run in runs}):
+        seen = [run for run in runs if run["labels"] == size]
+        names = [name for name in seen[0]["contenders"] if name != LINEAR]
+        out[size] = {name: paired(runs, name, key, size=size) for name in names}
+    return out
+
+
+def verdict(gain: Mapping[str, float]) -> str:
+    """What an interval of differences of accuracy says in a word."""
+    if math.isnan(gain["low"]):
+        return "one draw"
+    return "gains" if gain["low"] > 0 else "loses" if gain["high"] < 0 else "no difference shown"
+
+
+def print_tables(tables: Mapping[str, Any]) -> None:
+    for set_, sizes in tables.items():
+        for size, table in sizes.items():
+            print(
+                f"\n{set_}, {size:,} labels{'':20} accuracy, %    NLL             ECE             seconds  predicting"
+            )
+            for name, one in table.items():
+                accuracy = {key: 100 * value for key, value in one["accuracy"].items()}
+                print(
+                    f"  {name:40s} {common.show(accuracy, 1):>13s} {common.show(one['nll'], 3):>15s} "
+                    f"{common.show(one['ece'], 3):>15s} {one['seconds']['mean']:8.1f} {one['predicting']['mean']:8.1f}"
+                )
+
+
+def print_run(run: Mapping[str, Any]) -> None:
+    """One line: the accuracy of each contender, with the rate and the epochs that fine-tuning chose."""
+    parts = []
+    for name, one in run["contenders"].items():
+        chosen = f" ({one['epochs']} x {one['rate']:g})" if "rate" in one else ""
+        parts.append(f"{name} {100 * one['accuracy']:.1f}{chosen}")
+    print(f"{run['set']}, draw {run['seed']}, {run['labels']:,} labels: {'; '.join(parts)}", flush=True)
+
+
+def shown(gain: Mapping[str, float], *, factor: float = 1.0, digits: int = 1) -> str:
+    """`+5.1 (3.9 to 6.3)`, or the mean alone where one draw has no interval."""
+    text = f"{factor * gain['mean']:+.{digits}f}"
+    if math.isnan(gain["low"]):
+        return text
+    return f"{text} ({factor * gain['low']:+.{digits}f} to {factor * gain['high']:+.{digits}f})"
+
+
+def outcome(
+    runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], *, said: Mapping[str, str], differs: str
+) -> common.Outcome:
+    """What an experiment hands back.
+
+    Args:
+        runs: One for each draw and number of labels: "set", "labels", and "contenders", their scores by name.
+        settings: Of the experiment.
+        said: Contenders of the table of results, and what the paper says of them.
+        differs: From the paper.
+    """
+    tables = summary(runs)
+    gains = {key: differences(runs, key) for key in ("accuracy", "nll", "ece")}
+    print_tables(tables)
+    print("\naccuracy less that of the linear one, points, 95 % interval over draws and sets")
+    rows = []
+    for n, table in gains["accuracy"].items():
+        for name, gain in table.items():
+            print(f"  {n:6,} {name:40s} {shown(gain, factor=100):26s} {verdict(gain)}")
+            if name in said:
+                ours = f"{shown(gain, factor=100)}, {shown(gains['nll'][n][name], digits=3)}"
+                what = f"{n:,} labels, {name} less linear: accuracy in points, NLL"
+                rows.append(common.Row(what, said[name], ours, differs))
+    metrics = {
+        "settings": settings,
+        "seconds of contenders": "of fitting above the frozen layers, the head's included; of the processor on a CPU",
+        "methods": {name: text for name, text in METHODS.items() if any(name in run["contenders"] for run in runs)},
+        "results": tables,
+        "less the linear one": gains,
+        "accuracy less the linear one, by set": {
+            name: differences([run for run in runs if run["set"] == name], "accuracy") for name in tables
+        },
+        "runs": runs,
+    }
+    return common.Outcome(metrics, figure(tables, gains["accuracy"]), rows)
+
+
+# The figure.
+
+
+def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any]) -> Figure:
+    """Accuracy and NLL against labels for each set; the paired gains; what it takes."""
+    sets: Sequence[str] = list(tables)
+    with common.style():
+        picture = Figure(figsize=(3.6 * (len(sets) + 1), 6.6))
+        axes = picture.subplots(2, len(sets) + 1, squeeze=False)
+        for column, set_ in enumerate(sets):
+            for row, (key, factor, title) in enumerate((("accuracy", 100, "accuracy, %"), ("nll", 1, "NLL"))):
+                ax = axes[row, column]
+                curves(ax, tables[set_], key, factor)
+                ax.set(xlabel="labels", ylabel=title, title=set_)
+        paired_panel(axes[0, -1], accuracy)
+        curves(axes[1, -1], tables[sets[0]], "seconds", 1)
+        axes[1, -1].set(xlabel="labels", ylabel="seconds to fit", title=sets[0], yscale="log")
+        axes[1, -1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        handles, names = axes[0, 0].get_legend_handles_labels()
+        picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9)
+    return picture
+
+
+def curves(ax: Any, table: Mapping[int, Any], key: str, factor: float) -> None:
+    """One curve for each contender, a little apart from each other, with standard errors."""
+    for i, (name, color) in enumerate(COLORS.items()):
+        at = [n for n in table if name in table[n]]
+        if not at:
+            continue
+        x = [n * 1.03 ** (i - len(COLORS) / 2) for n in at]
+        mean = [factor * table[n][name][key]["mean"] for n in at]
+        error = [factor * table[n][name][key]["error"] for n in at]
+        ax.errorbar(x, mean, yerr=error, fmt="o-", color=color, ms=4, lw=1.5, capsize=2, label=name)
+    ax.set_xscale("log")
+    ax.set_xticks(list(table), [f"{n:,}" for n in table])
+    ax.minorticks_off()
+
+
+def paired_panel(ax: Any, gains: Mapping[int, Any]) -> None:
+    """Differences of accuracy to the linear contender with 95 % intervals, in a group for each number of labels."""
+    at, middles = 0.0, []
+    for table in gains.values():
+        first = at
+        for name, color in COLORS.items():
+            if name in table:
+                mean, low, high = (100 * table[name][key] for key in ("mean", "low", "high"))
+                ax.errorbar([mean], [-at], xerr=[[mean - low], [high - mean]], fmt="o", color=color, ms=5, capsize=3)
+                at += 1
+        middles.append(-(first + at - 1) / 2)
+        at += 0.8
+    ax.axvline(0, color=common.GRAY, lw=1)
+    ax.set_yticks(middles, [f"{n:,}" for n in gains])
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="accuracy less linear, points (95 %)", ylabel="labels", title="paired over draws and sets")

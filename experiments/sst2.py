@@ -1,0 +1,154 @@
+"""MiniLM on SST-2 with few labels: gradient features of a transformer, which Mu et al. (2020) do not have.
+
+Contenders as in `experiments.transfer`: logistic regression on the mean of the tokens' outputs; with the gradients of
+the last layer (equation 2); fine-tuning of the same layer; fine-tuning of everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments import common, gains
+from experiments.adaptation import EVERYTHING, GRADIENTS, SAME, Clock, Contest, Labeled, Search, Whole, in_turn
+from experiments.pretrained import minilm, sst2, word_pieces
+
+CLASSES = 2
+SIZES = {"quick": [20], "cpu": [50, 200, 1000], "cuda": [50, 200, 1000, 3000, 6920]}
+TEST = {"quick": 40, "cpu": 400, "cuda": 1821}
+SEARCH = {
+    "quick": Search((1e-4,), 1),
+    "cpu": Search((3e-4, 1e-4, 3e-5), 6, patience=2),
+    "cuda": Search((3e-4, 1e-4, 3e-5, 1e-5), 20),
+}
+OTHERS = (f"{GRADIENTS}, vi", f"{GRADIENTS}, laplace", f"{GRADIENTS}, ntk", f"{GRADIENTS}, network's mean")
+# Up to how many labels a contender takes part; those not named always do.
+LIMITS: dict[str, dict[str, int]] = {
+    "quick": {},
+    "cpu": {**dict.fromkeys((*OTHERS, SAME), 200), EVERYTHING: 50},
+    "cuda": {},
+}
+NOT_THERE = "not in the paper"
+SAID = dict.fromkeys((GRADIENTS, f"{GRADIENTS}, vi", f"{GRADIENTS}, ntk", SAME, EVERYTHING), NOT_THERE)
+
+
+def through(layers: Iterable[nn.Module], h: Tensor, mask: Tensor) -> Tensor:
+    """Tokens' activations (n, T, d) after some layers; those with mask 0 are not attended to."""
+    closed = torch.zeros_like(mask, dtype=h.dtype).masked_fill(mask == 0, -1e9)
+    for layer in layers:
+        h = layer(h, closed[:, None, None, :])
+    return h
+
+
+class Top(nn.Module):
+    """The last layers of an encoder, the mean over tokens, and a head."""
+
+    def __init__(self, layers: nn.ModuleList, head: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.head = layers, head
+
+    def forward(self, h: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits (n, c) from the tokens' activations (n, T, d) and their mask (n, T)."""
+        h = through(self.layers, h, attention_mask)
+        weight = attention_mask.to(h.dtype)[..., None]
+        return self.head((h * weight).sum(1) / weight.sum(1))
+
+
+class Classifier(nn.Module):
+    """Embeddings and all layers, as `Top` for the last ones."""
+
+    def __init__(self, net: Any, head: nn.Module) -> None:
+        super().__init__()
+        self.embeddings, self.top = net.embeddings, Top(net.encoder.layer, head)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.top(self.embeddings(input_ids=ids), attention_mask)
+
+
+@torch.no_grad()
+def below(net: Any, layers: int, ids: Tensor, mask: Tensor) -> Tensor:
+    """What the layers below the last ones make of sentences (n, T): (n, T, d)."""
+    parts = zip(ids.split(250), mask.split(250), strict=True)
+    return torch.cat([through(net.encoder.layer[:-layers], net.embeddings(input_ids=one), m) for one, m in parts])
+
+
+def with_head(net: Any, head: nn.Module) -> nn.Module:
+    """The whole network, copied, with a head."""
+    return Classifier(copy.deepcopy(net), copy.deepcopy(head))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="labels (default: 50 200 1000)")
+    parser.add_argument("--seeds", type=int, default=None, help="draws of labels and test sentences (default: 3)")
+    parser.add_argument("--test", type=int, default=None, help="test sentences (default: 400; cuda: all)")
+    parser.add_argument("--layers", type=int, default=1, help="layers that adapt (default: 1)")
+
+
+def run(options: argparse.Namespace) -> common.Outcome:
+    """Draw labels, adapt, score."""
+    kind = "quick" if options.quick else options.device.partition(":")[0]
+    options.sizes, options.test = options.sizes or SIZES[kind], options.test or TEST[kind]
+    options.seeds = options.seeds or (1 if options.quick else 3)
+    net = minilm(options.data / "weights").to(options.device)
+    if not 1 <= options.layers <= len(net.encoder.layer):
+        raise ValueError(f"MiniLM has {len(net.encoder.layer)} layers; got --layers {options.layers}.")
+    data = [sst2(options.data, part) for part in ("train", "test")]
+    runs: list[dict[str, Any]] = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        for one in draw(net, data[0], data[1], seed=seed, kind=kind, options=options):
+            runs.append({"set": "SST-2", "seed": seed, **one})
+            gains.print_run(runs[-1])
+    search = SEARCH[kind]
+    settings = {
+        "network": "MiniLM-L6",
+        "layers that adapt": options.layers,
+        "draws": options.seeds,
+        "test sentences of a draw": options.test,
+        "seed": options.seed,
+        "fine-tuning": {"rates": search.rates, "epochs": search.epochs, "batch": search.batch},
+    }
+    differs = f"paired over {options.seeds} draws with {options.test:,} test sentences, 95 % interval"
+    return gains.outcome(runs, settings, said=SAID, differs=differs)
+
+
+def draw(
+    net: Any,
+    train: tuple[list[str], Tensor],
+    test: tuple[list[str], Tensor],
+    *,
+    seed: int,
+    kind: str,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """All contenders on one draw of labels and test sentences, of which smaller numbers of labels are the first."""
+    generator, clock, device = torch.Generator().manual_seed(seed), Clock(options.device), options.device
+    index = in_turn(train[1], max(options.sizes), CLASSES, generator)
+    at = torch.randperm(len(test[1]), generator=generator)[: options.test]
+    texts = [train[0][i] for i in index.tolist()] + [test[0][i] for i in at.tolist()]
+    ids, mask = (t.to(device) for t in word_pieces(options.data / "weights", texts))
+    y, truth = train[1][index].to(device), test[1][at].to(device)
+    with clock("bottom"):
+        h = below(net, options.layers, ids, mask)
+    top = Top(copy.deepcopy(net.encoder.layer[-options.layers :]), nn.Linear(h.shape[2], CLASSES, device=device)).eval()
+    m, out = len(index), []
+    for n in options.sizes:
+        contest = Contest(
+            top,
+            Labeled((h[:n], mask[:n]), y[:n]),
+            Labeled((h[m:], mask[m:]), truth),
+            CLASSES,
+            device,
+            SEARCH[kind],
+            seed,
+            dtype="auto" if device.startswith("cuda") else "float32",
+        )
+        whole = Whole(partial(with_head, net), Labeled((ids[:n], mask[:n]), y[:n]), (ids[m:], mask[m:]))
+        seconds = clock.seconds["bottom"] * (n + len(at)) / len(ids)
+        out.append({"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)})
+    return out

@@ -1,0 +1,170 @@
+"""Adapting to new labels: what the experiments on it share, and a small version of one; no real results here."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from drawn import normal
+from torch import nn
+
+import linnet
+from experiments import adaptation, common, gains, transfer
+from experiments.__main__ import main
+from experiments.adaptation import GRADIENTS, LINEAR, Labeled, Search, fine_tune, in_turn
+from experiments.pretrained import CIFAR10_MEAN, CIFAR10_STD, as_cifar10, resnet
+
+
+def needs(*names):
+    missing = [name for name in names if not (common.DATA / name).exists()]
+    if missing:
+        pytest.skip(f"no {missing[0]} under {common.DATA}")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# Draws.
+
+
+def test_classes_come_in_turn_and_nothing_twice():
+    y = torch.tensor([2, 2, 2, 0, 0, 1, 1, 1, 1])
+    index = in_turn(y, 9, 3, generator())
+    assert index.sort().values.tolist() == list(range(9))
+    assert y[index].tolist() == [0, 1, 2, 0, 1, 2, 1, 2, 1]
+    assert torch.equal(in_turn(y, 4, 3, generator()), index[:4])
+    with pytest.raises(ValueError, match="can be 3 to 9; got 2"):
+        in_turn(y, 2, 3, generator())
+
+
+# Fine-tuning.
+
+
+def problem(n=30):
+    X = normal(n, 4).float()
+    return Labeled((X,), (X[:, 0] > 0).long())
+
+
+def network(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def test_fine_tuning_is_adam_for_the_chosen_epochs():
+    data, first = problem(), network()
+    search = Search((1e-2,), 4, batch=8)
+    seen = []
+
+    def start(part):
+        seen.append(len(part))
+        return copy.deepcopy(first)
+
+    found = fine_tune(start, data, search, seed=3)
+    assert seen == [24, 30]  # tuned without the last fifth
+    assert found.rate == 1e-2 and found.epochs == 4  # the loss still falls
+    optimizer, order = torch.optim.Adam(first.parameters(), 1e-2), generator(3)
+    for _ in range(4):
+        for index in torch.randperm(30, generator=order).split(8):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(first(data.X[0][index]), data.y[index]).backward()
+            optimizer.step()
+    for a, b in zip(found.model.parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fine_tuning_that_only_harms_is_not_done():
+    data, first = problem(), nn.Linear(4, 2)
+    data.y[:24] = 1 - data.y[:24]  # wrong where it trains, right where it is held out
+    with torch.no_grad():
+        first.weight.copy_(torch.tensor([[-5.0, 0, 0, 0], [5.0, 0, 0, 0]]))
+        first.bias.zero_()
+    found = fine_tune(lambda part: copy.deepcopy(first), data, Search((0.1, 1.0), 2))
+    assert found.epochs == 0 and torch.equal(found.model.weight, first.weight)
+
+
+def test_one_logit_is_two_classes():
+    f, y = normal(7, 1), torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    both = torch.cat([torch.zeros_like(f), f], 1)
+    torch.testing.assert_close(adaptation.cross_entropy(f, y), nn.functional.cross_entropy(both, y))
+    p = adaptation.probabilities(nn.Identity(), (f,))
+    torch.testing.assert_close(p, both.softmax(1))
+
+
+# Over draws.
+
+
+def draws(values):
+    """Runs whose contenders have these accuracies, by name."""
+    zeros = dict.fromkeys(gains.SCORES, 0.0)
+    return [
+        {
+            "set": "a",
+            "labels": 10,
+            "contenders": {name: {**zeros, "accuracy": accuracy[i]} for name, accuracy in values.items()},
+        }
+        for i in range(3)
+    ]
+
+
+def test_differences_are_paired():
+    runs = draws({LINEAR: [0.5, 0.6, 0.9], "better": [0.52, 0.61, 0.93], "worse": [0.4, 0.5, 0.8]})
+    found = gains.differences(runs, "accuracy")[10]
+    assert found["better"]["mean"] == pytest.approx(0.02)
+    # The t distribution with two degrees of freedom: 4.302653 standard errors of 0.01 / sqrt(3).
+    assert found["better"]["high"] - found["better"]["mean"] == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-6)
+    assert gains.verdict(found["better"]) == "no difference shown" and gains.verdict(found["worse"]) == "loses"
+    assert gains.shown(found["better"], factor=100) == "+2.0 (-0.5 to +4.5)"
+    assert gains.verdict(gains.interval([1.0])) == "one draw" and gains.shown(gains.interval([1.0])) == "+1.0"
+
+
+def test_contenders_of_some_draws_are_compared_where_they_are():
+    runs = draws({LINEAR: [0.5, 0.5, 0.5], "rare": [0.6, 0.6, 0.6]})
+    del runs[2]["contenders"]["rare"]
+    assert gains.paired(runs, "rare", "accuracy", size=10)["count"] == 2
+    assert gains.summary(runs)["a"][10]["rare"]["accuracy"]["mean"] == pytest.approx(0.6)
+
+
+# Networks in two parts.
+
+
+def test_gray_images_are_normalized_as_cifar():
+    x = torch.zeros(2, 28, 28, dtype=torch.uint8)
+    x[1] = 255
+    found = as_cifar10(x)
+    assert found.shape == (2, 3, 32, 32)
+    mean, std = torch.tensor(CIFAR10_MEAN), torch.tensor(CIFAR10_STD)
+    torch.testing.assert_close(found[0, :, 5, 5], -mean / std)
+    torch.testing.assert_close(found[1, :, 5, 5], (1 - mean) / std)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_parts_of_a_resnet_are_the_network(blocks):
+    net, x = resnet(None), normal(3, 3, 32, 32).float()
+    top = linnet.fold_batchnorm(transfer.Top(net, blocks).eval())
+    A = transfer.below(net, blocks, x)
+    with torch.no_grad():
+        torch.testing.assert_close(top(A), net(x), rtol=1e-4, atol=1e-5)
+        head = nn.Linear(64, 10)
+        changed = transfer.with_head(net, head)
+        torch.testing.assert_close(changed(x), head(transfer.Top(net, blocks).blocks(A).mean((2, 3))))
+    assert net.linear is not head
+
+
+# A small version of the experiment.
+
+
+def test_transfer_runs(tmp_path):
+    needs("mnist.npz", "weights/resnet20_cifar10.safetensors")
+    where = main(["transfer", "--quick", "--sets", "mnist", "--out", str(tmp_path)])
+    record = json.loads((where / "metrics.json").read_text())
+    table = record["results"]["MNIST"]["20"]
+    assert list(table) == list(adaptation.METHODS) == list(record["methods"])
+    assert all(0 <= one["accuracy"]["mean"] <= 1 and one["nll"]["mean"] > 0 for one in table.values())
+    assert table[GRADIENTS]["seconds"]["mean"] > table[LINEAR]["seconds"]["mean"]  # which it starts from
+    assert (where / "figure.png").stat().st_size > 10_000
+    assert f"| transfer: 20 labels, {GRADIENTS} less linear" in (tmp_path / "README.md").read_text()
+    with pytest.raises(ValueError, match="has 3 blocks; got --blocks 4"):
+        main(["transfer", "--quick", "--blocks", "4"])
