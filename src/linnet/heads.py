@@ -95,8 +95,8 @@ def attach_head(
 
     The copy is an ordinary module in eval mode, and the given one is untouched. Linearized with respect to its top
     layers and its head, it is the model of Mu et al. (2020, equation 2), activation and gradient features together:
-    ``TangentClassifier(attach_head(model, X, y), top=k, inference="map", mean="zero")``, or with ``params=``. There both
-    parts start from zero, as here with ``mean="zero"``: the head is the point of linearization and no more. Its labels
+    ``TangentClassifier(attach_head(model, X, y), top=k, inference="map", mean="zero")``, or with ``params=``. With
+    ``mean="zero"`` both parts start from zero, and the head is the point of linearization and no more. Its labels
     are in the residuals of ``mean="network"``, where the evidence of the same labels finds next to nothing and keeps
     the network where it is; give a variance there, such as ``prior=0.1``. Of the priors "balanced" has done best, and
     with batch norm folded (`linnet.fold_batchnorm`): a ResNet-20 of CIFAR-10 with 300 labels of new data sets gains 7
