@@ -20,6 +20,8 @@ EXPERIMENTS = {
     "embedding_time": "seconds and errors of Fisher embeddings (Zhang et al. 2022, figure 3)",
     "spectra": "how many components explain a Fisher kernel (Zhang et al. 2022, figure 2)",
     "uci": "seven UCI regression sets, adapted on new and on the same data",
+    "evidence": "the lambda that each evidence of a batch-norm network picks (slides on linearized Laplace)",
+    "laplace_uci": "error bars of networks as they stand on UCI regression sets: structures, ensembles",
     "sst2": "MiniLM on SST-2 with few labels: gradient features of a transformer (Mu et al. 2020 have none)",
     "transfer": "ResNets of CIFAR-10 to Fashion-MNIST and MNIST (Mu et al. 2020, the form of table 4)",
 }

@@ -17,7 +17,8 @@ from linnet import demo, metrics
 from linnet._demo_baselines import ANGLE, PENALTIES, RATES, fine_tuned, network, turn, turned_digits
 from linnet.cli import app
 
-HEAVY = ("matplotlib", "gpytorch", "torchmetrics", "linnet.demo")
+HEAVY = ("matplotlib", "gpytorch", "torchmetrics", "linnet.demo", "linnet.commands")
+COMMANDS = ("demo", "adapt", "uncertainty", "predict", "embed", "spectrum", "similarity", "info")
 
 
 def invoke(*arguments):
@@ -53,7 +54,9 @@ def test_version():
 def test_help_names_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert "demo" in result.output
+    for command in COMMANDS:
+        assert command in result.output
+        assert invoke(command, "--help").exit_code == 0
     assert invoke("demo", "--seed", -1).exit_code == 2
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet import Laplace
 from linnet.combined import combined
+from linnet.expectations import predictive
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 from linnet.predictions import sampled_root
 
@@ -51,10 +52,26 @@ def test_probabilities_by_three_links() -> None:
     assert not torch.allclose(several.predict_proba(NEW).sum(1), torch.ones(6).double())
     with pytest.raises(TypeError, match="several classes"):
         one.predict_proba(NEW, "bridge")
-    with pytest.raises(ValueError, match="'probit', 'bridge' or 'mc'"):
+    with pytest.raises(ValueError, match="'probit', 'centered', 'bridge' or 'mc'"):
         la.predict_proba(NEW, "logit")
     with pytest.raises(ValueError, match="is for classes"):
         fitted("numbers", "full")[0].predict_proba(NEW)
+
+
+def test_the_centered_link_leaves_out_what_moves_all_logits_together() -> None:
+    la, _ = fitted("softmax", "full")
+    f, C = la.predict(NEW, return_cov=True)
+    n, c = f.shape
+    P = torch.eye(c, dtype=torch.float64) - 1 / c
+    each = torch.stack([C[i * c : (i + 1) * c, i * c : (i + 1) * c] for i in range(n)])
+    v = (P @ each @ P).diagonal(dim1=1, dim2=2)
+    expected = torch.softmax(f @ P / (1 + math.pi / 8 * v).sqrt(), 1)
+    torch.testing.assert_close(la.predict_proba(NEW, link="centered"), expected, rtol=1e-9, atol=0)
+    shifted = predictive(Categorical(), f, each + 7.0, link="centered")
+    torch.testing.assert_close(shifted, expected, rtol=1e-9, atol=0)
+    assert float((predictive(Categorical(), f, each + 7.0) - la.predict_proba(NEW)).abs().max()) > 1e-3
+    one, _ = fitted("one logit", "full")
+    torch.testing.assert_close(one.predict_proba(NEW, link="centered"), one.predict_proba(NEW), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("structure", ["full", "function", "kron", "diag", "lowrank", "subnetwork", "samples"])

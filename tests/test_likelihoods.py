@@ -406,7 +406,7 @@ def test_predictive_errors():
     f, cov = outputs(), covariance()
     with pytest.raises(TypeError, match=r"for Bernoulli and Categorical; got Gaussian\(0\.3\)"):
         predictive(Gaussian(0.3), f, cov)
-    with pytest.raises(ValueError, match=r"link must be 'probit', 'bridge' or 'mc'; got 'logit'"):
+    with pytest.raises(ValueError, match=r"link must be 'probit', 'centered', 'bridge' or 'mc'; got 'logit'"):
         predictive(Bernoulli(), f, cov, link="logit")
     with pytest.raises(ValueError, match=r"samples must be a positive number of draws; got 0"):
         predictive(Bernoulli(), f, cov, link="mc", samples=0)

@@ -80,8 +80,10 @@ def predictive(
         mean: (n, c).
         cov: (n, c, c), or (n, c) for variances of independent outputs.
         link: "probit" scales each logit by :math:`1 / \sqrt{1 + \pi v / 8}` with its own variance v, and is an
-            approximation that leaves out covariances; "bridge" is the mean of the Dirichlet distribution whose Laplace
-            approximation in the logits f is (Hobbhahn et al. 2022), for `Categorical`; "mc" averages over draws of f.
+            approximation that leaves out covariances; "centered" does the same to logits less their average, whose
+            variance leaves out what moves all logits together and no probability; "bridge" is the mean of the Dirichlet
+            distribution whose Laplace approximation in the logits f is (Hobbhahn et al. 2022), for `Categorical`; "mc"
+            averages over draws of f.
         samples: Draws of "mc"; the standard error of a probability is at most ``0.5 / sqrt(samples)``.
         generator: Of the draws; by default one with seed 0. All examples share them, so that the probabilities of an
             example do not depend on which others are asked for.
@@ -98,10 +100,13 @@ def predictive(
         )
     if link == "probit":
         return likelihood.mean(mean / (1 + math.pi / 8 * _marginal(cov, mean)).sqrt())
+    if link == "centered":
+        mean, v = _centered(likelihood, mean, cov)
+        return likelihood.mean(mean / (1 + math.pi / 8 * v).sqrt())
     if link == "bridge":
         return _bridge(likelihood, mean, cov)
     if link != "mc":
-        raise ValueError(f"link must be 'probit', 'bridge' or 'mc'; got {link!r}.")
+        raise ValueError(f"link must be 'probit', 'centered', 'bridge' or 'mc'; got {link!r}.")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a positive number of draws; got {samples!r}.")
     if generator is None:
@@ -112,6 +117,15 @@ def predictive(
     for part in eps.split(max(1, 2**22 // max(1, n * c))):  # so that the draws of f take little memory
         total += likelihood.mean(mean + _times(root, part)).sum(0)
     return total / samples
+
+
+def _centered(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits less their average over the classes, and their variances; logits of labels on or off have no average."""
+    if not isinstance(likelihood, Categorical):
+        return mean, _marginal(cov, mean)
+    cov = torch.diag_embed(cov) if cov.ndim == 2 else cov
+    v = _marginal(cov, mean) - 2 * cov.mean(-1) + cov.mean((-2, -1))[:, None]
+    return mean - mean.mean(-1, keepdim=True), _nonnegative(v, "variance")
 
 
 def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> Tensor:

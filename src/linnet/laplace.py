@@ -46,6 +46,13 @@ FAR = 3.0
 """A gradient this many times as large as noise in the labels would make it says that the network is not trained."""
 
 
+WIDE = 0.2
+"""Nats per training example that error bars may cost before they are said to be too wide."""
+
+LOOKED_AT = 200
+"""Training examples on which that is looked at."""
+
+
 class Laplace(Predictive):
     r"""Error bars for a trained network: the Gaussian posterior of its weights, linearized.
 
@@ -176,6 +183,7 @@ class Laplace(Predictive):
         else:
             self._refresh()
         self._measure_distance()
+        self._measure_width(search.scales)
         return self
 
     def _attach(self, network: nn.Module) -> None:
@@ -387,6 +395,7 @@ class Laplace(Predictive):
             self._by_output(search)
         if validation is not None:
             self._validated(validation)
+        self._measure_width(validation is None)
         return self
 
     def _accept(self, prior: Prior, log_det: LogDet, path: Sequence[Step]) -> None:
@@ -492,6 +501,35 @@ class Laplace(Predictive):
                 f"{float(g.norm()):.3g}, {self.gradient_ratio_:.1f} times what noise in the targets would make it. Its "
                 "mean is not the linear model's, and error bars around it say little. Train it further, or use "
                 "linnet.TangentClassifier or TangentRegressor, which move the mean.",
+                stacklevel=3,
+            )
+
+    def _measure_width(self, by_evidence: bool) -> None:
+        """What error bars cost on the training data; a warning where the evidence has made them too wide for classes.
+
+        Outputs that are sure of their labels have next to no curvature, and where they are everywhere, as in networks
+        that were trained until they fit all labels, the quadratic expansion holds in a small part of such a posterior.
+        """
+        if not by_evidence or not isinstance(self._inner, Bernoulli | Categorical) or not self._J.by_position:
+            return
+        n, c = self._f.shape
+        few = min(LOOKED_AT, max(1, 2**24 // c**2))  # covariances (few, c, c) are to be small with many classes too
+        index = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[:few]
+        f, y = self._f[index], self._y[index]
+        labels = len(index) * math.prod(self._read.shape[1:])
+        own = float(self._unit.log_prob(f, y).sum()) / labels
+        # What moves all logits together is no one's fault: it would be the prior's own variance with any data.
+        cov = self.posterior_.blocks(self._J.subset(index))
+        p = predictions.probabilities(self._unit, f, cov, link="centered", draws=1, seed=0)
+        scaled = p.log() if isinstance(self._inner, Categorical) else p.logit()
+        with_bars = float(self._unit.log_prob(scaled, y).sum()) / labels
+        if own - with_bars > WIDE:
+            warnings.warn(
+                "The prior that the evidence chose makes error bars too wide for this network: on "
+                f"{len(index)} training examples the negative log probability of a label is {-own:.3g} by the network "
+                f"and {-with_bars:.3g} with error bars. It has fitted its labels so closely that they say "
+                "little about its weights. Let held-out data choose, with tune(validation=(X, y)), or give prior= as a "
+                "variance.",
                 stacklevel=3,
             )
 

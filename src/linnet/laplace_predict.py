@@ -79,8 +79,9 @@ class Predictive(BaseEstimator):
 
         Args:
             X: Inputs.
-            link: "probit" (each logit scaled down by its own variance), "bridge" (the Laplace bridge to a Dirichlet
-                distribution) or "mc" (Monte Carlo, with all covariances).
+            link: "probit" (each logit scaled down by its own variance), "centered" (the same less what moves all logits
+                together, and so no probability), "bridge" (the Laplace bridge to a Dirichlet distribution) or "mc"
+                (Monte Carlo, with all covariances).
             draws: Of "mc".
         """
         check_is_fitted(self)

@@ -1,0 +1,163 @@
+"""What `linnet adapt` and `linnet uncertainty` share: files and settings, reading, testing, writing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from linnet.commands import outputs, runs, sources
+from linnet.commands.examples import Examples, Reading, settled
+from linnet.commands.planning import Chosen
+from linnet.commands.predictions import Predicted, before, predict
+from linnet.commands.runs import Run
+from linnet.commands.shared import Printer, UsageError, record
+from linnet.commands.targets import Goal, classes_of, goal_of, positions
+from linnet.priors import PriorSpec
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where things are.
+
+    Attributes:
+        model: As --model takes it.
+        weights: A file with weights, or None.
+        train: Data.
+        test: Data, or None.
+        out: Folder for the results.
+        force: Whether they replace earlier ones.
+    """
+
+    model: str
+    weights: Path | None
+    train: Path
+    test: Path | None
+    out: Path
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to fit; see `linnet.TangentClassifier`, `linnet.TangentRegressor` and `linnet.Laplace`.
+
+    Attributes:
+        chosen: Which parameters.
+        prior: On them.
+        inference: "auto", "vi", "laplace" or "map"; for classes.
+        mean: "auto", "network" or "zero".
+        head: "auto", "new" or "keep"; see `linnet.commands.targets.goal_of`.
+        features: What a new head reads; None for what the last layer is given.
+        standardize: Whether the columns are standardized.
+        seed: Of everything that is drawn.
+        device: Where.
+    """
+
+    chosen: Chosen
+    prior: PriorSpec = "balanced"
+    inference: str = "auto"
+    mean: str = "auto"
+    head: str = "auto"
+    features: str | None = None
+    standardize: bool = False
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The network, the data in its precision, how they were read, and what is to be predicted."""
+
+    model: nn.Module
+    train: Examples
+    test: Examples | None
+    reading: Reading
+    goal: Goal
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of the numbers that are predicted."""
+        assert self.train.y is not None
+        count = self.train.y.shape[1] if self.train.y.ndim == 2 else 1
+        names = self.reading.targets
+        return list(names) if len(names) == count else [str(j) for j in range(count)]
+
+
+def load(files: Files, reading: Reading, settings: Settings, printer: Printer) -> Loaded:
+    """Make the network, read the data, and find out what is to be predicted."""
+    asked = reading.task
+    model = sources.network(files.model, files.weights, seed=settings.seed, device=settings.device)
+    train, reading = settled(files.train, reading, model, labeled=True, standardize=settings.standardize)
+    printer.say(f"{files.train}: {train.what}")
+    test = None
+    if files.test is not None:
+        test, _ = settled(files.test, reading, model, labeled=True)
+        printer.say(f"{files.test}: {test.what}")
+    goal = goal_of(model, train, task=asked, head=settings.head)
+    _check_test(goal, train, test, files)
+    printer.say(f"{goal.task}, since {goal.why}; --task says otherwise" if asked == "auto" else goal.task)
+    return Loaded(model, train, test, reading, goal)
+
+
+def _check_test(goal: Goal, train: Examples, test: Examples | None, files: Files) -> None:
+    """Raise where the test targets cannot be compared with what is predicted."""
+    if test is None or test.y is None or train.y is None:
+        return
+    if goal.task == "classification":
+        classes = list(goal.classes) if goal.new_head else classes_of(goal)
+        positions(test.y.reshape(-1), classes, str(files.test))
+    elif test.y.dtype.kind not in "biuf" or test.y.shape[1:] != train.y.shape[1:]:
+        raise UsageError(f"{files.test}: the targets must be numbers of the shape that {files.train} has.")
+
+
+def tested(
+    printer: Printer, found: Any, loaded: Loaded, classes: list[Any], *, names: tuple[str, str], what: str
+) -> tuple[Predicted | None, dict[str, dict[str, float]]]:
+    """Predictions for the test data, and the metrics of the network alone and of the estimator; without, nothing.
+
+    Args:
+        printer: Where the table goes.
+        found: The fitted estimator.
+        loaded: With the test data.
+        classes: The label of each class.
+        names: Of the rows of the table.
+        what: The test data's name.
+    """
+    test = loaded.test
+    if test is None or test.y is None:
+        return None, {}
+    with printer.step(f"Test on {test.n:,} examples"):
+        told = predict(found, test, task=loaded.goal.task, classes=classes, targets=loaded.targets)
+        alone = found.lin_.jacobian(test.X, progress=False).outputs()
+        scores = {
+            names[0]: before(alone, test.y, classes, what),
+            names[1]: told.scores(test.y, classes, what),
+        }
+        printer.scores(scores)
+    return told, scores
+
+
+def write(
+    folder: Path, found: Any, model: nn.Module, kept: Run, told: Predicted | None, details: Mapping[str, Any]
+) -> list[str]:
+    """The saved estimator, predictions.csv, run.json and metrics.json; their names.
+
+    Args:
+        folder: Where to.
+        found: The fitted estimator.
+        model: Its network.
+        kept: How it was made.
+        told: Predictions for the test data, or None.
+        details: What metrics.json says beside the record of the run.
+    """
+    found.save(folder / kept.file)
+    if told is not None:
+        outputs.write_csv(folder / "predictions.csv", told.columns)
+    runs.save(folder, kept, model)
+    device = next(model.parameters()).device
+    outputs.write_json(folder / "metrics.json", record(kept.seed, device, **details))
+    return sorted(path.name for path in folder.iterdir())

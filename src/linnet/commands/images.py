@@ -1,0 +1,82 @@
+"""Image folders: one folder for each class, or images without classes."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from linnet._checks import listing
+from linnet.commands.shared import UsageError
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in memory.
+
+    Attributes:
+        X: (n, channels, height, width), from 0 to 1, float32.
+        y: The folder of each, or None where they lie in none.
+        names: Their paths below the folder.
+        skipped: Paths of those that could not be read.
+    """
+
+    X: np.ndarray
+    y: np.ndarray | None
+    names: list[str]
+    skipped: list[str]
+
+
+def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3, strict: bool = False) -> Images:
+    """All images below a folder, in the order of their names.
+
+    Args:
+        folder: With one folder for each class in it, or with the images themselves.
+        size: Height and width to resize to; None where all images have the same.
+        channels: 3 for color, 1 for gray.
+        strict: Whether an image that cannot be read is an error; otherwise it is left out.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
+    if not paths:
+        raise UsageError(f"{folder} has no images in it, nor in its folders ({', '.join(ENDINGS)}).")
+    arrays, kept, skipped = [], [], []
+    for path in paths:
+        try:
+            arrays.append(_read(path, size, MODES[channels]))
+            kept.append(path)
+        except (OSError, SyntaxError, ValueError) as error:
+            if strict:
+                raise UsageError(
+                    f"{path} cannot be read as an image ({error}). Without --strict it is skipped."
+                ) from error
+            skipped.append(str(path.relative_to(folder)))
+    if not arrays:
+        raise UsageError(f"None of the {len(paths)} images below {folder} can be read; the first is {skipped[0]}.")
+    shapes = sorted({array.shape[:2] for array in arrays})
+    if len(shapes) > 1:
+        found = listing([f"{h} x {w}" for h, w in shapes])
+        raise UsageError(f"The images below {folder} have several sizes ({found}); give one with --size.")
+    if skipped:
+        warnings.warn(
+            f"{len(skipped)} of {len(paths)} images cannot be read and are left out: {listing(skipped)}.", stacklevel=2
+        )
+    X = np.stack(arrays).reshape(len(arrays), *shapes[0], channels).transpose(0, 3, 1, 2)
+    inside = [path.relative_to(folder) for path in kept]
+    classes = [path.parts[0] for path in inside if len(path.parts) > 1]
+    y = np.array(classes) if len(classes) == len(inside) else None
+    return Images(np.ascontiguousarray(X), y, [path.as_posix() for path in inside], skipped)
+
+
+def _read(path: Path, size: tuple[int, int] | None, mode: str) -> np.ndarray:
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        image = opened.convert(mode)
+        if size is not None:
+            image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+        return np.asarray(image, dtype=np.float32) / 255

@@ -1,0 +1,62 @@
+"""`linnet predict`: what a run says about new data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from linnet.commands import outputs, runs
+from linnet.commands.examples import for_network, read
+from linnet.commands.predictions import predict
+from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes
+
+
+def run(
+    folder: Path, data: Path, out: Path, *, model: str | None, weights: Path | None, force: bool, device: torch.device
+) -> None:
+    """Load the run, read the data as it did, and write predictions with error bars; for an embedding, its vectors.
+
+    Args:
+        folder: What `adapt`, `uncertainty` or `embed` wrote.
+        data: New data.
+        out: A .csv file, or for an embedding a .npz file.
+        model: As --model takes it, where the run's own has moved.
+        weights: A file, where the run's own has moved.
+        force: Whether ``out`` is replaced.
+        device: Where.
+    """
+    kept = runs.read(folder)
+    ending = ".npz" if kept.command == "embed" else ".csv"
+    if out.suffix != ending:
+        raise UsageError(f"The run is of linnet {kept.command}, so --out must be a {ending} file; got {out}.")
+    outputs.check_free(out, force=force)
+    with processes(device):
+        printer = Printer()
+        found = read(data, kept.reading, labeled=False)
+        network = runs.network(folder, kept, found, model=model, weights=weights, device=device)
+        found = for_network(found, network)
+        estimator = runs.estimator(folder, kept, network)
+        printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
+        with as_usage("The network does not take these data: "):
+            estimator.lin_.jacobian(found.X, progress=False)
+        if kept.command == "embed":
+            E = torch.as_tensor(estimator.transform(found.X)).cpu().numpy()
+            named = {"names": np.array(found.names)} if found.names else {}
+            if is_first():
+                outputs.write_arrays(out, {"embedding": E, **named})
+        else:
+            told = predict(estimator, found, task=kept.task, classes=kept.classes, targets=kept.targets)
+            if found.y is not None and _known(found.y, kept):
+                printer.scores({"data": told.scores(found.y, list(kept.classes), str(data))})
+            if is_first():
+                outputs.write_csv(out, told.columns)
+        printer.written(out.parent, [out.name])
+
+
+def _known(y: np.ndarray, kept: runs.Run) -> bool:
+    """Whether the targets in the file are such as the run has seen, so that they can be scored."""
+    if kept.task == "classification":
+        return y.size > 0 and set(y.reshape(-1).tolist()) <= set(kept.classes)
+    return y.dtype.kind in "biuf"
