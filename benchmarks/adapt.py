@@ -7,8 +7,6 @@ function of them with noise.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 
 import linnet
 from benchmarks.models import MODELS
-from benchmarks.timing import machine, synchronize
+from benchmarks.timing import machine, timed
 
 TEST = 1000
 
@@ -29,14 +27,6 @@ def data(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.sin(2 * X[:, 0]) + X[:, 1] * X[:, 2] + noise
     X, y = X.to(device), y.to(device)
     return X[:n], y[:n], X[n:]
-
-
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    synchronize(device)
-    start = time.perf_counter()
-    out = run()
-    synchronize(device)
-    return time.perf_counter() - start, out
 
 
 def warm(device: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -27,6 +28,15 @@ def milliseconds(contenders: Mapping[str, Callable[[], object]], device: str, *,
             if i:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """Wall time of one run, and what it returns."""
+    synchronize(device)
+    start = time.perf_counter()
+    value = run()
+    synchronize(device)
+    return time.perf_counter() - start, value
 
 
 def synchronize(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -91,6 +92,16 @@ def data_file(folder: Path, name: str) -> Path:
 def results_folder(out: Path | None, *, quick: bool) -> Path:
     """Where to write; small versions never replace the real results."""
     return out if out is not None else RESULTS / "quick" if quick else RESULTS
+
+
+def earlier(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What an experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
+    folders = [results_folder(options.out, quick=options.quick)] + ([] if options.quick else [RESULTS])
+    for folder in folders:
+        path = Path(folder) / name / "metrics.json"
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return {}
 
 
 # Scores of Gaussian predictions, per example.

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 import linnet
 from benchmarks import rivals
 from benchmarks.models import WideResNet
-from benchmarks.timing import synchronize
+from benchmarks.timing import timed
 from experiments import common
 from experiments.pretrained import cifar10, lenet5, mnist
 from experiments.ranks import launch
@@ -111,14 +109,6 @@ def images(folder: Path, n: int) -> Tensor:
 
 def output(raw: Tensor) -> Tensor:
     return raw.logsumexp(1)
-
-
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    synchronize(device)
-    start = time.perf_counter()
-    value = run()
-    synchronize(device)
-    return time.perf_counter() - start, value
 
 
 def embed(model: nn.Module, k: int, X: Tensor, **settings: Any) -> linnet.FisherEmbedding:
@@ -287,7 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> common.Outcome:
     chosen = QUICK if options.quick else FULL
-    panels = before(options)
+    panels = common.earlier(options, "embedding_time").get("panels", {})
     measures = {"time": against_n, "accuracy": accuracy, "ranks": ranks}
     for name in options.panels:
         where = "cpu" if name == "ranks" else options.device
@@ -299,16 +289,6 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "accuracy": "float64",
     }
     return common.Outcome({"settings": settings, "panels": ordered}, figure(ordered), table(ordered))
-
-
-def before(options: argparse.Namespace) -> dict[str, Any]:
-    """What earlier runs have measured: those written to the same folder, else the kept results."""
-    folders = [common.results_folder(options.out, quick=options.quick)] + ([] if options.quick else [common.RESULTS])
-    for folder in folders:
-        path = Path(folder) / "embedding_time" / "metrics.json"
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))["panels"]
-    return {}
 
 
 def table(panels: Mapping[str, Any]) -> list[common.Row]:

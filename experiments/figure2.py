@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -26,7 +24,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import linnet
-from benchmarks.timing import synchronize
+from benchmarks.timing import timed
 from experiments import common
 from experiments.contenders import (
     NOISE,
@@ -131,14 +129,6 @@ def measure(
     for name, values in times.items():
         found[name].update(seconds=statistics.median(values), runs=len(values))
     return found
-
-
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    synchronize(device)
-    start = time.perf_counter()
-    value = run()
-    synchronize(device)
-    return time.perf_counter() - start, value
 
 
 def reason_of(error: BaseException) -> str:
@@ -290,7 +280,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if kind not in SIZES:
         raise ValueError(f"The sizes are chosen for --device cpu and cuda; got {options.device!r}.")
     chosen = QUICK if options.quick else SIZES[kind]
-    devices = before(options)
+    devices = common.earlier(options, "figure2").get("devices", {})
     own = devices.setdefault(kind, {})
     own["machine"] = common.machine(options.device)
     panels = {"data": against_data, "parameters": against_parameters, "products": products}
@@ -305,16 +295,6 @@ def run(options: argparse.Namespace) -> common.Outcome:
     }
     ordered = {device: devices[device] for device in SIZES if device in devices}
     return common.Outcome({"settings": settings, "devices": ordered}, figure(ordered), table_rows(ordered))
-
-
-def before(options: argparse.Namespace) -> dict[str, Any]:
-    """What earlier runs have measured: those written to the same folder, else the kept results."""
-    folders = [common.results_folder(options.out, quick=options.quick)] + ([] if options.quick else [common.RESULTS])
-    for folder in folders:
-        path = Path(folder) / "figure2" / "metrics.json"
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))["devices"]
-    return {}
 
 
 # Tables and the figure.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.jacobian import Jacobian
 from linnet.kron import Rotation
-from linnet.posterior import Posterior
+from linnet.posterior import FeaturePosterior, Posterior
 
 
 @final
@@ -40,7 +40,7 @@ class TurnedPosterior(Posterior):
 
 
 @final
-class SubnetworkPosterior(Posterior):
+class SubnetworkPosterior(FeaturePosterior):
     """A posterior over some parameters, the others being known.
 
     Args:
@@ -54,17 +54,6 @@ class SubnetworkPosterior(Posterior):
 
     def _features(self, J: Jacobian) -> Tensor:
         return J.columns(self.index) @ self.W
-
-    def blocks(self, J: Jacobian) -> Tensor:
-        T = self._features(J).view(J.n, J.c, -1)
-        return T @ T.mT
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        T = self._features(J)
-        return T @ T.T
-
-    def variance(self, J: Jacobian) -> Tensor:
-        return self._features(J).square().sum(1).view(J.n, J.c)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         z = self.W @ self._normal(len(self.index), k, generator)

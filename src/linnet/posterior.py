@@ -168,8 +168,26 @@ class WeightPosterior(Posterior):
         return self.shift(J) + (J @ (self.W @ z.to(J.device))).T.reshape(k, J.n, J.c)
 
 
+class FeaturePosterior(Posterior):
+    """A posterior whose covariance of f is T T^T, with features T (n c, k) of the data."""
+
+    @abstractmethod
+    def _features(self, J: Jacobian) -> Tensor: ...
+
+    def blocks(self, J: Jacobian) -> Tensor:
+        T = self._features(J).view(J.n, J.c, -1)
+        return T @ T.mT
+
+    def covariance(self, J: Jacobian) -> Tensor:
+        T = self._features(J)
+        return T @ T.T
+
+    def variance(self, J: Jacobian) -> Tensor:
+        return self._features(J).square().sum(1).view(J.n, J.c)
+
+
 @final
-class SamplePosterior(Posterior):
+class SamplePosterior(FeaturePosterior):
     """Covariances estimated from posterior samples, with a relative error of about ``sqrt(2 / k)`` in a variance.
 
     Args:
@@ -182,17 +200,6 @@ class SamplePosterior(Posterior):
 
     def _features(self, J: Jacobian) -> Tensor:
         return (J @ self.samples) / self.samples.shape[1] ** 0.5
-
-    def blocks(self, J: Jacobian) -> Tensor:
-        T = self._features(J).view(J.n, J.c, -1)
-        return T @ T.mT
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        T = self._features(J)
-        return T @ T.T
-
-    def variance(self, J: Jacobian) -> Tensor:
-        return self._features(J).square().sum(1).view(J.n, J.c)
 
     def _first(self, k: int) -> Tensor:
         if k > self.samples.shape[1]:

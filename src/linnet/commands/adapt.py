@@ -11,8 +11,7 @@ from torch import nn
 import linnet
 from linnet.commands import outputs, planning
 from linnet.commands.examples import Examples, Reading
-from linnet.commands.fitting import Files, Settings, load, tested, write
-from linnet.commands.runs import Run
+from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
 from linnet.commands.shared import Printer, UsageError, is_first, processes
 from linnet.commands.targets import Goal, classes_of, wanted
 from linnet.heads import head_of
@@ -49,18 +48,8 @@ def run(files: Files, reading: Reading, settings: Settings) -> None:
         told, scores = tested(printer, found, loaded, classes, names=names, what=str(files.test))
         if not is_first():
             return
-        kept = Run(
-            command="adapt",
-            file=FILE,
-            model=files.model,
-            weights=None if files.weights is None else str(files.weights.resolve()),
-            seed=settings.seed,
-            reading=loaded.reading,
-            task=goal.task,
-            classes=classes,
-            targets=loaded.targets,
-            new_head=goal.new_head,
-            features=settings.features,
+        kept = run_of(
+            "adapt", FILE, files, settings, loaded, classes=classes, new_head=goal.new_head, features=settings.features
         )
         written = write(folder, found, model, kept, told, {"test": scores, **_details(found, train, J)})
     printer.written(files.out, written)

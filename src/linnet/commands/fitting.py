@@ -141,6 +141,30 @@ def tested(
     return told, scores
 
 
+def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Loaded, **more: Any) -> Run:
+    """What a later `linnet predict` needs to know.
+
+    Args:
+        command: That made the run.
+        file: Of the saved estimator.
+        files: Of the network and the data.
+        settings: With the seed.
+        loaded: How the data were read, and what is predicted.
+        more: The classes, and whatever else `Run` keeps.
+    """
+    return Run(
+        command=command,
+        file=file,
+        model=files.model,
+        weights=None if files.weights is None else str(files.weights.resolve()),
+        seed=settings.seed,
+        reading=loaded.reading,
+        task=loaded.goal.task,
+        targets=loaded.targets,
+        **more,
+    )
+
+
 def write(
     folder: Path, found: Any, model: nn.Module, kept: Run, told: Predicted | None, details: Mapping[str, Any]
 ) -> list[str]:

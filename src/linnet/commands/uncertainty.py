@@ -10,8 +10,7 @@ import numpy as np
 import linnet
 from linnet.commands import outputs, planning
 from linnet.commands.examples import Examples, Reading
-from linnet.commands.fitting import Files, Settings, load, tested, write
-from linnet.commands.runs import Run
+from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
 from linnet.commands.shared import Printer, UsageError, is_first, processes
 from linnet.commands.targets import Goal, classes_of, positions, wanted
 
@@ -54,17 +53,7 @@ def run(files: Files, reading: Reading, settings: Settings, *, structure: str) -
         told, scores = tested(printer, found, loaded, classes, names=names, what=str(files.test))
         if not is_first():
             return
-        kept = Run(
-            command="uncertainty",
-            file=FILE,
-            model=files.model,
-            weights=None if files.weights is None else str(files.weights.resolve()),
-            seed=settings.seed,
-            reading=loaded.reading,
-            task=goal.task,
-            classes=classes,
-            targets=loaded.targets,
-        )
+        kept = run_of("uncertainty", FILE, files, settings, loaded, classes=classes)
         written = write(folder, found, model, kept, told, {"test": scores, **_details(found, train)})
     printer.written(files.out, written)
 
