@@ -661,7 +661,6 @@ def test_what_the_next_step_should_leave():
     for step in range(4):
         found = state.step(Matrix(A))
         now = float(((found.theta[:10] - exact) / exact).abs().max())
-        # An upper estimate, and no more than a few hundred times too high.
         assert now <= before
         before = expected(found, 10, 30)
         assert math.isinf(before) == (step == 0)
