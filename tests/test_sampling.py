@@ -334,3 +334,29 @@ def test_bad_input():
     with pytest.raises(ValueError, match="99 parameters and the layout 6"):
         made.effective_dimensions(linearize(nn.Linear(1, 3)).layout)
     assert isinstance(made, Samples)
+
+
+# Iterations in a cheaper precision.
+
+
+def test_a_coarse_jacobian_gives_the_same_samples():
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, C))
+    torch.nn.utils.vector_to_parameters(0.5 * normal(4 * 12 + 12 + 12 * C + C, seed=3).float(), model.parameters())
+    lin, X = linearize(model), normal(30, 4).float()
+    J, coarse = (lin.jacobian(X, precision=precision, progress=False) for precision in ("highest", "bf16"))
+    S = variances(J.shape[1]).float()
+    L = Categorical().root(J.outputs())
+    assert not torch.allclose(J.dense(), coarse.dense(), rtol=1e-4, atol=1e-5)
+    exact = posterior_samples(J, S, L, 4, space="function").Z
+    found = posterior_samples(J, S, L, 4, space="weight", coarse=coarse, tolerance=1e-5, rank=2)
+    assert found.solution is not None and found.solution.residual <= 1e-5
+    torch.testing.assert_close(found.Z, exact, rtol=1e-3, atol=1e-4)
+
+
+def test_a_coarse_jacobian_must_be_of_the_same_data():
+    J = jacobian()
+    S, L = variances(J.shape[1]), Categorical().root(J.outputs())
+    with pytest.raises(ValueError, match="in another precision"):
+        posterior_samples(J, S, L, 2, coarse=jacobian(n=29))
+    with pytest.raises(ValueError, match="no probes"):
+        posterior_samples(J, S, L, 2, coarse=J, probes=4)

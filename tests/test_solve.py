@@ -488,3 +488,32 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     assert cg(times(A), B, tolerance=1e-4).checked().value.device.type == "cuda"
     with pytest.raises(ArithmeticError, match="row 0 is not positive"):
         cholesky_(-A)
+
+
+# Coarse products.
+
+
+def test_coarse_products_slow_cg_down_and_spoil_nothing() -> None:
+    A, B = spd(60, condition=50.0), normal(60, 3, seed=1)
+    rough = A.bfloat16().double()
+    spoiled = cg(times(rough), B, tolerance=1e-8).value
+    assert float(((B - A @ spoiled).norm(dim=0) / B.norm(dim=0)).max()) > 1e-4
+    found = cg(times(rough), B, tolerance=1e-8, exact=times(A)).checked()
+    close(found.value, torch.linalg.solve(A, B), rtol=1e-6)
+    assert found.residual <= 1e-8
+    assert float(((B - A @ found.value).norm(dim=0) / B.norm(dim=0)).max()) <= 1e-8
+
+
+def test_products_too_coarse_are_not_called_a_solution() -> None:
+    A, B = spd(60, condition=1e6), normal(60, 2, seed=1)
+    found = cg(times(A.bfloat16().double()), B, tolerance=1e-10, exact=times(A), iterations=200)
+    assert not found.converged
+    with pytest.raises(ArithmeticError, match="have not solved"):
+        found.checked()
+
+
+def test_exact_products_are_for_solves_alone() -> None:
+    A, B = spd(5), normal(5, 2, seed=1)
+    for other in ({"probes": 1}, {"verify": False}):
+        with pytest.raises(ValueError, match="without probes"):
+            cg(times(A), B, exact=times(A), **other)

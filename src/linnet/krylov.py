@@ -137,12 +137,14 @@ def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0
 def _orthonormal(X: Tensor, against: Sequence[Tensor], noise: float) -> Tensor:
     """`orthonormal`, of and with each rank's own rows."""
     eps = torch.finfo(X.dtype).eps
+    # Inner products of millions of rows are themselves rounded, in float64.
+    close = 16 * eps + 0.1 * torch.finfo(torch.float64).eps * len(X) ** 0.5
     shortest = noise
     for step in range(8):
         _project_out(X, against)
         G = _inner(X, X)
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
-        if step and (not len(G) or float((G - eye).abs().max()) <= 16 * eps):
+        if step and (not len(G) or float((G - eye).abs().max()) <= close):
             return X
         g, E = eigh(G)
         longest = float(g[0].clamp_min(0)) ** 0.5 if len(g) else 0.0

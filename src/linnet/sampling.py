@@ -124,6 +124,7 @@ def posterior_samples(
     rank: int | str = "auto",
     probes: int = 0,
     memory: float | str = "auto",
+    coarse: Jacobian | None = None,
     progress: bool | None = None,
 ) -> Samples:
     """k draws from the posterior, all in one solve.
@@ -149,6 +150,8 @@ def posterior_samples(
         rank: Columns of the sketch, or landmark examples; "auto" goes by memory, and by what a column costs.
         probes: Columns more for the log determinant, at least 2, or 0 for none.
         memory: Bytes that dense matrices and preconditioners may take, or "auto".
+        coarse: The same Jacobian in a cheaper precision, ``lin.jacobian(X, precision="high")``, for the iterations in
+            weight space and their preconditioner. Right-hand sides and residuals stay J's, and so does the tolerance.
         progress: None shows a bar on a terminal only, False never, True always.
 
     Raises:
@@ -163,6 +166,11 @@ def posterior_samples(
         (torch.Size([4, 64]), torch.Size([3, 1]))
     """
     L = _check(J, S, L, k, probes, space)
+    if coarse is not None and (coarse.shape != J.shape or probes):
+        raise ValueError(
+            f"coarse= must be J {J.shape} in another precision, and no probes can go with it; got {coarse.shape} and "
+            f"{probes} probes."
+        )
     settings = Settings(
         tolerance=tolerance,
         iterations=iterations,
@@ -184,6 +192,7 @@ def posterior_samples(
         return _function(J, S, L, e, h, seed)
     d = S.sqrt()
     Phi = J.scaled(d)
+    cheap = Phi if coarse is None else coarse.scaled(d)
     data = Phi.T @ by_root(L, e)
     del e
     B = data + h
@@ -198,7 +207,7 @@ def posterior_samples(
     elif (again := _again(start, S, L)) is not None and preconditioner == "auto" and rank == "auto":
         P = again
     else:
-        P = _preconditioner(Phi, J, L, k, settings, rank)
+        P = _preconditioner(cheap, J, L, k, settings, rank)
     weight = L.square() if L.ndim == 1 else L @ L.mT
     first = h if start is None else _started(start, h, d)
     if probes:
@@ -206,8 +215,9 @@ def posterior_samples(
         B, first = torch.cat([B, more], 1), torch.cat([first, torch.zeros_like(more)], 1)
         del more
     solution = cg(
-        lambda V: V + Phi.normal(V, weight),
+        lambda V: V + cheap.normal(V, weight),
         B,
+        exact=None if coarse is None else lambda V: V + Phi.normal(V, weight),
         preconditioner=P,
         tolerance=tolerance * share,
         iterations=iterations,

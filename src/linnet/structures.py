@@ -30,6 +30,7 @@ from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.gaussian import check_conditioning
 from linnet.jacobian import Jacobian
 from linnet.kron import constant_over
+from linnet.krylov import orthonormal
 from linnet.logdets import Coupled, Dense, LogDet, Separable, eigenvalues_of
 from linnet.lowrank import low_rank
 from linnet.newton import as_weight, inner_matrix
@@ -201,9 +202,10 @@ class LowRank(Structure):
 
     def posterior(self, variance: Tensor, t: float) -> Posterior:
         Phi = (t * variance).sqrt()[:, None] * self.W
-        basis, s, _ = torch.linalg.svd(Phi, full_matrices=False)
+        Q = orthonormal(Phi.clone())  # and one small decomposition: that of Phi is slow where p is millions, on GPUs
+        U, s, _ = torch.linalg.svd(Q.T @ Phi, full_matrices=False)
         C = torch.diag(1 / (1 + s.square()))
-        return LowRankPosterior(variance, torch.zeros_like(variance), basis=basis, C=C)
+        return LowRankPosterior(variance, torch.zeros_like(variance), basis=Q @ U, C=C)
 
 
 @final
