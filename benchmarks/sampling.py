@@ -161,7 +161,7 @@ def measured(
     start = time.perf_counter()
     L = (Bernoulli() if J.c == 1 else Categorical()).root(J.outputs())
     space = case.space
-    found = posterior_samples(J, S, L, case.k, space=space, memory=dense, coarse=coarse, progress=None)  # type: ignore[arg-type]
+    found = posterior_samples(J, S, L, case.k, space=space, memory=dense, coarse=coarse, progress=True)  # type: ignore[arg-type]
     synchronize(device)
     seconds, peak = time.perf_counter() - start, peak_of(device)
     gamma, error = effective_dimension(J, L, found.Z)

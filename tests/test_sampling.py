@@ -336,6 +336,25 @@ def test_bad_input():
     assert isinstance(made, Samples)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_rounding_of_the_kernel_in_float32_is_refined_away(scale):
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, C))
+    torch.nn.utils.vector_to_parameters(0.5 * normal(4 * 12 + 12 + 12 * C + C, seed=3).float(), model.parameters())
+    J = linearize(model).jacobian(normal(20, 4).float(), progress=False)
+    S, L = torch.full((J.shape[1],), scale), Gaussian(0.01).root(J.outputs())
+    found = posterior_samples(J, S, L, 4, space="function", tolerance=1e-3)
+    assert found.solution is not None
+    e, h = (
+        torch.randn(rows, 4, generator=Settings(seed=0).generator(step)).double()
+        for rows, step in ((J.shape[0], 3), (J.shape[1], 4))
+    )
+    G = blocks(L.double()).T @ J.dense().double() * scale**0.5
+    u = found.Z.double() / scale**0.5
+    left = (G.T @ e + h - u - G.T @ (G @ u)).norm(dim=0) / (G.T @ e).norm(dim=0)
+    assert float(left.max()) <= 2e-3
+    assert found.solution.residual <= 1e-3
+
+
 # Iterations in a cheaper precision.
 
 

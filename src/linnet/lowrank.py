@@ -387,7 +387,8 @@ def _single(V: LinearOperator, X: Tensor, s: _Settings, *, passes: int, rest: fl
 
 
 def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
-    """Exact where the dense V V^T fits into memory and costs less than four Krylov passes, else krylov.
+    """Exact where the dense V V^T fits into memory and costs less than four Krylov passes, or a Krylov basis does not
+    fit, as where there are many more parameters than rows; else krylov.
 
     >>> from linnet.operators import Matrix
     >>> choose_method(Matrix(torch.ones(100, 1000)), 20, memory=2**30)
@@ -396,7 +397,9 @@ def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
     n, p = V.shape
     gram, eigh = 0.5 * n * n * p, 10.0 * n**3
     steps = 4 * (2.0 * n * p * block) + p * (4.0 * block) ** 2
-    return "exact" if has_gram(V) and 32 * n * n <= memory and gram + eigh <= steps else "krylov"
+    if not (has_gram(V) and 32 * n * n <= memory):
+        return "krylov"
+    return "exact" if gram + eigh <= steps or _columns_in(V, memory) < 6 * block else "krylov"
 
 
 def squared_norm(V: LinearOperator) -> float:
