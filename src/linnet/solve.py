@@ -228,8 +228,8 @@ def cg(
             identity, which its first row does not see.
         verify: Whether to spend the last product; without it the residual is the running one.
         exact: ``V`` to ``A V`` where ``product`` is a cheaper, coarser one. It gives the first residual and the true
-            ones: the iteration stops, and starts again from what it found, whenever its own residual has fallen by
-            `COARSE`, so that errors of ``product`` slow it down and never reach the solution.
+            ones, which are looked at whenever the running ones have fallen by `COARSE`; where that was no progress it
+            takes the place of ``product``. Errors of ``product`` never reach the solution.
         lengths: Gets, after each product, how far the columns move along the directions that were multiplied, (k,).
         progress: None shows a bar on a terminal only, False never, True always.
 
@@ -254,7 +254,7 @@ def cg(
         raise ValueError(
             "exact= is for solves alone: without probes, whose tridiagonals come from product, and with verify=True."
         )
-    true = product if exact is None else exact
+    true, coarse = (product, False) if exact is None else (exact, True)
     R = right.clone() if start is None else right - true(X)
     state = _Columns(X, R, norms * tolerance, [] if lengths is None else lengths)
     solve = (lambda R: R) if preconditioner is None else preconditioner.solve
@@ -262,7 +262,7 @@ def cg(
     with _bar(iterations, progress) as tick:
         while True:
             first = total == 0
-            if exact is not None:
+            if coarse:
                 now = torch.linalg.vector_norm(state.R, dim=0)
                 state.goal = torch.maximum(COARSE * now, 0.7 * tolerance * norms)
             total += state.descend(product, solve, iterations - total, probes if first else 0, tick)
@@ -271,6 +271,11 @@ def cg(
             sizes = torch.linalg.vector_norm(state.R, dim=0)
             ratios = torch.where(norms > 0, sizes / norms, 0).nan_to_num(nan=math.inf)
             worst = float(ratios.max()) if len(ratios) else 0.0
+            if coarse and worst > max(tolerance, 0.5 * before):
+                # The errors lie where A is largest: the residual sees them most, and a few exact steps remove them.
+                product, coarse, state.goal = true, False, norms * tolerance
+                state.broken[:] = False
+                before = math.inf
             again = bool(((sizes > norms * tolerance) & ~state.broken).any())
             if not again or not verify or total >= iterations or worst > 0.9 * before:
                 break
