@@ -7,12 +7,14 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test lint types pytest format bench clean
+.PHONY: help venv demo test lint types pytest format bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into $(VENV) and run 'linnet demo'"
 	@echo "make test    lint, types, doctests and tests (WORKERS=$(WORKERS) processes)"
+	@echo "make docs    the documentation site, in build/site; 'make docs-serve' shows it while you write"
+	@echo "make figures runs the code of the pages, and writes what it prints and draws"
 	@echo "make lint | types | pytest | format | bench | venv | clean"
 
 # Installed again whenever the requirements change.
@@ -49,6 +51,16 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks passes
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# One thread, as in the tests.
+figures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.tools.pages
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

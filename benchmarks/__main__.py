@@ -1,11 +1,12 @@
-"""python -m benchmarks passes | adapt | sampling | heads [--device cuda], laplace --peer PYTHON"""
+"""python -m benchmarks NAME: passes, adapt, sampling, heads, command, laplace, peers or startup."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, heads, laplace, passes, sampling
+from benchmarks import adapt, command, heads, laplace, passes, sampling, startup
+from benchmarks.peers import compare, environment, jobs
 
 
 def main() -> None:
@@ -44,7 +45,34 @@ def main() -> None:
     six.add_argument("--only", default="all", choices=("all", "epochs", "optimum"))
     six.add_argument("--rounds", type=int, default=3)
     six.add_argument("--n", type=int, default=None, help="another number of examples")
+    start = commands.add_parser("startup", help="importing linnet, and from a saved file to the first prediction")
+    start.add_argument("--out", type=Path, default=None, help="JSON file (default: results/startup-cpu.json)")
+    start.add_argument("--rounds", type=int, default=5)
+    seven = commands.add_parser("command", help="`linnet adapt` on a CSV file, beside fine-tuning")
+    seven.add_argument("--out", type=Path, default=None, help="JSON file (default: results/command-cpu.json)")
+    seven.add_argument("--only", default="all", choices=("all", *command.CASES))
+    seven.add_argument("--n", type=int, default=10_000, help="rows of the file")
+    seven.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    seven.add_argument("--source", type=Path, default=None, help="the src folder of another version, to compare with")
+    eight = commands.add_parser("peers", help="the same jobs by laplace-torch, curvlinops, GPyTorch and linnet")
+    eight.add_argument("--peer", default=None, help="an interpreter that has them (default: an environment is made)")
+    eight.add_argument("--venv", type=Path, default=environment.FOLDER, help="where it is made (default: .peers)")
+    eight.add_argument("--out", type=Path, default=None, help="JSON file (default: results/peers-cpu.json)")
+    eight.add_argument("--only", default="all", choices=("all", *jobs.PACKAGES))
+    eight.add_argument("--rounds", type=int, default=3)
+    eight.add_argument("--quick", action="store_true", help="small and once; no file, unless --out names one")
     args = parser.parse_args()
+    if args.command == "peers":
+        kept = args.out or (None if args.quick else Path(__file__).parent / "results" / "peers-cpu.json")
+        compare.run(kept, peer=args.peer, venv=args.venv, only=args.only, rounds=args.rounds, quick=args.quick)
+        return
+    if args.command == "command":
+        kept = args.out or Path(__file__).parent / "results" / "command-cpu.json"
+        command.run(kept, only=args.only, n=args.n, threads=args.threads, source=args.source)
+        return
+    if args.command == "startup":
+        startup.run(args.out or Path(__file__).parent / "results" / "startup-cpu.json", args.rounds)
+        return
     if args.command == "heads":
         kept = args.out or Path(__file__).parent / "results" / f"heads-{args.device.split(':')[0]}.json"
         heads.run(args.device, kept, rounds=args.rounds, only=args.only, n=args.n)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds
-from linnet import newton, stochastic
+from linnet import newton, scales, stochastic
 from linnet.contexts import Precision, arithmetic
 from linnet.iterative import cached_if_fits, preconditioner_of
 from linnet.jacobian import Jacobian
@@ -122,7 +122,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
     prior, likelihood = make_prior(lin, "ntk"), Categorical()
     mean = part.outputs().double()
     K = part.gram(scale=prior.base).double()
-    unit = newton._unit(K, mean, likelihood, "function")  # where the data say as much as the prior
+    unit = scales.unit_scale(K, mean, likelihood, "function")  # where the data say as much as the prior
     J = cached_if_fits(J)
     rows = []
     for times in (0.3, 3.0):

@@ -6,6 +6,7 @@ Reads ``job.pt`` (weights and data) and ``job.json`` (what to do) from each fold
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -17,8 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def network(name: str) -> nn.Module:
-    """The networks of the comparison."""
+def network(name: str | list[int]) -> nn.Module:
+    """The networks of the comparison; a list of widths is a tanh network."""
+    if not isinstance(name, str):
+        layers: list[nn.Module] = []
+        for d_in, d_out in itertools.pairwise(name):
+            layers += [nn.Linear(d_in, d_out), nn.Tanh()]
+        return nn.Sequential(*layers[:-1])
     if name == "digits":
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     if name == "cnn":
@@ -37,6 +43,16 @@ def predictive(la: Any, X: Tensor, likelihood: str) -> dict[str, Tensor]:
         out["probit"] = la(X, pred_type="glm", link_approx="probit").detach()
         out["bridge"] = la(X, pred_type="glm", link_approx="bridge").detach()
     return out
+
+
+def by_evidence(la: Any, steps: int) -> None:
+    """One prior precision and the noise by Adam on the log marginal likelihood, as laplace-torch's own example does."""
+    log_prior, log_sigma = torch.zeros(1, requires_grad=True), la.sigma_noise.detach().log().clone().requires_grad_()
+    optimizer = torch.optim.Adam([log_prior, log_sigma], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
+        optimizer.step()
 
 
 def main(folder: Path) -> None:
@@ -62,11 +78,14 @@ def main(folder: Path) -> None:
     )
     la.fit(loader)
     fitted = time.perf_counter()
-    if told["tune"]:
+    regression = told["likelihood"] == "regression"
+    if told["tune"] and regression:
+        by_evidence(la, told["steps"])
+    elif told["tune"]:
         la.optimize_prior_precision(method="marglik", pred_type="glm")
     tuned = time.perf_counter()
     found = {}
-    if told["tune"]:
+    if told["tune"] and not regression:
         parts = [la(x, pred_type="glm", link_approx="probit") for x in job["new"].split(told["batch"])]
         found["probit"] = torch.cat(parts).detach()
     else:
@@ -79,7 +98,8 @@ def main(folder: Path) -> None:
         "predict": done - tuned,
         "seconds": done - start,
         "log evidence": float(la.log_marginal_likelihood()),
-        "prior": 1 / float(torch.as_tensor(la.prior_precision).flatten()[0]),
+        "prior": 1 / float(torch.as_tensor(la.prior_precision).detach().flatten()[0]),
+        "noise": float(torch.as_tensor(la.sigma_noise).detach()) ** 2,
     }
     (folder / "found.json").write_text(json.dumps(numbers))
 

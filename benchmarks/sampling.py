@@ -202,7 +202,7 @@ def low_rank(name: str, device: str, given: tuple[nn.Module, Any, Tensor]) -> di
         rank=RANK,
         prior=prior,
         dtype=torch.float32,
-        memory=case.memory[1] if case.memory else "auto",
+        memory=case.memory[0] if case.memory else "auto",
         progress=False,
     ).fit(X, y)
     synchronize(device)

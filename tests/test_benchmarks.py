@@ -1,5 +1,6 @@
 """The networks and the rivals of the timings are what they claim; no timing here."""
 
+import json
 import sys
 import warnings
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import linnet
-from benchmarks import heads, laplace, laplace_peer, sampling
+from benchmarks import heads, laplace, laplace_peer, sampling, startup
 from benchmarks.models import MODELS, ResNet, ResNet18, VisionTransformer, WideResNet
 from benchmarks.rivals import per_example_rows, plain, published
 from linnet.testing import dense_jacobian
@@ -165,3 +166,15 @@ def test_a_peer_that_fails_says_why():
     job = (laplace.trained("classes", *parts[:2], steps=1), {"network": "nothing"}, parts)
     with pytest.raises(RuntimeError, match="laplace-torch failed in"):
         laplace.peer(sys.executable, [job])
+
+
+def test_startup_measures_what_it_says(tmp_path, monkeypatch):
+    codes = startup.files(tmp_path)
+    names = ("TangentRegressor", "TangentClassifier", "Laplace", "FisherEmbedding")
+    assert list(codes) == [f"load {name}" for name in names]
+    monkeypatch.setattr(startup, "seconds", lambda code: exec(code, {}) or (1.0 + code.count("linnet"), 0.5))
+    table = startup.run(tmp_path / "startup.json", rounds=1)
+    assert table["import torch"]["beyond torch"] == 0 and table["import linnet"]["ratio to torch"] == 2
+    assert table["python"]["CPU seconds"] == 0.5
+    kept = json.loads((tmp_path / "startup.json").read_text())
+    assert kept["times"] == table and kept["targets beyond torch"] == startup.TARGETS

@@ -47,6 +47,7 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
         "adapter.safetensors",
         "metrics.json",
         "predictions.csv",
+        "report.html",
         "run.json",
     ]
     for path in out.iterdir():

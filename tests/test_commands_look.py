@@ -32,6 +32,7 @@ def test_embed_and_what_it_says_about_new_data(tmp_path, nets):
         "embedding.npz",
         "embedding.safetensors",
         "metrics.json",
+        "report.html",
         "run.json",
     ]
     with np.load(out / "embedding.npz") as file:
@@ -169,6 +170,8 @@ def test_texts_with_a_hugging_face_model(tmp_path):
         f"hf:{model}",
         "--train",
         train,
+        "--test",
+        train,
         "--out",
         out,
         "--params",
@@ -177,6 +180,7 @@ def test_texts_with_a_hugging_face_model(tmp_path):
         "map",
     )
     assert "8 texts of up to 6 tokens" in said and "18 of " in said
+    assert "<blockquote>a bad bad film</blockquote>" in (out / "report.html").read_text()
     done("predict", "--run", out, "--data", new, "--out", tmp_path / "p.csv")
     told = read_table(tmp_path / "p.csv")
     assert set(told) == {"example", "prediction", "probability", "p_neg", "p_pos"}

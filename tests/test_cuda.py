@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,3 +94,42 @@ def test_laplace_is_the_same_as_on_the_cpu(structure: str) -> None:
     assert two.log_evidence() == pytest.approx(one.log_evidence(), rel=1e-5)
     assert two.sample(x, 3).device.type == "cuda"
     assert two.joint_log_likelihood(x, two._y, 2, draws=50) < 0
+
+
+@pytest.mark.parametrize("origin", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["regressor", "weights", "classifier", "embedding", "kron", "samples"])
+def test_files_go_from_one_device_to_the_other(tmp_path: Path, kind: str, origin: str) -> None:
+    def network() -> torch.nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+
+    def said(estimator: Any, x: torch.Tensor) -> torch.Tensor:
+        if kind == "embedding":
+            return estimator.kernel(x)
+        return torch.cat([part.flatten() for part in estimator.predict(x, return_std=True)])
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 3, dtype=torch.float64, generator=generator)
+    y = torch.randn(20, 2, dtype=torch.float64, generator=generator)
+    made = {
+        "regressor": lambda m: linnet.TangentRegressor(m, dtype="float64"),
+        "weights": lambda m: linnet.TangentRegressor(m, dtype="float64", solver="weight"),
+        "classifier": lambda m: linnet.TangentClassifier(m, dtype="float64", inference="laplace"),
+        "embedding": lambda m: linnet.FisherEmbedding(m, 4),
+        "kron": lambda m: linnet.Laplace(m, "regression", "kron", dtype="float64", prior=1.0),
+        "samples": lambda m: linnet.Laplace(m, "regression", "samples", dtype="float64", prior=1.0),
+    }[kind](network().to(origin))
+    targets = (y[:, 0] > 0).long() if kind == "classifier" else y
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not trained
+        made.fit(x.to(origin), targets.to(origin))
+    made.save(tmp_path / "a.safetensors")
+    other = "cuda" if origin == "cpu" else "cpu"
+    again = linnet.load(tmp_path / "a.safetensors", network().to(other))
+    if kind == "classifier":
+        found, wanted = again.predict_proba(x.to(other)), made.predict_proba(x.to(origin))
+    else:
+        found, wanted = said(again, x.to(other)), said(made, x.to(origin))
+    assert found.device.type == other
+    torch.testing.assert_close(found.cpu(), wanted.cpu(), rtol=1e-6, atol=1e-8)

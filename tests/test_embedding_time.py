@@ -58,7 +58,7 @@ def test_the_trained_wide_resnet_recognizes_images() -> None:
 @needs_data
 def test_small_timings_and_errors(tmp_path: Path) -> None:
     where = main(["embedding_time", "--quick", "--panels", "time", "accuracy", "--out", str(tmp_path)])
-    found = json.loads((where / "metrics.json").read_text())["panels"]
+    found = json.loads((where / "metrics.json").read_text())["parts"]
     rows = {(row["n"], row["contender"]): row for row in found["time"]["rows"]}
     assert rows[24, LINNET]["largest relative error"] < 1e-4
     assert rows[24, PUBLISHED]["iterations"] == 10 and rows[32, PUBLISHED]["iterations"] == 1
@@ -71,7 +71,7 @@ def test_small_timings_and_errors(tmp_path: Path) -> None:
 @needs_data
 def test_ranks_agree(tmp_path: Path) -> None:
     where = main(["embedding_time", "--quick", "--panels", "ranks", "--out", str(tmp_path)])
-    rows = json.loads((where / "metrics.json").read_text())["panels"]["ranks"]["rows"]
+    rows = json.loads((where / "metrics.json").read_text())["parts"]["ranks"]["rows"]
     assert [row["ranks"] for row in rows] == [1, 2]
     assert all(row["difference"] <= 1e-10 for row in rows)
 

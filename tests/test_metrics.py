@@ -150,6 +150,18 @@ def test_coverage_of_the_truth_is_the_level(level):
     assert found == pytest.approx(level, abs=4 * math.sqrt(level * (1 - level) / n))  # four standard errors
 
 
+def test_reliability_and_the_surest_by_hand():
+    p = [[0.95, 0.05], [0.9, 0.1], [0.45, 0.55], [0.42, 0.58], [0.5, 0.5]]
+    found = metrics.reliability(p, [0, 1, 1, 0, 0], bins=2)  # from a half on: all in one bin, but for what is equal
+    np.testing.assert_allclose(found.confidence, [(0.95 + 0.9 + 0.55 + 0.58 + 0.5) / 5])
+    np.testing.assert_allclose(found.accuracy, [3 / 5])
+    found = metrics.reliability(p, [0, 1, 1, 0, 0], bins=10)
+    assert found.count.tolist() == [3, 2] and found.count.dtype.kind == "i"
+    np.testing.assert_allclose(found.accuracy, [2 / 3, 1 / 2])
+    assert metrics.reliability([[1.0, 0.0]], [0]).count.tolist() == [1]  # the end belongs to the last bin
+    np.testing.assert_allclose(metrics.kept_accuracy(p, [0, 1, 1, 0, 0]), [1, 1 / 2, 1 / 3, 1 / 2, 3 / 5])
+
+
 def test_coverage_by_hand():
     target = [0.0, 1.9, -1.9, 2.1]
     assert metrics.coverage([0.0] * 4, 1.0, target) == 0.75

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from linnet import linearize, newton
+from linnet import linearize, spaces
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.newton import best_scale, best_scales, function_space, inner_matrix, matrix_free, weight_space
+from linnet.newton import function_space, inner_matrix, matrix_free, weight_space
 from linnet.operators import LinearOperator, Matrix, RowFn
 from linnet.precondition import Preconditioner
 from tests.drawn import double, normal
@@ -172,6 +171,37 @@ def test_float32_reaches_what_float32_can() -> None:
         beyond.checked()
 
 
+@pytest.mark.parametrize(("likelihood", "c"), CASES)
+def test_a_factor_nearby_saves_decompositions_and_changes_nothing(
+    likelihood: Likelihood, c: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spaces, "NEAR", 1)
+    Phi, mean, y = problem(likelihood, c=c)
+    K, given = Phi @ Phi.T, {"mean": mean, "likelihood": likelihood, "tolerance": 1e-9}
+    made = []
+    for space in (spaces.Function, spaces.Weights):
+        plain = space.factor
+        monkeypatch.setattr(space, "factor", lambda self, root, plain=plain: made.append(0) or plain(self, root))
+    for solve, A in ((function_space, K), (weight_space, Phi)):
+        exact, other = solve(A, y, **given), solve(A, y, scale=1.2, **given)
+        made.clear()
+        start = other.alpha if other.u is None else other.u
+        found = solve(A, y, start=start, near=other.factor, **given).checked()
+        assert len(made) == 1  # at the mode
+        torch.testing.assert_close(found.f, exact.f, rtol=1e-7, atol=1e-7)
+        assert found.log_evidence == pytest.approx(exact.log_evidence, rel=1e-8)
+
+
+def test_a_factor_of_something_else_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spaces, "NEAR", 1)
+    Phi, mean, y = problem(Categorical())
+    given = {"mean": mean, "likelihood": Categorical(), "scale": 100.0, "tolerance": 1e-9}
+    exact = weight_space(Phi, y, **given)
+    far = torch.diag(torch.logspace(-3, 3, P, dtype=torch.float64))
+    found = weight_space(Phi, y, near=far, **given).checked()
+    torch.testing.assert_close(found.f, exact.f, rtol=1e-4, atol=1e-5)
+
+
 # Passes over the data.
 
 
@@ -285,74 +315,8 @@ def test_inner_matrix_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = inner_matrix(K, root, scale=0.3)
     L = torch.block_diag(*root)
     torch.testing.assert_close(whole, torch.eye(N * C).double() + 0.3 * L.T @ K @ L, rtol=1e-12, atol=1e-12)
-    monkeypatch.setattr(newton, "BLOCK", 5 * C * N * C)  # blocks of 5, 5 and 2 examples
+    monkeypatch.setattr(spaces, "BLOCK", 5 * C * N * C)  # blocks of 5, 5 and 2 examples
     torch.testing.assert_close(inner_matrix(K, root, scale=0.3), whole, rtol=1e-14, atol=1e-14)
-
-
-# Scales.
-
-
-@pytest.mark.parametrize(("likelihood", "c"), CASES)
-def test_gradient_of_the_evidence_in_the_scales(likelihood: Likelihood, c: int) -> None:
-    Phi, mean, y = problem(likelihood, c=c)
-    parts = [Phi[:, :8] @ Phi[:, :8].T, Phi[:, 8:] @ Phi[:, 8:].T]
-
-    def mode(logs: list[float]) -> newton.Mode:
-        K = sum(math.exp(t) * K_l for t, K_l in zip(logs, parts, strict=True))
-        assert isinstance(K, Tensor)
-        return function_space(K, y, mean=mean, likelihood=likelihood, tolerance=1e-12).checked()
-
-    at = [-1.0, 0.5]
-    gradient = newton.scale_gradient(parts, [math.exp(t) for t in at], mode=mode(at), likelihood=likelihood)
-    h = 1e-4
-    for i in range(2):
-        up, down = ([t + sign * h * (i == j) for j, t in enumerate(at)] for sign in (1, -1))
-        difference = (mode(up).log_evidence - mode(down).log_evidence) / (2 * h)
-        assert gradient[i] == pytest.approx(difference, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize(("likelihood", "c"), CASES)
-def test_best_scale_beats_a_fine_grid(likelihood: Likelihood, c: int) -> None:
-    Phi, mean, y = problem(likelihood, c=c)
-    Phi = 30.0 * Phi  # the search finds its own unit
-    K, given = Phi @ Phi.T, {"mean": mean, "likelihood": likelihood}
-    choice = best_scale(K, y, **given)
-    grid = [function_space(K, y, scale=10.0**e, **given).log_evidence for e in np.linspace(-7, 1, 33)]
-    assert choice.log_evidence >= max(grid) - 1e-3
-    assert list(choice.path) == sorted(choice.path) and choice.path[-1] == choice.log_evidence
-    (scale,) = choice.scales
-    assert function_space(K, y, scale=scale, **given).log_evidence == pytest.approx(choice.log_evidence, abs=1e-6)
-    other = best_scale(Phi, y, space="weight", **given)
-    assert math.log(other.scales[0]) == pytest.approx(math.log(scale), abs=0.05)
-    assert other.log_evidence == pytest.approx(choice.log_evidence, abs=1e-3)
-
-
-def test_where_the_mean_is_right_the_best_scale_is_next_to_nothing() -> None:
-    y = torch.arange(N) % C
-    mean = 3.0 * nn.functional.one_hot(y, C).double()  # surer than the labels need
-    choice = best_scale(Phi_K := normal(N * C, N * C), y, mean=mean, likelihood=Categorical(), space="weight")
-    log_p = float(Categorical().log_prob(mean, y).sum())
-    assert float(Phi_K.square().mean()) * choice.scales[0] < 1e-3
-    assert choice.log_evidence == pytest.approx(log_p, abs=0.05)
-
-
-def test_best_scales_rise_and_leave_out_what_says_nothing() -> None:
-    n = 40
-    useful, noise = normal(n * C, 5), normal(n * C, 60, seed=1)
-    f = 2.0 * (useful @ normal(5, seed=2)).view(n, C)
-    y = Categorical().sample(f, torch.Generator().manual_seed(0))
-    parts = {"useful": useful @ useful.T, "noise": noise @ noise.T}
-    given = {"mean": torch.zeros(n, C).double(), "likelihood": Categorical()}
-    choice = best_scales(parts, y, **given)
-    path = choice.path
-    assert len(path) > 2 and all(b >= a for a, b in pairwise(path))
-    common = best_scale(parts["useful"] + parts["noise"], y, **given)
-    assert choice.log_evidence > common.log_evidence + 1
-    assert choice.scales[1] < 0.05 * choice.scales[0]
-    K = choice.scales[0] * parts["useful"] + choice.scales[1] * parts["noise"]
-    assert function_space(K, y, **given).log_evidence == pytest.approx(choice.log_evidence, abs=1e-5)
-    again = best_scales(parts, y, start=choice.scales, **given)
-    assert again.log_evidence >= choice.log_evidence - 1e-6
 
 
 # Errors.
@@ -386,14 +350,5 @@ def test_errors() -> None:
         weight_space(Phi, y[1:], mean=mean, likelihood=likelihood)
     with pytest.raises(TypeError, match="Heteroscedastic is not log-concave"):
         weight_space(Phi[:24], normal(N, 1), mean=normal(N, 2), likelihood=Heteroscedastic())
-    with pytest.raises(ValueError, match="space must be 'function' or 'weight'; got 'both'"):
-        best_scale(K, y, mean=mean, likelihood=likelihood, space="both")
-    with pytest.raises(ValueError, match="The kernel is zero on the training data"):
-        best_scale(0 * K, y, mean=mean, likelihood=likelihood)
-    with pytest.raises(ValueError, match="There are 1 parts, so start needs as many scales; got 2"):
-        best_scales({"all": K}, y, mean=mean, likelihood=likelihood, start=[1.0, 1.0])
-    mode = weight_space(Phi, y, mean=mean, likelihood=likelihood)
-    with pytest.raises(ValueError, match="needs a mode from function_space"):
-        newton.scale_gradient([K], [1.0], mode=mode, likelihood=likelihood)
     with pytest.raises(ArithmeticError, match="stopped after 1 steps"):
         weight_space(Phi, y, mean=mean, likelihood=likelihood, iterations=1).checked()

@@ -102,6 +102,8 @@ def test_exact_posteriors(name: str, diagonal: bool) -> None:
     torch.testing.assert_close(posterior.covariance(J), wanted, **close)
     torch.testing.assert_close(posterior.blocks(J), blocks_of(wanted, M), **close)
     torch.testing.assert_close(posterior.variance(J), wanted.diagonal().view(M, C), **close)
+    cross = J.dense() @ case.covariance @ case.J.dense().T
+    torch.testing.assert_close(posterior.cross(J, case.J), cross, **close)
 
 
 def test_gaussian_noise_gives_the_textbook_posterior() -> None:

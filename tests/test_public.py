@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
+import torch
 
 import linnet
 
@@ -27,10 +29,31 @@ def test_importing_linnet_imports_nothing_slow():
 
 
 def test_files_of_every_door_can_be_read_first(tmp_path):
-    # In a process that has not met the estimator yet.
-    code = f"import linnet; linnet.load({str(tmp_path / 'none')!r}, None)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and "FileNotFoundError" in done.stderr
-    code = "from linnet import load, saved\ntry: load('x')\nexcept FileNotFoundError: print(sorted(saved._READERS))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['FisherEmbedding', 'Laplace', 'TangentClassifier', 'TangentRegressor']"
+    # In a process that has not met the estimator yet, and that gets SciPy's statistics when it asks for them.
+    torch.manual_seed(0)
+    model, X = torch.nn.Linear(2, 1).double(), torch.randn(6, 2, dtype=torch.float64)
+    fitted = {
+        "TangentRegressor": linnet.TangentRegressor(model, noise=0.1).fit(X, X[:, 0]),
+        "TangentClassifier": linnet.TangentClassifier(model, inference="map").fit(X, (X[:, 0] > 0).long()),
+        "FisherEmbedding": linnet.FisherEmbedding(model, 1).fit(X),
+        "Laplace": linnet.Laplace(model, "regression", prior=1.0, noise=0.1).fit(X, model(X).detach() + 0.1),
+    }
+    for name, estimator in fitted.items():
+        estimator.save(tmp_path / name)
+    torch.save(model.state_dict(), tmp_path / "weights")
+    code = f"""
+        import os, sys, torch, linnet
+        model = torch.nn.Linear(2, 1).double()
+        model.load_state_dict(torch.load({str(tmp_path / "weights")!r}))
+        for name in {list(fitted)}:
+            if not os.fork():
+                print(type(linnet.load({str(tmp_path)!r} + "/" + name, model)).__name__)
+                assert "scipy.stats" not in sys.modules
+                import scipy.stats
+                print(scipy.stats.norm.cdf(0.0), flush=True)
+                os._exit(0)
+            assert os.wait()[1] == 0
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [word for name in fitted for word in (name, "0.5")]

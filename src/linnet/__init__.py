@@ -40,6 +40,7 @@ __all__ = [
     "limits",
     "linearize",
     "load",
+    "report",
     "scores",
     "similarity",
     "train_with_evidence",
@@ -57,7 +58,7 @@ _LATER = {
 }
 
 if TYPE_CHECKING:
-    from linnet import limits
+    from linnet import limits, report
     from linnet.classifier import TangentClassifier
     from linnet.fisher import FisherEmbedding
     from linnet.heads import attach_head
@@ -68,8 +69,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "limits":
-            return import_module("linnet.limits")
+        if name in ("limits", "report"):
+            return import_module(f"linnet.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(import_module(f"linnet.{_LATER[name]}"), name)

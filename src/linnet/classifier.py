@@ -22,6 +22,7 @@ from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.linearize import linearize
+from linnet.newton import Mode
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
@@ -74,10 +75,11 @@ class TangentClassifier(ClassifierMixin, Tangent):
         classes_: The label of each output (for one logit: of 0 and 1).
         scales_: Prior scales by name.
         log_evidence_: Of the Laplace approximation, whatever the inference, with a dense solver; by conjugate gradients
-            for "laplace" alone, with ``log_evidence_error_`` its standard error, and else None.
+            for "laplace" alone, with ``log_evidence_error_`` its standard error, and else None; ``evidence_path_`` its
+            rise in the search for the prior's scales.
         elbo_: The bound of the log evidence that VI reached, from fresh draws; ``elbo_path_`` its rise on the draws
             that the steps use.
-        mode_: The optimum: gradient, iterations, log likelihood.
+        mode_: The optimum: gradient, iterations, log likelihood; None in what was loaded from a file.
         passes_: Passes over the data until it was found; 1 where that takes a dense matrix.
         objective_path_: What "adam" minimizes, by epoch.
         layer_relevance_: Each layer's share in the adaptation.
@@ -90,6 +92,8 @@ class TangentClassifier(ClassifierMixin, Tangent):
         >>> clf.predict_proba(X).shape, float((clf.predict(X) == (X[:, 0].abs() > 1)).float().mean())
         (torch.Size([20, 2]), 1.0)
     """
+
+    mode_: Mode | None
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
         J = self._jacobian(source) if source.changes else cached_if_fits(self._jacobian(source))
-        labels = _labels(J.targets() if y is None else y, J.n)
+        labels = label_array(J.targets() if y is None else y, J.n)
         self._tensors = isinstance(y, Tensor) or y is None
         if prior is not None and (labels.ndim == 2) != self.multilabel_:
             needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
@@ -200,6 +204,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         self.elbo_ = None if fit.best is None else fit.best.elbo
         self.solver_, self.solution_, self._train_inputs = fit.solver, fit.solution, [inputs]
         self.passes_, self.objective_path_ = fit.passes, fit.path
+        self.evidence_path_ = fit.choice.path
         return fit
 
     def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
@@ -223,7 +228,8 @@ class TangentClassifier(ClassifierMixin, Tangent):
         self.likelihood_ = saved.LIKELIHOODS[meta["likelihood"]]()
         self.multilabel_, self._tensors = meta["multilabel"], meta["tensors"]
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
-        self.passes_, self.objective_path_ = meta["passes"], ()
+        self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
+        self.mode_ = None
 
     # Labels.
 
@@ -234,7 +240,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         if y is None:
             raise ValueError("fit requires y to be passed, but the target y is None: give one label for each example.")
-        labels = _labels(y, len(X))
+        labels = label_array(y, len(X))
         count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
         if count == 1:
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
@@ -314,7 +320,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         return predictive(self.likelihood_, f, cov, link=self.link, samples=draws, generator=generator)
 
 
-def _labels(y: Any, n: int) -> np.ndarray:
+def label_array(y: Any, n: int) -> np.ndarray:
     """Labels as an array (n,), or (n, c) of zeros and ones."""
     y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     if y.ndim == 2 and y.shape[1] == 1:

@@ -118,7 +118,8 @@ def adapt(
 ) -> None:
     """Adapt a trained network to new data, with error bars: no learning rate, no epochs.
 
-    Writes adapter.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict reads.
+    Writes report.html, adapter.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict
+    reads.
     """
     from linnet.commands import adapt as job
     from linnet.commands.fitting import Files, Settings
@@ -178,7 +179,8 @@ def uncertainty(
 ) -> None:
     """Error bars for a network as it stands (Laplace), from the data that it was trained on.
 
-    Writes laplace.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict reads.
+    Writes report.html, laplace.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict
+    reads.
     """
     from linnet.commands import uncertainty as job
     from linnet.commands.fitting import Files, Settings
@@ -245,7 +247,8 @@ def embed(
 ) -> None:
     """Compact vectors for every example: the leading components of the network's Fisher kernel.
 
-    Writes embedding.npz, embedding.safetensors (which predict applies to new data), metrics.json and run.json.
+    Writes report.html, embedding.npz, embedding.safetensors (which predict applies to new data), metrics.json and
+    run.json.
     `torchrun --nproc-per-node N -m linnet embed ...` shares the work among N processes.
     """
     from linnet.commands import embed as job

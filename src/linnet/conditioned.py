@@ -102,7 +102,7 @@ def smoother(task: Task, fit: Fit, J: Jacobian) -> Tensor:
         T = solve_upper(posterior.factor, posterior.half(J))
         return (posterior.root[:, None] * T).T
     if isinstance(posterior, WeightPosterior):
-        return (J @ posterior.W) @ (task.J @ posterior.W).T / fit.noise_rows
+        return (task.J @ (posterior.W @ (J @ posterior.W).T)).T / fit.noise_rows
     raise _dense_only("Influence", fit)
 
 

@@ -31,6 +31,9 @@ class TurnedPosterior(Posterior):
     def covariance(self, J: Jacobian) -> Tensor:
         return J.rotated(self.rotation).gram(scale=self.variances)
 
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        return J.rotated(self.rotation).gram(other.rotated(self.rotation), scale=self.variances)
+
     def variance(self, J: Jacobian) -> Tensor:
         return J.rotated(self.rotation).gram_diag(scale=self.variances).view(J.n, J.c)
 

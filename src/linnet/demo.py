@@ -382,16 +382,12 @@ def _draw_scores(ax: Any, splits: Sequence[Split], name: str, form: str) -> None
 
 def _draw_reliability(ax: Any, splits: Sequence[Split], method: str, bins: int = 10) -> None:
     """Accuracy against confidence in bins, of the digits of all splits."""
-    confidence, right = _confidence(splits, method)
-    place = (confidence * bins).long().clamp(max=bins - 1)
-    for i in place.unique().tolist():
-        here = place == i
-        if here.sum() < FEWEST:
+    found = metrics.reliability(*_told(splits, method), bins=bins)
+    for x, y, count in zip(found.confidence, found.accuracy, found.count, strict=True):
+        if count < FEWEST:
             continue
-        share = float(here.double().mean())
-        at = confidence[here].mean(), right[here].mean()
-        ax.plot([at[0], at[0]], at, color=COLORS[method], linewidth=1)
-        ax.scatter(*at, s=20 + 500 * share, color=COLORS[method], alpha=0.85, linewidths=0)
+        ax.plot([x, x], [x, y], color=COLORS[method], linewidth=1)
+        ax.scatter(x, y, s=20 + 500 * count / found.count.sum(), color=COLORS[method], alpha=0.85, linewidths=0)
     ax.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=0)
     ece = statistics.fmean(_scores(splits, method, "ece"))
     ax.text(0.96, 0.04, f"ECE {ece:.3f}", transform=ax.transAxes, ha="right")
@@ -405,11 +401,10 @@ def _draw_rejection(ax: Any, splits: Sequence[Split]) -> None:
     """The accuracy where only the most confident digits are read."""
     styles = {LAST: (RED, ":"), TUNED: (RED, "-"), MAP: (BLUE, ":"), LAPLACE: (BLUE, "--"), VI: (BLUE, "-")}
     for method, (color, line) in styles.items():
-        confidence, right = _confidence(splits, method)
-        kept = right[confidence.argsort(descending=True, stable=True)].cumsum(0)
-        n = torch.arange(1, len(kept) + 1)
-        shown = n >= 0.2 * len(kept)
-        ax.plot((n / len(kept))[shown], (kept / n)[shown], line, color=color, linewidth=1.8, label=method)
+        kept = metrics.kept_accuracy(*_told(splits, method))
+        share = torch.arange(1, len(kept) + 1) / len(kept)
+        shown = share >= 0.2
+        ax.plot(share[shown], kept[shown], line, color=color, linewidth=1.8, label=method)
     ax.set(title="Accuracy on the digits it is surest of", xlabel="share of the digits that it reads")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -434,11 +429,10 @@ def _draw_unsure(fig: Any, split: Split, count: int = 6) -> None:
     axes[1, 0].set_ylabel("probability")
 
 
-def _confidence(splits: Sequence[Split], method: str) -> tuple[Tensor, Tensor]:
-    """The largest probability of each test digit of all splits, and whether its class is the right one."""
-    best = [split.results[method].probabilities.max(1) for split in splits]
-    right = [(b.indices == split.task.test[1]).double() for b, split in zip(best, splits, strict=True)]
-    return torch.cat([b.values for b in best]), torch.cat(right)
+def _told(splits: Sequence[Split], method: str) -> tuple[Tensor, Tensor]:
+    """Probabilities and labels of the test digits of all splits."""
+    p = [split.results[method].probabilities for split in splits]
+    return torch.cat(p), torch.cat([split.task.test[1] for split in splits])
 
 
 # Files.

@@ -9,6 +9,7 @@ logits in place of both it is the usual distillation (equation 15).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,24 @@ def distill_loss(
     return alpha * labels + (1 - alpha) * temperature**2 * kl
 
 
-class EmbeddingHead(nn.Module):
+class WithEmbedding(nn.Module, ABC):
+    """A student whose calls give logits (n, c) and an embedding (n, k), to be compared with the teacher's.
+
+    `EmbeddingHead` is one for any classifier. Write another where the embedding is not a linear function of the last
+    features: `distill` takes it as it is.
+
+    Attributes:
+        student: The classifier inside.
+    """
+
+    student: nn.Module
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Logits and embedding."""
+
+
+class EmbeddingHead(WithEmbedding):
     """A student with a second, linear head: from the features that its last layer reads to k numbers.
 
     Args:
@@ -123,10 +141,10 @@ class Distilled:
     Attributes:
         model: The student with its embedding head, in eval mode; ``model.student`` is the student alone.
         losses: The mean loss of each epoch.
-        scale: (k,), what each component of the target was divided by; None without targets.
+        scale: (k,), what each component of the target was divided by; None without targets, or as they are.
     """
 
-    model: EmbeddingHead
+    model: WithEmbedding
     losses: tuple[float, ...]
     scale: Tensor | None
 
@@ -148,6 +166,7 @@ def distill(
     weight_decay: float = 5e-4,
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
     layer: str | None = None,
+    standardize: bool = True,
     seed: int = 0,
     progress: Callable[[int, float], None] | None = None,
 ) -> Distilled:
@@ -156,7 +175,7 @@ def distill(
     The components of the target are divided by their root mean square, so that all of them count alike.
 
     Args:
-        student: The classifier to train, on its device.
+        student: The classifier to train, on its device; or one that gives an embedding itself (`WithEmbedding`).
         X: Inputs (n, ...).
         y: Labels (n,).
         target: The teacher's embedding of X, (n, k), as ``FisherEmbedding.fit_transform`` gives it.
@@ -171,6 +190,7 @@ def distill(
         weight_decay: Of SGD.
         augment: Called with each batch of inputs and a generator; returns as many inputs.
         layer: As in `EmbeddingHead`.
+        standardize: False to take the target as it is.
         seed: Of the head and the order of the examples.
         progress: Called after each epoch with its number and mean loss.
     """
@@ -180,13 +200,21 @@ def distill(
     assert known is not None
     if not len(X) == len(y) == len(known):
         raise ValueError(f"distill needs as many inputs, labels and targets; got {len(X)}, {len(y)}, {len(known)}.")
-    device = next(student.parameters()).device
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model = EmbeddingHead(student, 1 if target is None else target.shape[1], layer=layer)
+    first = next(student.parameters())
+    device = first.device
+    if isinstance(student, WithEmbedding):
+        if layer is not None:
+            raise ValueError(
+                f"{type(student).__name__} gives an embedding itself, so layer= says nothing: leave it out."
+            )
+        model: WithEmbedding = student
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model = EmbeddingHead(student, 1 if target is None else target.shape[1], layer=layer)
     X, y, known = (torch.as_tensor(t, device=device) for t in (X, y, known))
-    known = known.to(model.head.weight.dtype)
-    scale = None if target is None else known.square().mean(0).sqrt()
+    known = known.to(first.dtype)
+    scale = known.square().mean(0).sqrt() if target is not None and standardize else None
     if scale is not None:
         known = known / torch.where(scale > 0, scale, 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)

@@ -22,8 +22,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import scipy  # its optimize is imported at first use, which loading a saved fit does without
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 LOG_2PI = math.log(2 * math.pi)
@@ -235,7 +235,7 @@ def _peak(
     path = [values[i]]
     a, b = grid[max(i - 1, 0)], grid[min(i + 1, GRID - 1)]
     if fn(a)[1] > 0 > fn(b)[1]:
-        t = brentq(lambda x: fn(x)[1], a, b, xtol=1e-12, rtol=1e-14)
+        t = scipy.optimize.brentq(lambda x: fn(x)[1], a, b, xtol=1e-12, rtol=1e-14)
         if fn(t)[0] >= values[i]:
             return t, fn(t)[0], (*path, fn(t)[0])
     return grid[i], values[i], tuple(path)  # at an end: no signal, or no noise

@@ -27,6 +27,7 @@ from linnet.lowrank import Decomposition, low_rank
 from linnet.operators import LinearOperator
 from linnet.params import Params
 from linnet.plan import dense_budget
+from linnet.portable import Portable
 from linnet.solve import _full_precision
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like
@@ -57,7 +58,7 @@ class _KernelAttribute:
         estimator.__dict__["kernel"] = value
 
 
-class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""The leading principal components of a model's Fisher vectors, as a scikit-learn transformer.
 
     ``kernel(X, Y=None)`` is the kernel that the embedding approximates with, ``transform(X) @ transform(Y).T``.
@@ -268,6 +269,20 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         J = self._jacobian(checked_inputs(self, X, reset=False))
         return self._fisher_vectors(J) @ self.right_vectors_
 
+    @torch.no_grad()
+    def gram(self, X: Any, Y: Any = None) -> Any:
+        """The whole kernel of examples, V_X V_Y^T, (n, m): what `kernel` approximates with the leading components.
+
+        Each pair of examples costs a product of two rows of p numbers; `linnet.probes.kernel_features` takes it.
+        """
+        check_is_fitted(self)
+        V, W = (
+            None if x is None else self._fisher_vectors(self._jacobian(checked_inputs(self, x, reset=False)))
+            for x in (X, Y)
+        )
+        assert V is not None
+        return like(X, V.gram(W))
+
     def _kernel(self, X: Any, Y: Any = None) -> Any:
         left = self._embed(X)
         right = left if Y is None else self._embed(Y)
@@ -282,7 +297,11 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same model."""
         check_is_fitted(self)
-        tensors = {"P": self.right_vectors_, "eigenvalues": torch.as_tensor(self.eigenvalues_)}
+        tensors = {
+            "P": self.right_vectors_,
+            "eigenvalues": torch.as_tensor(self.eigenvalues_),
+            "residuals": torch.as_tensor(self.residuals_),
+        }
         if self.statistics_ is not None:
             tensors |= {"Z": self.statistics_.Z, "I": self.statistics_.I, "kept": self.statistics_.kept}
         meta = {
@@ -295,6 +314,7 @@ class FisherEmbedding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             "n": None if self.statistics_ is None else self.statistics_.n,
             "trace": self._trace,
             "passes": self.passes_,
+            "method": self.method_,
             "arrays": not isinstance(self.eigenvalues_, Tensor),
             "n_features_in": getattr(self, "n_features_in_", None),
         }
@@ -318,8 +338,11 @@ def _read(
         dropped = int((~tensors["kept"]).sum())
         found.statistics_ = Statistics(tensors["Z"], tensors["I"], tensors["kept"], dropped, meta["n"])
     found.right_vectors_ = tensors["P"]
-    eigenvalues = tensors["eigenvalues"]
-    found._set(eigenvalues.cpu().numpy() if meta["arrays"] else eigenvalues, meta["trace"], meta["passes"])
+    eigenvalues, residuals = (
+        tensors[name].cpu().numpy() if meta["arrays"] else tensors[name] for name in ("eigenvalues", "residuals")
+    )
+    found._set(eigenvalues, meta["trace"], meta["passes"])
+    found.method_, found.residuals_ = meta["method"], residuals
     if meta["n_features_in"] is not None:
         found.n_features_in_ = meta["n_features_in"]
     return found

@@ -203,7 +203,7 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit
         for g in range(noise.count):
             weight = torch.where(task.noise.group == g, 1 / task.noise.base, 0.0)
             # d on both sides: Phi^T W Phi.
-            G = d[:, None] * task.J.normal(torch.diag(d), weight)
+            G = d[:, None] * task.J.normal_matrix(weight) * d
             b = d * (task.J.T @ (weight * task.r))
             found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), int((weight > 0).sum())))
         moments.append(found)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linnet import kernel_vi, newton, stochastic, variational
+from linnet import kernel_vi, layer_scales, newton, scales, stochastic, variational
 from linnet.evidence import Choice
 from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
-from linnet.newton import Mode
+from linnet.newton import Mode, as_weight
 from linnet.operators import weigh
 from linnet.posterior import (
     DiagonalPosterior,
@@ -31,13 +31,20 @@ from linnet.posterior import (
 )
 from linnet.precondition import Preconditioner
 from linnet.priors import Prior
-from linnet.problem import Settings, choose_solver
+from linnet.problem import Settings, choose_solver, work_of_a_minute
 from linnet.quadrature import log_det_from
-from linnet.solve import Solution, cg
+from linnet.solve import Solution, cg, cholesky_
+from linnet.solve import log_det_from as exact_log_det
 from linnet.stochastic import Training
 from linnet.variational import Variational
 
 Inference = Literal["map", "laplace", "vi"]
+
+SEARCHED = 30
+"""How many times the work of one decomposition a choice of scales and a fit are allowed for."""
+
+ONCE = 2
+"""The same where the scale is chosen on a part of the data and the mode is found by products."""
 
 SUBSET_ROWS = 2000
 """Rows on which the prior's scale is chosen where all of them are too many for a dense solver."""
@@ -116,7 +123,7 @@ class How:
 
 def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     """The posterior of the displacement."""
-    solver = solver_for(data.J, prior, how.settings)
+    solver = solver_for(data.J, prior, how)
     if solver.startswith("cg"):
         return _iterative(replace(data, J=cached_if_fits(data.J)), prior, how)
     if solver == "function":
@@ -124,29 +131,45 @@ def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     return _weight(replace(data, J=cached_if_fits(data.J)), prior, how)
 
 
-def solver_for(J: Jacobian, prior: Prior, settings: Settings) -> str:
-    """As for Gaussian noise, but that every step and every scale tried is a decomposition: a tenth of the work."""
+def solver_for(J: Jacobian, prior: Prior, how: How) -> str:
+    """The solver; of several scales, a decomposition for each that is tried."""
+    kernels = max(1, len(prior.scales)) + 1
+    return choose(J.shape[0], J.shape[1], how.settings, device=J.device, kernels=kernels, inference=how.inference)
+
+
+def choose(rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int, inference: str) -> str:
+    """As `linnet.problem.choose_solver`, but that a choice of scales takes several decompositions.
+
+    Where these are too many, "laplace" still takes one in weight space: samples by conjugate gradients would take
+    thousands of products. The arguments are those of `choose_solver`.
+
+    >>> choose(30_000, 3_000, Settings(), device=torch.device("cpu"), kernels=2, inference="laplace")
+    'weight'
+    >>> choose(30_000, 3_000, Settings(), device=torch.device("cpu"), kernels=2, inference="map")
+    'cg-weight'
+    """
     if settings.solver == "cg-function":
         raise ValueError("A classifier is solved by 'function', 'weight' or 'cg-weight'; got solver='cg-function'.")
-    kernels = max(1, len(prior.scales)) + 1
-    solver = choose_solver(J.shape[0], J.shape[1], settings, device=J.device, kernels=kernels, steps=30)
+    solver = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=SEARCHED)
+    if solver.startswith("cg") and settings.solver == "auto" and inference == "laplace":
+        once = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=ONCE)
+        solver = once if once == "weight" else solver
     return "cg-weight" if solver.startswith("cg") else solver
+
+
+def searched(rows: int, p: int, device: torch.device) -> bool:
+    """Whether the scale is chosen on all of the data in weight space, and not on a part."""
+    return p**3 + rows * p**2 <= work_of_a_minute(device) / SEARCHED
 
 
 def _function(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
     inference, settings = how.inference, how.settings
-    if len(prior.scales) > 1:
-        parts = J.layer_grams()
-        choice = newton.best_scales(parts, y, mean=mean, likelihood=likelihood)
-        K = sum(s * part for s, part in zip(choice.scales, parts.values(), strict=True))
-        assert isinstance(K, Tensor)
-    else:
-        K = J.gram(scale=prior.base)
-        choice = newton.best_scale(K, y, mean=mean, likelihood=likelihood) if prior.scales else Choice((1.0,), (), 0.0)
-        K *= choice.scales[0]
+    K, choice, start = _kernel(data, prior)
     variance = prior.variance(choice.scales if prior.scales else ())
-    mode = newton.function_space(K, y, mean=mean, likelihood=likelihood, tolerance=_goal(settings)).checked()
+    mode = newton.function_space(
+        K, y, mean=mean, likelihood=likelihood, start=start, tolerance=_goal(settings)
+    ).checked()
     delta = variance * (J.T @ mode.alpha)
     if inference == "map":
         small = replace(mode, factor=None)
@@ -162,43 +185,91 @@ def _function(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "function", J.n)
 
 
+def _kernel(data: Observed, prior: Prior) -> tuple[Tensor, Choice, Tensor | None]:
+    """The kernel with the best scales, these, and the alpha of the mode where it came with them."""
+    J, given = data.J, {"mean": data.mean, "likelihood": data.likelihood}
+    if len(prior.scales) > 1:
+        parts = J.layer_grams()
+        choice = layer_scales.best_scales(parts, data.y, **given)  # type: ignore[arg-type]
+        K = sum(s * part for s, part in zip(choice.scales, parts.values(), strict=True))
+        assert isinstance(K, Tensor)
+        return K, choice, None
+    K = J.gram(scale=prior.base)
+    if not prior.scales:
+        return K, Choice((1.0,), (), 0.0), None
+    choice, mode = scales.best_mode(K, data.y, **given)  # type: ignore[arg-type]
+    return K.mul_(choice.scales[0]), choice, mode.alpha
+
+
 def _weight(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
-    J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
-    inference, settings = how.inference, how.settings
+    J, (rows, p) = data.J, data.J.shape
+    examples = J.n
+    if searched(rows, p, J.device):
+        choice, mode = _features(data, prior, how.settings)
+        variance = prior.variance(choice.scales if prior.scales else ())
+    else:
+        choice, examples = _chosen_on_part(J, data.y, prior, data.likelihood, how.settings, mean=data.mean)
+        variance = prior.variance(choice.scales if prior.scales else ())
+        mode, _ = _by_products(data, variance, how.settings)
+        mode = _with_hessian(J, variance, mode)
+    assert mode.u is not None
+    delta = variance.sqrt() * mode.u
+    if how.inference == "map":
+        small = replace(mode, factor=None)
+        return GeneralizedFit(
+            PointPosterior(delta), small, variance, choice, mode.log_evidence, 0.0, None, "weight", examples
+        )
+    common = (mode, variance, choice)
+    if how.inference == "vi":
+        best = _variational(data, how, variance, delta)
+        return GeneralizedFit(_posterior(best, variance, J), *common, mode.log_evidence, 0.0, best, "weight", examples)
+    assert mode.factor is not None
+    laplace = WeightPosterior(variance, delta, factor=mode.factor)
+    return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "weight", examples)
+
+
+def _features(data: Observed, prior: Prior, settings: Settings) -> tuple[Choice, Mode]:
+    """The best scale on all of the data, and the mode there, from dense features."""
     if len(prior.scales) > 1:
         raise NotImplementedError(
             "prior='layerwise' for a classifier needs the layers' kernels, (n c)^2 each, and they do not fit memory "
             "here. Use prior='shared', fewer examples, or more memory (memory=, solver='function')."
         )
-    Phi = J.scaled(prior.base.sqrt()).dense(limit=2**62)
-    choice = (
-        newton.best_scale(Phi, y, mean=mean, likelihood=likelihood, space="weight")
-        if prior.scales
-        else Choice((1.0,), (), 0.0)
-    )
-    variance = prior.variance(choice.scales if prior.scales else ())
+    Phi, given = data.J.scaled(prior.base.sqrt()).dense(limit=2**62), {"mean": data.mean, "likelihood": data.likelihood}
+    choice, start = Choice((1.0,), (), 0.0), None
+    if prior.scales:
+        choice, found = scales.best_mode(Phi, data.y, space="weight", **given)  # type: ignore[arg-type]
+        start = found.u
     mode = newton.weight_space(
         Phi,
-        y,
-        mean=mean,
-        likelihood=likelihood,
+        data.y,
         scale=choice.scales[0],
+        start=start,
         tolerance=_goal(settings),
+        **given,  # type: ignore[arg-type]
+    )
+    return choice, mode.checked()
+
+
+def _with_hessian(J: Jacobian, variance: Tensor, mode: Mode) -> Mode:
+    """The mode with the factor of its Hessian in weight space, from one pass over the data."""
+    B = mode.root.square() if mode.root.ndim == 1 else mode.root @ mode.root.mT
+    d = variance.sqrt()
+    H = J.normal_matrix(B).mul_(d).mul_(d[:, None])
+    H.diagonal().add_(1)
+    factor = cholesky_(H)
+    return replace(mode, factor=factor, log_det=float(exact_log_det(factor)))
+
+
+def _by_products(data: Observed, variance: Tensor, settings: Settings) -> tuple[Mode, Preconditioner | None]:
+    """The mode by passes over the data, and its preconditioner, whose pass is counted too."""
+    J, mean, likelihood = data.J, data.mean, data.likelihood
+    weight = as_weight(likelihood.curvature(mean))
+    P = preconditioner_of(J.scaled(variance.sqrt()), J, weight, settings, "weight")
+    mode = newton.matrix_free(
+        J, data.y, variance=variance, mean=mean, likelihood=likelihood, preconditioner=P, tolerance=_goal(settings)
     ).checked()
-    assert mode.u is not None
-    delta = variance.sqrt() * mode.u
-    if inference == "map":
-        small = replace(mode, factor=None)
-        return GeneralizedFit(
-            PointPosterior(delta), small, variance, choice, mode.log_evidence, 0.0, None, "weight", J.n
-        )
-    common = (mode, variance, choice)
-    if inference == "vi":
-        best = _variational(data, how, variance, delta)
-        return GeneralizedFit(_posterior(best, variance, J), *common, mode.log_evidence, 0.0, best, "weight", J.n)
-    assert mode.factor is not None
-    laplace = WeightPosterior(variance, delta, factor=mode.factor)
-    return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "weight", J.n)
+    return replace(mode, passes=mode.passes + (P is not None)), P
 
 
 def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
@@ -206,16 +277,9 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     inference, settings = how.inference, how.settings
     choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=mean)
     variance = prior.variance(choice.scales if prior.scales else ())
-    Phi = J.scaled(variance.sqrt())
-    B = likelihood.curvature(mean)
-    weight = B.flatten() if B.ndim == 2 else B
-    P = preconditioner_of(Phi, J, weight, settings, "weight")
-    mode = newton.matrix_free(
-        J, y, variance=variance, mean=mean, likelihood=likelihood, preconditioner=P, tolerance=_goal(settings)
-    ).checked()
+    mode, P = _by_products(data, variance, settings)
     assert mode.u is not None
-    passes = mode.passes + (P is not None)  # the preconditioner takes one
-    d = variance.sqrt()
+    passes, d = mode.passes, variance.sqrt()
     delta = d * mode.u
     if inference == "map":
         found = PointPosterior(delta)
@@ -224,9 +288,8 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
         best = _variational(data, how, variance, delta, preconditioner=P)
         posterior = _posterior(best, variance, J)
         return GeneralizedFit(posterior, mode, variance, choice, None, 0.0, best, "cg-weight", examples, passes)
-    k, root = settings.samples, mode.root
-    B = likelihood.curvature(mode.f)
-    weight = B.flatten() if B.ndim == 2 else B
+    k, root, Phi = settings.samples, mode.root, J.scaled(d)
+    weight = as_weight(likelihood.curvature(mode.f))
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
     h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
@@ -262,12 +325,7 @@ def _chosen_on_part(
     index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
     part = J.subset(index).cached()
     base = part.outputs() if mean is None else mean[index.to(mean.device)]
-    found = condition(
-        Observed(part, y[index.to(y.device)], base, likelihood),
-        prior,
-        How("map", "lowrank", replace(settings, solver="function")),
-    )
-    return found.choice, examples
+    return _kernel(Observed(part, y[index.to(y.device)], base, likelihood), prior)[1], examples
 
 
 def train(

@@ -29,7 +29,8 @@ from linnet import _checks
 FORMAT = 1
 """The format version this linnet writes, and the newest it reads."""
 
-_KEY = "linnet"  # the one entry of the safetensors metadata
+_DAMAGED = "does not have the checksum that was saved with it. Copy it again from where it was saved, or save it again."
+_KEY, _SUM = "linnet", "sha256"  # the entries of the safetensors metadata: the header, and its checksum
 
 
 def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict[str, Any], *, kind: str) -> None:
@@ -54,9 +55,11 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
         if not isinstance(x, Tensor):
             raise TypeError(f"save needs tensors, and tensors[{name!r}] is {_checks.kind(x)}; move it to meta.")
     _check_json(meta, "meta")
-    header = {"format": FORMAT, "kind": kind, "version": _version(), "meta": meta}
+    apart = _apart(tensors)
+    header = {"format": FORMAT, "kind": kind, "version": _version(), "tensors": _contents_of(apart), "meta": meta}
+    text = json.dumps(header, allow_nan=False)
     with whole(path) as temporary:
-        save_file(_apart(tensors), temporary, metadata={_KEY: json.dumps(header, allow_nan=False)})
+        save_file(apart, temporary, metadata={_KEY: text, _SUM: _checksum(text)})
 
 
 @contextmanager
@@ -107,7 +110,7 @@ class Contents:
 def contents(path: str | os.PathLike[str]) -> Contents:
     """What a saved file holds, whatever its kind; its tensors are not read."""
     path = Path(path)
-    with _opened(path, "cpu") as file:
+    with _opened(path) as file:
         header = _header(path, file.metadata())
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
         return Contents(header["kind"], header["version"], header["meta"], shapes)
@@ -116,7 +119,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 def load(
     path: str | os.PathLike[str], *, kind: str | Collection[str], device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file that `save` wrote.
+    """Read a file that `save` wrote; one of which a byte was changed since is refused.
 
     Args:
         path: The file.
@@ -127,25 +130,29 @@ def load(
         The tensors by name, and the meta dict.
     """
     path = Path(path)
-    with _opened(path, device) as file:
-        meta = _checked(path, _header(path, file.metadata()), kind)
-        return {name: file.get_tensor(name) for name in file.keys()}, meta  # noqa: SIM118 (not a dict)
+    with _opened(path) as file:
+        header = _header(path, file.metadata())
+        meta = _checked(path, header, kind)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if _contents_of(tensors) != header["tensors"]:
+        raise ValueError(f"{path} was changed after it was saved: what it holds {_DAMAGED}")
+    return {name: x.to(device) for name, x in tensors.items()}, meta
 
 
 @contextmanager
-def _opened(path: Path, device: str | torch.device) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file, or an error that says what it is instead."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"load needs a file that linnet saved; {path} {what}.")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except SafetensorError as error:
         with path.open("rb") as raw:
             pickled = raw.read(2) in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
         why = (
-            "It looks like a pickle, as torch.save writes, and linnet never unpickles."
+            "It looks like a pickle or an archive, as torch.save writes, and linnet never unpickles."
             if pickled
             else "It was cut short when it was written or copied, or has another format. Save it again."
         )
@@ -213,18 +220,21 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 def _header(path: Path, entries: dict[str, str] | None) -> dict[str, Any]:
     """What `save` wrote beside the tensors, of a format that this linnet reads."""
+    entries = entries or {}
     try:
-        header = json.loads((entries or {})[_KEY])
+        header = json.loads(entries[_KEY])
         form = int(header["format"])
         found = {name: header[name] for name in ("kind", "version", "meta")}
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is a safetensors file that linnet did not write (no linnet header).") from None
     if form > FORMAT:
         raise ValueError(
             f"{path} has format {form}, written by linnet {found['version']}; this is linnet "
             f"{_version()}, which reads up to format {FORMAT}. Upgrade linnet."
         )
-    return found
+    if _checksum(entries[_KEY]) != entries.get(_SUM):
+        raise ValueError(f"{path} was changed after it was saved: its description {_DAMAGED}")
+    return found | {"tensors": header["tensors"]}
 
 
 def _checked(path: Path, header: dict[str, Any], kind: str | Collection[str]) -> dict[str, Any]:
@@ -234,6 +244,15 @@ def _checked(path: Path, header: dict[str, Any], kind: str | Collection[str]) ->
         raise ValueError(f"{path} holds {header['kind']!r}; {' or '.join(map(repr, asked))} was asked for.")
     meta: dict[str, Any] = header["meta"]
     return meta
+
+
+def _contents_of(tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint of tensors that a file may hold in any order."""
+    return fingerprint({name: tensors[name] for name in sorted(tensors)})
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

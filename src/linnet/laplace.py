@@ -46,6 +46,9 @@ FAR = 3.0
 """A gradient this many times as large as noise in the labels would make it says that the network is not trained."""
 
 
+SPARED = 0.005
+"""Nats per training label that averaging over a posterior may cost, where the network's own loss is surer than that."""
+
 WIDE = 0.2
 """Nats per training example that error bars may cost before they are said to be too wide."""
 
@@ -70,8 +73,8 @@ class Laplace(Predictive):
             "kron", "ekfac", "diag", "lowrank", "subnetwork" and "samples" approximate. "auto" takes an exact one where
             it fits memory, then "samples".
         prior: Variances of theta itself, around zero: "shared", "ntk", "balanced" or "layerwise", whose scales the
-            evidence chooses; "unit"; a variance; or variances by layer glob. Variance is one over the precision or
-            weight decay that others speak of.
+            evidence chooses, for classes no wider than the training labels bear (see `tune`); "unit"; a variance; or
+            variances by layer glob. Variance is one over the precision or weight decay that others speak of.
         params: Which parameters are random; see `linnet.linearize`. The last layer alone: its name with ".*".
         output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
             its own targets; see `linnet.sites`.
@@ -84,7 +87,7 @@ class Laplace(Predictive):
             each example: unbiased, and m backward passes in place of one for each class.
         tolerance: Relative residual of the solve for "samples".
         dtype: Of all computations: "auto" is float64 where the device is fast at it, else float32.
-        memory: Bytes that dense matrices may take, or "auto".
+        memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
         batch_size: Examples per chunk, or "auto".
         seed: Of everything that is drawn.
         progress: False for no progress bars.
@@ -100,6 +103,7 @@ class Laplace(Predictive):
         gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode.
         gradient_ratio_: The gradient of the log likelihood, in units of what noise in the labels alone would make it.
         tune_path_: Steps of the last search: log evidence, scales, noise, effective dimension.
+        narrowed_: The factor by which the prior variances of largest evidence were made smaller; 1 where they were not.
 
     Example:
         >>> X = torch.linspace(-2, 2, 40)[:, None]
@@ -119,6 +123,7 @@ class Laplace(Predictive):
     gradient_norm_: float
     gradient_ratio_: float
     tune_path_: tuple[Step, ...]
+    narrowed_: float
     _known_evidence: float
 
     def __init__(
@@ -183,7 +188,7 @@ class Laplace(Predictive):
         else:
             self._refresh()
         self._measure_distance()
-        self._measure_width(search.scales)
+        self._narrow(search.scales)
         return self
 
     def _attach(self, network: nn.Module) -> None:
@@ -346,12 +351,15 @@ class Laplace(Predictive):
         at: At = "network",
         steps: int = 500,
         validation: Any = None,
+        narrow: bool = True,
     ) -> Laplace:
         """Choose prior scales and noise by the evidence; `tune_path_` has the steps.
 
-        Weights that the data leave open stay near where they were drawn at the start of training, and where there are
-        many of them the evidence takes their size for that of the prior: its error bars are then too wide. Data that
-        were held out from training settle the size.
+        A classifier that is sure of its labels has next to no curvature, and the evidence, which looks no further than
+        curvature and the size of the weights, then takes a prior so wide that averages over the posterior forget the
+        labels. So the variances of largest evidence are multiplied by the largest factor up to one (`narrowed_`) with
+        which averaging costs no more on training labels than the standard error of the network's own loss there, or
+        0.005 nats a label. Data that were held out from training settle the size better.
 
         Args:
             prior: Whose scales: "shared", "layerwise", "ntk", "balanced"; a variance or variances by layer are given a
@@ -363,6 +371,7 @@ class Laplace(Predictive):
             steps: Limit.
             validation: Inputs and targets that the network was not trained on, ``(X, y)`` or a Dataset. After the
                 evidence, all prior variances are multiplied by the factor with the largest log probability there.
+            narrow: False for the largest evidence itself, whatever it costs; a warning says so where that is much.
         """
         check_is_fitted(self)
         self._check_data("tune")
@@ -393,9 +402,13 @@ class Laplace(Predictive):
         self._accept(found, log_det, path)
         if by_output:
             self._by_output(search)
+        self.narrowed_ = 1.0
         if validation is not None:
             self._validated(validation)
-        self._measure_width(validation is None)
+        elif narrow:
+            self._narrow(True)
+        else:
+            self._measure_width()
         return self
 
     def _accept(self, prior: Prior, log_det: LogDet, path: Sequence[Step]) -> None:
@@ -441,7 +454,36 @@ class Laplace(Predictive):
             variance = factor * self._structure.posterior(S, t * factor).variance(J)
             return predictions.log_score(self.likelihood_, f, variance, targets)
 
-        factor = laplace_search.best_factor(score)
+        self._multiply(laplace_search.best_factor(score))
+
+    def _narrow(self, by_evidence: bool) -> None:
+        """Multiply prior variances that the evidence chose by what the training labels of a classifier bear."""
+        self.narrowed_ = 1.0
+        if not by_evidence or not isinstance(self._inner, Bernoulli | Categorical):
+            return
+        index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
+        J = cached_if_fits(self._J.subset(index)) if self._J.by_position else self._J
+        f, y, sites = self._f[index], self._y[index], math.prod(self._read.shape[1:])
+        each = self._unit.log_prob(self._f, self._y) / sites
+        own, S, t = float(each[index].mean()), self.prior_variance_, 1 / self._noise
+
+        def cost(factor: float) -> float:
+            variance = factor * self._structure.posterior(S, t * factor).variance(J)
+            return own - predictions.log_score(self.likelihood_, f, variance, y) / (len(index) * sites)
+
+        limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
+        self.narrowed_ = laplace_search.largest_factor(cost, limit)
+        if self.narrowed_ < 1:
+            self._multiply(self.narrowed_)
+
+    def _looked_at(self) -> Tensor:
+        """Some training examples, drawn."""
+        n, c = self._f.shape
+        few = min(LOOKED_AT, max(1, 2**24 // c**2))  # covariances (few, c, c) are to be small with many classes too
+        return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[:few]
+
+    def _multiply(self, factor: float) -> None:
+        """The prior variances times a factor, as the last step of the path."""
         scales = tuple(s * factor for s in self._scales)
         terms = self._evidence("network", self._prior, self._log_det)(scales, self._noise)
         last = Step(terms.value, scales, self._noise, sum(terms.gamma))
@@ -504,17 +546,15 @@ class Laplace(Predictive):
                 stacklevel=3,
             )
 
-    def _measure_width(self, by_evidence: bool) -> None:
+    def _measure_width(self) -> None:
         """What error bars cost on the training data; a warning where the evidence has made them too wide for classes.
 
         Outputs that are sure of their labels have next to no curvature, and where they are everywhere, as in networks
         that were trained until they fit all labels, the quadratic expansion holds in a small part of such a posterior.
         """
-        if not by_evidence or not isinstance(self._inner, Bernoulli | Categorical) or not self._J.by_position:
+        if not isinstance(self._inner, Bernoulli | Categorical) or not self._J.by_position:
             return
-        n, c = self._f.shape
-        few = min(LOOKED_AT, max(1, 2**24 // c**2))  # covariances (few, c, c) are to be small with many classes too
-        index = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[:few]
+        index = self._looked_at()
         f, y = self._f[index], self._y[index]
         labels = len(index) * math.prod(self._read.shape[1:])
         own = float(self._unit.log_prob(f, y).sum()) / labels
@@ -528,8 +568,8 @@ class Laplace(Predictive):
                 "The prior that the evidence chose makes error bars too wide for this network: on "
                 f"{len(index)} training examples the negative log probability of a label is {-own:.3g} by the network "
                 f"and {-with_bars:.3g} with error bars. It has fitted its labels so closely that they say "
-                "little about its weights. Let held-out data choose, with tune(validation=(X, y)), or give prior= as a "
-                "variance.",
+                "little about its weights. Leave narrow=False out, let held-out data choose, with "
+                "tune(validation=(X, y)), or give prior= as a variance.",
                 stacklevel=3,
             )
 
@@ -562,7 +602,6 @@ class Laplace(Predictive):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
         check_is_fitted(self)
-        self._check_data("save")
         laplace_saved.save(self, path)
 
     def _check_data(self, what: str) -> None:

@@ -12,7 +12,7 @@ are closed forms,
 
 and setting them to zero gives MacKay's fixed point, ``a_l = gamma_l / ||theta_l||^2`` and
 ``noise = ||r||^2 / (n c - gamma)``. At the mode of the linear model the curvature of a classifier moves with the prior,
-which adds to the first (`linnet.newton.scale_gradient`) and which the fixed point leaves out.
+which adds to the first (`linnet.layer_scales.scale_gradient`) and which the fixed point leaves out.
 """
 
 from __future__ import annotations

@@ -14,15 +14,20 @@ from linnet import predictions
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
+from linnet.portable import Portable
 from linnet.posterior import Posterior, SamplePosterior
 from linnet.sites import FlatOutput, Sites, unflattened
-from linnet.tangent import as_targets, checked_inputs, like
+from linnet.tangent import Linearity, as_targets, checked_inputs, like
 
 DRAWN = 1 << 26
 """Entries of the samples of the parameters that are held at once."""
 
 
-class Predictive(BaseEstimator):
+LEAST = 1 << 26
+"""Bytes that a pass over the data may take however little ``memory`` allows: a chunk needs room for an example."""
+
+
+class Predictive(Portable, BaseEstimator):
     """Base of `linnet.Laplace`: a network, a posterior of mean zero around its weights, and a likelihood.
 
     Attributes:
@@ -32,6 +37,7 @@ class Predictive(BaseEstimator):
     """
 
     batch_size: int | str
+    memory: float | str
     progress: bool | None
     seed: int
 
@@ -45,7 +51,8 @@ class Predictive(BaseEstimator):
     _one_column: bool
 
     def _jacobian(self, X: Any) -> Jacobian:
-        return self.lin_.jacobian(X, batch_size=self.batch_size, progress=self.progress)
+        memory = self.memory if isinstance(self.memory, str) else max(self.memory, LEAST)
+        return self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
 
     # Predictions.
 
@@ -108,6 +115,25 @@ class Predictive(BaseEstimator):
             z = torch.randn(found.shape, dtype=f.dtype, generator=generator).to(f.device)
             found = found + self._noise_at(f).sqrt() * z
         return like(X, self._shaped(found))
+
+    def linearity(self, X: Any, k: int = 4, *, seed: int | None = None) -> list[Linearity]:
+        """Compare the linear model with the network itself, at X, for each of k weights drawn from the posterior.
+
+        Where they differ, the error bars are those of the linear model alone: networks with weights drawn from the
+        posterior would say something else.
+        """
+        check_is_fitted(self)
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        J = self._jacobian(checked_inputs(self, X, reset=False))
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        Z, before = self.posterior_.draw(k, generator=generator), J.outputs()
+        shifts = (J @ Z).T.reshape(k, J.n, J.c)
+        found = []
+        for z, shift in zip(Z.T, shifts, strict=True):
+            moved = {name: t + self.lin_.layout.unflatten(z)[name] for name, t in self.lin_.theta.items()}
+            found.append(Linearity(before, before + shift, J.outputs(moved)))
+        return found
 
     def joint_log_likelihood(
         self,

@@ -44,9 +44,9 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
     inner = la._inner
     if type(inner).__name__ not in LIKELIHOODS:
         raise TypeError(f"{type(inner).__name__} is not one of linnet's likelihoods, so that it cannot be saved.")
-    inputs = saved._flat_inputs(la._train_inputs)
     form = None
     if name == "FunctionPosterior":
+        inputs = saved._flat_inputs(la._train_inputs)
         if inputs is None:
             raise TypeError(
                 "Saving structure='function' takes the training inputs along, and they are not in memory (a Dataset or "
@@ -73,6 +73,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             "effective_dimension": la.effective_dimension_,
             "gradient_norm": la.gradient_norm_,
             "gradient_ratio": la.gradient_ratio_,
+            "narrowed": la.narrowed_,
             "log_evidence": la.log_evidence(),
             "path": [[step.log_evidence, list(step.scales), step.noise, step.dimension] for step in la.tune_path_],
             "n_features_in": getattr(la, "n_features_in_", None),
@@ -107,6 +108,7 @@ def _read(
     la.effective_dimension_ = state["effective_dimension"]
     la.gradient_norm_, la.gradient_ratio_ = state["gradient_norm"], state["gradient_ratio"]
     la.tune_path_ = tuple(Step(value, tuple(scales), v, d) for value, scales, v, d in state["path"])
+    la.narrowed_ = state.get("narrowed", 1.0)
     la._known_evidence = state["log_evidence"]
     if state["n_features_in"] is not None:
         la.n_features_in_ = state["n_features_in"]

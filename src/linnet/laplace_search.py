@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from scipy.optimize import minimize, minimize_scalar
+import scipy
 
 from linnet.laplace_evidence import Evidence, Terms
 from linnet.logdets import Cost
@@ -148,7 +148,7 @@ def _gradient(evidence: Evidence, search: Search, start: Point, known: Sequence[
         point = split([float(t) for t in x])
         path.append(_step(evidence(*point), *point))
 
-    found = minimize(
+    found = scipy.optimize.minimize(
         negative,
         x0,
         jac=True,
@@ -226,5 +226,40 @@ def best_factor(score: Callable[[float], float]) -> float:
         return -found[float(d)]
 
     top = max(found, key=found.__getitem__)
-    minimize_scalar(negative, bounds=(max(top - 1, -8), min(top + 1, 3)), method="bounded", options={"xatol": 0.02})
+    scipy.optimize.minimize_scalar(
+        negative, bounds=(max(top - 1, -8), min(top + 1, 3)), method="bounded", options={"xatol": 0.02}
+    )
     return 10.0 ** max(found, key=found.__getitem__)
+
+
+def largest_factor(cost: Callable[[float], float], limit: float) -> float:
+    """The largest factor up to one at which a cost, which grows with it from zero, is within a limit.
+
+    To a tenth of the limit, or a twentieth of a decade; each guess is where the cost would be the limit if it were a
+    power of the factor.
+
+    >>> round(largest_factor(lambda s: 40 * s, 0.1), 6), largest_factor(lambda s: 40 * s, 50.0)
+    (0.002375, 1.0)
+    """
+    found = cost(1.0)
+    if found <= limit:
+        return 1.0
+    aim = math.log10(0.95 * limit)
+    high, low, low_cost = 0.0, -math.inf, 0.0
+    above, below = math.log10(found), -math.inf
+    while high - low > 0.05 and not 0.9 * limit <= low_cost <= limit:
+        if low == -math.inf:  # not yet on the other side: proportional, and a little further each time
+            t = high - max(above - aim, 0.3)
+        else:
+            t = high - (high - low) * min(0.9, max(0.1, (above - aim) / (above - below)))
+        found = cost(10.0**t)
+        if found > limit:
+            high, above = t, math.log10(found)
+        else:
+            low, low_cost, below = t, found, math.log10(max(found, 1e-3 * limit))
+        if high < -SPAN:
+            raise ArithmeticError(
+                f"Averaging over the posterior costs {found:.3g} nats a training label, with prior variances as small "
+                f"as {10.0**high:.1g} of those of largest evidence. Give prior= as a variance."
+            )
+    return 10.0**low

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet import newton
+from linnet import layer_scales, newton
 from linnet.jacobian import Jacobian
 from linnet.laplace_evidence import Terms, group_norms
 from linnet.likelihoods import Likelihood
@@ -117,6 +117,6 @@ class AtKernelMode:
         R = V.T @ V  # L M^-1 L^T
         gamma = [s * float((R * K_l).sum()) for s, K_l in zip(scales, self.kernels, strict=True)]
         shares = [s * float(mode.alpha @ (K_l @ mode.alpha)) for s, K_l in zip(scales, self.kernels, strict=True)]
-        slopes = newton.scale_gradient(self.kernels, scales, mode=mode, likelihood=self.likelihood)
+        slopes = layer_scales.scale_gradient(self.kernels, scales, mode=mode, likelihood=self.likelihood)
         moved = [d - 0.5 * (q - g) for d, q, g in zip(slopes, shares, gamma, strict=True)]
         return Terms(mode.log_likelihood, shares, mode.log_det, gamma, None, len(K), moved)

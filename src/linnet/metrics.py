@@ -6,6 +6,7 @@ Every function takes tensors or arrays, computes in float64 and returns a Python
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from linnet import _checks
+
+Z95 = 1.959963984540054
+"""Standard deviations to either side that hold 95 % of a Gaussian."""
 
 SUM_TOLERANCE = 1e-3  # of a row of probabilities: room for half precision, none for logits
 
@@ -120,6 +124,50 @@ def mean_average_precision(probabilities: Any, labels: Any) -> float:
             f"Labels {empty[:6]} have no example, and a precision without any is not defined. Leave their columns out."
         )
     return float(average_precision_score(y.long().numpy(), p.numpy(), average="macro"))
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Examples in bins of equal width of their confidence, the empty bins left out.
+
+    Attributes:
+        confidence: (bins,), the mean in each bin of the probability of the most probable class.
+        accuracy: (bins,), the share of examples for which that class is theirs.
+        count: (bins,), of examples.
+    """
+
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    count: np.ndarray
+
+
+def reliability(probabilities: Any, labels: Any, *, bins: int = 10) -> Reliability:
+    """Accuracy against confidence, bin by bin: a reliability diagram.
+
+    >>> reliability([[0.75, 0.25], [0.9, 0.1], [0.3, 0.7]], [0, 0, 0], bins=5).accuracy
+    array([0.5, 1. ])
+    """
+    p, y = _classes(probabilities, labels)
+    best, chosen = p.max(1)
+    place = (best * bins).long().clamp(max=bins - 1)
+    here = torch.nn.functional.one_hot(place, bins).double()
+    count = here.sum(0)
+    some = count > 0
+    sums = here.T @ torch.stack([best, (chosen == y).double()], 1)
+    means = (sums[some] / count[some, None]).numpy()
+    return Reliability(means[:, 0], means[:, 1], count[some].long().numpy())
+
+
+def kept_accuracy(probabilities: Any, labels: Any) -> np.ndarray:
+    """The accuracy on the k examples that it is surest of, for k = 1 to n, (n,); equally sure ones in their order.
+
+    >>> kept_accuracy([[0.6, 0.4], [0.1, 0.9], [0.8, 0.2]], [0, 1, 1])
+    array([1.        , 0.5       , 0.66666667])
+    """
+    p, y = _classes(probabilities, labels)
+    best, chosen = p.max(1)
+    right = (chosen == y).double()[best.argsort(descending=True, stable=True)]
+    return (right.cumsum(0) / torch.arange(1, len(right) + 1)).numpy()
 
 
 # Regression.

@@ -113,6 +113,18 @@ class LinearOperator(ABC):
         check_weight(self, weight)
         return by_block(self, V, lambda block: self._fused(lambda U, rows: weigh(U, weight, rows), block)[0])
 
+    def normal_matrix(self, weight: Tensor | None = None) -> Tensor:
+        r"""The matrix :math:`A^\top W A` itself, (cols, cols), symmetric to rounding.
+
+        Args:
+            weight: As for `normal`.
+
+        >>> Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]])).normal_matrix(torch.tensor([1.0, 3.0]))
+        tensor([[ 4.,  6.],
+                [ 6., 12.]])
+        """
+        return self.normal(torch.eye(self.shape[1], dtype=self.dtype, device=self.device), weight)
+
     def fused(self, fn: RowFn, V: Tensor) -> Tensor:
         r""":math:`A^\top \mathrm{fn}(A V)`, in one pass where the operator streams.
 
@@ -234,7 +246,7 @@ class LinearOperator(ABC):
         return Affine(self, index=_column_numbers(self, index))
 
     def dense(self, *, block: int = 256, limit: int = 100_000_000) -> Tensor:
-        """The matrix itself, by products with the identity on its shorter side; for small operators.
+        """The matrix itself: from its rows where there are any, or by products with the identity on its shorter side.
 
         Args:
             block: Columns of the identity in one product.
@@ -246,8 +258,12 @@ class LinearOperator(ABC):
                 f"{self.name} has shape {self.shape}, {rows * cols} entries, and dense() stops at {limit}. "
                 f"Use products such as {self.symbol} @ V, or raise limit."
             )
+        return self._dense(block)
+
+    def _dense(self, block: int) -> Tensor:
+        rows, cols = self.shape
         if rows < cols:
-            return Adjoint(self).dense(block=block, limit=limit).T
+            return Adjoint(self)._dense(block).T
         eye = torch.eye(cols, dtype=self.dtype, device=self.device)
         parts = [self._matmul(part) for part in torch.split(eye, block, dim=1)]
         return torch.cat(parts, 1) if parts else eye.new_zeros(rows, cols)
@@ -356,6 +372,13 @@ class Affine(LinearOperator):
         if self.index is None:
             return x
         return x.new_zeros(self.base.shape[1], *x.shape[1:]).index_add(0, self.index, x)
+
+    def _dense(self, block: int) -> Tensor:
+        if self.index is not None:  # the base may be far larger
+            return super()._dense(block)
+        A = self.base._dense(block)
+        A = A if self.d is None else A * self.d
+        return A if self.z is None else A - self.z
 
     def _matmul(self, V: Tensor) -> Tensor:
         U = self.base._matmul(self._push(V))
@@ -640,6 +663,33 @@ def weigh(U: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
         return weight[rows][:, None] * U
     blocks = _examples(rows, weight)
     return (weight[blocks] @ U.reshape(-1, weight.shape[-1], U.shape[1])).reshape(U.shape)
+
+
+PANEL = 256
+"""The narrowest panel of a symmetric product: narrower ones cost more than what they leave out."""
+
+
+def add_symmetric_(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """Add ``alpha A^T B``, which must be symmetric, to the lower triangle of ``out``; what is above is not to be used.
+
+    Wide panels save up to half of the products, which they leave out above the diagonal.
+
+    Args:
+        out: (m, m).
+        A: (k, m).
+        B: (k, m).
+        alpha: A factor.
+
+    >>> A = torch.tensor([[1.0, 2.0]])
+    >>> add_symmetric_(torch.zeros(2, 2), A, A).tril()
+    tensor([[1., 0.],
+            [2., 4.]])
+    """
+    m = len(out)
+    step = max(PANEL, -(-m // 8))
+    for start in range(0, m, step):
+        out[start:, start : start + step].addmm_(A[:, start:].T, B[:, start : start + step], alpha=alpha)
+    return out
 
 
 def _examples(rows: Rows, weight: Tensor) -> Rows:

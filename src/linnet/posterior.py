@@ -18,13 +18,13 @@ from torch import Tensor
 
 from linnet.jacobian import Jacobian
 from linnet.operators import LinearOperator
-from linnet.solve import cholesky_solve, solve_lower
+from linnet.solve import cholesky_solve, solve_lower, solve_upper
 
 
 class Posterior(ABC):
     """A Gaussian over the displacement.
 
-    Subclasses write ``blocks`` and ``covariance``.
+    Subclasses write ``blocks``, ``covariance`` and ``cross``.
 
     Attributes:
         delta: (p,), the mean.
@@ -43,6 +43,10 @@ class Posterior(ABC):
     @abstractmethod
     def covariance(self, J: Jacobian) -> Tensor:
         """The joint covariance of all outputs of all examples, (n c, n c)."""
+
+    @abstractmethod
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        """The covariance of the outputs of some examples with those of others, (n c, m c)."""
 
     def _size(self, J: Jacobian) -> float:
         """The largest of the numbers whose difference a covariance is; 0 where it is no difference."""
@@ -83,7 +87,10 @@ class PointPosterior(Posterior):
         return torch.zeros(J.n, J.c, J.c, dtype=J.dtype, device=J.device)
 
     def covariance(self, J: Jacobian) -> Tensor:
-        return torch.zeros(J.shape[0], J.shape[0], dtype=J.dtype, device=J.device)
+        return self.cross(J, J)
+
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        return torch.zeros(J.shape[0], other.shape[0], dtype=J.dtype, device=J.device)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None].expand(-1, k)
@@ -116,6 +123,12 @@ class FunctionPosterior(Posterior):
     def covariance(self, J: Jacobian) -> Tensor:
         T = self.half(J)
         return J.gram(scale=self.prior_variance) - T.T @ T
+
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        # From M^-1 for J alone, so that the training data may be the others at no second solve.
+        T = by_root(self.root, solve_upper(self.factor, self.half(J)))
+        learned = self.J.gram(other, scale=self.prior_variance)
+        return J.gram(other, scale=self.prior_variance) - T.T @ learned
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
@@ -157,6 +170,12 @@ class WeightPosterior(Posterior):
         T = J @ self.W
         return T @ T.T
 
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        # The few examples go through all parameters, and the many are multiplied with what comes of them.
+        if J.shape[0] > other.shape[0]:
+            return self.cross(other, J).T
+        return (other @ (self.W @ (J @ self.W).T)).T
+
     def variance(self, J: Jacobian) -> Tensor:
         return (J @ self.W).square().sum(1).view(J.n, J.c)
 
@@ -181,6 +200,9 @@ class FeaturePosterior(Posterior):
     def covariance(self, J: Jacobian) -> Tensor:
         T = self._features(J)
         return T @ T.T
+
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        return self._features(J) @ self._features(other).T
 
     def variance(self, J: Jacobian) -> Tensor:
         return self._features(J).square().sum(1).view(J.n, J.c)
@@ -235,6 +257,9 @@ class DiagonalPosterior(Posterior):
     def covariance(self, J: Jacobian) -> Tensor:
         return J.gram(scale=self.variances)
 
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        return J.gram(other, scale=self.variances)
+
     def variance(self, J: Jacobian) -> Tensor:
         return J.gram_diag(scale=self.variances).view(J.n, J.c)
 
@@ -268,6 +293,9 @@ class LowRankPosterior(Posterior):
     def covariance(self, J: Jacobian) -> Tensor:
         T, change = self._features(J)
         return J.gram(scale=self.prior_variance) + change @ T.T
+
+    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
+        return J.gram(other, scale=self.prior_variance) + self._features(J)[1] @ self._features(other)[0].T
 
     def _size(self, J: Jacobian) -> float:
         return float(J.gram_diag(scale=self.prior_variance).sum())

@@ -113,6 +113,40 @@ def _shares(count: int, sizes: np.ndarray) -> list[int]:
     return each
 
 
+# The kernel as features.
+
+
+def kernel_features(K: Any, *others: Any, tolerance: float = 1e-10) -> tuple[Any, ...]:
+    r"""Features whose inner products are a kernel: a linear probe on them is one on all p Fisher scores at once.
+
+    .. math:: K = U \Lambda U^\top, \qquad E = U \Lambda^{1/2}, \qquad E_* = K_* U \Lambda^{-1/2}
+
+    Args:
+        K: Kernel (n, n) of the examples to learn from, as `linnet.FisherEmbedding.gram` gives it.
+        others: Kernels (m, n) of other examples with them.
+        tolerance: Eigenvalues below this share of the largest are rounding, and are left out.
+
+    Returns:
+        The features (n, r), descending, and those of the other examples (m, r).
+
+    Example:
+        >>> X = torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, 1.0]])
+        >>> E, F = kernel_features(X @ X.T, X[:1] @ X.T)
+        >>> torch.allclose(E @ E.T, (X @ X.T).double()), E.shape, torch.allclose(F, E[:1])
+        (True, torch.Size([3, 2]), True)
+    """
+    k = torch.as_tensor(K).double()
+    if k.ndim != 2 or k.shape[0] != k.shape[1] or any(o.shape[1:] != k.shape[1:] for o in others):
+        shapes = [tuple(o.shape) for o in (K, *others)]
+        raise ValueError(f"kernel_features needs a kernel (n, n), and others (m, n); got {shapes}.")
+    values, U = torch.linalg.eigh((k + k.T) / 2)
+    values, U = values.flip(0), U.flip(1)
+    kept = values > tolerance * values[0]
+    root, U = values[kept].sqrt(), U[:, kept]
+    rest = (torch.as_tensor(other).to(U) @ U / root for other in others)
+    return tuple(like(K, t) for t in (U * root, *rest))
+
+
 # GAN inversion.
 
 

@@ -148,6 +148,11 @@ def assumed_noise(tasks: Sequence[Task]) -> tuple[float, ...]:
     return tuple((noise.floor * energies / counts).tolist())
 
 
+def work_of_a_minute(device: torch.device) -> float:
+    """Multiply-adds that a machine does in about a minute: few cores, or a large GPU."""
+    return 5e14 if device.type == "cuda" else 2e12
+
+
 def choose_solver(
     rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int = 1, steps: int = 1
 ) -> Solver:
@@ -173,11 +178,9 @@ def choose_solver(
     if settings.solver != "auto":
         return settings.solver
     memory = dense_budget(settings.memory, device)
-    # Work that a machine does in about a minute: 2e12 multiply-adds on a few cores, 5e14 on a large GPU.
-    patience = 5e14 if device.type == "cuda" else 2e12
     function = (8 * (2 + kernels) * rows**2 if rows < 20_000 else 8.4 * kernels * rows**2, rows**3 / 3)
     weight = (8 * 4 * p**2, p**3 + rows * p**2)
-    patience /= steps
+    patience = work_of_a_minute(device) / steps
     dense: dict[Solver, tuple[float, float]] = {"function": function, "weight": weight}
     fitting = {name: cost for name, (size, cost) in dense.items() if size <= memory and cost <= patience}
     if fitting:

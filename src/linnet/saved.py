@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet import io, posterior
+from linnet import _light, io, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
 from linnet.evidence import Choice
 from linnet.likelihoods import Bernoulli, Categorical
 from linnet.operators import LinearOperator, Stack
@@ -24,8 +24,9 @@ KIND = "tangent estimator"
 
 Reader = Callable[..., Any]
 _READERS: dict[str, Reader] = {}
-_KINDS = [KIND]
-_REGISTERING = ("linnet.classifier", "linnet.regressor", "linnet.fisher", "linnet.laplace")
+# Where the reader of each kind of file is registered; imported when such a file is read.
+_HOMES = {KIND: "linnet.saved", "fisher embedding": "linnet.fisher", "laplace approximation": "linnet.laplace_saved"}
+_TANGENT = {"TangentRegressor": "linnet.regressor", "TangentClassifier": "linnet.classifier"}
 
 
 def register(estimator: str, reader: Reader, *, kind: str) -> None:
@@ -37,8 +38,7 @@ def register(estimator: str, reader: Reader, *, kind: str) -> None:
         kind: Of the file, as given to `linnet.io.save`.
     """
     _READERS[estimator] = reader
-    if kind not in _KINDS:
-        _KINDS.append(kind)
+    _HOMES.setdefault(kind, reader.__module__)
 
 
 # The tensors that make a posterior, by the names of its constructor's arguments.
@@ -111,11 +111,10 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
         output: As when it was fitted, if there was one: functions are not saved.
         score: The same for an embedding whose score holds a function.
     """
-    for module in _REGISTERING:
-        import_module(module)
-    tensors, meta = io.load(path, kind=_KINDS)
-    if meta["estimator"] not in _READERS:
-        raise ValueError(f"{path} holds a {meta['estimator']}, which this version of linnet does not know.")
+    tensors, meta = io.load(path, kind=_HOMES)
+    import_module(_HOMES[io.contents(path).kind])
+    if meta.get("estimator") not in _READERS:
+        raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
     return _READERS[meta["estimator"]](path, tensors, meta, model, output=output, score=score)
 
 
@@ -141,15 +140,12 @@ def _read(
     path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
 ) -> Tangent:
     """A tangent estimator."""
-    from linnet.classifier import TangentClassifier
-    from linnet.regressor import TangentRegressor
-
-    known = {"TangentRegressor": TangentRegressor, "TangentClassifier": TangentClassifier}
     check_base(path, meta["base"], model)
     check_given(path, "output", meta["needs_output"], output)
     check_given(path, "score", False, score)
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
-    estimator: Tangent = known[meta["estimator"]](model, output=output, **settings)
+    kind = getattr(import_module(_TANGENT[meta["estimator"]]), meta["estimator"])
+    estimator: Tangent = kind(model, output=output, **settings)
     network = model if model is not None else _default(tensors, estimator.seed)
     device = next(network.parameters()).device
     tensors = {key: value.to(device) for key, value in tensors.items()}
@@ -157,8 +153,8 @@ def _read(
     return estimator
 
 
-register("TangentRegressor", _read, kind=KIND)
-register("TangentClassifier", _read, kind=KIND)
+for _name in _TANGENT:
+    register(_name, _read, kind=KIND)
 
 
 def checksum(model: nn.Module) -> str:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import scipy
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from linnet.evidence import LOG_2PI, Choice, dense_floor, warn_of_floor
@@ -264,7 +264,7 @@ def _searched(evaluate: Evaluate, start: Choice, free: tuple[bool, bool], sizes:
         return min(-value, 1e100), [-g for g in slope]
 
     path: list[float] = []
-    found = minimize(
+    found = scipy.optimize.minimize(
         negative,
         x0,
         jac=True,

@@ -77,7 +77,7 @@ class Full(Structure):
     name = "full"
 
     def __init__(self, J: Jacobian, root: Tensor) -> None:
-        G = J.normal(torch.eye(J.shape[1], dtype=J.dtype, device=J.device), weight_of(root))
+        G = J.normal_matrix(weight_of(root))
         self.G = 0.5 * (G + G.T)
 
     def log_det(self, prior: Prior) -> LogDet:

@@ -22,6 +22,7 @@ from linnet.data import as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select
+from linnet.portable import Portable
 from linnet.posterior import Posterior
 from linnet.priors import layer_sums
 from linnet.problem import Settings
@@ -30,7 +31,7 @@ from linnet.signature import read_only_welcome
 Mean = Literal["network", "zero"]
 
 
-class Tangent(BaseEstimator):
+class Tangent(Portable, BaseEstimator):
     """Base of `TangentRegressor` and `TangentClassifier`; the settings are theirs.
 
     Attributes after fitting:

@@ -9,18 +9,19 @@ import numpy as np
 from torch import nn
 
 import linnet
-from linnet.commands import outputs, planning
+from linnet.commands import outputs, planning, reporting
 from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
-from linnet.commands.shared import Printer, UsageError, is_first, processes
+from linnet.commands.shared import Printer, UsageError, is_first, noted, processes
 from linnet.commands.targets import Goal, classes_of, wanted
 from linnet.heads import head_of
 
 FILE = "adapter.safetensors"
 
 MANY = 2000
-"""Rows (examples times outputs) up to which "auto" is variational inference; beyond it is Laplace, which is faster (7 s
-against 17 s at 1,200 rows). Where the limit lies is a choice: how their predictions compare there was not measured."""
+"""Rows (examples times outputs) up to which "auto" is variational inference; beyond it is Laplace, which is faster (1 s
+against 4 s of one core at 1,200 rows). Where the limit lies is a choice: how their predictions compare there was not
+measured."""
 
 
 def run(files: Files, reading: Reading, settings: Settings) -> None:
@@ -40,18 +41,20 @@ def run(files: Files, reading: Reading, settings: Settings) -> None:
             settings = _settled(settings, goal, train, printer)
             J = planning.jacobian_of(model, settings.chosen.globs(model, train), train)
             planning.show(printer, model, J)
-            about = planning.announce(printer, J, goal.task, settings.prior)
-        with printer.step("Adapt", about=about):
+            about = planning.announce(printer, J, goal.task, settings.prior, inference=settings.inference)
+        with printer.step("Adapt", about=about), noted() as notes:
             found = _fitted(model, train, goal, classes, settings)
             _tell(printer, found)
         names = ("new head alone" if goal.new_head else "network as it was", "adapted")
-        told, scores = tested(printer, found, loaded, classes, names=names, what=str(files.test))
+        result = tested(printer, found, loaded, classes, names=names, what=str(files.test))
+        page = reporting.of_fit(printer, "adapt", found, files, settings, loaded, result, J.plan, notes=notes)
         if not is_first():
             return
         kept = run_of(
             "adapt", FILE, files, settings, loaded, classes=classes, new_head=goal.new_head, features=settings.features
         )
-        written = write(folder, found, model, kept, told, {"test": scores, **_details(found, train, J)})
+        details = {"test": result.scores, **_details(found, train, J)}
+        written = write(folder, found, model, kept, result.told, details, page)
     printer.written(files.out, written)
 
 

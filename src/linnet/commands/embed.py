@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import nn
 
 import linnet
 from linnet import probes, scores
-from linnet.commands import outputs, planning, runs, sources
+from linnet.commands import outputs, planning, reporting, runs, sources
 from linnet.commands.examples import Examples, Reading, settled
+from linnet.commands.fitting import REPORT
 from linnet.commands.planning import Chosen
 from linnet.commands.runs import Run
 from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes, record
+from linnet.report import save
 
 SCORES = {
     "classifier": scores.classifier,
@@ -70,6 +72,17 @@ def run(
             _tell(printer, spectrum)
             dropped = f"{embedding.dropped_columns_:,} parameters play no part"
             printer.say(f"{embedding.passes_} passes by {embedding.method_!r}; {dropped}")
+        page = reporting.of_embedding(
+            printer,
+            embedding,
+            E,
+            (model, data),
+            found,
+            reading,
+            spectrum,
+            seed=settings.seed,
+            device=settings.device,
+        )
         if not is_first():
             return
         arrays = {"embedding": E.cpu().numpy(), "eigenvalues": spectrum.eigenvalues, "explained": spectrum.explained}
@@ -94,6 +107,8 @@ def run(
             "kernel": settings.kernel,
         }
         outputs.write_json(folder / "metrics.json", record(settings.seed, settings.device, **details))
+        if page is not None:
+            save(folder / REPORT, replace(page, files=sorted(path.name for path in folder.iterdir())))
         written = sorted(path.name for path in folder.iterdir())
     printer.written(out, written)
 

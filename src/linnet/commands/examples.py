@@ -67,6 +67,7 @@ class Examples:
         what: In words.
         names: Of the examples, where they have any: files.
         columns: Of tables.
+        texts: That the inputs were made from.
     """
 
     X: Any
@@ -74,6 +75,7 @@ class Examples:
     what: str
     names: list[str] = field(default_factory=list)
     columns: tuple[str, ...] | None = None
+    texts: list[str] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -202,7 +204,7 @@ def _texts(path: Path, reading: Reading) -> Examples:
     texts, y = read_texts(path, target=reading.targets[0] if reading.targets else "label")
     X = tokenized(texts, reading.tokenizer, max_length=reading.max_length or LENGTH)
     longest = next(iter(X.values())).shape[1]
-    return Examples(X, y, f"{len(texts):,} texts of up to {longest} tokens")
+    return Examples(X, y, f"{len(texts):,} texts of up to {longest} tokens", texts=texts)
 
 
 def _table(path: Path, reading: Reading, *, labeled: bool) -> Examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ from torch import nn
 from linnet.commands import outputs, runs, sources
 from linnet.commands.examples import Examples, Reading, settled
 from linnet.commands.planning import Chosen
-from linnet.commands.predictions import Predicted, before, predict
+from linnet.commands.predictions import Predicted, before, outcome_of, predict
 from linnet.commands.runs import Run
 from linnet.commands.shared import Printer, UsageError, record
 from linnet.commands.targets import Goal, classes_of, goal_of, positions
 from linnet.priors import PriorSpec
+from linnet.report import Report, save
+from linnet.report.assemble import NO_TEST
+
+REPORT = "report.html"
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,24 @@ def _check_test(goal: Goal, train: Examples, test: Examples | None, files: Files
         raise UsageError(f"{files.test}: the targets must be numbers of the shape that {files.train} has.")
 
 
+@dataclass(frozen=True)
+class Tested:
+    """What test data say.
+
+    Attributes:
+        told: Predictions, or None without test data.
+        scores: Metrics by method.
+        outcome: The predictions for a report.
+    """
+
+    told: Predicted | None
+    scores: dict[str, dict[str, float]]
+    outcome: Any
+
+
 def tested(
     printer: Printer, found: Any, loaded: Loaded, classes: list[Any], *, names: tuple[str, str], what: str
-) -> tuple[Predicted | None, dict[str, dict[str, float]]]:
+) -> Tested:
     """Predictions for the test data, and the metrics of the network alone and of the estimator; without, nothing.
 
     Args:
@@ -129,7 +148,7 @@ def tested(
     """
     test = loaded.test
     if test is None or test.y is None:
-        return None, {}
+        return Tested(None, {}, NO_TEST)
     with printer.step(f"Test on {test.n:,} examples"):
         told = predict(found, test, task=loaded.goal.task, classes=classes, targets=loaded.targets)
         alone = found.lin_.jacobian(test.X, progress=False).outputs()
@@ -138,7 +157,8 @@ def tested(
             names[1]: told.scores(test.y, classes, what),
         }
         printer.scores(scores)
-    return told, scores
+        outcome = outcome_of(told, alone, test.y, classes, loaded.targets)
+    return Tested(told, scores, outcome)
 
 
 def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Loaded, **more: Any) -> Run:
@@ -166,9 +186,15 @@ def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Lo
 
 
 def write(
-    folder: Path, found: Any, model: nn.Module, kept: Run, told: Predicted | None, details: Mapping[str, Any]
+    folder: Path,
+    found: Any,
+    model: nn.Module,
+    kept: Run,
+    told: Predicted | None,
+    details: Mapping[str, Any],
+    page: Report | None,
 ) -> list[str]:
-    """The saved estimator, predictions.csv, run.json and metrics.json; their names.
+    """The saved estimator, predictions.csv, run.json, metrics.json and report.html; their names.
 
     Args:
         folder: Where to.
@@ -177,6 +203,7 @@ def write(
         kept: How it was made.
         told: Predictions for the test data, or None.
         details: What metrics.json says beside the record of the run.
+        page: The report, or None where it could not be made.
     """
     found.save(folder / kept.file)
     if told is not None:
@@ -184,4 +211,6 @@ def write(
     runs.save(folder, kept, model)
     device = next(model.parameters()).device
     outputs.write_json(folder / "metrics.json", record(kept.seed, device, **details))
+    if page is not None:
+        save(folder / REPORT, replace(page, files=sorted(path.name for path in folder.iterdir())))
     return sorted(path.name for path in folder.iterdir())

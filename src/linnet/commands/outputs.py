@@ -27,6 +27,7 @@ KNOWN = (
     "predictions.csv",
     "metrics.json",
     "run.json",
+    "report.html",
 )
 """What commands write into their folders; --force replaces these and nothing else."""
 

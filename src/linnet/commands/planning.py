@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnet import generalized
 from linnet.blocks import top_blocks
 from linnet.commands.examples import Examples
 from linnet.commands.shared import Printer, UsageError, as_usage
@@ -28,10 +29,16 @@ LAYERS = 24
 SAMPLES = (32, 512)
 """Examples that are timed: more only where the first are fast."""
 
-STEPS = {"regression": (20.0, 5.0, 60.0), "classification": (300.0, 120.0, 200.0), "laplace": (20.0, 5.0, 100.0)}
+STEPS = {
+    "regression": (20.0, 5.0, 60.0),
+    "classification": (70.0, 15.0, 200.0),
+    "vi": (270.0, 15.0, 200.0),
+    "laplace": (20.0, 5.0, 100.0),
+}
 """How much longer than one decomposition in function space, or in weight space, a fit takes, and how many passes an
-iterative one makes. Rough: the first two of regression and classification are from a few fits of small networks, where
-the factor falls with size (regression 23 to 3, classification 490 to 190); all others are guesses."""
+iterative one makes. Rough: the first two of regression, classification and "vi" (classes by variational inference) are
+from a few fits of small networks, where the factor falls with size (regression 23 to 3, classification 80 to 50); all
+others are guesses."""
 
 
 @dataclass(frozen=True)
@@ -109,20 +116,25 @@ def show(printer: Printer, model: nn.Module, J: Jacobian) -> None:
         printer.say(f"  ... and {len(lines) - 3 - LAYERS} more layers; `linnet info` shows all")
 
 
-def announce(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec) -> float:
+def announce(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, inference: str = "laplace") -> float:
     """Say which solver, its memory, and about how long it will take; the seconds are returned.
 
     Args:
         printer: Where to.
         J: Of the training data.
-        kind: A key of `STEPS`.
+        kind: "regression", "classification" or "laplace".
         prior: Of the fit.
+        inference: Of classification.
     """
     rows, p = J.shape
     kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")
-    steps = 30 if kind == "classification" else 1
-    solver = choose_solver(rows, p, Settings(), device=J.device, kernels=kernels, steps=steps)
-    function, weight, passes = STEPS[kind]
+    given: dict[str, Any] = {"device": J.device, "kernels": kernels}
+    function, weight, passes = STEPS["vi" if inference == "vi" else kind]
+    if kind == "classification":
+        solver = generalized.choose(rows, p, Settings(), inference=inference, **given)
+        weight = weight if generalized.searched(rows, p, J.device) else float(generalized.ONCE)
+    else:
+        solver = choose_solver(rows, p, Settings(), **given)
     rate, seconds = _rate(J), 0.0
     once = seconds_of_pass(J)
     if solver == "function":

@@ -13,8 +13,9 @@ import linnet
 from linnet import metrics
 from linnet.commands.examples import Examples
 from linnet.commands.targets import positions
-
-Z95 = 1.959963984540054
+from linnet.metrics import Z95
+from linnet.report.content import Classes, Numbers
+from linnet.report.gather import softmax
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,21 @@ def before(outputs: torch.Tensor, y: np.ndarray, classes: list[Any], what: str) 
     f = outputs.double().cpu()
     if not classes:
         return {"rmse": metrics.rmse(f, torch.as_tensor(y.reshape(f.shape).astype(float)))}
-    p = torch.cat([torch.sigmoid(-f), torch.sigmoid(f)], 1) if f.shape[1] == 1 else f.softmax(1)
     y = y[:, 0] if y.ndim == 2 else y
-    return metrics.classification(p, positions(y, classes, what))
+    return metrics.classification(softmax(f), positions(y, classes, what))
+
+
+def outcome_of(
+    told: Predicted, outputs: torch.Tensor, y: np.ndarray, classes: list[Any], targets: Sequence[str]
+) -> Classes | Numbers:
+    """The same for a report, beside what the network alone says; outputs (n, c)."""
+    if told.probabilities is not None:
+        labels = positions(y.reshape(-1), classes, "The test data")
+        return Classes(told.probabilities, labels, [str(label) for label in classes], softmax(outputs))
+    assert told.mean is not None and told.std is not None
+    n, f = len(told.mean), _array(outputs)
+    mean, std, target = (part.reshape(n, -1).astype(float) for part in (told.mean, told.std, y))
+    return Numbers(mean, std, target, list(targets), f if f.shape == mean.shape else None)
 
 
 def _array(x: Any) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 import shlex
 import sys
 import time
@@ -15,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import typer
@@ -26,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
 
-from linnet import __version__
 from linnet.distributed import rank_and_world
+from linnet.versions import versions
 
 USAGE, FAILURE = 2, 1
 """Exit codes: the command or its files have to change; it failed on the way."""
@@ -93,6 +91,24 @@ def _note(
     if rank_and_world()[0] == 0 and issubclass(category, UserWarning):
         errors = Console(stderr=True, highlight=False)
         errors.print(f"Note: {message}", style="yellow", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """The notes of what is done meanwhile, which are printed as ever."""
+    said: list[str] = []
+    show = warnings.showwarning
+
+    def both(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, UserWarning):
+            said.append(str(message))
+        show(message, category, *rest, **more)
+
+    warnings.showwarning = both
+    try:
+        yield said
+    finally:
+        warnings.showwarning = show
 
 
 # What is printed.
@@ -169,12 +185,7 @@ def record(seed: int, device: torch.device, **more: Any) -> dict[str, Any]:
         "device": str(device),
         "threads": torch.get_num_threads(),
         "processes": rank_and_world()[1],
-        "versions": {
-            "linnet": __version__,
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         **more,
     }
 

@@ -121,6 +121,14 @@ def positions(y: np.ndarray, classes: list[Any], what: str) -> np.ndarray:
     return np.array([known[label] for label in y.tolist()])
 
 
+def trained_on(train: Examples, classes: list[Any]) -> np.ndarray:
+    """Training targets as `linnet.Laplace` takes them: numbers of classes, or numbers."""
+    assert train.y is not None
+    if classes:
+        return positions(train.y.reshape(-1), classes, "The data")
+    return np.asarray(train.y).astype(float)
+
+
 def wanted(goal: Goal, train: Examples) -> str:
     """What is to be predicted, in words."""
     assert train.y is not None

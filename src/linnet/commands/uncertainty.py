@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 import linnet
-from linnet.commands import outputs, planning
+from linnet.commands import outputs, planning, reporting
 from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
-from linnet.commands.shared import Printer, UsageError, is_first, processes
-from linnet.commands.targets import Goal, classes_of, positions, wanted
+from linnet.commands.shared import Printer, UsageError, is_first, noted, processes
+from linnet.commands.targets import Goal, classes_of, trained_on, wanted
 
 FILE = "laplace.safetensors"
 EXACT = ("auto", "full", "function")
@@ -46,15 +46,19 @@ def run(files: Files, reading: Reading, settings: Settings, *, structure: str) -
             planning.show(printer, model, J)
             printer.say(f"structure: {structure}; prior: {settings.prior}")
             about = planning.announce(printer, J, "laplace", settings.prior) if structure in EXACT else None
-        with printer.step("Error bars", about=about):
+        with printer.step("Error bars", about=about), noted() as notes:
             found = _fitted(model, train, goal, classes, params, settings, structure)
             _tell(printer, found)
         names = ("network alone", "with error bars")
-        told, scores = tested(printer, found, loaded, classes, names=names, what=str(files.test))
+        result = tested(printer, found, loaded, classes, names=names, what=str(files.test))
+        page = reporting.of_fit(
+            printer, "uncertainty", found, files, settings, loaded, result, J.plan, notes=notes, classes=classes
+        )
         if not is_first():
             return
         kept = run_of("uncertainty", FILE, files, settings, loaded, classes=classes)
-        written = write(folder, found, model, kept, told, {"test": scores, **_details(found, train)})
+        details = {"test": result.scores, **_details(found, train)}
+        written = write(folder, found, model, kept, result.told, details, page)
     printer.written(files.out, written)
 
 
@@ -81,11 +85,8 @@ def _details(found: linnet.Laplace, train: Examples) -> dict[str, Any]:
 def _fitted(
     model: Any, train: Examples, goal: Goal, classes: list[Any], params: Any, settings: Settings, structure: Any
 ) -> linnet.Laplace:
-    assert train.y is not None
-    y: np.ndarray = np.asarray(train.y)
-    y = positions(y.reshape(-1), classes, "The data") if classes else y.astype(float)
     bars = False if structure in EXACT else None  # where the time is known, the time left is shown instead
     la = linnet.Laplace(model, goal.task, structure, settings.prior, params, seed=settings.seed, progress=bars)
-    la.fit(train.X, y)
+    la.fit(train.X, trained_on(train, classes))
     la.progress = None
     return la

@@ -1,0 +1,69 @@
+"""The objective of a log-concave likelihood along one step, and how long that step should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linnet.operators import weigh
+from linnet.spaces import as_weight
+
+Terms = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""From f (n, c) to log p (n,), its gradient in f (n, c), and its curvature."""
+
+SEARCH = 0.1
+"""A step is long enough when the slope along it has come down to this part."""
+
+
+class Line:
+    """The objective along a step, ``psi(u + t d)``: it needs no products with Phi.
+
+    Args:
+        terms: From f (n, c) to log p (n,), its gradient in f (n, c), and its curvature.
+        f: (n, c).
+        df: ``Phi d``, (n, c).
+        products: ``u^T u``, ``u^T d``, ``d^T d``.
+    """
+
+    def __init__(self, terms: Terms, f: Tensor, *, df: Tensor, products: tuple[float, float, float]) -> None:
+        self.terms, self.f, self.df, self.products = terms, f, df, products
+        self.value, self.slope, _ = self.at(0.0)
+        rounding = 64 * torch.finfo(f.dtype).eps * abs(self.value)
+        self.highest = self.value + rounding
+        self.flat = -self.slope < rounding
+
+    def at(self, t: float) -> tuple[float, float, float]:
+        """Value, first and second derivative."""
+        uu, ud, dd = self.products
+        log_prob, residual, curvature = self.terms(self.f + t * self.df)
+        rows = self.df.reshape(-1, 1)
+        bend = rows * weigh(rows, as_weight(curvature), slice(0, len(rows)))
+        value = 0.5 * (uu + 2 * t * ud + t * t * dd) - float(log_prob.sum())
+        slope = ud + t * dd - float((residual * self.df).sum())
+        return value, slope, dd + float(bend.sum())
+
+    def search(self) -> float:
+        """A length at which the slope has come down to a tenth: 1 close to the mode. 0 where there is no descent."""
+        if not self.slope < 0:
+            return 0.0
+        low, high, t = 0.0, math.inf, 1.0
+        for _ in range(100):
+            value, slope, bend = self.at(t)
+            lower = value <= self.highest
+            if lower and abs(slope) <= -SEARCH * self.slope:
+                return t
+            if lower and slope < 0:
+                low = t
+            else:
+                high = t
+            newton = t - slope / bend if bend > 0 else math.inf
+            if high == math.inf:
+                t = min(max(newton, 2 * t), 10 * t)
+            elif low < newton < high and not math.isclose(newton, t):
+                t = newton
+            else:
+                t = 0.5 * (low + high)
+        return low
