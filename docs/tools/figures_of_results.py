@@ -1,0 +1,150 @@
+"""Tables of the committed numbers: `benchmarks/results/*.json` and `results/README.md`."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks" / "results"
+
+
+def passes(device: str) -> str:
+    """The fused pass against a training step and the published product."""
+    found = _read(f"passes-{device}.json")
+    rows = [
+        [
+            f"{one['network']}, n = {one['n']:,}",
+            one["precision"],
+            _ms(min(one["step_ms"].values())),
+            _ms(min(one["fused_ms"].values())),
+            f"{one['fused / step']:.2f}",
+            f"{one['published / fused']:.0f}",
+            f"{one['vmap rows / fused']:.1f}",
+        ]
+        for one in found["passes"]
+    ]
+    titles = ["network", "precision", "training step", "JᵀJV", "ratio", "published / linnet", "vmap(grad) / linnet"]
+    return _with_machine(found["machine"], _table(titles, rows))
+
+
+def passes_figure() -> bytes:
+    """The passes in units of a training step, as an SVG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = _read("passes-cuda.json")
+    those = [one for one in found["passes"] if one["precision"] == "high"]
+    names = ("linnet", "vmap(grad)", "published product")
+    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "linnet"}):
+        figure = Figure((6.4, 2.9), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, color) in enumerate(zip(names, ("#00796b", "#f9a825", "#e64a19"), strict=True)):
+            times = [(min(one["fused_ms"].values()), one["vmap_rows_ms"], one["published_ms"])[i] for one in those]
+            steps = [t / min(one["step_ms"].values()) for t, one in zip(times, those, strict=True)]
+            bars = axes.bar([j + 0.27 * (i - 1) for j in range(len(those))], steps, 0.25, color=color, label=name)
+            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        axes.axhline(1, color="k", linestyle=":", linewidth=1)
+        axes.set_xticks(range(len(those)), [f"{one['network']}, n = {one['n']:,}" for one in those])
+        axes.set(yscale="log", ylabel="training steps", title=f"{found['machine']}, precision high")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(y=0.2)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def adapt_times() -> str:
+    """Whole answers, on both machines."""
+    rows = []
+    for device in ("cuda", "cpu"):
+        found = _read(f"adapt-{device}.json")
+        rows += [
+            [one["what"], f"{one['n']:,}", f"{one['p']:,}", f"{one['seconds']:.3g}", found["machine"]]
+            for one in found["rows"]
+        ]
+    return _table(["what", "n", "p", "seconds", "machine"], rows)
+
+
+def laplace_peer() -> str:
+    """Agreement with laplace-torch, and the ratio of times."""
+    found = _read("laplace-cpu.json")
+    structures = sorted({one["structure"] for one in found["agreement"]})
+    rows = []
+    for structure in structures:
+        those = [one for one in found["agreement"] if one["structure"] == structure]
+        worst = [max(one.get(key, 0.0) for one in those) for key in ("evidence", "cov", "probit")]
+        rows.append([f"`{structure}`", str(len(those)), *(f"{value:.0e}" for value in worst)])
+    table = _table(["structure", "cases", "log evidence", "covariances", "probabilities"], rows)
+    speed = found["speed"]
+    times = f"{speed['linnet']['seconds']:.2f} s against {speed['laplace-torch']['seconds']:.1f} s"
+    return _with_machine(found["machine"], f"{table}\n\n{speed['what']}: {times}, a ratio of {speed['ratio']:.0f}.")
+
+
+def heads_times(device: str) -> str:
+    """An epoch of the linearized top layers against one of fine-tuning."""
+    found = _read(f"heads-{device}.json")
+    keys = ["epoch, as read", "epoch, activations kept", "epoch, factors kept"]
+    rows = [
+        [
+            f"{one['top']}, {one['p']:,} parameters",
+            _ms(one["ms"]["fine-tuning"]),
+            *(f"{one['ratio'][k]:.2f}" for k in keys),
+        ]
+        for one in found["epochs"]
+    ]
+    return _with_machine(found["machine"], _table(["top layers", "fine-tuning", *keys], rows))
+
+
+def results() -> str:
+    """One section for each experiment of `results/README.md`, with its figure."""
+    lines = (ROOT / "results" / "README.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
+    by_name: dict[str, list[list[str]]] = {}
+    for row in cells[2:]:  # below the titles and the rule
+        by_name.setdefault(row[0].split(":")[0], []).append(row)
+    return "\n\n".join(_experiment(name, rows) for name, rows in by_name.items())
+
+
+def _experiment(name: str, rows: list[list[str]]) -> str:
+    title, source = _title(name)
+    parts = [f"## {title}", f"{source}{rows[0][3]}, {rows[0][5]}."]
+    if (ROOT / "results" / name / "figure.png").exists():
+        parts.append(f"![What {name} found](assets/results/{name}.png)")
+    for note in dict.fromkeys(row[4] for row in rows):  # rows that differ from the paper in the same way share a table
+        those = [[row[0].split(":", 1)[1].strip(), row[1], row[2]] for row in rows if row[4] == note]
+        parts += [_table(["measure", "paper", "linnet"], those), f"*{_capital(note)}.*"]
+    return "\n\n".join(parts)
+
+
+def _title(name: str) -> tuple[str, str]:
+    """What an experiment is and the paper it is from: the first line of its module, in parts."""
+    path = ROOT / "experiments" / f"{name}.py"
+    said = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None) or name
+    title, _, source = said.splitlines()[0].rstrip(".").partition(" (")
+    return title, f"{_capital(source.removesuffix(')'))}. " if source else ""
+
+
+def _read(name: str) -> Any:
+    return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f} ms"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _with_machine(machine: str, text: str) -> str:
+    return f"*{_capital(machine)}.*\n\n{text}"
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

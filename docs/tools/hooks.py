@@ -1,0 +1,41 @@
+"""What mkdocs writes into pages when it builds them: options of the command, and committed results.
+
+A line ``<!-- write: NAME ARGUMENT ... -->`` of a page is replaced by what the function ``NAME`` returns, so nothing
+that comes from code or from a file of numbers is copied by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from figures_of_results import adapt_times, heads_times, laplace_peer, passes, passes_figure, results
+from mkdocs.structure.files import File
+from options_of_command import commands, options
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITE = re.compile(r"^<!-- write: (.+?) -->$", re.MULTILINE)
+WRITERS: dict[str, Callable[..., str]] = {
+    f.__name__: f for f in (adapt_times, commands, heads_times, laplace_peer, options, passes, results)
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """The figures of the experiments, which lie beside their numbers, and that of the passes, drawn from its own."""
+    files.append(File.generated(config, "assets/benchmarks/passes.svg", content=passes_figure()))
+    for path in sorted((ROOT / "results").glob("*/figure.png")):
+        uri = f"assets/results/{path.parent.name}.png"
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """The page with everything written that it asks for."""
+
+    def written(found: re.Match[str]) -> str:
+        name, *arguments = found[1].split()
+        return WRITERS[name](*arguments)
+
+    return WRITE.sub(written, markdown)
