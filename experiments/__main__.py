@@ -15,13 +15,29 @@ from experiments import common
 
 EXPERIMENTS = {
     "figure2": "timings against n and p, and Fisher-vector products (Maddox et al. 2021, figure 2)",
+    "figure3": "posteriors of networks by width, training and architecture (Maddox et al. 2021, figure 3)",
+    "figure4": "linearized ResNets on CIFAR-10: accuracy, NLL, ECE (Maddox et al. 2021, figure 4)",
+    "figure5": "similarity of the Jacobians of networks trained on alike and other data (Maddox et al. 2021, figure 5)",
+    "malaria": "prevalence of one year adapted to another (Maddox et al. 2021, figure 7a)",
+    "olivetti": "rotation of new faces (Maddox et al. 2021, figure 7b)",
     "sinusoids": "few-shot sinusoids (Maddox et al. 2021, figure 6)",
     "wrn": "trains the WRN-40-2 for CIFAR-10 that others embed",
     "embedding_time": "seconds and errors of Fisher embeddings (Zhang et al. 2022, figure 3)",
+    "encoders": "trains the DCGAN, the VAE and the rotation network that others embed and adapt",
+    "nfk_probe": "linear probes on Fisher embeddings of GANs and VAEs (Zhang et al. 2022, tables 1 and 2, figure 7)",
+    "nfk_distill": "a small WRN taught by the Fisher embedding of a large one (Zhang et al. 2022, table 3)",
+    "inversion": "GAN inversion by a linear map, and images of components (Zhang et al. 2022, figures 4 and 6)",
+    "table1_mu": "gradient features of random and pretrained layers (Mu et al. 2020, tables 1 to 3)",
     "spectra": "how many components explain a Fisher kernel (Zhang et al. 2022, figure 2)",
     "uci": "seven UCI regression sets, adapted on new and on the same data",
     "evidence": "the lambda that each evidence of a batch-norm network picks (slides on linearized Laplace)",
     "laplace_uci": "error bars of networks as they stand on UCI regression sets: structures, ensembles",
+    "laplace_digits": "probabilities of digit networks: MAP, structures and links, ensembles, a temperature",
+    "laplace_cifar": "ResNet-20 on CIFAR-10 with error bars: NLL, ECE, joint log likelihoods, unknown images",
+    "snelson": "networks of finite width next to their Gaussian process, kernels by width (slides, Laplace)",
+    "not_linearized": "posterior weights in the network itself and in its linear model (slides, Laplace)",
+    "joint": "joint log likelihoods, turned and unknown images: MAP, an ensemble, error bars (slides, Laplace)",
+    "deep_gp": "a deep Gaussian process and a linearized network on a step (talk on function space)",
     "sst2": "MiniLM on SST-2 with few labels: gradient features of a transformer (Mu et al. 2020 have none)",
     "transfer": "ResNets of CIFAR-10 to Fashion-MNIST and MNIST (Mu et al. 2020, the form of table 4)",
 }
@@ -47,15 +63,18 @@ def parser() -> argparse.ArgumentParser:
 def without_places(words: Sequence[str]) -> list[str]:
     """The arguments without the folders of this machine.
 
-    >>> without_places(["uci", "--data", "somewhere", "--quick", "--out=elsewhere"])
-    ['uci', '--quick']
+    >>> without_places(["uci", "--data", "somewhere", "--quick", "--out=elsewhere", "--peer", "/some/python"])
+    ['uci', '--quick', '--peer', 'PYTHON']
     """
     kept: list[str] = []
     skip = False
     for word in words:
-        place = word.split("=")[0] in ("--data", "--out")
+        name = word.split("=")[0]
+        place = name in ("--data", "--out", "--peer")
         if not skip and not place:
             kept.append(word)
+        if name == "--peer":
+            kept += ["--peer", "PYTHON"]
         skip = place and "=" not in word
     return kept
 

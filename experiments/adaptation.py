@@ -44,6 +44,7 @@ TANGENTS: dict[str, dict[str, Any]] = {
     f"{GRADIENTS}, network's mean": {"mean": "network", "inference": "map"},
 }
 Inputs = tuple[Tensor, ...]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ def in_turn(y: Tensor, count: int, classes: int, generator: torch.Generator) -> 
 # Fine-tuning.
 
 
+def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
+    """Of logits (n, c), or of one logit (n, 1) of the second of two classes."""
+    return F.binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype)) if f.shape[1] == 1 else F.cross_entropy(f, y)
+
+
 @dataclass(frozen=True)
 class Search:
     """What fine-tuning tries.
@@ -132,7 +138,13 @@ class Tuned:
 
 
 def fine_tune(
-    start: Callable[[Labeled], nn.Module], data: Labeled, search: Search, *, train_mode: bool = False, seed: int = 0
+    start: Callable[[Labeled], nn.Module],
+    data: Labeled,
+    search: Search,
+    *,
+    train_mode: bool = False,
+    loss: Loss = cross_entropy,
+    seed: int = 0,
 ) -> Tuned:
     """Adam on all trainable parameters, with the rate and the epochs of the least loss on a fifth that is held out.
 
@@ -141,31 +153,39 @@ def fine_tune(
         data: Classes in turn, so that the last fifth holds all of them.
         search: What to try.
         train_mode: Whether batch norm takes its statistics from the batches.
+        loss: Mean over the examples, of outputs and targets.
         seed: Of the order of examples.
     """
     cut = len(data) - max(1, len(data) // 5)
     part, held = data[:cut], data[cut:]
     first = start(part)
-    best = (loss_of(first, held), search.rates[0], 0)
+    best = (loss_of(first, held, loss), search.rates[0], 0)
     for rate in search.rates:
         model, lowest, last = copy.deepcopy(first), math.inf, 0
-        for epoch in steps(model, part, rate, search, train_mode=train_mode, seed=seed):
-            loss = loss_of(model, held)
-            best = min(best, (loss, rate, epoch))
-            if loss < lowest:
-                lowest, last = loss, epoch
+        for epoch in steps(model, part, rate, search, train_mode=train_mode, loss=loss, seed=seed):
+            now = loss_of(model, held, loss)
+            best = min(best, (now, rate, epoch))
+            if now < lowest:
+                lowest, last = now, epoch
             elif epoch - last >= search.patience:
                 break
     _, rate, epochs = best
     model = start(data)
-    for epoch in steps(model, data, rate, search, train_mode=train_mode, seed=seed) if epochs else ():
+    for epoch in steps(model, data, rate, search, train_mode=train_mode, loss=loss, seed=seed) if epochs else ():
         if epoch == epochs:
             break
     return Tuned(model, rate, epochs)
 
 
 def steps(
-    model: nn.Module, data: Labeled, rate: float, search: Search, *, train_mode: bool, seed: int
+    model: nn.Module,
+    data: Labeled,
+    rate: float,
+    search: Search,
+    *,
+    train_mode: bool,
+    loss: Loss = cross_entropy,
+    seed: int,
 ) -> Iterator[int]:
     """Train in place; yields the number of each epoch when it has ended, the model then in eval mode."""
     generator = torch.Generator().manual_seed(seed)
@@ -177,15 +197,10 @@ def steps(
                 continue  # batch norm has no variance of one example
             part = data[index.to(data.y.device)]
             optimizer.zero_grad(set_to_none=True)
-            cross_entropy(model(*part.X), part.y).backward()
+            loss(model(*part.X), part.y).backward()
             optimizer.step()
         model.eval()
         yield epoch
-
-
-def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
-    """Of logits (n, c), or of one logit (n, 1) of the second of two classes."""
-    return F.binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype)) if f.shape[1] == 1 else F.cross_entropy(f, y)
 
 
 @torch.no_grad()
@@ -193,8 +208,8 @@ def logits(model: nn.Module, X: Inputs, batch: int = 250) -> Tensor:
     return torch.cat([model(*part) for part in zip(*(x.split(batch) for x in X), strict=True)])
 
 
-def loss_of(model: nn.Module, data: Labeled) -> float:
-    return float(cross_entropy(logits(model, data.X), data.y))
+def loss_of(model: nn.Module, data: Labeled, loss: Loss = cross_entropy) -> float:
+    return float(loss(logits(model, data.X), data.y))
 
 
 def probabilities(model: nn.Module, X: Inputs) -> Tensor:

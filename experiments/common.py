@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -57,14 +58,18 @@ class Outcome:
     """What an experiment hands back.
 
     Attributes:
-        metrics: Every number, as JSON.
+        metrics: Every number, as JSON. "parts" are put beside those that other runs have kept.
         figure: The figure.
         rows: Its rows of results/README.md.
+        command: For the table, where several runs made the parts; None for the command that was given.
+        time: The same; None for that of this run.
     """
 
     metrics: dict[str, Any]
     figure: Figure
     rows: Sequence[Row]
+    command: str | None = None
+    time: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,47 @@ def earlier(options: argparse.Namespace, name: str) -> dict[str, Any]:
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
     return {}
+
+
+# Results in parts, each kept as soon as it is there: runs side by side, or cut short, keep what they had.
+
+
+def keep(options: argparse.Namespace, name: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a part of a result, a nested dict, beside the earlier ones in metrics.json; returns all of them.
+
+    Other processes may do so at the same time. Where both have a number, the new one stays.
+    """
+    where = results_folder(options.out, quick=options.quick) / name
+    where.mkdir(parents=True, exist_ok=True)
+    with locked(where.parent):
+        record = earlier(options, name)
+        record = {"experiment": name, **record, "parts": together(record.get("parts", {}), clean(part))}
+        write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    return record["parts"]
+
+
+def together(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts in one; where both have a value, the new one.
+
+    >>> together({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4})
+    {'a': {'x': 1, 'y': 3}, 'b': 4}
+    """
+    both = dict(old)
+    for key, value in new.items():
+        nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
+        both[key] = together(both[key], value) if nested else value
+    return both
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time is in such a block of the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # Scores of Gaussian predictions, per example.
@@ -169,12 +215,17 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
         "machine": machine(device),
         **outcome.metrics,
     }
-    write(where / "metrics.json", json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
-    with replacing(where / "figure.png") as temporary:
-        outcome.figure.savefig(temporary, format="png", dpi=150)
-    table = folder / "README.md"
-    before = table.read_text(encoding="utf-8") if table.exists() else ""
-    write(table, updated(before, name, command, str(spent), outcome.rows))
+    with locked(folder):  # runs side by side share the table
+        path, table = where / "metrics.json", folder / "README.md"
+        if "parts" in record and path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8")).get("parts", {})
+            record["parts"] = together(kept, record["parts"])
+        write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
+        with replacing(where / "figure.png") as temporary:
+            outcome.figure.savefig(temporary, format="png", dpi=150)
+        before = table.read_text(encoding="utf-8") if table.exists() else ""
+        shown = outcome.command or command, outcome.time or str(spent)
+        write(table, updated(before, name, *shown, outcome.rows))
     return where
 
 

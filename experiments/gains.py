@@ -107,6 +107,22 @@ def shown(gain: Mapping[str, float], *, factor: float = 1.0, digits: int = 1) ->
     return f"{text} ({factor * gain['low']:+.{digits}f} to {factor * gain['high']:+.{digits}f})"
 
 
+def plain(value: Mapping[str, float], digits: int = 2) -> str:
+    """`0.12 (0.10 to 0.14)`: an interval that is not one of differences.
+
+    >>> plain({"mean": 0.123, "low": 0.1, "high": 0.146})
+    '0.12 (0.10 to 0.15)'
+    """
+    return shown(value, digits=digits).replace("+", "")
+
+
+def bars(ax: Any, x: Any, values: Sequence[Mapping[str, float]], **style: Any) -> None:
+    """Means with their intervals, joined by a line; style as for `errorbar`."""
+    mean = torch.tensor([one["mean"] for one in values], dtype=torch.float64)
+    ends = torch.tensor([[one[side] for one in values] for side in ("low", "high")], dtype=torch.float64)
+    ax.errorbar(x, mean, yerr=(ends - mean).abs().nan_to_num(), **{"fmt": "o-", "ms": 4, "lw": 1.2, **style})
+
+
 def outcome(
     runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], *, said: Mapping[str, str], differs: str
 ) -> common.Outcome:
@@ -163,7 +179,7 @@ def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any]) -> Figure:
         axes[1, -1].set(xlabel="labels", ylabel="seconds to fit", title=sets[0], yscale="log")
         axes[1, -1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         handles, names = axes[0, 0].get_legend_handles_labels()
-        picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9)
+        picture.legend(handles, names, loc="outside lower center", ncols=2 + len(sets), fontsize=8)
     return picture
 
 

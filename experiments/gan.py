@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,27 +49,71 @@ def untrained_generator(seed: int, *, width: int = 16) -> Generator:
 def train_gan(
     images: Tensor, *, steps: int, seed: int, widths: tuple[int, int] = (10, 16), batch: int = 32, rate: float = 5e-4
 ) -> tuple[Discriminator, Generator]:
-    """Both networks, trained on images (n, 1, 28, 28) with the losses of Radford et al.; in eval mode.
+    """Both networks for gray images (n, 1, 28, 28), trained from the start; see `train_pair`.
 
     Args:
         images: In [-1, 1], on the device to train on.
         steps: One of the discriminator and one of the generator each.
-        seed: Of the start and of all draws, which are the same on every device.
+        seed: Of the start and of all draws.
         widths: Channels of the discriminator's first and of the generator's last but one layer.
         batch: Real and generated images per step.
-        rate: Of Adam, with beta1 = 0.5.
+        rate: Of Adam.
     """
-    random = torch.Generator().manual_seed(seed)
-    D = dcgan_discriminator(None, seed, width=widths[0]).to(images.device).train()
-    G = untrained_generator(seed, width=widths[1]).to(images.device).train()
-    for_D, for_G = (torch.optim.Adam(net.parameters(), rate, betas=(0.5, 0.999)) for net in (D, G))
+    D = dcgan_discriminator(None, seed, width=widths[0]).to(images.device)
+    G = untrained_generator(seed, width=widths[1]).to(images.device)
+    train_pair(D, G, images, steps=steps, seed=seed, batch=batch, rates=(rate, rate))
+    return D, G
+
+
+def train_pair(
+    D: nn.Module,
+    G: nn.Module,
+    images: Tensor,
+    *,
+    steps: int,
+    seed: int,
+    batch: int,
+    rates: tuple[float, float],
+    change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+) -> list[tuple[float, float]]:
+    """Train both in place with the losses of Radford et al., and leave them in eval mode.
+
+    Args:
+        D: From images to the number (n,) before the sigmoid.
+        G: From latents (n, 100) to images.
+        images: On the device to train on.
+        steps: One of the discriminator and one of the generator each.
+        seed: Of all draws; those of images and latents are the same on every device.
+        batch: Real and generated images per step.
+        rates: Of Adam with beta1 = 0.5, for the discriminator and the generator.
+        change: Done to all images that the discriminator sees, real and generated.
+
+    Returns:
+        The mean losses of both in each tenth of the steps.
+    """
+    random, device = torch.Generator().manual_seed(seed), images.device
+    own = torch.Generator(device).manual_seed(seed)
+    D.train(), G.train()
+    for_D, for_G = (
+        torch.optim.Adam(net.parameters(), rate, betas=(0.5, 0.999)) for net, rate in zip((D, G), rates, strict=True)
+    )
+    seen: list[Tensor] = []
+
+    def shown(x: Tensor) -> Tensor:
+        return x if change is None else change(x, own)
+
     for _ in range(steps):
-        real = images[torch.randint(len(images), (batch,), generator=random).to(images.device)]
-        fake = G(torch.randn(batch, LATENT, generator=random).to(images.device))
+        real = images[torch.randint(len(images), (batch,), generator=random).to(device)]
+        fake = G(torch.randn(batch, LATENT, generator=random).to(device))
         # log sigmoid(f) = -softplus(-f): real images up, generated ones down, each in a batch of its own.
-        step(for_D, F.softplus(-D(real)).mean() + F.softplus(D(fake.detach())).mean())
-        step(for_G, F.softplus(-D(fake)).mean())
-    return D.eval(), G.eval()
+        loss_D = F.softplus(-D(shown(real))).mean() + F.softplus(D(shown(fake.detach()))).mean()
+        step(for_D, loss_D)
+        loss_G = F.softplus(-D(shown(fake))).mean()
+        step(for_G, loss_G)
+        seen.append(torch.stack([loss_D.detach(), loss_G.detach()]))
+    D.eval(), G.eval()
+    tenths = torch.stack(seen).cpu().tensor_split(min(10, steps))
+    return [(float(part[:, 0].mean()), float(part[:, 1].mean())) for part in tenths]
 
 
 def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

@@ -1,7 +1,9 @@
 """Error bars for networks as they stand on UCI regression sets: MAP, Laplace structures, ensembles of five.
 
 A 50-50 tanh network is trained on the whole training split, rate and decay chosen on a fifth of it; every structure
-then gets the same network and the same data. RMSE and NLL are in the target's own units.
+then gets the same network and the same data. RMSE and NLL are in the target's own units. With ``--peer PYTHON``, an
+interpreter that has laplace-torch, its structures are there too (but "full", which takes p^3 for every step), with one
+prior variance and the noise by its own evidence.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import linnet
+from benchmarks.laplace import Job, peer
 from experiments import common, uci
 from experiments.baselines import Prediction, Search, fit_networks
 from experiments.networks import module
@@ -34,12 +37,18 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "diag": {"structure": "diag"},
     "last layer": {"structure": "auto", "params": "4.*"},
 }
-METHODS = {
+PEERS: dict[str, dict[str, Any]] = {
+    "laplace-torch, kron": {"structure": "kron", "last_layer": False},
+    "laplace-torch, diag": {"structure": "diag", "last_layer": False},
+    "laplace-torch, last layer": {"structure": "full", "last_layer": True},
+}
+ALONE = {
     MAP: "the network; noise is its mean squared training error",
     MAP_VALID: "the network; noise is its mean squared error on the validation part",
     ENSEMBLE: "five networks; noise likeliest on the validation part",
     **{name: f"Laplace({', '.join(f'{k}={v!r}' for k, v in given.items())})" for name, given in STRUCTURES.items()},
 }
+METHODS = {**ALONE, **{name: "one prior and the noise by the gradient of its evidence" for name in PEERS}}
 
 
 def barred(model: nn.Module, X: Tensor, y: Tensor, at: Tensor, given: Mapping[str, Any]) -> Prediction:
@@ -51,8 +60,34 @@ def barred(model: nn.Module, X: Tensor, y: Tensor, at: Tensor, given: Mapping[st
     return Prediction(mean, std.square())
 
 
-def table_of(data: uci.Split, *, search: Search, members: int, seed: int) -> dict[str, Any]:
-    """Scores of every method on every split of a set."""
+def by_peer(
+    python: str, models: Sequence[nn.Module], data: uci.Split, *, steps: int
+) -> dict[str, tuple[list[Prediction], float]]:
+    """What laplace-torch predicts for the same networks, and its seconds; the noise starts at the training error."""
+    widths = [data.X.shape[2], *uci.HIDDEN, 1]
+    jobs: list[Job] = []
+    for given in PEERS.values():
+        for i, model in enumerate(models):
+            with torch.no_grad():
+                noise = float((model(data.X[i])[:, 0] - data.y[i]).square().mean())
+            told = {**given, "likelihood": "regression", "prior": 1.0, "noise": noise, "batch": 256, "steps": steps}
+            jobs.append(
+                (model, {**told, "network": widths, "tune": True}, (data.X[i], data.y[i, :, None], data.X_test[i]))
+            )
+    found, out, s = peer(python, jobs), {}, len(models)
+    for k, name in enumerate(PEERS):
+        each = found[k * s : (k + 1) * s]
+        predicted = [
+            Prediction(one["tensors"]["mean"][:, 0], one["tensors"]["cov"][:, 0, 0] + one["noise"]) for one in each
+        ]
+        out[name] = predicted, sum(one["seconds"] for one in each)
+    return out
+
+
+def table_of(
+    data: uci.Split, *, search: Search, members: int, seed: int, python: str | None = None, peer_steps: int = 300
+) -> dict[str, Any]:
+    """Scores of every method on every split of a set; those of laplace-torch where an interpreter has it."""
     X, y, at = data.X.float(), data.y.float(), data.X_test.float()
     s, _, d = X.shape
     widths = (d, *uci.HIDDEN, 1)
@@ -76,6 +111,8 @@ def table_of(data: uci.Split, *, search: Search, members: int, seed: int) -> dic
         start = time.perf_counter()
         each = [barred(model, data.X[i], data.y[i], data.X_test[i], given) for i, model in enumerate(models)]
         found[name] = each, time.perf_counter() - start
+    if python is not None:
+        found |= by_peer(python, models, data, steps=peer_steps)
     out = {}
     for name, (predicted, seconds) in found.items():
         scored = uci.scored(predicted, data)
@@ -87,6 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sets", nargs="+", choices=uci.SETS, default=None, help=f"default: {' '.join(SETS)}")
     parser.add_argument("--splits", type=int, default=None, help="splits of each set (default: 3)")
     parser.add_argument("--largest", type=int, default=None, help="most training examples (default: 1000)")
+    parser.add_argument("--peer", default=None, metavar="PYTHON", help="an interpreter that has laplace-torch")
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -100,7 +138,14 @@ def run(options: argparse.Namespace) -> common.Outcome:
     for name in names:
         data = uci.load(options.data, name, splits, largest=largest, device=options.device)
         sizes[name] = {"splits": splits, "train": data.X.shape[1], "test": data.X_test.shape[1]}
-        results[name] = table_of(data, search=search, members=members, seed=options.seed)
+        results[name] = table_of(
+            data,
+            search=search,
+            members=members,
+            seed=options.seed,
+            python=options.peer,
+            peer_steps=5 if options.quick else 300,
+        )
         uci.print_table(name, "the same", results[name])
     metrics: dict[str, Any] = {
         "settings": {"sets": sizes, "seed": options.seed, "members": members, "steps": search.steps},
@@ -112,6 +157,11 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(metrics, figure(results), rows(metrics["over sets"], sizes, largest))
 
 
+def methods_of(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Those that every set has."""
+    return [method for method in METHODS if all(method in table for table in results.values())]
+
+
 def gaps(table: Mapping[str, Any], method: str) -> list[float]:
     """NLL less MAP's, split by split."""
     return [a["nll"] - b["nll"] for a, b in zip(table[method]["by split"], table[MAP]["by split"], strict=True)]
@@ -120,7 +170,7 @@ def gaps(table: Mapping[str, Any], method: str) -> list[float]:
 def over_sets(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """NLL less MAP's over all splits, RMSE over MAP's and coverage averaged over sets."""
     out = {}
-    for method in METHODS:
+    for method in methods_of(results):
         out[method] = {
             "NLL less MAP": common.spread([gap for table in results.values() for gap in gaps(table, method)]),
             "RMSE over MAP": float(
@@ -148,16 +198,18 @@ def rows(summary: Mapping[str, Any], sizes: Mapping[str, Any], largest: int) -> 
 def figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """NLL less MAP's, per set and method."""
     names: Sequence[str] = list(results)
-    shown = [method for method in METHODS if method != MAP]
+    shown = [method for method in methods_of(results) if method != MAP]
     palette = (common.GRAY, common.ORANGE, common.BLUE, common.SKY, common.GREEN, common.PURPLE, common.YELLOW)
-    colors = dict(zip(shown, (*palette, common.VERMILION, "black"), strict=True))
+    # A peer's structure has the color of ours, as a cross.
+    alike = (common.PURPLE, common.VERMILION, "black")
+    colors = dict(zip([*list(ALONE)[1:], *PEERS], (*palette, common.VERMILION, "black", *alike), strict=True))
     with common.style():
         picture, ax = plt.subplots(figsize=(8, 0.95 * len(names) + 2.2))
         for i, method in enumerate(shown):
             found = [common.spread(gaps(results[name], method)) for name in names]
-            y = [row + 0.09 * (i - (len(shown) - 1) / 2) for row in range(len(names))]
+            y = [row + 0.8 / len(shown) * (i - (len(shown) - 1) / 2) for row in range(len(names))]
             error = [0.0 if np.isnan(one["error"]) else one["error"] for one in found]
-            marker = "os^Dv"[i % 5]
+            marker = "x" if method in PEERS else "os^Dv"[i % 5]
             x = [one["mean"] for one in found]
             ax.errorbar(x, y, xerr=error, fmt=marker, color=colors[method], ms=5, lw=1, label=method)
         ax.axvline(0, color="black", lw=1)

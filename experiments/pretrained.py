@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,11 +11,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.models import ResNet
-from experiments.common import data_file
+from experiments.common import data_file, replacing
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -163,6 +164,15 @@ def loaded(net: Net, folder: Path | None, name: str) -> Net:
     return net.eval()
 
 
+def stored(net: nn.Module, folder: Path, name: str) -> Path:
+    """Write the weights, as float16, to folder/name.safetensors, which `loaded` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: (t.half() if t.is_floating_point() else t).cpu().contiguous() for key, t in net.state_dict().items()}
+    with replacing(folder / f"{name}.safetensors") as temporary:
+        save_file(state, temporary)
+    return folder / f"{name}.safetensors"
+
+
 # Images.
 
 
@@ -223,11 +233,17 @@ def cifar10(folder: Path, part: str, *, count: int | None = None) -> tuple[Tenso
     """
     if part not in ("test", "train_1", "train_2"):
         raise ValueError(f"part must be 'test', 'train_1' or 'train_2'; got {part!r}.")
-    with np.load(data_file(folder, f"cifar10_{part}.npz"), allow_pickle=False) as stored:
-        x = torch.from_numpy(decoded(stored["residual"][:, :count])).float() / 255
-        y = torch.from_numpy(stored["y"][:count]).long()
+    pixels, labels = _cifar10_file(data_file(folder, f"cifar10_{part}.npz"))
+    x, y = torch.from_numpy(pixels[:count]).float() / 255, torch.from_numpy(labels[:count]).long()
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (CIFAR10_MEAN, CIFAR10_STD))
     return (x - mean) / std, y
+
+
+@lru_cache(3)  # the files take seconds to unpack
+def _cifar10_file(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """All images (n, 3, 32, 32) of a file, and labels."""
+    with np.load(path, allow_pickle=False) as stored:
+        return decoded(stored["residual"]), stored["y"]
 
 
 # Sentences.

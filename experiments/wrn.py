@@ -7,30 +7,27 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.models import WideResNet
 from experiments import common
-from experiments.pretrained import cifar10
+from experiments.pretrained import cifar10, loaded, stored
 
-FILE = "wrn40_2_cifar10.safetensors"
+FILE = "wrn40_2_cifar10"
 BATCH, RATE, DECAY = 256, 0.2, 5e-4
 PAD = 4  # pixels that an image is shifted by at most
 
 
 def wide_resnet(folder: Path = common.RESULTS / "wrn", *, depth: int = 40, width: int = 2) -> WideResNet:
     """The trained network, in eval mode and float32."""
-    net = WideResNet(depth, width)
-    stored = load_file(common.data_file(folder, FILE))
-    net.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in stored.items()})
-    return net.eval()
+    return loaded(WideResNet(depth, width), folder, FILE)
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -56,26 +53,57 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
     return float(torch.cat([net(part).argmax(1) for part in x.split(500)]).eq(y).double().mean())
 
 
+def of_labels(net: nn.Module, images: Tensor, y: Tensor) -> Tensor:
+    """The cross entropy of a classifier: what is minimized if nothing else is said."""
+    return F.cross_entropy(net(images), y)
+
+
 def train(
-    net: nn.Module, x: Tensor, y: Tensor, *, epochs: int, seed: int, test: tuple[Tensor, Tensor] | None = None
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    epochs: int,
+    seed: int,
+    test: tuple[Tensor, Tensor] | None = None,
+    loss_of: Callable[[Any, Tensor, Tensor], Tensor] = of_labels,
+    batch: int = BATCH,
+    rate: float = RATE,
+    adam: bool = False,
 ) -> list[dict[str, Any]]:
     """SGD with momentum, a rate that rises and falls once, shifted and mirrored images; on a GPU in bfloat16.
 
+    Args:
+        net: Trained in place.
+        x: Images (n, 3, h, w).
+        y: Their labels (n,).
+        epochs: Over all images.
+        seed: Of the order and of the shifts.
+        test: Images and labels to measure the accuracy on, now and then and at the end.
+        loss_of: From the network, images and labels to the mean loss.
+        batch: Images of a step.
+        rate: The largest.
+        adam: Adam instead of SGD, in float32 and without weight decay.
+
     Returns:
-        For each epoch the mean loss and, now and then and at the end, the accuracy on ``test``.
+        For each epoch the mean loss and, where it was measured, the accuracy.
     """
     generator = torch.Generator(x.device).manual_seed(seed)
-    optimizer = torch.optim.SGD(net.parameters(), RATE, momentum=0.9, weight_decay=DECAY, nesterov=True)
-    steps = math.ceil(len(x) / BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=epochs * steps, pct_start=0.2)
+    optimizer: torch.optim.Optimizer
+    if adam:
+        optimizer = torch.optim.Adam(net.parameters(), rate)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), rate, momentum=0.9, weight_decay=DECAY, nesterov=True)
+    steps = math.ceil(len(x) / batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * steps, pct_start=0.2)
     path: list[dict[str, Any]] = []
     for epoch in range(epochs):
         net.train()
         total = torch.zeros((), device=x.device)
-        for index in torch.randperm(len(x), generator=generator, device=x.device).split(BATCH):
+        for index in torch.randperm(len(x), generator=generator, device=x.device).split(batch):
             images = augmented(x[index], generator).contiguous(memory_format=torch.channels_last)
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-                loss = F.cross_entropy(net(images), y[index])
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda and not adam):
+                loss = loss_of(net, images, y[index])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -103,12 +131,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     net = WideResNet(depth, width).to(options.device, memory_format=torch.channels_last)
     path = train(net, x, y, epochs=epochs, seed=options.seed, test=(test[0], test[1]))
     folder = common.results_folder(options.out, quick=options.quick) / "wrn"
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: (t.half() if t.is_floating_point() else t).cpu().contiguous() for name, t in net.state_dict().items()
-    }
-    with common.replacing(folder / FILE) as temporary:
-        save_file(state, temporary)
+    stored(net, folder, FILE)
     rounded = accuracy(wide_resnet(folder, depth=depth, width=width).to(options.device), test[0], test[1])
     metrics = {
         "network": f"WRN-{depth}-{width}",
