@@ -259,7 +259,7 @@ def cg(
     state = _Columns(X, R, norms * tolerance, [] if lengths is None else lengths)
     solve = (lambda R: R) if preconditioner is None else preconditioner.solve
     total, before = 0, math.inf
-    with _bar(iterations, progress) as tick:
+    with _bar(iterations, norms, progress) as tick:
         while True:
             first = total == 0
             if coarse:
@@ -306,7 +306,7 @@ class _Columns:
         self.broken = torch.zeros_like(goal, dtype=torch.bool)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
 
-    def descend(self, product: Product, solve: Product, limit: int, probes: int, tick: Callable[[], Any]) -> int:
+    def descend(self, product: Product, solve: Product, limit: int, probes: int, tick: Callable[[Tensor], Any]) -> int:
         """Iterate until every column is done; the number of iterations."""
         active = (torch.linalg.vector_norm(self.R, dim=0) > self.goal) & ~self.broken
         Z = solve(self.R)
@@ -325,7 +325,8 @@ class _Columns:
             # Not by alpha = 0 alone: a direction that is not finite would spoil its column.
             self.X.addcmul_(torch.where(good, D, 0), alpha)
             self.R.addcmul_(torch.where(good, AD, 0), alpha, value=-1)
-            active = good & (torch.linalg.vector_norm(self.R, dim=0) > self.goal)
+            sizes = torch.linalg.vector_norm(self.R, dim=0)
+            active = good & (sizes > self.goal)
             Z = solve(self.R)
             new = (self.R * Z).sum(0)
             beta = torch.where(active & (new > 0), new / rz, 0)
@@ -333,7 +334,7 @@ class _Columns:
                 self.coefficients.append((alpha[-probes:], beta[-probes:]))
             D = torch.where(active, Z + beta * D, 0)
             rz = new
-            tick()
+            tick(sizes)
         return limit
 
     def tridiagonals(self) -> Tensor:
@@ -350,10 +351,18 @@ class _Columns:
 
 
 @contextmanager
-def _bar(total: int, progress: bool | None) -> Iterator[Callable[[], Any]]:
+def _bar(total: int, norms: Tensor, progress: bool | None) -> Iterator[Callable[[Tensor], Any]]:
+    """Counts iterations, given the norms of their residuals, and shows the largest of these."""
     disable = None if progress is None else not progress
     with tqdm(total=total, desc="CG", unit=" iterations", delay=2, leave=False, disable=disable) as shown:
-        yield shown.update
+
+        def tick(sizes: Tensor) -> None:
+            if not shown.disable and len(sizes):
+                worst = float(torch.where(norms > 0, sizes / norms, 0).max())
+                shown.set_postfix_str(f"residual {worst:.1e}", refresh=False)
+            shown.update()
+
+        yield tick
 
 
 # Settings and checks.
