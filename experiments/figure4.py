@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
 def images(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images to draw from and test images, with their labels."""
     few = max(options.sizes) <= 1000
-    # Of the first thousand there are enough of each class for small draws.
+    # Small draws are from the first images, which have enough of each class.
     parts = (
         [cifar10(options.data, "train_1", count=2000)]
         if few

@@ -165,12 +165,12 @@ def without(net: nn.Sequential, unit: int) -> nn.Sequential:
 
 def of_nodes(net: nn.Sequential, test: Labeled, X: Tensor, sizes: Sizes, seed: int) -> list[dict[str, float]]:
     """For each removed unit the similarity with the whole network, and what it did to the predictions."""
-    before = logits(net, X.split(len(X))).softmax(1)
+    before = logits(net, (X,)).softmax(1)
     chosen = torch.randperm(net[LAST_HIDDEN].out_features, generator=torch.Generator().manual_seed(seed))
     out = []
     for unit in chosen[: sizes.units].tolist():
         new = without(net, unit)
-        moved = float((logits(new, X.split(len(X))).softmax(1) - before).abs().sum(1).mean() / 2)
+        moved = float((logits(new, (X,)).softmax(1) - before).abs().sum(1).mean() / 2)
         out.append({"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, test)})
     return out
 

@@ -315,7 +315,7 @@ def figure(parts: Mapping[str, Any]) -> Figure:
         result = Figure(figsize=(3.4 * max(len(parts), 2), 6.2))
         axes = result.subplots(2, max(len(parts), 1), squeeze=False)
         colors = (common.ORANGE, common.GREEN)
-        for (top, low), (name, part) in zip(axes.T, parts.items(), strict=False):
+        for (top, below), (name, part) in zip(axes.T, parts.items(), strict=False):
             probes = part["probes"]
             ks = [key for key in probes if key.isdigit()]
             values, errors = ([100 * probes[k][key] for k in ks] for key in ("accuracy", "error"))
@@ -335,12 +335,15 @@ def figure(parts: Mapping[str, Any]) -> Figure:
                 counts = [int(n) for n in table]
                 mean = [100 * v["mean"] for v in table.values()]
                 half = [100 * (v["high"] - v["mean"]) if v["high"] is not None else 0.0 for v in table.values()]
-                low.errorbar(counts, mean, yerr=half, fmt="o-", color=color, capsize=2, label=label)
-            low.set_xscale("log")
-            low.set_xticks(counts, [f"{n:,}" for n in counts])
-            low.minorticks_off()
-            low.set(xlabel="labels")
-            low.legend(fontsize=7, loc="lower right")
+                below.errorbar(counts, mean, yerr=half, fmt="o-", color=color, capsize=2, label=label)
+            below.set_xscale("log")
+            below.set_xticks(counts, [f"{n:,}" for n in counts])
+            below.minorticks_off()
+            below.set(xlabel="labels")
+            below.legend(fontsize=7, loc="lower right")
+        for ax in axes.flat:  # room for the legend
+            low, high = ax.get_ylim()
+            ax.set_ylim(low - 0.4 * (high - low), high)
         for ax in axes[:, 0]:
             ax.set_ylabel("test accuracy, %")
     return result

@@ -336,14 +336,20 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
                 differs,
             )
         )
-    for name, one in table["posteriors"].items():
-        says = "50 units look like the process (figure, no numbers)" if name == f"{BAYES}, 50" else "not on the slides"
+    series = {name: sizes.shown for name in (f"{state}, {which}" for state in (DRAWN, TRAINED) for which in LIMIT)}
+    for name, widths in (series | {BAYES: sizes.bayes}).items():
+        found = {w: table["posteriors"][f"{name}, {w}"] for w in widths}
+        values = "; ".join(
+            f"{w}: {plain(one['means apart'])}, {plain(one['deviations apart'])}, {plain(one['test NLL'], 3)}"
+            for w, one in found.items()
+        )
+        base = table["posteriors"]["NTK" if FULL in name else "NNGP"]["test NLL"]
         out.append(
             common.Row(
-                f"{name}: means and log deviations apart from the limit's; test NLL",
-                says,
-                f"{plain(one['means apart'])}, {plain(one['deviations apart'])}; {plain(one['test NLL'], 3)}",
-                differs + "; means in units of the limit's standard deviations",
+                f"{name}: means and log deviations apart from the limit's, and test NLL, by width",
+                "50 units look like the process (figure, no numbers)" if name == BAYES else "not on the slides",
+                f"{values}; test NLL of the limit {plain(base, 3)}",
+                f"{differs}; means in units of the limit's standard deviations",
             )
         )
     return out
@@ -379,7 +385,7 @@ def figure(curves: Mapping[str, Any], table: Mapping[str, Any], sizes: Sizes) ->
                     ax.plot(x, mean + 2 * std, color=color, lw=1, ls="--")
                 ax.plot(x, mean, color=color, label=name.rsplit(", ", 1)[0] if ", " in name else name)
             ax.plot(X, y, ".", color="black", ms=3)
-            ax.set(title=title, xlabel="x", ylim=(-3, 3))
+            ax.set(title=title, xlabel="x", ylim=(-4.2, 3))
             ax.legend(fontsize=8, loc="lower left")
         axes[0, 0].set_ylabel("f: mean ± 2 standard deviations")
         left, center, right = axes[1]
@@ -409,9 +415,7 @@ def figure(curves: Mapping[str, Any], table: Mapping[str, Any], sizes: Sizes) ->
             bars(right, moved, [one["test NLL"] for one in found], color=color, label=name)
         right.axhline(table["posteriors"]["NNGP"]["test NLL"]["mean"], color=common.GRAY, label="NNGP")
         right.axhline(table["posteriors"]["NTK"]["test NLL"]["mean"], color=common.GRAY, ls=":", label="NTK")
-        center.set(
-            xscale="log", yscale="log", xlabel="width", ylabel="posterior mean to the limit's, in its deviations"
-        )
+        center.set(xscale="log", yscale="log", xlabel="width", ylabel="posterior means apart, in deviations")
         right.set(xscale="log", xlabel="width", ylabel="test NLL")
         for ax in axes[1]:
             ax.legend(fontsize=8)
