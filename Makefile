@@ -63,5 +63,5 @@ figures: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.tools.pages
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -85,6 +85,27 @@ def laplace_peer() -> str:
     return _with_machine(found["machine"], f"{table}\n\n{speed['what']}: {times}, a ratio of {speed['ratio']:.0f}.")
 
 
+def peers() -> str:
+    """The same jobs by others and by linnet."""
+    found = _read("peers-cpu.json")
+    rows = []
+    for one in found["rows"]:
+        theirs, mine = one[one["peer"]], one["linnet"]
+        rows.append(
+            [
+                f"{one['job']}: {one['network']}, p = {one['p']:,}, n = {one['n']:,}",
+                one["peer"],
+                f"{theirs['CPU seconds']:.2f} / {mine['CPU seconds']:.2f}",
+                f"{one['ratio']:.1f}",
+                f"{theirs['MiB']:.0f} / {mine['MiB']:.0f}",
+                f"{max(one['differences'].values()):.0e}",
+            ]
+        )
+    titles = ["job", "peer", "seconds, peer / linnet", "ratio", "MiB, peer / linnet", "difference"]
+    versions = ", ".join(f"{name} {said}" for name, said in found["versions"].items() if name != "torch")
+    return _with_machine(f"{found['machine']}; {versions}", _table(titles, rows))
+
+
 def heads_times(device: str) -> str:
     """An epoch of the linearized top layers against one of fine-tuning."""
     found = _read(f"heads-{device}.json")

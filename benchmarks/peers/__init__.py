@@ -1,0 +1,1 @@
+"""linnet beside laplace-torch, curvlinops and GPyTorch: the same jobs, one run; see `compare`."""
