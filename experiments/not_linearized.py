@@ -64,7 +64,7 @@ def posterior(model: nn.Module, data: tuple[Tensor, Tensor], case: str, precisio
             given = {"likelihood": "classification"}
         la = linnet.Laplace(model, prior=1 / (precision or 1.0), progress=False, **given).fit(*data)
         if precision is None:
-            la.tune("shared", narrow=False, **({"noise": False} if case == CURVE else {}))
+            la.tune("shared", narrow=False, noise=False)
     return la
 
 

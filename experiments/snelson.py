@@ -240,7 +240,8 @@ def run(options: argparse.Namespace) -> common.Outcome:
         raise ValueError(f"These networks have one input: {NAME} runs on the CPU only; got {options.device!r}.")
     sizes = QUICK if options.quick else CPU
     seeds = range(options.seed, options.seed + (options.seeds or sizes.seeds))
-    each, curves = [], {}
+    each: list[dict[str, Any]] = []
+    curves: dict[str, Any] = {}
     for seed in seeds:
         found, shown = of_seed(sizes, seed)
         curves = curves or shown
