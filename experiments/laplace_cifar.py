@@ -226,6 +226,7 @@ def figure(found: Mapping[str, Any]) -> Figure:
             ]
             axes[0].plot(KAPPAS, gaps, "o-", color=colors[name], label=name)
         axes[0].set(xlabel="kappa (inputs in a group)", ylabel="joint log likelihood per label, less MAP's")
+        axes[0].set_yscale("symlog", linthresh=0.2)
         axes[1].barh(range(len(found)), [one["nll"] for one in found.values()], color=list(colors.values()))
         axes[1].set_yticks(range(len(found)), list(found))
         axes[1].invert_yaxis()
@@ -239,7 +240,7 @@ def figure(found: Mapping[str, Any]) -> Figure:
                     axes[2].plot(at, row, mark, color=colors[name], mfc=colors[name] if j == 0 else "white")
         axes[2].set_yticks(range(len(found)), list(found))
         axes[2].invert_yaxis()
-        axes[2].set_xlabel("AUROC: o largest probability, ^ entropy, D variance\n" + told_by_fill(titles))
+        axes[2].set_xlabel("AUROC: o largest probability,\n^ entropy, D variance\n" + told_by_fill(titles))
         picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return picture
 
