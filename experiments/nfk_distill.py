@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import WideResNet
 from experiments import common, gains
+from experiments.adaptation import logits
 from experiments.pretrained import cifar10
 from experiments.wrn import accuracy, augmented, wide_resnet
 from linnet.distill import WithEmbedding, distill
@@ -108,8 +109,8 @@ def lesson(teacher: WideResNet, x: Tensor, y: Tensor, methods: Sequence[str], op
     known: dict[str, Tensor] = {}
     with torch.no_grad():
         if {ALONE, KD} & set(methods):
-            logits = torch.cat([teacher(part) for part in X.split(1000)])
-            known |= {ALONE: logits, KD: logits}
+            told = logits(teacher, (X,), 1000)
+            known |= {ALONE: told, KD: told}
         if AT in methods:
             maps = Attention(teacher).eval()
             known[AT] = torch.cat([maps(part)[1] for part in X.split(1000)])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import WideResNet
 from experiments import common
+from experiments.adaptation import logits
 from experiments.pretrained import cifar10, loaded, stored
 
 FILE = "wrn40_2_cifar10"
@@ -47,10 +48,8 @@ def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
     return padded.permute(0, 2, 3, 1)[example, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
 
 
-@torch.no_grad()
 def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
-    net.eval()
-    return float(torch.cat([net(part).argmax(1) for part in x.split(500)]).eq(y).double().mean())
+    return float(logits(net.eval(), (x,), 500).argmax(1).eq(y).double().mean())
 
 
 def of_labels(net: nn.Module, images: Tensor, y: Tensor) -> Tensor:
