@@ -32,7 +32,12 @@ def main() -> None:
     four.add_argument("--out", type=Path, default=None, help="JSON file (default: results/sampling-DEVICE.json)")
     four.add_argument("--only", default="all", choices=("all", *sampling.CASES))
     four.add_argument("--n", type=int, default=None, help="another number of examples")
-    four.add_argument("--precision", default="high", choices=("highest", "high"), help="of the passes")
+    four.add_argument(
+        "--precision",
+        default=None,
+        choices=("highest", "products", "high"),
+        help="of the iterations (default: the case's own)",
+    )
     four.add_argument("--data", type=Path, default=None, help="CIFAR-10 and weights/resnet20_cifar10 (default: random)")
     five = commands.add_parser("laplace", help="error bars beside laplace-torch's: the same numbers, and how long")
     five.add_argument("--peer", required=True, help="a Python interpreter that has laplace-torch")

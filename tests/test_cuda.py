@@ -16,6 +16,7 @@ from linnet.testing import check_operator, zoo
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CASES = zoo()
+TOLERANCES = {"highest": 1e-5, "products": 1e-3, "high": 5e-3, "bf16": 5e-2}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -34,7 +35,7 @@ def test_zoo_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-5), ("high", 5e-3), ("bf16", 5e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), list(TOLERANCES.items()))
 @pytest.mark.parametrize("name", ["resnet", "unet", "convnext", "batch_norm2d", "densenet"])
 def test_precisions(name: str, precision: str, tolerance: float, layout: torch.memory_format) -> None:
     case = CASES[name]
@@ -55,10 +56,21 @@ def test_precisions(name: str, precision: str, tolerance: float, layout: torch.m
         assert error < tolerance, f"{what}: {error:.1e}"
 
 
+def test_precision_of_products_leaves_the_network_in_float32() -> None:
+    case = CASES["resnet"]
+    J = linnet.linearize(case.build().float().cuda(), output=case.output).jacobian(case.data(6, 0).float().cuda(), 4)
+    coarse = J.in_precision("products")
+    for op in (coarse, coarse.cached()):
+        torch.testing.assert_close(op.outputs(), J.outputs(), rtol=0, atol=0)
+        V = torch.randn(J.shape[1], 32, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        error = float((op @ V - J @ V).norm() / (J @ V).norm())
+        assert 1e-6 < error < 1e-3
+
+
 def test_precision_leaves_flags_as_they_were() -> None:
     places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
     before = [place.fp32_precision for place in places], torch.backends.cuda.matmul.allow_tf32
-    for precision in ("highest", "high"):
+    for precision in ("highest", "products", "high"):
         with arithmetic(precision, torch.device("cuda")):
             wanted = "ieee" if precision == "highest" else "tf32"
             assert [place.fp32_precision for place in places] == [wanted] * 2

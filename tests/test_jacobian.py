@@ -788,7 +788,7 @@ def test_bf16_runs_the_network_under_autocast(engine):
     assert (lin.jacobian(x, 2).outputs() - net(x)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "bf16"])
+@pytest.mark.parametrize("precision", ["highest", "products", "high", "bf16"])
 def test_double_precision_models_stay_double_at_full_precision(model, x, precision):
     J = linnet.linearize(model).jacobian(x, 3, precision=precision)
     assert J.dtype == torch.float64

@@ -401,7 +401,7 @@ def test_products_that_are_not_finite() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("space", ["weight", "function"])
 def test_on_a_gpu(dtype: torch.dtype, space: str) -> None:
-    A = decaying(200, 150, rate=0.2)
+    A = decaying(200, 150, rate=0.05)
     Phi = Matrix(A.to("cuda", dtype))
     rtol = 1e-4 if dtype == torch.float32 else 1e-8
     for found, wanted in (

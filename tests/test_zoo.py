@@ -137,3 +137,14 @@ def test_float32(case):
     with fallback(case):
         J = jacobian(case, copy.deepcopy(model).float(), single(data))
         check_operator(J, A.float(), blocks=len(A) // N, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "convnext", "batch_norm2d", "densenet"])
+def test_channels_last(name: str) -> None:
+    case = zoo()[name]
+    model, data, dense = reference(case)
+    assert isinstance(data, Tensor)
+    moved = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for engine in ("auto", "rows", "bilinear"):
+        J = jacobian(case, moved, data.to(memory_format=torch.channels_last), engine=engine)
+        check_operator(J, dense, blocks=J.c)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linnet import _checks
 from linnet.batch import Batch, leaves
-from linnet.contexts import arithmetic
+from linnet.contexts import arithmetic, of_network
 from linnet.distributed import add_up, rank_and_world
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
@@ -130,7 +130,8 @@ class Cached(Jacobian):
             for a in range(low, high, size):
                 part = piece.part(a - first, min(a + size, high) - first)
                 ready = self._ready(request, k)
-                factors = [ready(f) for f in part.chunk.factors]
+                with arithmetic(of_network(self._settings.precision), self.device):
+                    factors = [ready(f) for f in part.chunk.factors]
                 yield part.batch, Chunk(part.f, factors)
 
 

@@ -10,16 +10,22 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Precision = Literal["highest", "high", "bf16"]
+Precision = Literal["highest", "products", "high", "bf16"]
 
 
 def check_precision(precision: str) -> None:
     """Raise unless ``precision`` is one of the names."""
     if precision not in get_args(Precision):
         raise ValueError(
-            f"precision must be 'highest' (IEEE float32), 'high' (tf32 on GPUs that have it) or 'bf16' (the "
-            f"network under bfloat16 autocast, products in float32); got {precision!r}."
+            f"precision must be 'highest' (IEEE float32), 'products' (the network in float32, products with its "
+            f"Jacobian in tf32), 'high' (tf32 on GPUs that have it) or 'bf16' (the network under bfloat16 autocast, "
+            f"products in float32); got {precision!r}."
         )
+
+
+def of_network(precision: Precision) -> Precision:
+    """The precision in which the network runs and its rows are formed, where products have another."""
+    return "highest" if precision == "products" else precision
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Convolved(Factor):
         for examples, x, g in self._pieces(k):
             u = U[examples].repeat_interleave(repeats, 0).mT if repeats > 1 else U[examples].mT  # (.., k, c)
             h = (u @ g.flatten(2)).view(len(x), k, groups, -1, *g.shape[3:]).transpose(1, 2)
-            found = self._weight_gradient(x, h.flatten(1, 3)).view(groups, k, -1)
+            found = self._weight_gradient(x, h.flatten(1, 3)).reshape(groups, k, -1)
             columns += found.transpose(1, 2).reshape(-1, k)
         if self.bias is not None:
             out[slice(*self.bias)].addmm_(self._joined().flatten(0, 1).T, U.flatten(0, 1))

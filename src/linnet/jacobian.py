@@ -309,6 +309,19 @@ class Jacobian(LinearOperator):
         moved.lin = self.lin.at(theta)
         return moved
 
+    def in_precision(self, precision: Precision) -> Jacobian:
+        """The Jacobian of the same examples in another precision, as `linnet.Linearization.jacobian` takes it.
+
+        >>> import linnet
+        >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.eye(2))
+        >>> J.in_precision("high").plan.note
+        'float32 on cpu, precision high'
+        """
+        check_precision(precision)
+        other = copy.copy(self)
+        other._settings = replace(self._settings, precision=precision)
+        return other
+
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         """f(x; theta0) for all examples, (n, c), or f at other values of the parameters; forward passes only."""
         theta = {} if theta is None else theta

@@ -19,7 +19,7 @@ from linnet.autodiff import Autodiff
 from linnet.batch import Batch, leaves
 from linnet.capture import NO_CHANGES, Changes, Recording, Use, record
 from linnet.compound import Lazy, combine
-from linnet.contexts import Precision, arithmetic, forward_mode, network
+from linnet.contexts import Precision, arithmetic, forward_mode, network, of_network
 from linnet.data import as_source
 from linnet.factors import Factor, Recipe
 from linnet.layers import Call, LayoutError, Rule, Slot
@@ -151,7 +151,8 @@ class Linearization:
             data: Tensors, arrays, tuples, dicts, a Dataset or a DataLoader; see `linnet.data.as_source`.
             batch_size: Examples per chunk, or "auto" for as many as the memory allows.
             memory: Bytes that a pass may use for its chunk, or "auto" for a fraction of what is free.
-            precision: "highest" (IEEE float32, or the model's own dtype), "high" (tf32) or "bf16".
+            precision: "highest" (IEEE float32, or the model's own dtype), "products" (the network as it is, products
+                with many columns in tf32), "high" (tf32) or "bf16".
             engine: "auto", or one of "rows", "bilinear", "ghost", "autodiff" to use it wherever it can serve.
             progress: False for no progress bar; True or None for one on a terminal after two seconds.
 
@@ -545,7 +546,7 @@ class Linearization:
     @contextmanager
     def _setting(self, precision: Precision) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(arithmetic(precision, self.device))
+            stack.enter_context(arithmetic(of_network(precision), self.device))
             stack.enter_context(network(self._model, precision, self.device))
             yield
 

@@ -43,6 +43,9 @@ NEAR = 10.0
 REFINED = 2**34
 """Bytes up to which a GPU decomposes the matrix of function space in float64, whatever the Jacobian is."""
 
+SKETCHED = 4096
+"""Columns of the sketch on a GPU that forms rows: for ResNet-20 what is left of H then lies between one and three."""
+
 PATIENCE = 128
 """Function space is worth its (n c)^2 p while n c is below this many times the columns of a pass, 2 k + 64."""
 
@@ -211,7 +214,7 @@ def posterior_samples(
     elif (again := _again(start, S, L)) is not None and preconditioner == "auto" and rank == "auto":
         P = again
     else:
-        P = _preconditioner(cheap, J, L, k, settings, rank)
+        P = _preconditioner(cheap, J, d, L, k, settings, rank)
     weight = L.square() if L.ndim == 1 else L @ L.mT
     first = h if start is None else _started(start, h, d)
     if probes:
@@ -319,20 +322,24 @@ def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int
 
 
 def _preconditioner(
-    Phi: LinearOperator, J: Jacobian, L: Tensor, k: int, settings: Settings, rank: int | str
+    cheap: LinearOperator, J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, rank: int | str
 ) -> Preconditioner | None:
     if settings.preconditioner == "none":
         return None
     if settings.preconditioner != "auto":
         weight = L.square() if L.ndim == 1 else L @ L.mT
-        return preconditioner_of(Phi, J, weight, settings, "weight")
+        return preconditioner_of(cheap, J, weight, settings, "weight")
+    by_column = autodiff_wins("fused", k=k, c=J.c)
     if isinstance(rank, str):
         most = int(0.5 * dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
         # Where rows are formed anyway, many more columns cost little more.
-        rank = min(1024 if J.device.type == "cuda" else max(128, 4 * k), most)
-        if autodiff_wins("fused", k=k, c=J.c):  # every column costs as much as one of the samples in an iteration
+        rank = min(SKETCHED if J.device.type == "cuda" else max(128, 4 * k), most)
+        if by_column:  # each costs as much as one of the samples in an iteration
             rank = min(rank, 4 * k)
-    return sketch(Phi, L, rank=max(1, rank), generator=settings.generator(2))
+    if J.device.type == "cuda" and not by_column:
+        # Rows of the network itself: those of a network that runs in tf32 are another matrix, by a percent or two.
+        cheap = J.in_precision("products").scaled(d)
+    return sketch(cheap, L, rank=max(1, rank), generator=settings.generator(2))
 
 
 def _again(start: Samples | None, S: Tensor, L: Tensor) -> Preconditioner | None:

@@ -48,8 +48,11 @@ def sketch(
     rows, cols = Phi.shape
     if rank < 1:
         raise ValueError(f"A sketch needs at least one column; got rank={rank!r}.")
-    E = torch.randn(rows, min(rank, rows, cols), dtype=Phi.dtype, device=generator.device, generator=generator)
-    Y = Phi.T @ by_root(root, E.to(Phi.device))
+    if generator.device != Phi.device:  # where a few thousand columns are drawn in no time
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        generator = torch.Generator(Phi.device).manual_seed(seed)
+    E = torch.randn(rows, min(rank, rows, cols), dtype=Phi.dtype, device=Phi.device, generator=generator)
+    Y = Phi.T @ by_root(root, E)
     if not bool(torch.isfinite(Y).all()):
         raise ArithmeticError("The products with Phi^T hold NaN or infinity: look at the operator and its weights.")
     Q = torch.linalg.qr(Y).Q
