@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
-from linnet.laplace_search import Search, largest_factor
+from linnet.laplace_search import Search, best, largest_factor
 from linnet.likelihoods import Categorical, Gaussian, Likelihood
 from linnet.newton import function_space
 
@@ -200,10 +200,10 @@ def test_the_gradient_of_the_evidence_is_its_finite_difference(structure: Any, p
 @pytest.mark.parametrize("prior", ["shared", "layerwise", "ntk", "balanced"])
 def test_both_ways_to_tune_find_the_same_maximum(structure: Any, prior: Any) -> None:
     la, _ = fitted("numbers", structure, prior, variance=1.0, noise="evidence")
-    first = la.log_evidence()
+    first = la.tune(narrow=False).log_evidence()
     assert la.tune_path_[-1].log_evidence == pytest.approx(first, rel=1e-9)
     by_gradient = (dict(la.scales_), la.noise_)
-    la.tune(method="mackay", steps=5000)
+    la.tune(method="mackay", steps=5000, narrow=False)
     assert la.log_evidence() == pytest.approx(first, rel=1e-7)
     for name, scale in la.scales_.items():
         assert scale == pytest.approx(by_gradient[0][name], rel=2e-3)
@@ -217,6 +217,83 @@ def test_both_ways_to_tune_find_the_same_maximum(structure: Any, prior: Any) -> 
     assert float((theta.square() / la.prior_variance_).sum()) == pytest.approx(gamma, rel=1e-3)
     r = NUMBERS - la.predict(X)
     assert la.noise_ == pytest.approx(float(r.square().sum()) / (r.numel() - gamma), rel=1e-3)
+
+
+UNCORRELATED = ["kron", "ekfac", "diag"]
+
+
+@pytest.mark.parametrize("structure", UNCORRELATED)
+@pytest.mark.parametrize("prior", ["shared", "layerwise", 0.7])
+def test_the_noise_of_structures_without_correlations_is_bounded(structure: Any, prior: Any) -> None:
+    la, _ = fitted("numbers", structure, prior, variance=1.0, noise="evidence")
+    dense = Dense(net(2), Gaussian(1.0), NUMBERS, 1.0)
+    G, rows = approximation(la, dense), 2 * N
+    error = float((NUMBERS - la.predict(X)).square().sum()) / rows
+
+    def dimension() -> float:
+        """tr G (G + noise / S)^-1, of what the structure takes for G."""
+        H = G + torch.diag(la.noise_ / la.prior_variance_)
+        return float(torch.linalg.solve(H, G).trace())
+
+    assert la.noise_ == pytest.approx(error * (1 + dimension() / rows), rel=1e-7)
+    assert la.effective_dimension_ == pytest.approx(dimension(), rel=1e-9)
+    assert la.tune_path_[-1].log_evidence == pytest.approx(la.log_evidence(), rel=1e-9)
+    first = la.tune().noise_  # a variance now has its common factor
+    at = la.log_evidence()
+    assert la.tune(noise=False).log_evidence() == pytest.approx(at, rel=1e-9)  # the best prior at that noise
+    assert float((dense.theta.square() / la.prior_variance_).sum()) == pytest.approx(dimension(), rel=1e-3)
+    la.tune(method="mackay", steps=5000)
+    assert la.noise_ == pytest.approx(first, rel=1e-4)
+    assert la.noise_ == pytest.approx(error * (1 + dimension() / rows), rel=1e-6)
+    la.tune(narrow=False)
+    assert la.log_evidence() > at and la.noise_ > first
+    assert la.noise_ == pytest.approx(error * rows / (rows - dimension()), rel=1e-3)
+    evidence = la._evidence("network", la._prior, la._log_det)
+    with pytest.raises(ArithmeticError, match=r"were not settled after 1 steps: .* use narrow=False"):
+        search = Search(False, True, steps=1, bounded=True)
+        best(evidence, search, scales=la._scales, noise=la._noise, cost="little")
+
+
+@given(st.floats(-4, 4), st.sampled_from(["ekfac", "diag"]))
+@settings(max_examples=10, deadline=None)
+def test_leaving_correlations_out_never_lowers_the_effective_dimension(log_prior: float, structure: Any) -> None:
+    prior = 10.0**log_prior
+    assert fitted("numbers", structure, prior)[0].effective_dimension_ >= (
+        fitted("numbers", "full", prior)[0].effective_dimension_ * (1 - 1e-9)
+    )
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+def test_the_bounded_noise_is_close_to_that_of_the_exact_evidence(steps: int) -> None:
+    """Closer than the training error and than the largest evidence, of networks that fit well or too well."""
+    x, new = normal(60, 3, seed=3), normal(300, 3, seed=5)
+    y, at_new = (t[:, 0].sin() + t[:, 1] * t[:, 2] / 2 + 0.3 * normal(len(t), seed=4) for t in (x, new))
+    model = double(nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)), 1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(x)[:, 0] - y).square().mean().backward()
+        optimizer.step()
+    exact = Laplace(model, "regression", "full").fit(x, y)
+    error = float((exact.predict(x) - y).square().mean())
+
+    def apart(noise: float) -> float:
+        return abs(math.log(noise / exact.noise_))
+
+    def nll(la: Laplace) -> float:
+        mean, std = la.predict(new, return_std=True, noise=True)
+        return -float(torch.distributions.Normal(mean, std).log_prob(at_new).mean())
+
+    for structure in UNCORRELATED:
+        la = Laplace(model, "regression", structure).fit(x, y)  # type: ignore[arg-type]
+        assert error < la.noise_
+        if steps == 400:  # the training error is no noise of a network that fits too well
+            naive = Laplace(model, "regression", structure, noise=error).fit(x, y)  # type: ignore[arg-type]
+            assert nll(la) < nll(naive) - 2
+        bounded = apart(la.noise_)
+        assert la.effective_dimension_ > exact.effective_dimension_
+        assert bounded < apart(error)
+        assert 3 * bounded < apart(la.tune(narrow=False).noise_)
 
 
 @pytest.mark.parametrize("structure", ["full", "function"])
@@ -241,6 +318,9 @@ def test_noise_for_each_output_maximizes_the_evidence(structure: Any) -> None:
     assert la.tune().log_evidence() == pytest.approx(again, rel=1e-7)
     assert len(la.tune_path_) > 2
     approximate = Laplace(model, "regression", "kron", "shared", noise="per-output").fit(X, targets)
+    variances = approximate.predict(X, return_std=True)[1].square()
+    error, noise = (targets - approximate.predict(X)).square().mean(0), torch.tensor(approximate.noise_)
+    torch.testing.assert_close(noise, error * (1 + (variances / noise).mean(0)), rtol=1e-5, atol=0)
     assert approximate.predict(NEW, return_std=True, noise=True)[1].shape == (6, 2)
     with pytest.raises(NotImplementedError, match="at the network only"):
         la.tune(at="linear_mode", method="mackay")
@@ -296,6 +376,15 @@ def test_the_linear_mode_of_a_classifier_is_that_of_the_tangent_door() -> None:
     G = torch.einsum("nap,nab,nbp->p", dense.J.view(N, 3, -1), B, dense.J.view(N, 3, -1))
     value = -mode.objective - 0.5 * float((1 + dense.S * G).log().sum())
     assert diagonal.log_evidence("linear_mode") == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_the_bounded_noise_at_the_linear_mode(structure: Any) -> None:
+    la, _ = fitted("numbers", structure, "shared", variance=1.0, noise="evidence")
+    la.tune(at="linear_mode")
+    terms = la._evidence("linear_mode", la._prior, la._log_det)(la._scales, la._noise)
+    assert terms.energy == pytest.approx(terms.rows / (1 + sum(terms.gamma) / terms.rows), rel=2e-3)
+    assert terms.slopes[0] == pytest.approx(0, abs=1e-2)
 
 
 def test_tuning_at_the_linear_mode() -> None:

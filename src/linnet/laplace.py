@@ -39,6 +39,9 @@ At = Literal["network", "linear_mode"]
 KEPT = ("full", "function", "lowrank", "samples")
 """Structures that read the Jacobian many times, so that it is kept in memory where it fits."""
 
+BOUNDED = ("kron", "ekfac", "diag")
+"""Structures without correlations, whose effective dimension is too large to tell the noise; see `tune`."""
+
 SAMPLED = 1e-2
 """Relative change at which MacKay's fixed point is reached, where it comes from samples."""
 
@@ -79,7 +82,8 @@ class Laplace(Predictive):
         output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
             its own targets; see `linnet.sites`.
         noise: Variance of the observations for "regression": a number, one for each output, "evidence" (one for all,
-            the default where None), or "per-output" (one for each, by the evidence).
+            the default where None), or "per-output" (one for each, by the evidence). "kron", "ekfac" and "diag" have a
+            smaller one than that of largest evidence, which is far too large; see `tune`.
         rank: Eigenpairs of "lowrank".
         size: Parameters of "subnetwork".
         samples: Draws of "samples", and of everything by Monte Carlo.
@@ -175,7 +179,7 @@ class Laplace(Predictive):
         self._structure = self._fitted(self._root(f))
         self._log_det = self._structure.log_det(self._prior)
         self.tune_path_ = ()
-        search = Search(bool(self._prior.scales), self._noise_free)
+        search = Search(bool(self._prior.scales), self._noise_free, bounded=self.structure_ in BOUNDED)
         if search.scales or search.noise:
             evidence = self._evidence("network", self._prior, self._log_det)
             if self._log_det.cost == "solve":
@@ -361,6 +365,12 @@ class Laplace(Predictive):
         which averaging costs no more on training labels than the standard error of the network's own loss there, or
         0.005 nats a label. Data that were held out from training settle the size better.
 
+        The structures "kron", "ekfac" and "diag" leave correlations out, so that the data seem to determine more
+        parameters than they do, often more than there are observations, and the evidence takes what is left of the
+        residuals for a noise several times too large. So their noise is ``(1 + gamma / n) / n`` times the squared
+        residuals, with gamma the effective dimension and n all observations, in place of ``1 / (n - gamma)``: nearly
+        the same where gamma is small. The scales are those of largest evidence at that noise.
+
         Args:
             prior: Whose scales: "shared", "layerwise", "ntk", "balanced"; a variance or variances by layer are given a
                 common factor. None means the prior that there is.
@@ -371,13 +381,15 @@ class Laplace(Predictive):
             steps: Limit.
             validation: Inputs and targets that the network was not trained on, ``(X, y)`` or a Dataset. After the
                 evidence, all prior variances are multiplied by the factor with the largest log probability there.
-            narrow: False for the largest evidence itself, whatever it costs; a warning says so where that is much.
+            narrow: False for the largest evidence itself, in scales and noise, whatever it costs; for classes a warning
+                says so where that is much.
         """
         check_is_fitted(self)
         self._check_data("tune")
         spec = self.prior if prior is None else prior
         check_prior(spec)
         search = Search(True, self._noise_base is not None if noise is None else noise, method, steps)
+        search = replace(search, bounded=narrow and self.structure_ in BOUNDED)
         if search.noise and self._noise_base is None:
             raise ValueError(f"{self._unit!r} has no noise variance to choose; leave noise= out.")
         by_output = isinstance(self.noise, str) and self.noise == "per-output" and search.noise
@@ -425,7 +437,8 @@ class Laplace(Predictive):
             assert self._noise_base is not None
             before = self._noise_base * self._noise
             gamma = (self.posterior_.variance(self._J) / before).sum(0)
-            self._noise_base, self._noise = residual / (rows - gamma), 1.0
+            self._noise_base = residual / laplace_search.unexplained(rows, gamma, bounded=search.bounded)
+            self._noise = 1.0
             self._unit = self._with_noise(1.0)
             self._structure = self._fitted(self._root(self._f))
             self._log_det = self._structure.log_det(self._prior)

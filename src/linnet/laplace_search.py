@@ -1,13 +1,17 @@
-"""The prior scales and the noise at which a Laplace evidence is largest: by its gradient, or MacKay's fixed point."""
+"""The prior scales and the noise at which a Laplace evidence is largest: by its gradient, or MacKay's fixed point.
+
+For structures without correlations, whose evidence takes far too large a noise, `unexplained` bounds it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeVar
 
 import scipy
+from torch import Tensor
 
 from linnet.laplace_evidence import Evidence, Terms
 from linnet.logdets import Cost
@@ -46,7 +50,8 @@ class Search:
         noise: Whether the noise is.
         method: "gradient" (L-BFGS on the logarithms) or "mackay" (the fixed point).
         steps: Limit.
-        tolerance: Of MacKay's fixed point: the largest relative change of a last step.
+        tolerance: Of a fixed point: the largest relative change of a last step.
+        bounded: Whether the noise is that of an effective dimension below the number of rows; see `unexplained`.
     """
 
     scales: bool
@@ -54,6 +59,7 @@ class Search:
     method: Method = "gradient"
     steps: int = 500
     tolerance: float = 1e-8
+    bounded: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in ("gradient", "mackay"):
@@ -62,8 +68,28 @@ class Search:
             raise ValueError(f"steps must be a positive number; got {self.steps!r}.")
 
 
+Amount = TypeVar("Amount", float, Tensor)
+
+
+def unexplained(rows: int, gamma: Amount, *, bounded: bool) -> Amount:
+    r"""The observations that an effective dimension leaves to the noise.
+
+    ``rows - gamma`` at the largest evidence (MacKay). :math:`\gamma = \sum_i v_i / \sigma^2` with variances v at the
+    training data, which have seen observation i, so that none counts for more than one. Those of a structure without
+    correlations are larger, gamma may exceed the rows, and the noise of largest evidence is far too large. Bounded,
+    such a v counts as if it were to see observation i yet: :math:`v_i / (v_i + \sigma^2)`, for all together
+    ``gamma / (1 + gamma / rows)``.
+
+    >>> unexplained(100, 60.0, bounded=False), [unexplained(100, gamma, bounded=True) for gamma in (60.0, 300.0)]
+    (40.0, [62.5, 25.0])
+    """
+    return rows / (1 + gamma / rows) if bounded else rows - gamma
+
+
 def best(evidence: Evidence, search: Search, *, scales: Sequence[float], noise: float, cost: Cost) -> list[Step]:
     """Steps to the scales and noise of largest evidence; what is not sought stays.
+
+    A bounded noise is a fixed point with the scales of largest evidence at it, and no maximum.
 
     Args:
         evidence: To maximize.
@@ -86,6 +112,8 @@ def best(evidence: Evidence, search: Search, *, scales: Sequence[float], noise: 
     start = _start(evidence, search, start, first, known, cost)
     if search.method == "mackay":
         return _mackay(evidence, search, start, known)
+    if search.noise and search.bounded:
+        return _alternating(evidence, search, start, known)
     # Where value and derivative are separate estimates, a line search has nothing to hold on to.
     return (_ascent if cost == "solve" else _gradient)(evidence, search, start, known)
 
@@ -190,6 +218,28 @@ def _ascent(evidence: Evidence, search: Search, start: Point, known: Sequence[bo
     )
 
 
+def _alternating(evidence: Evidence, search: Search, start: Point, known: Sequence[bool]) -> list[Step]:
+    """The scales of largest evidence and the bounded noise in turn, to a fixed point of both.
+
+    A larger noise has a smaller effective dimension, by less than its own factor, so that the steps get shorter.
+    """
+    inner, (scales, noise) = replace(search, noise=False), start
+    path: list[Step] = []
+    for _ in range(search.steps):
+        path.append(_gradient(evidence, inner, (scales, noise), known)[-1])
+        scales = list(path[-1].scales)
+        terms = evidence(scales, noise)
+        assert terms.energy is not None
+        factor = terms.energy / unexplained(terms.rows, sum(terms.gamma), bounded=True)
+        if abs(factor - 1) <= search.tolerance:
+            return path
+        noise *= factor
+    raise ArithmeticError(
+        f"Prior and noise were not settled after {search.steps} steps: the last one changed the noise by a factor of "
+        f"{factor:.6g}. Allow more with steps=, or use narrow=False."
+    )
+
+
 def _mackay(evidence: Evidence, search: Search, start: Point, known: Sequence[bool]) -> list[Step]:
     scales, noise = start
     terms = evidence(scales, noise)
@@ -203,7 +253,7 @@ def _mackay(evidence: Evidence, search: Search, start: Point, known: Sequence[bo
             ]
         if search.noise:
             assert terms.energy is not None
-            noise *= terms.energy / (terms.rows - sum(terms.gamma))
+            noise *= terms.energy / unexplained(terms.rows, sum(terms.gamma), bounded=search.bounded)
         terms = evidence(scales, noise)
         path.append(_step(terms, scales, noise))
         still = max(abs(a / b - 1) for a, b in zip([*scales, noise], before, strict=True)) <= search.tolerance
