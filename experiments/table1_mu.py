@@ -188,7 +188,8 @@ def measured(
             if key.startswith(name) or (not lower and not upper):
                 print(f"{part}, top {top}, draw {draw}, {key}: {100 * row['accuracy']:.1f} %", flush=True)
         kept = {key: {str(draw): row} for key, row in rows.items()}
-        common.keep(options, "table1_mu", {part: {"rows": {str(top): kept}}})
+        sizes = {"labels": options.labels, "test images": options.test}
+        common.keep(options, "table1_mu", {part: {**sizes, "rows": {str(top): kept}}})
     return rows
 
 
@@ -229,8 +230,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             for top in tops[:2] if options.quick else tops:
                 measured(part, top, draw, data, options)
         spent = {"seconds": time.perf_counter() - start, "machine": common.machine(options.device)}
-        sizes = {"labels": options.labels, "test images": options.test}
-        parts = common.keep(options, "table1_mu", {part: {**sizes, "last run": spent}})
+        parts = common.keep(options, "table1_mu", {part: {"last run": spent}})
     ordered = {part: parts[part] for part in PARTS if part in parts}
     tables = {part: table(found) for part, found in ordered.items()}
     command = "python -m experiments table1_mu (and --device cuda)"

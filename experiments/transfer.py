@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -97,14 +98,28 @@ def run(options: argparse.Namespace) -> common.Outcome:
             f"The last stage of ResNet-{options.depth} has {len(net.layer3)} blocks; got --blocks {options.blocks}."
         )
     top = linnet.fold_batchnorm(Top(copy.deepcopy(net), options.blocks).eval())
-    runs: list[dict[str, Any]] = []
+    where, parts = setting(options), common.earlier(options, "transfer").get("parts", {})
+    how = {
+        "network": f"ResNet-{options.depth}",
+        "blocks that adapt": options.blocks,
+        "parameters that adapt": sum(p.numel() for p in top.parameters()),
+        "test images of a draw": options.test,
+        "fine-tuning": {**vars(SEARCH[kind])},
+        "machine": common.machine(options.device),
+    }
     for name in options.sets:
         data = [grayscale(options.data, name, train) for train in (True, False)]
         for seed in range(options.seed, options.seed + options.seeds):
             for one in draw(net, top, *data, seed=seed, kind=kind, options=options):
-                runs.append({"set": SETS[name], "seed": seed, **one})
-                gains.print_run(runs[-1])
-    return outcome(runs, options, SEARCH[kind], sum(p.numel() for p in top.parameters()))
+                run = {"set": SETS[name], "seed": seed, **one}
+                gains.print_run(run)
+                key = f"{SETS[name]}, draw {seed}, {one['labels']} labels"
+                parts = common.keep(options, "transfer", {where: {"settings": how, "runs": {key: run}}})
+    return outcome(parts, where)
+
+
+def setting(options: argparse.Namespace) -> str:
+    return f"ResNet-{options.depth}, {options.blocks} blocks adapt, {options.test:,} test images"
 
 
 def draw(
@@ -116,7 +131,7 @@ def draw(
     seed: int,
     kind: str,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """All contenders on one draw of labels and test images, of which smaller numbers of labels are the first."""
     generator, clock = torch.Generator().manual_seed(seed), Clock(options.device)
     index = in_turn(train[1], max(options.sizes), CLASSES, generator)
@@ -125,7 +140,6 @@ def draw(
     y, truth = train[1][index].to(options.device), test[1][at].to(options.device)
     with clock("bottom"):
         A, A_new = (below(net, options.blocks, x) for x in (images, new))
-    out = []
     for n in options.sizes:
         contest = Contest(
             top,
@@ -140,22 +154,29 @@ def draw(
         )
         whole = Whole(partial(with_head, net), Labeled((images[:n],), y[:n]), (new,))
         seconds = clock.seconds["bottom"] * (n + len(new)) / (len(images) + len(new))
-        out.append({"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)})
-    return out
+        yield {"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)}
 
 
-def outcome(runs: list[dict[str, Any]], options: argparse.Namespace, search: Search, p: int) -> common.Outcome:
-    settings = {
-        "network": f"ResNet-{options.depth} of CIFAR-10",
-        "blocks that adapt": options.blocks,
-        "parameters that adapt": p,
-        "draws": options.seeds,
-        "test images of a draw": options.test,
-        "seed": options.seed,
-        "fine-tuning": {"rates": search.rates, "epochs": search.epochs, "batch": search.batch},
-    }
-    differs = (
-        f"ResNet-{options.depth} of CIFAR-10, accuracy on {' and '.join(SETS[name] for name in options.sets)}; paired "
-        f"over {options.seeds} draws of each with {options.test:,} test images, 95 % interval"
+def outcome(parts: Mapping[str, Any], now: str) -> common.Outcome:
+    """Tables and figure of the setting that was just run, and the rows of all."""
+    found = {}
+    for where, part in sorted(parts.items(), key=lambda item: item[0] != now):
+        runs = sorted(part["runs"].values(), key=lambda run: (run["set"], run["labels"], run["seed"]))
+        draws, how = 1 + max(run["seed"] for run in runs), part["settings"]
+        differs = (
+            f"{how['network']} of CIFAR-10, accuracy on {' and '.join(sorted({run['set'] for run in runs}))}; paired "
+            f"over {draws} draws of each with {how['test images of a draw']:,} test images, 95 % interval; "
+            f"{how['machine']}"
+        )
+        print(f"\n{where}")
+        found[where] = gains.outcome(runs, {"draws": draws, **how}, said=SAID, differs=differs)
+    metrics = {key: value for key, value in found[now].metrics.items() if key != "runs"} | {"parts": parts}
+    rows = [row for one in found.values() for row in one.rows]
+    spent = sum(
+        one["seconds"] + one["predicting"]
+        for part in parts.values()
+        for run in part["runs"].values()
+        for one in run["contenders"].values()
     )
-    return gains.outcome(runs, settings, said=SAID, differs=differs)
+    command = "python -m experiments transfer (and --device cuda, --depth 56)"
+    return common.Outcome(metrics, found[now].figure, rows, command, common.duration(spent))
