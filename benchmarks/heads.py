@@ -3,7 +3,8 @@
 The network is ResNet-20; its last blocks and its head adapt, and what lies below is frozen: its forward pass counts in
 both, and neither goes back through it. An epoch is Adam on minibatches. linnet's is timed as it reads the data (a
 Jacobian-vector and a vector-Jacobian product), with the activations at the frozen layers kept, and with the layers'
-factors kept; so is one full-batch pass, which is what a Newton-CG iteration takes.
+factors kept; so is one full-batch pass, which is what a Newton-CG iteration takes. Beside the times stand the
+operations of a step, since small steps on a GPU take the time that it takes to launch them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 import linnet
 from benchmarks.models import MODELS
-from benchmarks.timing import machine, milliseconds
+from benchmarks.timing import machine, milliseconds, operations
 from linnet import newton, scales, stochastic
 from linnet.contexts import Precision, arithmetic
 from linnet.iterative import cached_if_fits, preconditioner_of
@@ -94,6 +96,8 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
         contenders[f"pass, {name}"] = full_batch(J, y)
     with arithmetic(precision, torch.device(device)):
         times = milliseconds(contenders, device, rounds=rounds)
+        steps = ceil(n / size)
+        counts = {name: operations(run) / steps for name, run in contenders.items() if not name.startswith("pass")}
     kept = {"factors": forms["factors kept"].cache_size // n}
     kept["activations"] = sum(t[0].numel() * t.element_size() for t in forms["activations kept"]._source.tensors)  # type: ignore[attr-defined]
     return {
@@ -104,6 +108,7 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
         "p": lin.p,
         "ms": times,
         "ratio": {name: t / times["fine-tuning"] for name, t in times.items() if name != "fine-tuning"},
+        "operations of a step": counts,
         "bytes kept for an example": kept,
     }
 
@@ -163,7 +168,8 @@ def run(device: str, out: Path, *, rounds: int, only: str, n: int | None) -> Non
             known = row["ms"]["fine-tuning"]
             print(f"{top}, {precision}, minibatches of {size}: fine-tuning {known:.0f} ms", flush=True)
             for name, ratio in row["ratio"].items():
-                print(f"    {name:24} {ratio:.2f}", flush=True)
+                steps = row["operations of a step"].get(name)
+                print(f"    {name:24} {ratio:.2f}" + (f", {steps:.0f} operations a step" if steps else ""), flush=True)
         if only in ("all", "optimum") and top == "1 block":
             row = optimum(top, device, larger)
             results["optimum"].append(row)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def milliseconds(contenders: Mapping[str, Callable[[], object]], device: str, *, rounds: int = 5) -> dict[str, float]:
@@ -37,6 +38,29 @@ def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     value = run()
     synchronize(device)
     return time.perf_counter() - start, value
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(run: Callable[[], object]) -> int:
+    """Operations that a run hands to torch's backends, views among them: what small steps take time for.
+
+    >>> operations(lambda: torch.ones(2) + 1)
+    2
+    """
+    with _Counter() as counter:
+        run()
+    return counter.count
 
 
 def synchronize(device: str) -> None:

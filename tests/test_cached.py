@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from linnet.cache import Cached
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.operators import Stack
@@ -230,6 +231,37 @@ def test_minibatches_copy_what_is_kept(model, x, no_network):
     close(sum(part.normal(V) for part in parts), A.T @ (A @ V))
     for part in parts:
         close(part @ V, (A @ V).view(N, C, 2)[part.index].flatten(0, 1))
+
+
+@pytest.mark.parametrize("chunk", [None, 9, 4, 3])
+@pytest.mark.parametrize("name", ["conv2d", "resnet", "frames", "embedding_padding", "tied_weights", "raw_parameters"])
+def test_minibatches_are_views_of_many(name, chunk, no_network, monkeypatch):
+    case = zoo()[name]
+    model, data = case.build(), case.data(7, 0)
+    A, f = case.dense(model, data), case.outputs(model, data).detach()
+    J = linnet.linearize(model, output=case.output).jacobian(data, 3).cached()
+    J._settings.batch_size = "auto"  # kept in chunks of 3
+    if chunk is not None:
+        monkeypatch.setattr(Cached, "_chunk", lambda self, *, columns=False: min(chunk, self.n))
+    no_network()
+    c, V = len(A) // 7, normal(A.shape[1], 3)
+    seen = []
+    for late in (False, True):
+        for part in J.minibatches(2, seed=1, late=late):
+            rows, index = A.unflatten(0, (7, c))[part.index].flatten(0, 1), part.index
+
+            def pull(JV: Tensor, batch: linnet.Batch, index: Tensor = index) -> Tensor:
+                assert batch.start == 0 and batch.index.equal(index)
+                close(batch.f, f[index])
+                return JV + batch.f.flatten().view(-1, *(1,) * (JV.ndim - 1))
+
+            for W in (V[:, 0], V):
+                shifted = rows @ W + f[index].flatten().view(-1, *(1,) * (W.ndim - 1))
+                close(part.fused(pull, W), rows.T @ shifted)
+            close(part.gram(), rows @ rows.T)
+            close(part.outputs(), f[index])
+            seen += index.tolist()
+    assert sorted(seen) == sorted([*range(7)] * 2)
 
 
 def test_of_a_subset(model, x):

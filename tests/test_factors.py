@@ -147,6 +147,21 @@ def test_matmul(make, temporary, k):
 
 
 @pytest.mark.parametrize("k", [1, 4])
+def test_products_add_to_what_is_there_and_write_over_it(make, temporary, k):
+    factor, J = make(N, C, 0)
+    V, U, before = normal(P, k, seed=5), normal(N, C, k, seed=6), normal(N, C, k, seed=7)
+    out = before.clone()
+    factor.add_matmul(V, out)
+    close(out, before + (J @ V).view(N, C, k))
+    out = normal(P, k, seed=8)
+    for start, stop in factor.ranges:
+        out[start:stop] = torch.nan
+    expected = out.nan_to_num(0.0) + J.T @ U.flatten(0, 1)
+    factor.write_rmatmul(U, out)
+    close(out, expected)
+
+
+@pytest.mark.parametrize("k", [1, 4])
 def test_rmatmul_adds_to_its_columns_only(make, temporary, k):
     factor, J = make(N, C, 0)
     U, before = normal(N, C, k, seed=5), normal(P, k, seed=6)
@@ -363,6 +378,20 @@ def test_packed_rows_are_the_same_rows() -> None:
     close(out, J.T @ U)
     parts = packed[0].expand()
     close(placed(N, C, *[(r[0], part) for r, part in zip(parts.ranges, parts.parts, strict=True)]), J)
+
+
+def test_packed_rows_add_and_write() -> None:
+    made = [rows(N, C, i, starts=(a, a + 4), sizes=(3, 2)) for i, a in enumerate((12, 1, 24, 33))]
+    packed, J = pack([factor for factor, _ in made])[0], sum(dense for _, dense in made)
+    V, U, before = normal(P, 2, seed=5), normal(N, C, 2, seed=6), normal(N, C, 2, seed=7)
+    out = before.clone()
+    packed.add_matmul(V, out)
+    close(out, before + (J @ V).view(N, C, 2))
+    out = torch.full((P, 2), torch.nan, dtype=torch.float64)
+    packed.write_rmatmul(U, out)
+    covered = [i for start, stop in packed.ranges for i in range(start, stop)]
+    close(out[covered], (J.T @ U.flatten(0, 1))[covered])
+    assert out.isnan().sum() == 2 * (P - len(covered))
 
 
 def test_pack_leaves_few_or_large_rows_alone() -> None:

@@ -10,10 +10,11 @@ import torch
 from drawn import double, normal
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import linnet
-from linnet import metrics, newton, stochastic
+from linnet import convolved, metrics, newton, stochastic
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical
@@ -39,8 +40,10 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("temporary", [2**26, 1])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-def test_convolutions_multiply_without_rows(name, k):
+def test_convolutions_multiply_without_rows(name, k, temporary, monkeypatch):
+    monkeypatch.setattr(convolved, "TEMPORARY", temporary)
     layer, shape = CONVOLUTIONS[name]
     model = double(Pooled(layer))
     x = normal(4, *shape)
@@ -384,6 +387,117 @@ def test_minibatches_of_changing_data_are_read_once():
         assert part.targets().equal(y[part.index])
     with pytest.raises(AssertionError):
         close(J.subset(torch.arange(3)) @ V, J.subset(torch.arange(3)) @ V)
+
+
+RATE, SIZE, EPOCHS = 0.01, 8, 3
+
+
+def by_hand(parts, y: Tensor, d: Tensor, n: int) -> tuple[Tensor, list[float]]:
+    """The whitened weights by torch's own Adam on dense rows, from (rows, outputs, index) by epoch and minibatch."""
+    u = nn.Parameter(torch.zeros_like(d))
+    optimizer = torch.optim.Adam([u], lr=RATE, foreach=False, fused=False)
+    steps, step, path = sum(len(epoch) for epoch in parts), 0, []
+    for epoch in parts:
+        lost = 0.0
+        for A, f, index in epoch:
+            f = f + (A @ (d * u.detach())).view(f.shape)
+            lost -= float(Categorical().log_prob(f, y[index]).sum())
+            u.grad = u.detach() / n - d * (A.T @ Categorical().residual(f, y[index]).flatten()) / len(index)
+            optimizer.param_groups[0]["lr"] = 0.5 * RATE * (1 + np.cos(np.pi * step / steps))
+            optimizer.step()
+            step += 1
+        path.append(lost + 0.5 * float(u.detach().square().sum()))
+    return u.detach(), path
+
+
+@pytest.mark.parametrize("form", ["as read", "activations", "factors", "a few at a time", "in pieces"])
+def test_adam_takes_the_steps_of_dense_rows(form):
+    x, y = images(30)
+    lin = linnet.linearize(double(Residual()), RESIDUAL)
+    J = lin.jacobian(x, **{"a few at a time": {"batch_size": 17}, "in pieces": {"batch_size": 3}}.get(form, {}))
+    A, f = lin.jacobian(x).dense().view(30, 10, -1), J.outputs()
+    J = {"as read": lambda: J, "activations": J.above_frozen}.get(form, J.cached)()
+    d = torch.linspace(0.1, 0.5, A.shape[2]).double()
+    orders = [torch.randperm(30, generator=torch.Generator().manual_seed(4 + e)).split(SIZE) for e in range(EPOCHS)]
+    parts = [[(A[i].flatten(0, 1), f[i], i) for i in order] for order in orders]
+    task = stochastic._Task(J, y, d, Categorical(), True)
+    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    expected, losses = by_hand(parts, y, d, 30)
+    close(u, expected)
+    assert path == pytest.approx(losses, rel=1e-9)
+
+
+def test_adam_takes_the_steps_of_dense_rows_of_data_that_changes():
+    (x, y), read = images(30), []
+
+    class Noted(Augmented):
+        def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+            item = super().__getitem__(i)
+            read.append((i, item[0]))
+            return item
+
+    lin = linnet.linearize(double(Residual()), RESIDUAL)
+    J = lin.jacobian(linnet.data.as_source(Noted(x, y, noise=0.5), nn.Linear(1, 1)).changing())
+    d = torch.linspace(0.1, 0.5, J.shape[1]).double()
+    read.clear()
+    task = stochastic._Task(J, y, d, Categorical(), True)
+    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    assert len(read) == 30 * EPOCHS
+    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+    for e in range(EPOCHS):
+        epoch = read[30 * e : 30 * (e + 1)]
+        parts.append([])
+        for part in (epoch[a : a + SIZE] for a in range(0, 30, SIZE)):
+            own = lin.jacobian(torch.stack([image for _, image in part]))
+            parts[-1].append((own.dense(), own.outputs(), torch.tensor([i for i, _ in part])))
+    expected, losses = by_hand(parts, y, d, 30)
+    close(u, expected)
+    assert path == pytest.approx(losses, rel=1e-9)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that Python reads from tensors: on a GPU it waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["as read", "activations", "factors"])
+def test_steps_wait_for_no_number(form):
+    x, y = images(24)
+    J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x)
+    J = {"as read": lambda: J, "activations": J.above_frozen, "factors": J.cached}[form]()
+    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.1).double(), Categorical(), True)
+    reads = []
+    for size in (12, 12, 2):
+        with HostReads() as mode:
+            stochastic._trained(task, stochastic.Training(1, size), RATE, 0, False)
+        reads.append(mode.count)
+    assert reads[1] == reads[2] < 12
+
+
+def test_outputs_are_looked_at_when_the_epoch_ends():
+    x, _ = images(12)
+    model = double(Residual())
+    J = linnet.linearize(model, RESIDUAL).jacobian(x)
+    V = torch.zeros(J.shape[1]).double()
+    x[7] = torch.inf  # after it was checked
+    parts, taken = J.minibatches(5, seed=0, late=True), []
+    with pytest.raises(ValueError, match="output is not finite for example 7"):
+        for part in parts:
+            part.fused(lambda JV, batch: JV, V)
+            taken.append(part)
+    assert len(taken) == 3
+    bad = next(part for part in taken if 7 in part.index.tolist())
+    with pytest.raises(ValueError, match="output is not finite for example 7"):
+        bad.fused(lambda JV, batch: JV, V)  # the epoch is over
+    with pytest.raises(ValueError, match="output is not finite for example 7"):
+        for part in J.minibatches(5, seed=0):
+            part.fused(lambda JV, batch: JV, V)
+            assert 7 not in part.index.tolist()
 
 
 def test_adam_says_when_it_diverges():

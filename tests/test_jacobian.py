@@ -945,3 +945,19 @@ def test_stacked_jacobians(model, x):
     check_operator(stack, AB, blocks=C, other=(J.centered(z), A - z))
     check_operator(J.centered(z), A - z, blocks=C, other=(stack, AB))
     check_operator(stack.centered(z), AB - z, blocks=C, other=(stack, AB))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precision):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    J = linnet.linearize(net).jacobian(torch.randn(7, 1, 4, 4), precision=precision)
+    v, before = torch.randn(J.shape[1]), J._chunk(columns=True)
+    wanted = J.normal(v)
+    monkeypatch.setattr("linnet.jacobian.CONVOLVED", 3)
+    assert before == J._chunk(columns=True) == 7  # a CPU takes what fits
+    monkeypatch.setattr(J, "device", torch.device("cuda"))
+    assert J._chunk(columns=True) == (3 if precision == "highest" else 7) and J._chunk() == 7
+    monkeypatch.undo()
+    monkeypatch.setattr("linnet.jacobian.CONVOLVED", 3)
+    monkeypatch.setattr(type(J), "_convolves", True)
+    torch.testing.assert_close(J.normal(v), wanted)

@@ -447,14 +447,21 @@ def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: 
             return
 
 
-def check_outputs_finite(f: Tensor, start: int) -> None:
-    """No output is NaN or infinite; the error names the first example whose output is."""
+def check_outputs_finite(f: Tensor, start: int, positions: Tensor | None = None) -> None:
+    """No output is NaN or infinite; the error names the first example whose output is.
+
+    Args:
+        f: (n, c).
+        start: Position of the first example.
+        positions: Those of all, (n,), where they are not consecutive.
+    """
     if bool(torch.isfinite(f).all()):
         return
     bad = ~torch.isfinite(f).all(1)
     row = int(bad.nonzero()[0])
+    example = start + row if positions is None else int(positions[row])
     raise ValueError(
-        f"The model's output is not finite for example {start + row}: {f[row].tolist()[:4]}. Look at that input and at "
+        f"The model's output is not finite for example {example}: {f[row].tolist()[:4]}. Look at that input and at "
         "the model's parameters (an overflow in half precision is a common cause: use model.float())."
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -98,15 +99,29 @@ class Autodiff(Factor):
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         if not self._columns and self._graph is None:
             return self.expand().rmatmul(U, out)
-        f, leaves = self._recorded()
-        if not f.requires_grad:  # these examples do not use the parameters
-            return
-        wanted = [leaves[name] for name in self._theta]
-        for j, u in enumerate(U.to(f.dtype).unbind(2)):
-            grads = torch.autograd.grad(f, wanted, u, j + 1 < U.shape[2], allow_unused=True)
+        for j, grads in enumerate(self._gradients(U)):
             for (start, stop), g in zip(self.ranges, grads, strict=True):
                 if g is not None:
                     out[start:stop, j] += g.to_dense().flatten()
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        adjacent = all(a[1] == b[0] for a, b in pairwise(self.ranges))
+        if not adjacent or (not self._columns and self._graph is None):
+            return super().write_rmatmul(U, out)
+        part = out[self.ranges[0][0] : self.ranges[-1][1]]
+        for j, grads in enumerate(self._gradients(U)):
+            known = zip(self._theta.values(), grads, strict=True)
+            flat = [(torch.zeros_like(t) if g is None else g.to_dense()).flatten() for t, g in known]
+            torch.cat(flat, out=part[:, j])
+
+    def _gradients(self, U: Tensor) -> Iterator[Sequence[Tensor | None]]:
+        """For each column of U one for each parameter, or None where these examples do not use it."""
+        f, leaves = self._recorded()
+        wanted = [leaves[name] for name in self._theta]
+        for j, u in enumerate(U.to(f.dtype).unbind(2)):
+            more = j + 1 < U.shape[2]
+            used = f.requires_grad
+            yield torch.autograd.grad(f, wanted, u, more, allow_unused=True) if used else [None] * len(wanted)
 
     def _recorded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Outputs and the parameters that they depend on, to be differentiated once."""

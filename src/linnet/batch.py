@@ -65,7 +65,7 @@ class Batch:
         """Copies of the examples at ``index``, which counts from the batch's first."""
         return self._map(
             lambda leaf: (
-                leaf.index_select(0, index.to(leaf.device))
+                leaf.index_select(0, moved(index, leaf.device))
                 if isinstance(leaf, Tensor)
                 else [leaf[i] for i in index.tolist()]
             ),
@@ -75,12 +75,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with its tensors on ``device``; copies to a GPU do not wait."""
-        # A copy from a GPU to the CPU that does not wait would be read before it has arrived.
-        later = torch.device(device).type == "cuda"
-        return self._map(
-            lambda leaf: leaf.to(device, non_blocking=later) if isinstance(leaf, Tensor) else leaf,
-            scalars=True,
-        )
+        return self._map(lambda leaf: moved(leaf, device) if isinstance(leaf, Tensor) else leaf, scalars=True)
 
     def with_inputs(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with ``fn`` of each tensor that the model takes; the rest is untouched.
@@ -181,6 +176,9 @@ class Subset(Source):
         _checks.check_subset_index(index, self.n)
         return Subset(self.base, self.indices[index.cpu().long()])
 
+    def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
+        return self.base._gather([self.indices[chunk] for chunk in chunks])
+
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         chunks = self.indices[start:stop].split(size)
         for chunk, batch in zip(chunks, self.base._gather(chunks), strict=True):
@@ -206,6 +204,49 @@ class Given(Source):
 
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         return (self.batch.take(chunk) for chunk in chunks)
+
+
+class Deferred:
+    """Rows that come batch by batch and are worked on together: fewer calls, and a GPU that need not wait.
+
+    Args:
+        fn: Called with all rows of a kind joined, whenever there are many, and at the end.
+        most: Entries that are held.
+
+    Example:
+        >>> sums = []
+        >>> later = Deferred(lambda f: sums.append(f.sum().item()))
+        >>> later.add(torch.ones(2)), later.add(torch.ones(3)), later.finish(), sums
+        (None, None, None, [5.0])
+    """
+
+    def __init__(self, fn: Callable[..., object], *, most: int = 2**24) -> None:
+        self._fn, self._most, self._count = fn, most, 0
+        self._held: list[tuple[Tensor, ...]] = []
+
+    def add(self, *rows: Tensor) -> None:
+        """Tensors with one row for each example of a batch."""
+        self._held.append(rows)
+        self._count += rows[0].numel()
+        if self._count > self._most:
+            self.finish()
+
+    def close(self) -> None:
+        """Finish; rows that still come are worked on at once."""
+        self._most = -1
+        self.finish()
+
+    def finish(self) -> None:
+        """Work on what is held."""
+        held, self._held, self._count = self._held, [], 0
+        if held:
+            self._fn(*(torch.cat(column) for column in zip(*held, strict=True)))
+
+
+def moved(t: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device; a copy to a GPU does not wait."""
+    # A copy from a GPU to the CPU that does not wait would be read before it has arrived.
+    return t.to(device, non_blocking=torch.device(device).type == "cuda")
 
 
 def leaves(value: Any, name: str = "the data") -> Iterator[tuple[str, Any]]:

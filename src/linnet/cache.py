@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import psutil
@@ -12,19 +13,24 @@ import torch
 from torch import Tensor
 
 from linnet import _checks
-from linnet.batch import Batch, leaves
+from linnet.batch import Batch, leaves, moved
+from linnet.compound import pack
 from linnet.contexts import arithmetic, of_network
 from linnet.distributed import add_up, rank_and_world
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
 from linnet.kron import Kronecker
-from linnet.linearize import Chunk
+from linnet.linearize import Chunk, Prepare
 from linnet.operators import LinearOperator
-from linnet.plan import Engine, Request, budget
+from linnet.plan import PRODUCTS, Engine, Request, budget
 from linnet.structure import PROBE
 
 Held = tuple[Recipe, tuple[Tensor, ...]]
 """A factor in memory: how it is made, and its tensors."""
+
+Key = tuple[Request, int]
+Forms = dict[Key, list[Held] | None]
+"""Factors prepared for products with a number of columns."""
 
 
 @final
@@ -42,7 +48,11 @@ class Cached(Jacobian):
         self.n, self.c = sum(piece.batch.n for piece in kept), J.c
         LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
         self.block = self.c
-        self._sample = kept[0].part(0, min(PROBE, kept[0].batch.n)).chunk.factors
+
+    @cached_property
+    def _sample(self) -> list[Factor]:  # type: ignore[override]
+        first = self._kept[0]
+        return first.part(0, min(PROBE, first.batch.n)).chunk.factors
 
     @property
     def name(self) -> str:
@@ -94,7 +104,7 @@ class Cached(Jacobian):
     def targets(self) -> Any:
         return _checks.targets_of([piece.batch.rest for piece in self._kept], self._kind)
 
-    def subset(self, index: Tensor) -> Jacobian:
+    def subset(self, index: Tensor) -> Cached:
         _checks.check_subset_index(index, self.n)
         index, size = index.cpu().long(), self._chunk()
         starts = torch.tensor([piece.batch.start for piece in self._kept])
@@ -104,6 +114,22 @@ class Cached(Jacobian):
             for a in range(0, len(index), size):
                 kept += self._gathered(index[a : a + size], places[a : a + size], a)
         return Cached(self, kept)
+
+    def _parts(self, chunks: Sequence[Tensor], *, late: bool) -> Iterator[Jacobian]:
+        # Many minibatches are copied at once, and each is a view. The last ones are there while the next are copied.
+        size = len(chunks[0])
+        many = self._chunk() // (2 * size)
+        for a in range(0, len(chunks), max(1, many)):
+            group = chunks[a : a + max(1, many)]
+            whole = self.subset(torch.cat(list(group))) if many else None
+            if whole is None or len(whole._kept) > 1:  # no room, or examples that are unlike
+                yield from map(self.subset, group)
+                continue
+            whole._settings.batch_size, start = size, 0
+            forms: Forms = {}
+            for index in group:
+                yield Cached(whole, [View(whole._kept[0], start, start + len(index), forms)])
+                start += len(index)
 
     def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[Kept]:
         """The examples at ``index``, which lie in the pieces at ``places``, as one piece or, if unlike, as several."""
@@ -130,8 +156,9 @@ class Cached(Jacobian):
             for a in range(low, high, size):
                 part = piece.part(a - first, min(a + size, high) - first)
                 ready = self._ready(request, k)
+                key = (request, k) if request in PRODUCTS and self._rotation is None else None
                 with arithmetic(of_network(self._settings.precision), self.device):
-                    factors = [ready(f) for f in part.chunk.factors]
+                    factors = part.prepared(ready, key)
                 yield part.batch, Chunk(part.f, factors)
 
 
@@ -151,6 +178,10 @@ class Kept:
     def chunk(self) -> Chunk:
         return Chunk(self.f, [recipe(tensors) for recipe, tensors in self.factors])
 
+    def prepared(self, ready: Prepare, key: Key | None) -> list[Factor]:
+        """The factors as ``ready`` makes them; ``key`` names a request whose form can be used again."""
+        return [ready(factor) for factor in self.chunk.factors]
+
     def part(self, start: int, stop: int) -> Kept:
         """Examples start to stop, as views."""
         if (start, stop) == (0, self.batch.n):
@@ -160,10 +191,10 @@ class Kept:
 
     def take(self, index: Tensor) -> Kept:
         """Copies of some examples."""
-        there = index.to(self.f.device)
+        there = moved(index, self.f.device)
         taken = _once(lambda t: t.index_select(0, there))
         factors = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.factors]
-        return Kept(self.batch.take(index), self.f[there], factors)
+        return Kept(self.batch.take(index), self.f.index_select(0, there), factors)
 
     def alike(self, other: Kept) -> bool:
         """Whether the two can be joined."""
@@ -190,6 +221,51 @@ class Kept:
             factors.append((column[0][0], tuple(join(group) for group in tensors)))
         batch = Batch.joined([part.batch for part in parts], start)
         return Kept(batch, torch.cat([part.f for part in parts]), factors)
+
+
+@final
+class View(Kept):
+    """Examples start to stop of a piece, as views that are made when they are needed.
+
+    Args:
+        whole: The piece.
+        start: The first example.
+        stop: After the last.
+        forms: Of the piece, shared by its views: its factors prepared for products, so that each view need not.
+    """
+
+    _whole: Kept
+    _place: tuple[int, int]
+    _forms: Forms
+
+    def __init__(self, whole: Kept, start: int, stop: int, forms: Forms) -> None:
+        batch = replace(whole.batch.part(start, stop), start=0)
+        self.__dict__.update(batch=batch, f=whole.f[start:stop], _whole=whole, _place=(start, stop), _forms=forms)
+
+    @cached_property
+    def factors(self) -> list[Held]:
+        return self._viewed(self._whole.factors)
+
+    def prepared(self, ready: Prepare, key: Key | None) -> list[Factor]:
+        if key is not None and key not in self._forms:
+            self._forms[key] = self._form(ready)
+        form = None if key is None else self._forms[key]
+        return super().prepared(ready, key) if form is None else [make(held) for make, held in self._viewed(form)]
+
+    def _form(self, ready: Prepare) -> list[Held] | None:
+        """The whole piece prepared, or None where that takes more memory than the piece itself."""
+        one = self._whole.part(0, 1)
+        sample = [ready(factor) for factor in one.chunk.factors]
+        if any(f.recipe is None for f in sample) or sum(f.bytes for f in sample) > sum(
+            t.nbytes for _, held in one.factors for t in held
+        ):
+            return None
+        factors = pack([ready(factor) for factor in self._whole.chunk.factors])
+        return [(f.recipe, f.tensors()) for f in factors if f.recipe is not None]
+
+    def _viewed(self, held: Sequence[Held]) -> list[Held]:
+        start, stop = self._place
+        return [(recipe, tuple(t[start:stop] for t in tensors)) for recipe, tensors in held]
 
 
 def keep(factors: Sequence[Factor], engine: Engine) -> list[Held]:

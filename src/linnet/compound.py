@@ -128,26 +128,46 @@ class Packed(Factor):
     """Many small `Rows` side by side, so that a product is one call instead of many; for products.
 
     Args:
-        parts: The rows.
+        ranges: Where the columns lie.
+        rows: (n, c, q), all of them.
     """
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        super().__init__([r for f in parts for r in f.ranges], n=parts[0].n, c=parts[0].c)
-        self._rows = torch.cat([t for f in parts for t in f.parts], -1).view(self.n * self.c, -1)
-        self._index = _positions(self.ranges, self._rows.device)
+    def __init__(self, ranges: Sequence[Range], rows: Tensor) -> None:
+        super().__init__(ranges, n=rows.shape[0], c=rows.shape[1])
+        self._whole, self._rows = rows, rows.flatten(0, 1)
+        self._index = _positions(self.ranges, rows.device)
+
+    @classmethod
+    def of(cls, parts: Sequence[Rows]) -> Packed:
+        """Rows over disjoint columns, as one."""
+        return cls([r for f in parts for r in f.ranges], torch.cat([t for f in parts for t in f.parts], -1))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self._rows,)
+        return (self._whole,)
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(_packed_again, (self.ranges,))
 
     def expand(self) -> Rows:
         sizes = [stop - start for start, stop in self.ranges]
-        return Rows(self.ranges, self._rows.view(self.n, self.c, -1).split(sizes, -1))
+        return Rows(self.ranges, self._whole.split(sizes, -1))
 
     def matmul(self, V: Tensor) -> Tensor:
         return (self._rows @ V[self._index]).view(self.n, self.c, -1)
 
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
+        out.view(self.n * self.c, -1).addmm_(self._rows, V.index_select(0, self._index))
+
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         out.index_add_(0, self._index, self._rows.T @ U.reshape(self.n * self.c, -1))
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        out.index_copy_(0, self._index, self._rows.T @ U.reshape(self.n * self.c, -1))
+
+
+def _packed_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Factor:
+    return Packed(ranges, *tensors)
 
 
 @lru_cache(maxsize=64)
@@ -160,7 +180,7 @@ def pack(factors: Sequence[Factor], *, small: int = 2048) -> list[Factor]:
     few = [f for f in factors if isinstance(f, Rows) and f.q <= small]
     if len(few) < 4:
         return list(factors)
-    return [*(f for f in factors if not (isinstance(f, Rows) and f.q <= small)), Packed(few)]
+    return [*(f for f in factors if not (isinstance(f, Rows) and f.q <= small)), Packed.of(few)]
 
 
 @final
@@ -281,6 +301,6 @@ def add_rmatmul(factors: Sequence[Factor], U: Tensor, out: Tensor, *, first: boo
     edges = [0, *(edge for r in covered for edge in r), len(out)]
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         if start < stop:
-            out[start:stop] = 0
+            out[start:stop].zero_()
     for factor in factors:
         factor.write_rmatmul(U, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -83,5 +84,11 @@ def forward_mode(model: nn.Module) -> Iterator[None]:
         yield
 
 
+_known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 def _recurrent(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())
+    """Whether a module of linnet's own, which keeps its structure, has recurrent layers; looked for once."""
+    if model not in _known:
+        _known[model] = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())
+    return _known[model]

@@ -7,6 +7,7 @@ much work as a forward and a backward pass of the layer, whatever the number of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.convolution import Convolution
-from linnet.factors import TEMPORARY, Factor, Range, Rows, Size
+from linnet.factors import TEMPORARY, Factor, Range, Recipe, Rows, Size
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -47,32 +48,52 @@ class Convolved(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.g
 
+    @property
+    def recipe(self) -> Recipe | None:
+        return Recipe(_again, (self.conv, self.weight, self.bias)) if len(self.x) == self.n else None
+
     def expand(self) -> Rows:
         rows = self.conv.rows(self.x, self.g)
         parts = [rows.unflatten(0, (self.n, -1)).sum(1)]
         return Rows(self.ranges, parts if self.bias is None else [*parts, self._joined()])
 
     def matmul(self, V: Tensor) -> Tensor:
-        k = V.shape[1]
-        W = V[slice(*self.weight)].view(self.conv.groups, -1, self.conv.channels, *self.conv.kernel, k)
-        W = W.movedim(-1, 1).flatten(0, 2).contiguous()  # (groups k dg, channels, *kernel)
-        total = V.new_zeros(self.n, self.c, k)
+        out = V.new_zeros(self.n, self.c, V.shape[1])
+        self.add_matmul(V, out)
+        return out
+
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
+        k, repeats = V.shape[1], len(self.x) // self.n
+        W = self._by_column(V, self.weight).view(-1, self.conv.channels, *self.conv.kernel)
+        b = None if self.bias is None else self._by_column(V, self.bias).flatten()
         for examples, x, g in self._pieces(k):
-            h = self._forward(x, W).unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)  # (.., groups, dg, *S', k)
-            part = g.flatten(2) @ h.reshape(len(x), -1, k)
-            total[examples] = part.unflatten(0, (-1, len(self.x) // self.n)).sum(1)
-        return total if self.bias is None else total + self._joined() @ V[slice(*self.bias)]
+            h = self._forward(x, W, b)  # (.., groups k dg, *S')
+            h = h if k == 1 else h.unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)
+            h = h.reshape(len(x), -1, k)
+            if repeats == 1:
+                out[examples].baddbmm_(g.flatten(2), h)
+            else:
+                out[examples] += (g.flatten(2) @ h).unflatten(0, (-1, repeats)).sum(1)
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        self._rmatmul(U, out, write=False)
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        self._rmatmul(U, out, write=True)
+
+    def _rmatmul(self, U: Tensor, out: Tensor, *, write: bool) -> None:
         k, groups, repeats = U.shape[2], self.conv.groups, len(self.x) // self.n
-        columns = out[slice(*self.weight)]
         for examples, x, g in self._pieces(k):
             u = U[examples].repeat_interleave(repeats, 0).mT if repeats > 1 else U[examples].mT  # (.., k, c)
             h = (u @ g.flatten(2)).view(len(x), k, groups, -1, *g.shape[3:]).transpose(1, 2)
-            found = self._weight_gradient(x, h.flatten(1, 3)).reshape(groups, k, -1)
-            columns += found.transpose(1, 2).reshape(-1, k)
-        if self.bias is not None:
-            out[slice(*self.bias)].addmm_(self._joined().flatten(0, 1).T, U.flatten(0, 1))
+            for r, found in zip(self.ranges, self._gradients(x, h.flatten(1, 3)), strict=True):
+                columns = found.reshape(groups, k, -1).transpose(1, 2).reshape(-1, k)
+                _ = out[slice(*r)].copy_(columns) if write else out[slice(*r)].add_(columns)
+            write = False
+
+    def _by_column(self, V: Tensor, r: Range) -> Tensor:
+        """A range of V (p, k), of the weight or the bias, as (groups, k, dg * ...)."""
+        return V[slice(*r)].view(self.conv.groups, -1, V.shape[1]).transpose(1, 2).contiguous()
 
     def _joined(self) -> Tensor:
         """The bias's rows, (n, c, out)."""
@@ -81,7 +102,9 @@ class Convolved(Factor):
     def _pieces(self, k: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Examples with their inputs and gradients, few enough for k outputs of the layer."""
         repeats = len(self.x) // self.n
-        step = max(1, TEMPORARY // max(1, k * repeats * self.g[0, 0].numel()))
+        step = max(1, TEMPORARY // max(1, k * repeats * self.g.shape[2:].numel()))
+        if step >= self.n:
+            return [(slice(None), self.x, self.g)]
         found = []
         for start in range(0, self.n, step):
             s = slice(start, min(start + step, self.n))
@@ -89,17 +112,23 @@ class Convolved(Factor):
             found.append((s, self.x[rows], self.g[rows]))
         return found
 
-    def _forward(self, x: Tensor, W: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         x, padding = self.conv.padded(x)
         c = self.conv
-        return _CONV[len(c.kernel)](x, W, None, c.stride, padding, c.dilation, c.groups)
+        return _CONV[len(c.kernel)](x, W, b, c.stride, padding, c.dilation, c.groups)
 
-    def _weight_gradient(self, x: Tensor, h: Tensor) -> Tensor:
+    def _gradients(self, x: Tensor, h: Tensor) -> list[Tensor]:
+        """Of the weight and, where there is one, the bias, for gradients h of the output."""
         x, padding = self.conv.padded(x)
-        c = self.conv
+        c, biased = self.conv, self.bias is not None
         W = x.new_empty(h.shape[1], c.channels, *c.kernel)
-        none = [0] * len(c.kernel)
-        _, found, _ = torch.ops.aten.convolution_backward(
-            h, x, W, None, list(c.stride), padding, list(c.dilation), False, none, c.groups, [False, True, False]
+        none, sizes = [0] * len(c.kernel), [h.shape[1]] if biased else None
+        _, *found = torch.ops.aten.convolution_backward(
+            h, x, W, sizes, list(c.stride), padding, list(c.dilation), False, none, c.groups, [False, True, biased]
         )
-        return found
+        return found[: len(self.ranges)]
+
+
+def _again(tensors: Sequence[Tensor], conv: Convolution, weight: Range, bias: Range | None) -> Factor:
+    x, g = tensors
+    return Convolved(conv, x, g, n=len(x), weight=weight, bias=bias)

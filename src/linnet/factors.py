@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Range = tuple[int, int]
@@ -143,7 +144,7 @@ class Factor(ABC):
     def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
         """Writes ``J^T U`` into these columns of ``out`` (p, k), whatever was there."""
         for start, stop in self.ranges:
-            out[start:stop] = 0
+            out[start:stop].zero_()
         self.rmatmul(U, out)
 
     def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
@@ -299,21 +300,58 @@ class Outer(Factor):
         return block if self.swapped else block.transpose(1, 2)
 
     def matmul(self, V: Tensor) -> Tensor:
+        out = V.new_zeros(self.n, self.c, V.shape[1])
+        self.add_matmul(V, out)
+        return out
+
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
         k = V.shape[1]
-        out = V.new_zeros(self.n, self.c, k)
+        if self._is_layer(k):
+            weight, bias = self._layer(V)
+            h = F.linear(self.x.reshape(-1, self.x.shape[-1]), weight, bias)
+            out.baddbmm_(self.g.flatten(2), h.view(self.n, -1, 1))
+            return
         if self.bias is not None:
             out += self.joined @ V[slice(*self.bias)]
         if self.weight is None:
-            return out
+            return
         columns = self._columns(V)
         for s in _pieces(self.n, self.x[0, ..., 0].numel() * self.g.shape[-1] * k):
             for j in range(self.x.shape[1]):
                 x, g = self.x[s, j], self.g[s, :, j]
                 h = x.reshape(-1, x.shape[-1]) @ columns[j].reshape(x.shape[-1], -1)
                 out[s] += g.flatten(2) @ h.view(len(x), -1, k)
-        return out
+
+    def _is_layer(self, k: int) -> bool:
+        """Whether a product with k columns is that of a linear layer with one weight, which takes few calls."""
+        whole = self.n * self.g.shape[2:].numel() <= TEMPORARY
+        return k == 1 and self.weight is not None and self.x.shape[1] == 1 and whole
+
+    def _layer(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The weight (dg, dx) and the bias (dg,) in a column of the parameters (p, 1), as views."""
+        weight = self._columns(flat)[0, ..., 0].T
+        return weight, None if self.bias is None else flat[slice(*self.bias), 0]
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        if self._is_layer(U.shape[2]):
+            self._layer_rmatmul(U, out, beta=1)
+        else:
+            self._general_rmatmul(U, out)
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        if self._is_layer(U.shape[2]):
+            self._layer_rmatmul(U, out, beta=0)
+        else:
+            super().write_rmatmul(U, out)
+
+    def _layer_rmatmul(self, U: Tensor, out: Tensor, *, beta: int) -> None:
+        weight, bias = self._layer(out)
+        h = (U.mT @ self.g.flatten(2)).view(-1, self.g.shape[-1])
+        weight.addmm_(h.T, self.x.reshape(-1, self.x.shape[-1]), beta=beta)
+        if bias is not None:
+            bias.copy_(h.sum(0)) if beta == 0 else bias.add_(h.sum(0))
+
+    def _general_rmatmul(self, U: Tensor, out: Tensor) -> None:
         k = U.shape[2]
         if self.bias is not None:
             out[slice(*self.bias)].addmm_(self.joined.flatten(0, 1).T, U.flatten(0, 1))
@@ -417,13 +455,14 @@ class Tokens(Factor):
         ids: (n, T) row numbers of the table; -1 where the gradient is to be dropped (padding).
         g: (n, c, T, d).
         table: Range of the table, laid out as (rows, d).
+        dropped: Whether there may be such ids; else nothing is looked at, which a GPU would be waited for.
     """
 
-    def __init__(self, ids: Tensor, g: Tensor, table: Range) -> None:
+    def __init__(self, ids: Tensor, g: Tensor, table: Range, *, dropped: bool = True) -> None:
         super().__init__([table], n=g.shape[0], c=g.shape[1])
-        kept = ids >= 0
-        self.ids = ids.clamp(min=0)
-        self.g = g if bool(kept.all()) else g * kept[:, None, :, None]
+        kept = ids >= 0 if dropped else None
+        self.ids = ids if kept is None else ids.clamp(min=0)
+        self.g = g if kept is None or bool(kept.all()) else g * kept[:, None, :, None]
         self.vocabulary = (table[1] - table[0]) // g.shape[-1]
 
     @property
@@ -514,7 +553,7 @@ def _outer_again(tensors: Sequence[Tensor], weight: Range | None, bias: Range | 
 
 def _tokens_again(tensors: Sequence[Tensor], table: Range) -> Factor:
     ids, g = tensors
-    return Tokens(ids, g, table)
+    return Tokens(ids, g, table, dropped=False)
 
 
 Inner = Callable[[slice, slice, int], Tensor]

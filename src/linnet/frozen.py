@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from linnet import _checks
-from linnet.batch import Batch, Source
+from linnet.batch import Batch, Source, moved
 from linnet.capture import NO_CHANGES
 from linnet.linearize import Linearization
 from linnet.structure import PROBE, TOLERANCE, Structure
@@ -316,7 +316,7 @@ class Kept(Source):
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)
         for chunk, batch in zip(held, self.base._gather(held), strict=True):
-            yield Frozen.with_kept(batch, [t[chunk.to(t.device)] for t in self.tensors])
+            yield Frozen.with_kept(batch, [t.index_select(0, moved(chunk, t.device)) for t in self.tensors])
 
 
 def storage(frozen: Frozen, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from linnet import _checks
 from linnet.autodiff import Autodiff
-from linnet.batch import Batch, Given, Source
+from linnet.batch import Batch, Deferred, Given, Source
 from linnet.compound import add_rmatmul, pack
-from linnet.contexts import Precision, arithmetic, check_precision
+from linnet.contexts import Precision, arithmetic, check_precision, of_network
 from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.factors import Factor, Outer, Rows, Scale
@@ -57,6 +57,9 @@ from linnet.plan import (
     working_size,
 )
 from linnet.structure import PROBE
+
+CONVOLVED = 4096
+"""Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
 
 T = TypeVar("T")
 BatchFn = Callable[[Tensor, Batch], Tensor]
@@ -99,6 +102,7 @@ class Jacobian(LinearOperator):
 
     symbol = "J"
     _rotation: Rotation | None = None  # of the columns
+    _late: Deferred | None = None  # where outputs are checked, if not in every pass
 
     def __init__(
         self,
@@ -185,19 +189,24 @@ class Jacobian(LinearOperator):
     def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
         return self._fused_by_piece(lambda out, piece: fn(out, self._rows(piece)), V)
 
-    def _fused_by_piece(self, fn: Callable[[Tensor, _Piece], Tensor], V: Tensor) -> tuple[Tensor, Tensor]:
+    def _fused_by_piece(
+        self, fn: Callable[[Tensor, _Piece], Tensor], V: Tensor, *, summed: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """``J^T U`` and, if ``summed``, the sums of U over its rows, for ``U = fn(J V)``."""
         k, V = V.shape[1], self._aligned(V)
 
         def run() -> tuple[Tensor, Tensor]:
-            out, sums, first = V.new_empty(self.shape[1], V.shape[1]), V.new_zeros(V.shape[1]), True
+            out, first = V.new_empty(self.shape[1], V.shape[1]), True
+            sums = V.new_zeros(V.shape[1] if summed else 0)
             for piece in self._pieces("fused", V.shape[1], "J^T J V", along=V):
                 U = self._aligned(fn(_product(piece, V)[:, :k], piece))
-                sums += U.sum(0)
+                if summed:
+                    sums += U.sum(0)
                 add_rmatmul(piece.factors, U.reshape(piece.batch.n, self.c, -1), out, first=first)
                 first = False
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out, sums)
+            add_up(out, *([sums] if summed else []))
             return out, sums
 
         out, sums = self._completed(run)
@@ -265,7 +274,7 @@ class Jacobian(LinearOperator):
             check_fn_result(self, found, given)
             return found[:, None] if vector else found
 
-        return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block)[0])
+        return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
 
     def pullback(self, fn: Callable[[Batch], Tensor]) -> Tensor:
         r""":math:`J^\top u` for a u that depends on the outputs, (p,): one forward and one backward pass.
@@ -353,12 +362,16 @@ class Jacobian(LinearOperator):
         """Whether examples can be chosen, as `subset` does."""
         return self._source.by_position
 
-    def minibatches(self, size: int, seed: int) -> Iterator[Jacobian]:
+    def minibatches(self, size: int, seed: int, *, late: bool = False) -> Iterator[Jacobian]:
         """Jacobians of shuffled minibatches, one epoch; their batches' ``index`` says which examples they hold.
+
+        Each is read once, so that all products with it see the same examples, and read anew in the next epoch.
 
         Args:
             size: Examples per minibatch; the last may be smaller.
             seed: Of the permutation: take another one for each epoch.
+            late: Whether outputs that are not finite are looked for when all minibatches have been taken, instead of in
+                every product: a GPU then never waits for Python. For loops that go to the end of the epoch.
 
         Example:
             >>> import linnet
@@ -368,15 +381,30 @@ class Jacobian(LinearOperator):
         """
         _checks.check_batch_size(size, name="size", auto=False)
         order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed))
-        chunks = order.split(size)
-        source: Source | None = getattr(self, "_source", None)  # factors in memory have none
-        if source is None or not source.changes:
-            for index in chunks:
-                yield self.subset(index)
+        return self._parts(order.split(size), late=late)
+
+    def _parts(self, chunks: Sequence[Tensor], *, late: bool) -> Iterator[Jacobian]:
+        """The Jacobians of the examples at each index."""
+        checks = Deferred(lambda f, index: _checks.check_outputs_finite(f, 0, index)) if late else None
+        try:
+            for part in self._read_once(chunks):
+                part._late = checks
+                yield part
+        finally:
+            if checks is not None:
+                checks.close()
+
+    def _read_once(self, chunks: Sequence[Tensor]) -> Iterator[Jacobian]:
+        source = self._source
+        if not source.by_position:
+            raise _checks.no_subset(source.kind)
+        if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
+            yield from map(self.subset, chunks)
             return
-        # Each is read once, so that all products with it see the same examples.
+        places = self.index
         for index, batch in zip(chunks, source._gather(chunks), strict=True):
-            yield self._of(Given(replace(batch, start=0, positions=index), source.kind))
+            given = replace(batch, start=0, positions=places[index]).to(self.device)
+            yield self._of(Given(given, source.kind))
 
     def subset(self, index: Tensor) -> Jacobian:
         """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
@@ -754,15 +782,19 @@ class Jacobian(LinearOperator):
             for batch, chunk in self._chunks(size, first, last, request, k, along):
                 factors = pack(chunk.factors) if request in PRODUCTS else chunk.factors
                 yield _Piece(batch, chunk.f, factors)
-                # After the chunk's work is queued, so that a GPU does not wait for the answer.
-                _checks.check_outputs_finite(chunk.f, batch.start)
                 tick(batch.n)
 
     def _chunks(
         self, size: int, start: int, stop: int, request: Request, k: int, along: Tensor | None
     ) -> Iterator[tuple[Batch, Chunk]]:
         for batch in self._batches(size, start, stop):
-            yield batch, self._chunk_of(batch, request, k, along)
+            chunk = self._chunk_of(batch, request, k, along)
+            yield batch, chunk
+            # After the chunk's work is queued, so that a GPU does not wait for the answer.
+            if self._late is None:
+                _checks.check_outputs_finite(chunk.f, batch.start, batch.positions)
+            else:
+                self._late.add(chunk.f, batch.index)
 
     def _chunk_of(self, batch: Batch, request: Request, k: int, along: Tensor | None) -> Chunk:
         s, lin = self._settings, self.lin
@@ -806,7 +838,15 @@ class Jacobian(LinearOperator):
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.device)
             size = chunk_size(self.n, each, s.room)
+            if columns and size > CONVOLVED and self._convolves:
+                size = CONVOLVED
         return size if s.largest is None else min(size, s.largest)
+
+    @property
+    def _convolves(self) -> bool:
+        """Whether passes are convolutions in float32 on a GPU."""
+        exact = of_network(self._settings.precision) == "highest" and self.lin.model_dtype == torch.float32
+        return self.device.type == "cuda" and exact and self.lin.has_convolutions
 
     def _gram_chunk(self) -> int:
         """Chunks of a Gram matrix: several, so that its symmetry halves the work."""

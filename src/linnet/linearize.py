@@ -290,7 +290,9 @@ class Linearization:
                 if along is None or not along.shape[1] or not (columns and graph):
                     f = self.forward(leaves, batch)
                 else:
-                    tangent = {name: t.to(self.model_dtype) for name, t in self.layout.unflatten(along[:, 0]).items()}
+                    views = self.layout.unflatten(along[:, 0].to(self.model_dtype))
+                    # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
+                    tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
                     with forward_mode(self._model):
                         f, product = autodiff.dual(lambda theta: self.forward(theta, batch), leaves, tangent)
                     known = along, product.detach().to(self.dtype)
@@ -462,6 +464,11 @@ class Linearization:
     def has_rest(self) -> bool:
         """Whether some parameters are left to autodiff."""
         return any(structure.rest for structure in self._structures.values())
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether the network has convolution layers."""
+        return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
 
     def _check_independent(self, out: Tensor, probe: Batch) -> None:
         """Raise if the outputs are random, or change with the other examples of the batch."""

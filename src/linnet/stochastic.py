@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from linnet.batch import Batch
+from linnet.batch import Batch, Deferred, moved
 from linnet.data import bar
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
@@ -116,19 +116,20 @@ def _trained(
     """The whitened weights after all epochs, and an estimate of the objective in each."""
     J = task.J
     u = torch.nn.Parameter(torch.zeros(J.shape[1], dtype=J.dtype, device=J.device))
-    optimizer = torch.optim.Adam([u], lr=rate)
+    optimizer = torch.optim.Adam([u], lr=rate, fused=True)
     steps, step = training.epochs * math.ceil(J.n / training.size), 0
     path: list[float] = []
     with bar(training.epochs * J.n, "Adam", progress=progress) as tick:
         for epoch in range(training.epochs):
             lost = torch.zeros((), dtype=torch.float64, device=J.device)
-            for part in J.minibatches(training.size, seed + epoch):
-                u.grad, log_prob = task.gradient(part, u.detach())
-                lost -= log_prob
+            later = Deferred(lambda f, y, lost=lost: lost.sub_(task.likelihood.log_prob(f, y).double().sum()))
+            for part in J.minibatches(training.size, seed + epoch, late=True):
+                u.grad = task.gradient(part, u.detach(), later)
                 optimizer.param_groups[0]["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
                 optimizer.step()
                 step += 1
                 tick(part.n)
+            later.finish()
             path.append(float(lost + 0.5 * u.detach().square().sum()))
             if not math.isfinite(path[-1]):
                 raise _diverged(f"the objective is {path[-1]} after epoch {epoch + 1}", rate)
@@ -149,20 +150,19 @@ class _Task:
         """f (m, c) and the targets of a batch, for ``J delta`` (m c,)."""
         assert batch.f is not None
         f = shift.view(batch.f.shape)
-        return f + batch.f if self.network else f, self.y[batch.index.to(self.y.device)]
+        return f + batch.f if self.network else f, self.y.index_select(0, moved(batch.index, self.y.device))
 
-    def gradient(self, part: Jacobian, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the objective at u, estimated from a minibatch, over n (p,); and the minibatch's log probability."""
-        total = torch.zeros((), dtype=torch.float64, device=u.device)
+    def gradient(self, part: Jacobian, u: Tensor, later: Deferred | None = None) -> Tensor:
+        """Of the objective at u, estimated from a minibatch, over n (p,); ``later`` is given f and the targets."""
 
         def pull(shift: Tensor, batch: Batch) -> Tensor:
-            nonlocal total
             f, y = self.outputs(shift, batch)
-            total = total + self.likelihood.log_prob(f, y).double().sum()
+            if later is not None:
+                later.add(f, y)
             return self.likelihood.residual(f, y).flatten()
 
         pulled = part.fused(pull, self.d * u)
-        return u / self.J.n - self.d * pulled / part.n, total
+        return torch.addcmul(u / self.J.n, self.d, pulled, value=-1 / part.n)
 
     def first_step(self, size: int, seed: int) -> float:
         """The best length of Adam's first step, along the sign of the gradient: the median over a few minibatches."""
@@ -170,7 +170,7 @@ class _Task:
         lengths = []
         for part in islice(self.J.minibatches(size, seed), TRIALS):
             part = part.cached()
-            direction = -self.gradient(part, zero)[0].sign()
+            direction = -self.gradient(part, zero).sign()
             f = part.outputs() if self.network else torch.zeros(part.n, part.c, dtype=zero.dtype, device=zero.device)
             df, y = (part @ (self.d * direction)).view(part.n, part.c), self.y[part.index.to(self.y.device)]
             weight = self.J.n / part.n
