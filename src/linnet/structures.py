@@ -191,21 +191,25 @@ class LowRank(Structure):
             found = low_rank(V, min(rank, *J.shape), **options)
         except ValueError:  # G has no such rank: all of it, then
             found = low_rank(V, 1 - 1e3 * torch.finfo(J.dtype).eps, **options)
-        self.decomposition, self.W = found, found.P * found.s  # G ~ W W^T
+        self.basis, self.s = found.P, found.s  # G ~ P s^2 P^T
 
     def log_det(self, prior: Prior) -> LogDet:
-        W = prior.base.sqrt()[:, None] * self.W
+        W = (prior.base.sqrt()[:, None] * self.basis).mul_(self.s)
         if prior.group is None:
             return Separable(eigenvalues_of(W.T @ W))
         each = [W[prior.group == i] for i in range(len(prior.scales))]
         return Coupled([part.T @ part for part in each])
 
     def posterior(self, variance: Tensor, t: float) -> Posterior:
-        Phi = (t * variance).sqrt()[:, None] * self.W
-        Q = orthonormal(Phi.clone())  # and one small decomposition: that of Phi is slow where p is millions, on GPUs
-        U, s, _ = torch.linalg.svd(Q.T @ Phi, full_matrices=False)
+        basis, s = self.basis, (t * variance[0]).sqrt() * self.s
+        if not bool((variance == variance[0]).all()):  # else the directions stay, and no copy of them is made
+            Phi = ((t * variance).sqrt()[:, None] * basis).mul_(self.s)
+            Q = orthonormal(Phi.clone())  # and a small decomposition: that of Phi is slow where p is millions, on GPUs
+            U, s, _ = torch.linalg.svd(Q.T @ Phi, full_matrices=False)
+            del Phi
+            basis = Q @ U
         C = torch.diag(1 / (1 + s.square()))
-        return LowRankPosterior(variance, torch.zeros_like(variance), basis=Q @ U, C=C)
+        return LowRankPosterior(variance, torch.zeros_like(variance), basis=basis, C=C)
 
 
 @final
