@@ -18,7 +18,7 @@ import linnet
 from linnet.cache import Cached
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
-from linnet.operators import Stack
+from linnet.matrices import Stack
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net
 

@@ -21,7 +21,7 @@ from linnet import jacobian as jacobian_module
 from linnet.factors import Outer, Scale
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
-from linnet.operators import Matrix, Stack
+from linnet.matrices import Matrix, Stack
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from linnet import linearize, spaces
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.matrices import Matrix
 from linnet.newton import function_space, inner_matrix, matrix_free, weight_space
-from linnet.operators import LinearOperator, Matrix, RowFn
+from linnet.operators import LinearOperator, RowFn
 from linnet.precondition import Preconditioner
 from tests.drawn import double, normal
 

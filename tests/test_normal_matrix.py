@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet import linearize, operators
-from linnet.operators import LinearOperator, Matrix, add_symmetric_
+from linnet.matrices import Matrix
+from linnet.operators import LinearOperator
+from linnet.row_weights import add_symmetric_
 from tests.drawn import double, normal
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import precondition
-from linnet.operators import LinearOperator, Matrix, Stack
+from linnet.matrices import Matrix, Stack
+from linnet.operators import LinearOperator
 from linnet.precondition import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from linnet.solve import cg
 from tests.drawn import double, normal

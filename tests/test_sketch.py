@@ -8,7 +8,7 @@ from drawn import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.operators import Matrix
+from linnet.matrices import Matrix
 from linnet.sketch import rescaled, sketch
 from linnet.solve import cg
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.operators import LinearOperator, Matrix
+from linnet.matrices import Matrix
+from linnet.operators import LinearOperator
 from linnet.testing import Case, call, check_operator, dense_jacobian, zoo
 
 CASES = list(zoo().values())

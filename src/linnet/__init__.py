@@ -11,7 +11,8 @@ from linnet.distill import distill_loss
 from linnet.fold import fold_batchnorm
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
-from linnet.operators import LinearOperator, LowRank, Matrix
+from linnet.matrices import LowRank, Matrix
+from linnet.operators import LinearOperator
 from linnet.plan import Plan
 from linnet.similarity import similarity
 

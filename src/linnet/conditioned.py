@@ -11,7 +11,8 @@ from torch import Tensor
 from linnet.evidence import LOG_2PI
 from linnet.gaussian import check_conditioning
 from linnet.jacobian import Jacobian
-from linnet.operators import LinearOperator, Stack
+from linnet.matrices import Stack
+from linnet.operators import LinearOperator
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
 from linnet.problem import Fit, Noise, Task
 from linnet.solve import cholesky_, cholesky_solve, solve_lower, solve_upper

@@ -16,7 +16,7 @@ from linnet.batch import Batch
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.linearize import Linearization
-from linnet.operators import by_block
+from linnet.operator_checks import by_block
 
 
 def fisher_vector_product(

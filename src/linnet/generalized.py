@@ -19,7 +19,6 @@ from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.newton import Mode, as_weight
-from linnet.operators import weigh
 from linnet.posterior import (
     DiagonalPosterior,
     FunctionPosterior,
@@ -33,6 +32,7 @@ from linnet.precondition import Preconditioner
 from linnet.priors import Prior
 from linnet.problem import Settings, choose_solver, work_of_a_minute
 from linnet.quadrature import log_det_from
+from linnet.row_weights import weigh
 from linnet.solve import Solution, cg, cholesky_
 from linnet.solve import log_det_from as exact_log_det
 from linnet.stochastic import Training

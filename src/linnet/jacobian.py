@@ -31,15 +31,8 @@ from linnet.factors import Factor, Outer, Rows, Scale
 from linnet.kron import Kronecker, Rotation
 from linnet.linearize import Chunk, Linearization
 from linnet.moments import Moments
-from linnet.operators import (
-    LinearOperator,
-    RowFn,
-    add_symmetric_,
-    by_block,
-    check_fn_result,
-    check_weight,
-    weigh,
-)
+from linnet.operator_checks import by_block, check_fn_result, check_weight
+from linnet.operators import LinearOperator, RowFn
 from linnet.plan import (
     PLAN_COLUMNS,
     PRODUCTS,
@@ -56,6 +49,7 @@ from linnet.plan import (
     prepare,
     working_size,
 )
+from linnet.row_weights import add_symmetric_, weigh
 from linnet.structure import PROBE
 
 CONVOLVED = 4096

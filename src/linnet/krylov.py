@@ -37,7 +37,7 @@ ROUNDING = 8
 def both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
     """``V X`` (rows, b) and ``V^T V X`` (cols, b), in one pass where the operator streams; all ranks get all rows.
 
-    >>> from linnet.operators import Matrix
+    >>> from linnet.matrices import Matrix
     >>> both(Matrix(torch.tensor([[1.0, 2.0]])), torch.ones(2, 1))
     (tensor([[3.]]), tensor([[3.],
             [6.]]))

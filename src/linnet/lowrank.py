@@ -189,7 +189,7 @@ def low_rank(
         ArithmeticError: The components have not converged, and ``passes`` was not given.
 
     Example:
-        >>> from linnet.operators import Matrix
+        >>> from linnet.matrices import Matrix
         >>> V = Matrix(torch.diag(torch.tensor([3.0, 1.0, 2.0])))
         >>> found = low_rank(V, 2)
         >>> found.eigenvalues, found.method
@@ -390,7 +390,7 @@ def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
     """Exact where the dense V V^T fits into memory and costs less than four Krylov passes, or a Krylov basis does not
     fit, as where there are many more parameters than rows; else krylov.
 
-    >>> from linnet.operators import Matrix
+    >>> from linnet.matrices import Matrix
     >>> choose_method(Matrix(torch.ones(100, 1000)), 20, memory=2**30)
     'exact'
     """
@@ -405,7 +405,7 @@ def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
 def squared_norm(V: LinearOperator) -> float:
     """``||V||_F^2`` in one pass; nothing cancels where columns are centered.
 
-    >>> from linnet.operators import Matrix
+    >>> from linnet.matrices import Matrix
     >>> squared_norm(Matrix(torch.tensor([[1.0, 2.0]])))
     5.0
     """

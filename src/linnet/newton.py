@@ -247,7 +247,7 @@ def matrix_free(
     Example:
         >>> import torch
         >>> from linnet.likelihoods import Bernoulli
-        >>> from linnet.operators import Matrix
+        >>> from linnet.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
         >>> matrix_free(J, torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), **given).converged

@@ -14,14 +14,14 @@ Letters: ``V`` lives on the columns, ``U`` on the rows, ``k`` is the number of v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import final
 
 import torch
 from torch import Tensor
 
-Rows = slice | Tensor
-"""The rows a chunk covers: a slice, or a long tensor of row numbers."""
+from linnet.operator_checks import by_block, check_fn_result, check_vector, check_weight, column_numbers
+from linnet.row_weights import Rows, weigh
 
 RowFn = Callable[[Tensor, Rows], Tensor]
 """Maps a chunk ``A V`` of shape (r, k) and the rows it covers to another (r, k) tensor."""
@@ -106,6 +106,7 @@ class LinearOperator(ABC):
             weight: None for the identity, (rows,) for a diagonal ``W``, or (n, c, c) with ``n * c = rows``
                 for a block-diagonal one over consecutive rows.
 
+        >>> from linnet.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> A.normal(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 3.0]))
         tensor([4., 6.])
@@ -119,6 +120,7 @@ class LinearOperator(ABC):
         Args:
             weight: As for `normal`.
 
+        >>> from linnet.matrices import Matrix
         >>> Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]])).normal_matrix(torch.tensor([1.0, 3.0]))
         tensor([[ 4.,  6.],
                 [ 6., 12.]])
@@ -133,6 +135,7 @@ class LinearOperator(ABC):
                 (r,) for a vector V, or (r, k), and the rows it covers; returns a tensor of that shape.
             V: (cols,) or (cols, k).
 
+        >>> from linnet.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> A.fused(lambda U, rows: U.square(), torch.tensor([1.0, 1.0]))
         tensor([10., 18.])
@@ -157,11 +160,14 @@ class LinearOperator(ABC):
         Returns:
             (rows, rows of other).
 
+        >>> from linnet.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> A.gram(scale=torch.tensor([1.0, 10.0]))
         tensor([[ 1.,  1.],
                 [ 1., 41.]])
         """
+        from linnet.matrices import Stack  # which is one of these itself
+
         if other is not None and other.shape[1] != self.shape[1]:
             raise ValueError(
                 f"{self.name} has {self.shape[1]} columns, so gram needs another operator with as many; "
@@ -188,6 +194,7 @@ class LinearOperator(ABC):
         Returns:
             (rows of other, rows of other).
 
+        >>> from linnet.matrices import Matrix
         >>> A, B = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]])), Matrix(torch.tensor([[1.0, 1.0]]))
         >>> A.gram_normal(B)
         tensor([[10.]])
@@ -204,6 +211,7 @@ class LinearOperator(ABC):
     def gram_blocks(self, scale: Tensor | None = None) -> Tensor:
         """The diagonal blocks of ``gram(scale=scale)``, (n, c, c), where the rows come in n blocks of c = ``block``.
 
+        >>> from linnet.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, 3.0], [1.0, 0.0]]), block=2)
         >>> A.gram_blocks()
         tensor([[[1., 1.],
@@ -239,11 +247,12 @@ class LinearOperator(ABC):
     def columns(self, index: Tensor) -> LinearOperator:
         """``A[:, index]``, with a boolean mask of shape (cols,) or a long tensor of column numbers.
 
+        >>> from linnet.matrices import Matrix
         >>> A = Matrix(torch.eye(3))
         >>> A.columns(torch.tensor([True, False, True])).shape
         (3, 2)
         """
-        return Affine(self, index=_column_numbers(self, index))
+        return Affine(self, index=column_numbers(self, index))
 
     def dense(self, *, block: int = 256, limit: int = 100_000_000) -> Tensor:
         """The matrix itself: from its rows where there are any, or by products with the identity on its shorter side.
@@ -276,6 +285,7 @@ class LinearOperator(ABC):
 class Adjoint(LinearOperator):
     """``A^T``. A fused product with it takes two passes: the rows of ``A^T`` are not streamed.
 
+    >>> from linnet.matrices import Matrix
     >>> A = Matrix(torch.tensor([[1.0, 2.0]]))
     >>> A.T @ torch.ones(1), A.T.T is A
     (tensor([1., 2.]), True)
@@ -324,6 +334,7 @@ class Affine(LinearOperator):
         d: (cols,) factors; None means ones.
         z: (cols,) shifts; None means zeros.
 
+    >>> from linnet.matrices import Matrix
     >>> A = Matrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     >>> A.centered(torch.tensor([2.0, 3.0])).scaled(torch.tensor([1.0, 10.0])).dense()
     tensor([[ -1., -10.],
@@ -353,7 +364,7 @@ class Affine(LinearOperator):
         return Affine(self.base, index=self.index, d=self.d, z=z if self.z is None else self.z + z)
 
     def columns(self, index: Tensor) -> LinearOperator:
-        index = _column_numbers(self, index)
+        index = column_numbers(self, index)
         d, z = (None if x is None else x[index] for x in (self.d, self.z))
         return Affine(self.base, index=index if self.index is None else self.index[index], d=d, z=z)
 
@@ -459,329 +470,6 @@ class Affine(LinearOperator):
         """``A M diag(scale) v``, (rows,)."""
         v = v if scale is None else scale * v
         return self.base._matmul(self._push(v[:, None]))[:, 0]
-
-
-@final
-class Matrix(LinearOperator):
-    """A dense matrix as an operator: the reference for the others.
-
-    Args:
-        A: (rows, cols).
-        block: c, if the rows come in blocks of c outputs; None if not.
-
-    >>> Matrix(torch.eye(2)) @ torch.tensor([1.0, 2.0])
-    tensor([1., 2.])
-    """
-
-    def __init__(self, A: Tensor, *, block: int | None = None) -> None:
-        if A.ndim != 2 or not A.is_floating_point():
-            raise ValueError(f"Matrix needs a floating tensor of shape (rows, cols); got {tuple(A.shape)}, {A.dtype}.")
-        if block is not None and (block < 1 or A.shape[0] % block):
-            raise ValueError(f"Matrix has {A.shape[0]} rows, so block needs to be a divisor of it; got {block}.")
-        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
-        self.A, self.block = A, block
-
-    def _matmul(self, V: Tensor) -> Tensor:
-        return self.A @ V
-
-    def _rmatmul(self, U: Tensor) -> Tensor:
-        return self.A.T @ U
-
-    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
-        right = self.A.T if scale is None else scale[:, None] * self.A.T
-        return self.A @ right if other is None else other._matmul(right).T
-
-    def _gram_diag(self, scale: Tensor | None) -> Tensor:
-        square = self.A.square()
-        return square.sum(1) if scale is None else square @ scale
-
-    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
-        assert self.block is not None  # else refused before
-        A = self.A.unflatten(0, (-1, self.block))
-        return (A if scale is None else A * scale) @ A.mT
-
-    def _column_norms(self, weight: Tensor | None) -> Tensor:
-        return (self.A * weigh(self.A, weight, slice(0, self.shape[0]))).sum(0)
-
-
-@final
-class LowRank(LinearOperator):
-    """``U diag(s) V^T``, never multiplied out.
-
-    Args:
-        U: (rows, r).
-        s: (r,).
-        V: (cols, r).
-
-    >>> LowRank(torch.ones(3, 1), torch.tensor([2.0]), torch.ones(4, 1)) @ torch.ones(4)
-    tensor([8., 8., 8.])
-    """
-
-    def __init__(self, U: Tensor, s: Tensor, V: Tensor) -> None:
-        r = s.numel()
-        if U.ndim != 2 or V.ndim != 2 or s.ndim != 1 or U.shape[1] != r or V.shape[1] != r:
-            raise ValueError(
-                f"LowRank needs U (rows, r), s (r,) and V (cols, r); "
-                f"got {tuple(U.shape)}, {tuple(s.shape)} and {tuple(V.shape)}."
-            )
-        if len({(x.dtype, x.device) for x in (U, s, V)}) > 1 or not U.is_floating_point():
-            raise TypeError(
-                f"LowRank needs U, s and V of one floating dtype on one device; got "
-                f"{', '.join(f'{x.dtype} on {x.device}' for x in (U, s, V))}."
-            )
-        super().__init__((U.shape[0], V.shape[0]), dtype=U.dtype, device=U.device)
-        self.U, self.s, self.V = U, s, V
-
-    def _matmul(self, V: Tensor) -> Tensor:
-        return self.U @ (self.s[:, None] * (self.V.T @ V))
-
-    def _rmatmul(self, U: Tensor) -> Tensor:
-        return self.V @ (self.s[:, None] * (self.U.T @ U))
-
-    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
-        right = self.V if scale is None else scale[:, None] * self.V
-        return (self.U * self.s) @ (self if other is None else other)._matmul(right).T
-
-    def _gram_diag(self, scale: Tensor | None) -> Tensor:
-        right = self.V if scale is None else scale[:, None] * self.V
-        left = self.U * self.s
-        return (left * (left @ (self.V.T @ right))).sum(1)
-
-    def _column_norms(self, weight: Tensor | None) -> Tensor:
-        left = self.V * self.s
-        return (left * (left @ (self.U.T @ weigh(self.U, weight, slice(0, self.shape[0]))))).sum(1)
-
-
-@final
-class Stack(LinearOperator):
-    """Operators with the same columns, one above the other.
-
-    Every product is one pass over each part.
-
-    Args:
-        parts: At least one operator; all with one number of columns, dtype and device.
-
-    >>> A = Stack([Matrix(torch.eye(2)), Matrix(torch.tensor([[2.0, 3.0]]))])
-    >>> A.shape, A @ torch.tensor([1.0, 1.0])
-    ((3, 2), tensor([1., 1., 5.]))
-    """
-
-    def __init__(self, parts: Sequence[LinearOperator]) -> None:
-        if not parts or not all(isinstance(part, LinearOperator) for part in parts):
-            came = ", ".join(type(part).__name__ for part in parts) or "none"
-            raise TypeError(f"Stack needs one or more linear operators; got {came}. For a tensor use Matrix(tensor).")
-        first = parts[0]
-        for part in parts:
-            if part.shape[1] != first.shape[1]:
-                raise ValueError(
-                    f"Stack needs operators with one number of columns; got {first.name} of shape {first.shape} and "
-                    f"{part.name} of shape {part.shape}."
-                )
-            if (part.dtype, part.device) != (first.dtype, first.device):
-                raise TypeError(
-                    f"Stack needs operators of one dtype on one device; got {first.name} in {first.dtype} on "
-                    f"{first.device} and {part.name} in {part.dtype} on {part.device}."
-                )
-        rows = sum(part.shape[0] for part in parts)
-        super().__init__((rows, first.shape[1]), dtype=first.dtype, device=first.device)
-        self.parts = tuple(parts)
-        self.block = first.block if len({part.block for part in parts}) == 1 else None
-
-    def placed(self) -> Iterator[tuple[LinearOperator, slice]]:
-        """Each part with its rows."""
-        start = 0
-        for part in self.parts:
-            yield part, slice(start, start + part.shape[0])
-            start += part.shape[0]
-
-    def _matmul(self, V: Tensor) -> Tensor:
-        return torch.cat([part._matmul(V) for part in self.parts])
-
-    def _rmatmul(self, U: Tensor) -> Tensor:
-        products = [part._rmatmul(U[rows]) for part, rows in self.placed()]
-        return sum(products[1:], start=products[0])
-
-    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
-        X, sums = V.new_zeros(V.shape), V.new_zeros(V.shape[1])
-        for part, where in self.placed():
-
-            def shifted(U: Tensor, rows: Rows, start: int = where.start) -> Tensor:
-                there = slice(rows.start + start, rows.stop + start) if isinstance(rows, slice) else rows + start
-                return fn(U, there)
-
-            product, total = part._fused(shifted, V)
-            X, sums = X + product, sums + total
-        return X, sums
-
-    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
-        right = self if other is None else other
-        K = torch.empty(self.shape[0], right.shape[0], dtype=self.dtype, device=self.device)
-        if other is not None:
-            for part, rows in self.placed():
-                K[rows] = part.gram(other, scale)
-            return K
-        placed = list(self.placed())
-        for i, (part, rows) in enumerate(placed):
-            K[rows, rows] = part.gram(scale=scale)
-            for below, columns in placed[i + 1 :]:
-                block = part.gram(below, scale)
-                K[rows, columns], K[columns, rows] = block, block.T
-        return K
-
-    def _gram_diag(self, scale: Tensor | None) -> Tensor:
-        return torch.cat([part.gram_diag(scale) for part in self.parts])
-
-    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
-        return torch.cat([part.gram_blocks(scale) for part in self.parts])
-
-    def _column_norms(self, weight: Tensor | None) -> Tensor:
-        norms = []
-        for part, rows in self.placed():
-            w = weight if weight is None else weight[_examples(rows, weight)]
-            norms.append(part.column_norms(w))
-        return sum(norms[1:], start=norms[0])
-
-
-# Weights on rows.
-
-
-def weigh(U: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
-    """``W U`` for the chunk ``U`` (r, k) that covers ``rows`` of an operator.
-
-    Args:
-        U: (r, k).
-        weight: The weight of *all* rows: None, (rows,) or (n, c, c). Blocks are never cut: with an (n, c, c)
-            weight the chunk covers whole examples.
-        rows: The rows of the chunk.
-
-    >>> weigh(torch.ones(2, 1), torch.tensor([1.0, 2.0, 3.0]), slice(1, 3)).T
-    tensor([[2., 3.]])
-    """
-    if weight is None:
-        return U
-    if weight.ndim == 1:
-        return weight[rows][:, None] * U
-    blocks = _examples(rows, weight)
-    return (weight[blocks] @ U.reshape(-1, weight.shape[-1], U.shape[1])).reshape(U.shape)
-
-
-PANEL = 256
-"""The narrowest panel of a symmetric product: narrower ones cost more than what they leave out."""
-
-
-def add_symmetric_(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1.0) -> Tensor:
-    """Add ``alpha A^T B``, which must be symmetric, to the lower triangle of ``out``; what is above is not to be used.
-
-    Wide panels save up to half of the products, which they leave out above the diagonal.
-
-    Args:
-        out: (m, m).
-        A: (k, m).
-        B: (k, m).
-        alpha: A factor.
-
-    >>> A = torch.tensor([[1.0, 2.0]])
-    >>> add_symmetric_(torch.zeros(2, 2), A, A).tril()
-    tensor([[1., 0.],
-            [2., 4.]])
-    """
-    m = len(out)
-    step = max(PANEL, -(-m // 8))
-    for start in range(0, m, step):
-        out[start:, start : start + step].addmm_(A[:, start:].T, B[:, start : start + step], alpha=alpha)
-    return out
-
-
-def _examples(rows: Rows, weight: Tensor) -> Rows:
-    """Where the weight of some rows lies along the first axis of a weight (rows,) or (n, c, c)."""
-    if weight.ndim == 1:
-        return rows
-    c = weight.shape[-1]
-    if not isinstance(rows, slice):
-        return rows[::c] // c
-    if rows.start % c or rows.stop % c:
-        raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} belongs to blocks of {c} rows, and a chunk of rows "
-            f"{rows.start} to {rows.stop} cuts through one. Stack operators whose rows come in blocks of {c}."
-        )
-    return slice(rows.start // c, rows.stop // c)
-
-
-def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:
-    """Raise unless a function given to ``fused`` has returned the shape that it was given."""
-    if out.shape != given.shape:
-        raise ValueError(
-            f"{op.name}.fused needs fn to return the shape it is given, {tuple(given.shape)}; got {tuple(out.shape)}."
-        )
-
-
-def check_weight(op: LinearOperator, weight: Tensor | None) -> None:
-    """Raise unless ``weight`` is None, (rows,) or (n, c, c) with ``n * c = rows``."""
-    if weight is None:
-        return
-    rows, shape, c = op.shape[0], tuple(weight.shape), op.block
-    blocks = len(shape) == 3 and shape[1] == shape[2] and shape[0] * shape[1] == rows and c in (None, shape[1])
-    if shape != (rows,) and not blocks:
-        known = f"(n, c, c) with n * c = {rows}" if c is None else f"({rows // c}, {c}, {c})"
-        raise ValueError(f"{op.name} has {rows} rows, so weight needs shape ({rows},), or {known}; got {shape}.")
-    _check_kind(op, "weight", weight)
-
-
-def check_vector(op: LinearOperator, method: str, name: str, x: Tensor | None, size: int) -> None:
-    """Raise unless ``x`` is None or a vector of shape (size,) with the operator's dtype and device."""
-    if x is None:
-        return
-    if tuple(x.shape) != (size,):
-        raise ValueError(
-            f"{op.name} has shape {op.shape}, so {method} needs {name} of shape ({size},); got {tuple(x.shape)}."
-        )
-    _check_kind(op, name, x)
-
-
-def by_block(op: LinearOperator, V: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """Check ``V`` and run ``product`` on it as a block of columns; a vector gives a vector."""
-    if not isinstance(V, Tensor):
-        raise TypeError(
-            f"{op.name} multiplies tensors of shape ({op.shape[1]},) or ({op.shape[1]}, k); got {type(V).__name__}."
-        )
-    if V.ndim not in (1, 2) or V.shape[0] != op.shape[1]:
-        swapped = V.ndim in (1, 2) and V.shape[0] == op.shape[0]
-        hint = f" For the transpose use {op.T.symbol} @ V." if swapped else ""
-        raise ValueError(
-            f"{op.name} has shape {op.shape}, so {op.symbol} @ V needs V of shape ({op.shape[1]},) or "
-            f"({op.shape[1]}, k); got {tuple(V.shape)}.{hint}"
-        )
-    _check_kind(op, "V", V)
-    return product(V) if V.ndim == 2 else product(V[:, None])[:, 0]
-
-
-def _check_kind(op: LinearOperator, name: str, x: Tensor) -> None:
-    if x.dtype != op.dtype or x.device != op.device:
-        raise TypeError(
-            f"{op.name} is {op.dtype} on {op.device}, so {name} must be too; got {x.dtype} on {x.device}. "
-            f"Convert it with {name}.to({op.dtype}, device={str(op.device)!r})."
-        )
-
-
-def _column_numbers(op: LinearOperator, index: Tensor) -> Tensor:
-    """A mask or an index as checked long column numbers on the operator's device."""
-    cols = op.shape[1]
-    if index.ndim != 1 or index.dtype not in (torch.bool, torch.int64):
-        raise TypeError(
-            f"{op.name} has {cols} columns, so columns needs a boolean mask of shape ({cols},) or a vector "
-            f"of int64 column numbers; got {index.dtype} of shape {tuple(index.shape)}."
-        )
-    if index.dtype == torch.bool:
-        if len(index) != cols:
-            raise ValueError(f"{op.name} has {cols} columns, so a mask needs shape ({cols},); got ({len(index)},).")
-        index = index.nonzero()[:, 0]
-    if len(index) == 0:
-        raise ValueError(f"{op.name} has {cols} columns and none was selected; select at least one.")
-    low, high = int(index.min()), int(index.max())
-    if low < 0 or high >= cols:
-        bad = low if low < 0 else high
-        raise IndexError(f"{op.name} has columns 0 to {cols - 1}; got column {bad}.")
-    return index.to(op.device)
 
 
 def _same_columns(a: Tensor | None, b: Tensor | None) -> bool:

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from linnet.jacobian import Jacobian
-from linnet.operators import Affine, LinearOperator, Matrix, Stack, check_weight, weigh
+from linnet.matrices import Matrix, Stack
+from linnet.operator_checks import check_weight
+from linnet.operators import Affine, LinearOperator
+from linnet.row_weights import weigh
 from linnet.solve import _check_square, _full_precision
 
 SPOILED = 64

@@ -21,7 +21,7 @@ from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
-from linnet.operators import Stack
+from linnet.matrices import Stack
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver

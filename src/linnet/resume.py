@@ -13,7 +13,8 @@ from linnet import io
 from linnet.distributed import add_up, rank_and_world
 from linnet.jacobian import Jacobian
 from linnet.krylov import State
-from linnet.operators import Affine, LinearOperator, Matrix
+from linnet.matrices import Matrix
+from linnet.operators import Affine, LinearOperator
 from linnet.start import rows_of
 
 EXAMINED = 8

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from linnet import _light, io, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
 from linnet.evidence import Choice
 from linnet.likelihoods import Bernoulli, Categorical
-from linnet.operators import LinearOperator, Stack
+from linnet.matrices import Stack
+from linnet.operators import LinearOperator
 from linnet.posterior import Posterior
 from linnet.priors import Prior
 from linnet.problem import Fit, Noise, Task

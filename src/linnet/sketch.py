@@ -17,9 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.operators import LinearOperator, check_weight, weigh
+from linnet.operator_checks import check_weight
+from linnet.operators import LinearOperator
 from linnet.posterior import by_root
 from linnet.precondition import ENTRIES, SPOILED, Preconditioner, _eigh, _orthonormal
+from linnet.row_weights import weigh
 
 
 @torch.no_grad()
@@ -38,7 +40,7 @@ def sketch(
         generator: Source of E.
         least: Leave out directions whose eigenvalue, which stands beside one, is not above this.
 
-    >>> from linnet.operators import Matrix
+    >>> from linnet.matrices import Matrix
     >>> Phi, L = Matrix(torch.tensor([[3.0, 0.0], [0.0, 0.01]])), torch.ones(2)
     >>> P = sketch(Phi, L, rank=2, generator=torch.Generator().manual_seed(0))
     >>> P.rank, P.multiply(torch.ones(2))

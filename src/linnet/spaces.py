@@ -20,7 +20,8 @@ from torch import Tensor
 
 from linnet.distributed import add_up
 from linnet.likelihoods import Heteroscedastic, Likelihood
-from linnet.operators import LinearOperator, Rows, add_symmetric_, weigh
+from linnet.operators import LinearOperator
+from linnet.row_weights import Rows, add_symmetric_, weigh
 from linnet.solve import Product, Solvable, cg, cholesky_, cholesky_solve
 
 Residual = Callable[[Tensor, slice], Tensor]

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from linnet.jacobian import Jacobian
 from linnet.krylov import eigh, orthonormal
-from linnet.operators import Affine, LinearOperator, Matrix
+from linnet.matrices import Matrix
+from linnet.operators import Affine, LinearOperator
 from linnet.precondition import landmark_index
 
 

@@ -7,7 +7,8 @@ from typing import final
 from torch import Tensor
 
 from linnet.newton import as_weight, inner_matrix
-from linnet.operators import LinearOperator, RowFn, weigh
+from linnet.operators import LinearOperator, RowFn
+from linnet.row_weights import weigh
 
 
 @final

@@ -48,7 +48,7 @@ def check_operator(
         AssertionError: Naming the first product that disagrees, its relative error and its worst entry.
 
     Example:
-        >>> from linnet.operators import Matrix
+        >>> from linnet.matrices import Matrix
         >>> check_operator(Matrix(torch.eye(3)), torch.eye(3), rtol=1e-6)
         >>> check_operator(Matrix(2 * torch.eye(3)), torch.eye(3), rtol=1e-6)
         Traceback (most recent call last):
