@@ -233,9 +233,10 @@ def test_minibatches_copy_what_is_kept(model, x, no_network):
         close(part @ V, (A @ V).view(N, C, 2)[part.index].flatten(0, 1))
 
 
+@pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("chunk", [None, 9, 4, 3])
 @pytest.mark.parametrize("name", ["conv2d", "resnet", "frames", "embedding_padding", "tied_weights", "raw_parameters"])
-def test_minibatches_are_views_of_many(name, chunk, no_network, monkeypatch):
+def test_minibatches_are_views_of_many(name, chunk, room, no_network, monkeypatch):
     case = zoo()[name]
     model, data = case.build(), case.data(7, 0)
     A, f = case.dense(model, data), case.outputs(model, data).detach()
@@ -243,6 +244,8 @@ def test_minibatches_are_views_of_many(name, chunk, no_network, monkeypatch):
     J._settings.batch_size = "auto"  # kept in chunks of 3
     if chunk is not None:
         monkeypatch.setattr(Cached, "_chunk", lambda self, *, columns=False: min(chunk, self.n))
+    if not room:  # for copies of all minibatches
+        monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
     no_network()
     c, V = len(A) // 7, normal(A.shape[1], 3)
     seen = []

@@ -270,7 +270,7 @@ def test_at_checks_the_weights(model, x):
 def test_minibatches_cover_every_example_once(model, x):
     J = linnet.linearize(model).jacobian(x)
     parts = list(J.minibatches(3, seed=1))
-    assert [part.shape for part in parts] == [(9, 43), (9, 43), (3, 43)]
+    assert sorted(part.shape for part in parts) == [(6, 43), (6, 43), (9, 43)]
     order = torch.cat([part.index for part in parts])
     assert sorted(order.tolist()) == list(range(N))
     again = torch.cat([part.index for part in J.minibatches(3, seed=1)])

@@ -48,6 +48,7 @@ class Cached(Jacobian):
         self.n, self.c = sum(piece.batch.n for piece in kept), J.c
         LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
         self.block = self.c
+        self._copies: tuple[int, list[Cached]] = (0, [])  # of all minibatches of a size
 
     @cached_property
     def _sample(self) -> list[Factor]:  # type: ignore[override]
@@ -114,6 +115,22 @@ class Cached(Jacobian):
             for a in range(0, len(index), size):
                 kept += self._gathered(index[a : a + size], places[a : a + size], a)
         return Cached(self, kept)
+
+    def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
+        size = len(chunks[0])
+        if self._copies[0] != size:
+            self._copies = 0, []  # room for others
+            if self.cache_size > cache_limit("auto", self.device):
+                yield from super()._minibatches(chunks, order, late=late)
+                return
+            self._copies = size, [self._copied(index) for index in chunks]
+        for i in order:
+            yield self._copies[1][i]
+
+    def _copied(self, index: Tensor) -> Cached:
+        """The examples at ``index``, with forms for products that are made once."""
+        part = self.subset(index)
+        return Cached(part, [View(piece, 0, piece.batch.n, {}, at=piece.batch.start) for piece in part._kept])
 
     def _parts(self, chunks: Sequence[Tensor], *, late: bool) -> Iterator[Jacobian]:
         # Many minibatches are copied at once, and each is a view. The last ones are there while the next are copied.
@@ -232,14 +249,15 @@ class View(Kept):
         start: The first example.
         stop: After the last.
         forms: Of the piece, shared by its views: its factors prepared for products, so that each view need not.
+        at: The place of its first example.
     """
 
     _whole: Kept
     _place: tuple[int, int]
     _forms: Forms
 
-    def __init__(self, whole: Kept, start: int, stop: int, forms: Forms) -> None:
-        batch = replace(whole.batch.part(start, stop), start=0)
+    def __init__(self, whole: Kept, start: int, stop: int, forms: Forms, *, at: int = 0) -> None:
+        batch = replace(whole.batch.part(start, stop), start=at)
         self.__dict__.update(batch=batch, f=whole.f[start:stop], _whole=whole, _place=(start, stop), _forms=forms)
 
     @cached_property

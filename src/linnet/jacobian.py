@@ -357,25 +357,32 @@ class Jacobian(LinearOperator):
         return self._source.by_position
 
     def minibatches(self, size: int, seed: int, *, late: bool = False) -> Iterator[Jacobian]:
-        """Jacobians of shuffled minibatches, one epoch; their batches' ``index`` says which examples they hold.
+        """Jacobians of random minibatches, one epoch; their batches' ``index`` says which examples they hold.
 
-        Each is read once, so that all products with it see the same examples, and read anew in the next epoch.
+        Which examples go together is drawn once, and the order of the minibatches with every seed: a Jacobian with
+        its factors in memory copies them for the first epoch only. Each is read once, so that all products with it see
+        the same examples, and read anew in the next epoch.
 
         Args:
-            size: Examples per minibatch; the last may be smaller.
-            seed: Of the permutation: take another one for each epoch.
+            size: Examples per minibatch; some have one less where they do not add up to n.
+            seed: Of the order: take another one for each epoch.
             late: Whether outputs that are not finite are looked for when all minibatches have been taken, instead of in
                 every product: a GPU then never waits for Python. For loops that go to the end of the epoch.
 
         Example:
             >>> import linnet
             >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(5, 2))
-            >>> [minibatch.shape for minibatch in J.minibatches(2, seed=0)]
-            [(2, 3), (2, 3), (1, 3)]
+            >>> sorted(minibatch.n for minibatch in J.minibatches(2, seed=0))
+            [1, 2, 2]
         """
         _checks.check_batch_size(size, name="size", auto=False)
-        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed))
-        return self._parts(order.split(size), late=late)
+        # Of one size as nearly as can be: examples of a small one would count for more in every epoch.
+        chunks = torch.randperm(self.n, generator=torch.Generator().manual_seed(0)).tensor_split(ceil(self.n / size))
+        order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))
+        return self._minibatches(chunks, order.tolist(), late=late)
+
+    def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
+        return self._parts([chunks[i] for i in order], late=late)
 
     def _parts(self, chunks: Sequence[Tensor], *, late: bool) -> Iterator[Jacobian]:
         """The Jacobians of the examples at each index."""
@@ -446,7 +453,8 @@ class Jacobian(LinearOperator):
         One pass keeps, for every layer and example, the layer's input and the gradients of its output, or their
         products where those are smaller; parameters without a layer rule are kept as rows. It belongs to the weights
         and the data that it was made from, also where these change afterwards; the `Batch` that `fused` gives to its
-        function has no inputs. Its `subset` and `minibatches` copy from what is kept. Under torch.distributed every
+        function has no inputs. Its `subset` and `minibatches` copy from what is kept, the latter once where there is
+        room. Under torch.distributed every
         rank keeps all examples.
 
         Args:
