@@ -1,10 +1,11 @@
-"""Tables of the committed numbers: `benchmarks/results/*.json` and `results/README.md`."""
+"""Tables of the committed numbers: `benchmarks/results/*.json`, `results/README.md` and `results/*/metrics.json`."""
 
 from __future__ import annotations
 
 import ast
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,15 @@ def heads_times(device: str) -> str:
         for one in found["epochs"]
     ]
     return _with_machine(found["machine"], _table(["top layers", "fine-tuning", *keys], rows))
+
+
+def claims() -> str:
+    """What the papers claim and what our numbers say of it, judged anew from the metrics."""
+    if str(ROOT) not in sys.path:  # the experiments are no part of the package that is installed
+        sys.path.append(str(ROOT))
+    from experiments.claims import judged, markdown
+
+    return markdown(judged())
 
 
 def results() -> str:
