@@ -193,10 +193,19 @@ def faces_improve(metrics: Metrics) -> Finding:
 
 @MADDOX.claim("table 1", "table1_mu", "Linearizing all layers is slightly better than the top layer alone.")
 def all_layers(metrics: Metrics) -> Finding:
-    rows = metrics["parts"]["gan"]["rows"]
-    whole, top = ({draw: 100 * one["accuracy"] for draw, one in rows[which][OURS].items()} for which in ("all", "1"))
+    part = "gan" if "all" in metrics["parts"].get("gan", {}).get("rows", {}) else "mnist"
+    found = metrics["parts"][part]
+    whole, top = (
+        {draw: 100 * one["accuracy"] for draw, one in found["rows"][which][OURS].items()} for which in ("all", "1")
+    )
     gap = paired(whole, top)
-    return Finding(f"DCGAN discriminator, all layers less the top block: {said(gap, 1)} points", ahead(gap))
+    why = (
+        f"{found['labels']} labels instead of 50,000: the lower layers bring parameters, but not the examples to tell "
+        "which of them help. The paper gains 2.4 points (70.28 to 72.65 %) with all labels."
+    )
+    return Finding(
+        f"DCGAN discriminator ({part}), all layers less the top block: {said(gap, 1)} points", ahead(gap), why
+    )
 
 
 @MADDOX.claim("table 1", "transfer", "Variational inference is slightly behind MAP in accuracy.")

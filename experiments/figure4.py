@@ -157,6 +157,7 @@ def summary(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def outcome(parts: Mapping[str, Any]) -> common.Outcome:
     """Rows and the figure of all that has been kept."""
+    parts = dict(sorted(parts.items(), key=lambda item: int(item[0].removeprefix("ResNet-"))))
     tables = summary(parts)
     rows = []
     for net, settings in tables.items():

@@ -110,16 +110,31 @@ def peers() -> str:
 def heads_times(device: str) -> str:
     """An epoch of the linearized top layers against one of fine-tuning."""
     found = _read(f"heads-{device}.json")
-    keys = ["epoch, as read", "epoch, activations kept", "epoch, factors kept"]
+    keys = ["epoch, as read", "epoch, activations kept", "epoch, factors kept", "pass, as read", "pass, factors kept"]
     rows = [
         [
-            f"{one['top']}, {one['p']:,} parameters",
+            f"{one['top']}, {one['p']:,} parameters, {one['precision']}, minibatches of {one['minibatch']:,}",
             _ms(one["ms"]["fine-tuning"]),
             *(f"{one['ratio'][k]:.2f}" for k in keys),
         ]
         for one in found["epochs"]
     ]
     return _with_machine(found["machine"], _table(["top layers", "fine-tuning", *keys], rows))
+
+
+def sampling_times() -> str:
+    """Posterior samples of whole networks."""
+    found = _read("sampling-cuda.json")
+    rows = []
+    for one in found["rows"]:
+        lowrank = "rank" in one
+        what = f"{one['what']}, rank {one['rank']}" if lowrank else f"{one['what']}, {one['samples']} samples"
+        residual = "" if lowrank else f"{one['residual, highest precision']:.0e}"
+        steps = "" if lowrank else f"{one['space']} space, {one['iterations']}"
+        p = "" if lowrank else f"{one['p']:,}"
+        rows.append([what, f"{one['n']:,}", p, f"{one['seconds']:.1f}", f"{one['peak GiB']:.0f}", steps, residual])
+    titles = ["what", "examples", "parameters", "seconds", "GiB", "iterations", "residual"]
+    return _with_machine(found["machine"], _table(titles, rows))
 
 
 def claims() -> str:

@@ -11,14 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figures_of_results import adapt_times, claims, heads_times, laplace_peer, passes, passes_figure, peers, results
+from figures_of_results import (
+    adapt_times,
+    claims,
+    heads_times,
+    laplace_peer,
+    passes,
+    passes_figure,
+    peers,
+    results,
+    sampling_times,
+)
 from mkdocs.structure.files import File
 from options_of_command import commands, options
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = re.compile(r"^<!-- write: (.+?) -->$", re.MULTILINE)
 WRITERS: dict[str, Callable[..., str]] = {
-    f.__name__: f for f in (adapt_times, claims, commands, heads_times, laplace_peer, options, passes, peers, results)
+    f.__name__: f
+    for f in (adapt_times, claims, commands, heads_times, laplace_peer, options, passes, peers, results, sampling_times)
 }
 
 
