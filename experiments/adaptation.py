@@ -204,16 +204,21 @@ def steps(
 
 
 @torch.no_grad()
-def logits(model: nn.Module, X: Inputs, batch: int = 250) -> Tensor:
-    return torch.cat([model(*part) for part in zip(*(x.split(batch) for x in X), strict=True)])
+def in_parts(fn: Callable[..., Tensor], X: Inputs, batch: int = 250) -> Tensor:
+    """What a network or another function makes of inputs (n, ...), a few at a time.
+
+    >>> in_parts(torch.neg, (torch.arange(3),), 2)
+    tensor([ 0, -1, -2])
+    """
+    return torch.cat([fn(*part) for part in zip(*(x.split(batch) for x in X), strict=True)])
 
 
 def loss_of(model: nn.Module, data: Labeled, loss: Loss = cross_entropy) -> float:
-    return float(loss(logits(model, data.X), data.y))
+    return float(loss(in_parts(model, data.X), data.y))
 
 
 def probabilities(model: nn.Module, X: Inputs) -> Tensor:
-    f = logits(model, X).double()
+    f = in_parts(model, X).double()
     p = f.sigmoid()
     return torch.cat([1 - p, p], 1) if f.shape[1] == 1 else f.softmax(1)
 

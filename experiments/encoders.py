@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import WideResNet
 from experiments import common, generative
-from experiments.adaptation import Clock
+from experiments.adaptation import Clock, in_parts
 from experiments.gan import LATENT, train_gan, train_pair
 from experiments.generative import ColorDiscriminator, ColorGenerator, ColorVAE, color_images, rotated
 from experiments.pretrained import dcgan_discriminator, draw_as_dcgan, mnist, stored
@@ -123,8 +123,8 @@ def vae(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     stored(net, folder, "vae_cifar10")
     net = generative.color_vae(folder, **width(options)).to(options.device)
     with torch.no_grad():
-        bound = torch.cat([net.bound(part) for part in test.split(500)]).mean()
-        error = torch.cat([(net(part) - part).square().flatten(1).mean(1) for part in test.split(500)]).mean()
+        bound = in_parts(net.bound, (test,)).mean()
+        error = in_parts(lambda x: (net(x) - x).square().flatten(1).mean(1), (test,)).mean()
     found = {"bound of a test image, nats": float(bound), "squared error of a pixel": float(error)}
     return {"epochs": epochs, **size(net), **found, "path": path}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.adaptation import Labeled, logits
+from experiments.adaptation import Labeled, in_parts
 from experiments.trained import perceptron, squared_error, train
 
 NOISE = 0.1
@@ -85,7 +85,7 @@ def linearized(net: nn.Module, data: Labeled, curve: Curve, x: Tensor) -> dict[s
     """The finite NTK of a network, conditioned on the observations, and how it compares with the truth."""
     reg = linnet.TangentRegressor(net, mean="zero", prior=1.0, progress=False).fit(data.X[0], data.y)
     mean, std = reg.predict(x[:, None], return_std=True)
-    f, truth, inside = logits(net, (x[:, None],))[:, 0].double(), curve.truth(x.double()), curve.within(x)
+    f, truth, inside = in_parts(net, (x[:, None],))[:, 0].double(), curve.truth(x.double()), curve.within(x)
     far = x.abs() > max(abs(end) for pair in curve.inside for end in pair) + 0.5
     noisy = std.square() + reg.noise_
     return {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.adaptation import Clock, in_turn, logits
+from experiments.adaptation import Clock, in_parts, in_turn
 from experiments.gains import interval, shown
 from experiments.pretrained import cifar10, resnet
 from linnet import metrics
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
 
     for depth in options.depths:
         net = resnet(options.data / "weights", depth).to(options.device)
-        f = logits(net, (X_test,))
+        f = in_parts(net, (X_test,))
         for n in options.sizes:
             keep(depth, n, NETWORK, options.seed, scored(f.double().softmax(1), f, y_test))
             for seed in range(options.seed, options.seed + options.draws):

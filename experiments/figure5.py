@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.adaptation import Labeled, Search, logits, steps
+from experiments.adaptation import Labeled, Search, in_parts, steps
 from experiments.gains import interval
 from experiments.pretrained import grayscale
 from experiments.trained import lenet, train
@@ -99,13 +99,13 @@ def described(whole: probes.Spectrum) -> dict[str, Any]:
 
 
 def accuracy(net: nn.Module, data: Labeled) -> float:
-    return float((logits(net, data.X).argmax(1) == data.y).double().mean())
+    return float((in_parts(net, data.X).argmax(1) == data.y).double().mean())
 
 
 def with_last_layer_of(net: nn.Sequential, data: Labeled, *, epochs: int, seed: int) -> nn.Sequential:
     """A copy of the network whose last layer alone has been trained on the data."""
     new = copy.deepcopy(net)
-    train(new[-1], Labeled((logits(new[:-1], data.X),), data.y), epochs=epochs, seed=seed)
+    train(new[-1], Labeled((in_parts(new[:-1], data.X),), data.y), epochs=epochs, seed=seed)
     return new
 
 
@@ -165,12 +165,12 @@ def without(net: nn.Sequential, unit: int) -> nn.Sequential:
 
 def of_nodes(net: nn.Sequential, test: Labeled, X: Tensor, sizes: Sizes, seed: int) -> list[dict[str, float]]:
     """For each removed unit the similarity with the whole network, and what it did to the predictions."""
-    before = logits(net, (X,)).softmax(1)
+    before = in_parts(net, (X,)).softmax(1)
     chosen = torch.randperm(net[LAST_HIDDEN].out_features, generator=torch.Generator().manual_seed(seed))
     out = []
     for unit in chosen[: sizes.units].tolist():
         new = without(net, unit)
-        moved = float((logits(new, (X,)).softmax(1) - before).abs().sum(1).mean() / 2)
+        moved = float((in_parts(new, (X,)).softmax(1) - before).abs().sum(1).mean() / 2)
         out.append({"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, test)})
     return out
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import WideResNet
 from experiments import common
+from experiments.adaptation import in_parts
 from experiments.gan import LATENT, Generator
 from experiments.pretrained import CIFAR10_MEAN, CIFAR10_STD, Discriminator, cifar10, loaded
 from linnet.elbo import Bound
@@ -196,5 +197,4 @@ def digit_vae(folder: Path) -> DigitVAE:
 
 def pooled(blocks: nn.Module, x: Tensor, *, batch: int = 500) -> Tensor:
     """Activations (n, d) after the blocks, averaged over positions."""
-    with torch.no_grad():
-        return torch.cat([F.adaptive_avg_pool2d(blocks(part), 1).flatten(1) for part in x.split(batch)])
+    return in_parts(lambda part: F.adaptive_avg_pool2d(blocks(part), 1).flatten(1), (x,), batch)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common, generative
-from experiments.adaptation import Clock
+from experiments.adaptation import Clock, in_parts
 from experiments.encoders import mosaic
 from experiments.gan import LATENT
 from experiments.generative import folder_of
@@ -96,7 +96,7 @@ def measured(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], di
     D, G, x, y = networks(name, options)
     latents = torch.randn(sizes.samples + sizes.held, LATENT, generator=torch.Generator().manual_seed(options.seed))
     with torch.no_grad():
-        made = torch.cat([G(part) for part in latents.to(options.device).split(500)])
+        made = in_parts(G, (latents.to(options.device),))
     here, held = made[: sizes.samples], made[sizes.samples :]
     h = latents[: sizes.samples]
     embedding = linnet.FisherEmbedding(

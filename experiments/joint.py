@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.adaptation import Clock, Labeled, Search, fine_tune, in_turn, logits
+from experiments.adaptation import Clock, Labeled, Search, fine_tune, in_parts, in_turn
 from experiments.gains import bars, interval, plain
 from experiments.gains import shown as told
 from experiments.laplace_cifar import KAPPAS, areas, joint
@@ -171,7 +171,7 @@ def methods(nets: Sequence[nn.Module], data: Data, sizes: Sizes) -> dict[str, Ca
     """Each fitted when it is called for: a posterior that is tuned again is no longer the one that it was."""
     net, X, y = nets[0], data.train.X[0].double(), data.train.y
     held = data.held.X[0].double(), data.held.y
-    t = temperature(logits(net, (held[0],)), held[1])
+    t = temperature(in_parts(net, (held[0],)), held[1])
     exact = linnet.Laplace(net, structure="full", progress=False)
 
     def fitted(la: linnet.Laplace) -> linnet.Laplace:
@@ -181,9 +181,9 @@ def methods(nets: Sequence[nn.Module], data: Data, sizes: Sizes) -> dict[str, Ca
 
     last = linnet.Laplace(net, params=f"{len(net) - 1}.*", progress=False)  # type: ignore[arg-type]
     return {
-        MAP: lambda: lambda x: of_samples(logits(net, (x,))[None]),
-        TEMPERATURE: lambda: lambda x: of_samples(logits(net, (x,))[None] / t),
-        ENSEMBLE: lambda: lambda x: of_samples(torch.stack([logits(one, (x,)) for one in nets])),
+        MAP: lambda: lambda x: of_samples(in_parts(net, (x,))[None]),
+        TEMPERATURE: lambda: lambda x: of_samples(in_parts(net, (x,))[None] / t),
+        ENSEMBLE: lambda: lambda x: of_samples(torch.stack([in_parts(one, (x,)) for one in nets])),
         DEFAULT: lambda: of_posterior(fitted(exact), sizes.draws),
         ALONE: lambda: of_posterior(alone(exact), sizes.draws),
         LAST: lambda: of_posterior(fitted(last), sizes.draws),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.adaptation import Clock, in_turn, logits
+from experiments.adaptation import Clock, in_parts, in_turn
 from experiments.laplace_digits import averaged
 from experiments.pretrained import as_cifar10, cifar10, grayscale, resnet
 from linnet import metrics, predictions
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     net = resnet(options.data / "weights").to(options.device)
     X_test, y_test = (t.to(options.device) for t in cifar10(options.data, "test", count=options.test))
     others = unknown(options)
-    f = logits(net, (X_test,)).double()
+    f = in_parts(net, (X_test,)).double()
     keep(MAP, scored(f.softmax(1), y_test) | alone(f, y_test, options) | {"unknown": of_network(net, f, others)})
     for name, count in zip(METHODS, options.train, strict=True):
         if name not in options.methods:
@@ -171,7 +171,7 @@ def asked(
 
 def of_network(net: nn.Module, f: Tensor, others: Mapping[str, Tensor]) -> dict[str, Any]:
     p = f.softmax(1)
-    return {name: areas((p, None), (logits(net, (x,)).double().softmax(1), None)) for name, x in others.items()}
+    return {name: areas((p, None), (in_parts(net, (x,)).double().softmax(1), None)) for name, x in others.items()}
 
 
 def areas(known: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> dict[str, float]:

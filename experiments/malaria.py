@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common, shifts
-from experiments.adaptation import Labeled, Search, logits
+from experiments.adaptation import Labeled, Search, in_parts
 from experiments.trained import gaussian_nll, perceptron, train
 
 SHIFTS = {"2012": "2012 to 2015", "2000": "2000 to 2015"}
@@ -163,7 +163,7 @@ def pictures(maps: Maps, case: shifts.Case, year: str) -> list[tuple[str, Tensor
     shown = (maps.place % STEP == 0).all(1)
     X = maps.X[shown].to(case.device)
     mean, std = (t.float().cpu() for t in case.fitted().predict(X, return_std=True))
-    network = logits(case.model, (X,))[:, 0].cpu()
+    network = in_parts(case.model, (X,))[:, 0].cpu()
     values = {
         f"{TARGET}": maps.rates[TARGET][shown],
         f"network of {year}": case.level + case.unit * network,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import WideResNet
 from experiments import common, gains
-from experiments.adaptation import logits
+from experiments.adaptation import in_parts
 from experiments.pretrained import cifar10
 from experiments.wrn import accuracy, augmented, wide_resnet
 from linnet.distill import WithEmbedding, distill
@@ -109,11 +109,11 @@ def lesson(teacher: WideResNet, x: Tensor, y: Tensor, methods: Sequence[str], op
     known: dict[str, Tensor] = {}
     with torch.no_grad():
         if {ALONE, KD} & set(methods):
-            told = logits(teacher, (X,), 1000)
+            told = in_parts(teacher, (X,), 1000)
             known |= {ALONE: told, KD: told}
         if AT in methods:
             maps = Attention(teacher).eval()
-            known[AT] = torch.cat([maps(part)[1] for part in X.split(1000)])
+            known[AT] = in_parts(lambda x: maps(x)[1], (X,), 1000)
     if NFKD in methods:
         start = time.perf_counter()
         fast = "high" if x.is_cuda else "highest"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common, gains, generative
-from experiments.adaptation import Clock, in_turn
+from experiments.adaptation import Clock, in_parts, in_turn
 from experiments.generative import color_gan, color_images, color_vae, digit_gan, digit_vae, folder_of
 from experiments.pretrained import cifar10, dcgan_discriminator, mnist
 from experiments.spectra import from_generator
@@ -189,7 +189,7 @@ def measured(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, 
         add(str(k), E[:, :k], there[:, :k], (True, False))
     with torch.no_grad():
         for key, read in one.activations.items():
-            here, away = (torch.cat([read(part) for part in images.split(500)]) for images in (x, new))
+            here, away = (in_parts(read, (images,)) for images in (x, new))
             add(f"{ACTIVATIONS}, {key}", here, away, (True, False))
     if not options.skip_whole:
         start = time.perf_counter()
@@ -200,7 +200,7 @@ def measured(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, 
     few = {key: few_labels(E[:, :k], there[:, :k], one, sizes) for key, k in middle(sizes).items()}
     key, read = list(one.activations.items())[-1]
     with torch.no_grad():
-        here, away = (torch.cat([read(part) for part in images.split(500)]) for images in (x, new))
+        here, away = (in_parts(read, (images,)) for images in (x, new))
     few[f"{ACTIVATIONS}, {key}"] = few_labels(here, away, one, sizes)
     reference = str(max(k for k in sizes.dimensions if k <= 128))
     less = {key: difference(right[reference], hits) for key, hits in right.items() if key != reference}

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common, shifts
-from experiments.adaptation import Labeled, Search, logits
+from experiments.adaptation import Labeled, Search, in_parts
 from experiments.trained import gaussian_nll, lenet, train
 
 SIZE, LARGEST, PEOPLE = 45, 30.0, 40
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
 def examples(case: shifts.Case) -> list[tuple[str, Tensor]]:
     """New faces with their angle, and what the network says before and after its adaptation."""
     X = case.test.X[0][:8]
-    before, (after, std) = logits(case.model, (X,))[:, 0], case.fitted().predict(X, return_std=True, noise=True)
+    before, (after, std) = in_parts(case.model, (X,))[:, 0], case.fitted().predict(X, return_std=True, noise=True)
     angle = [case.level + case.unit * t.double().cpu() for t in (case.test.y[:8], before, after)]
     texts = [
         f"{true:.0f}°\nnetwork {old:.0f}°\nadapted {new:.0f} ± {case.unit * float(s):.0f}°"

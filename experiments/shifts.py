@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.adaptation import Clock, Labeled, Search, fine_tune, logits
+from experiments.adaptation import Clock, Labeled, Search, fine_tune, in_parts
 from experiments.gains import interval, shown
 from experiments.processes import Process
 from experiments.trained import gaussian_nll, train
@@ -81,7 +81,7 @@ class Case:
 
     def network(self) -> dict[str, Any]:
         """The network as it is."""
-        return self.scores(*gaussian(logits(self.model, self.test.X)))
+        return self.scores(*gaussian(in_parts(self.model, self.test.X)))
 
     def tuned(self, layers: slice, *, times: int = 1) -> dict[str, Any]:
         """Fine-tuning of the last layers, with what the others compute computed once.
@@ -91,22 +91,22 @@ class Case:
         """
         clock, bottom, start = Clock(self.device), self.model[: layers.start], self.model[layers]
         with clock("seconds"):
-            data, test = (replace(one, X=(logits(bottom, one.X),)) for one in (self.adapt, self.test))
+            data, test = (replace(one, X=(in_parts(bottom, one.X),)) for one in (self.adapt, self.test))
             epochs = self.search.epochs
             patience = max(1, epochs // (2 if layers.start else 10))
             search = replace(self.search, epochs=times * epochs, patience=patience, batch=self.batch)
             found = fine_tune(lambda _: copy.deepcopy(start), data, search, loss=gaussian_nll, seed=self.seed)
-        made = self.scores(*gaussian(logits(found.model, test.X)))
+        made = self.scores(*gaussian(in_parts(found.model, test.X)))
         return {**made, **clock.seconds, "rate": found.rate, "epochs": found.epochs}
 
     def published(self, *, times: int = 1) -> dict[str, Any]:
         """The last layer after as many epochs as the network was trained for, or so many times as many."""
         clock, last = Clock(self.device), copy.deepcopy(self.model[-1])
         with clock("seconds"):
-            data, test = (replace(one, X=(logits(self.model[:-1], one.X),)) for one in (self.adapt, self.test))
+            data, test = (replace(one, X=(in_parts(self.model[:-1], one.X),)) for one in (self.adapt, self.test))
             epochs = times * self.search.epochs
             train(last, data, epochs=epochs, batch=self.batch, loss=gaussian_nll, seed=self.seed)
-        return {**self.scores(*gaussian(logits(last, test.X))), **clock.seconds}
+        return {**self.scores(*gaussian(in_parts(last, test.X))), **clock.seconds}
 
     @property
     def batch(self) -> int:
@@ -129,7 +129,7 @@ class Case:
         """A Gaussian process on the inputs (n, d)."""
         clock = Clock(self.device)
         X, at = self.adapt.X[0].double(), self.test.X[0].double()
-        f, base = (logits(self.model, (x.float(),))[:, 0].double() * residuals for x in (X, at))
+        f, base = (in_parts(self.model, (x.float(),))[:, 0].double() * residuals for x in (X, at))
         with clock("seconds"):
             one = Process(X, self.adapt.y.double() - f, kernel="rbf")
             one.fit()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common, gains, generative
-from experiments.adaptation import Contest, Labeled, Search, fine_tune, in_turn, probabilities
+from experiments.adaptation import Contest, Labeled, Search, fine_tune, in_parts, in_turn, probabilities
 from experiments.pretrained import dcgan_discriminator, mnist
 from linnet import metrics
 
@@ -132,11 +132,9 @@ def redrawn(blocks: Sequence[nn.Module], which: Sequence[bool], x: Tensor, seed:
     return new
 
 
-@torch.no_grad()
 def features(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     """What blocks make of images."""
-    lower = nn.Sequential(*blocks)
-    return torch.cat([lower(part) for part in x.split(250)])
+    return in_parts(nn.Sequential(*blocks), (x,))
 
 
 # One draw of labels.

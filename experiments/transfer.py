@@ -20,7 +20,18 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import ResNet
 from experiments import common, gains
-from experiments.adaptation import EVERYTHING, GRADIENTS, SAME, Clock, Contest, Labeled, Search, Whole, in_turn
+from experiments.adaptation import (
+    EVERYTHING,
+    GRADIENTS,
+    SAME,
+    Clock,
+    Contest,
+    Labeled,
+    Search,
+    Whole,
+    in_parts,
+    in_turn,
+)
 from experiments.pretrained import as_cifar10, grayscale, resnet
 
 SETS = {"fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
@@ -64,11 +75,10 @@ class Top(nn.Module):
         return self.linear(self.blocks(x).mean((2, 3)))
 
 
-@torch.no_grad()
 def below(net: ResNet, blocks: int, x: Tensor) -> Tensor:
     """What the layers below the last blocks make of images (n, 3, 32, 32)."""
     last = nn.Sequential(*list(net.layer3)[:-blocks])
-    return torch.cat([last(net.layer2(net.layer1(F.relu(net.bn1(net.conv1(part)))))) for part in x.split(250)])
+    return in_parts(lambda part: last(net.layer2(net.layer1(F.relu(net.bn1(net.conv1(part)))))), (x,))
 
 
 def with_head(net: ResNet, head: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import WideResNet
 from experiments import common
-from experiments.adaptation import logits
+from experiments.adaptation import in_parts
 from experiments.pretrained import cifar10, loaded, stored
 
 FILE = "wrn40_2_cifar10"
@@ -49,7 +49,7 @@ def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
-    return float(logits(net.eval(), (x,), 500).argmax(1).eq(y).double().mean())
+    return float(in_parts(net.eval(), (x,), 500).argmax(1).eq(y).double().mean())
 
 
 def of_labels(net: nn.Module, images: Tensor, y: Tensor) -> Tensor:

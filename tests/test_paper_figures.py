@@ -11,7 +11,7 @@ from torch import nn
 import linnet
 from experiments import common, figure3, figure4, figure5
 from experiments.__main__ import main
-from experiments.adaptation import Labeled, logits
+from experiments.adaptation import Labeled, in_parts
 from experiments.trained import lenet, perceptron
 from linnet import probes
 
@@ -134,7 +134,7 @@ def test_only_the_last_layer_is_trained_again():
     new = figure5.with_last_layer_of(net, data, epochs=2, seed=0)
     changed = [key for key, value in new.state_dict().items() if not torch.equal(value, net.state_dict()[key])]
     assert changed == ["9.weight", "9.bias"]
-    assert logits(new, (x,)).shape == (30, 10)
+    assert in_parts(new, (x,)).shape == (30, 10)
 
 
 def test_what_is_kept_of_a_spectrum():

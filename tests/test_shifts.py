@@ -13,7 +13,7 @@ from torch.distributions import Normal
 import linnet
 from experiments import common, malaria, olivetti, shifts
 from experiments.__main__ import main
-from experiments.adaptation import Labeled, Search, logits, loss_of
+from experiments.adaptation import Labeled, Search, in_parts, loss_of
 from experiments.trained import gaussian_nll, perceptron, squared_error, train
 
 
@@ -60,7 +60,7 @@ def test_contenders_leave_the_network_alone_and_score_in_units():
     found = one.all()
     assert list(found) == list(shifts.METHODS)
     assert all(torch.equal(before[key], value) for key, value in one.model.state_dict().items())
-    error = 10 * (logits(one.model, one.test.X)[:, 0] - one.test.y)
+    error = 10 * (in_parts(one.model, one.test.X)[:, 0] - one.test.y)
     assert found[shifts.NONE]["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
     assert found[shifts.EXACT]["rmse"] != found[shifts.LINNET]["rmse"]
 
@@ -76,9 +76,9 @@ def test_the_linearized_network_is_the_regressor_with_the_networks_noise():
 def test_the_published_baseline_trains_the_last_layer_alone():
     one = case()
     new = copy.deepcopy(one.model)
-    data = Labeled((logits(one.model[:-1], one.adapt.X),), one.adapt.y)
+    data = Labeled((in_parts(one.model[:-1], one.adapt.X),), one.adapt.y)
     train(new[-1], data, epochs=6 * 3, batch=one.batch, loss=gaussian_nll)
-    mean = logits(new, one.test.X)[:, 0]
+    mean = in_parts(new, one.test.X)[:, 0]
     rmse = float((mean - one.test.y).square().mean().sqrt())
     assert one.published(times=6)["rmse"] == pytest.approx(rmse, rel=1e-5)
     assert one.published()["rmse"] != pytest.approx(rmse, rel=1e-5)
