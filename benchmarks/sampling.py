@@ -113,24 +113,13 @@ def turned(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False), TURNS * labels + turn
 
 
-def trained(
-    make: Callable[[], nn.Module], x: Tensor, y: Tensor, *, epochs: int = EPOCHS, batch: int = 256
-) -> nn.Module:
+def trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> nn.Module:
     """The network after some epochs of SGD with momentum and this file's weight decay."""
-    net = Model(make, (3, 32, 32)).build().to(x.device).train()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=DECAY, nesterov=True)
-    steps = epochs * math.ceil(len(x) / batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps, pct_start=0.2)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(epochs):
-        for index in torch.randperm(len(x), generator=generator).to(x.device).split(batch):
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-                loss = F.cross_entropy(net(x[index]), y[index])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    return net.eval()
+    from experiments.wrn import train
+
+    net = Model(make, (3, 32, 32)).build().to(x.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    train(net, x, y, epochs=EPOCHS, seed=0, batch=256, rate=0.1)
+    return net.to(memory_format=torch.contiguous_format).eval()
 
 
 def measured(
