@@ -331,8 +331,8 @@ def summary(found: list[list[dict[str, float]]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key in ("rmse", "nll", "coverage"):
         values = torch.tensor([[one[key] for one in tasks] for tasks in found], dtype=torch.float64)
-        out[key] = common.spread(values.mean(1).tolist())
-        out[key]["median"] = float(values.median())
+        each = values.mean(1).tolist()
+        out[key] = {**common.spread(each), "median": float(values.median()), "by source": each}
     return out
 
 

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
 from linnet import factors
-from linnet import jacobian as jacobian_module
+from linnet import grams as grams_module
+from linnet import passes as passes_module
 from linnet.factors import Outer, Scale
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
@@ -400,7 +401,8 @@ def test_passes_report_their_progress(model, x, monkeypatch, progress):
 
         yield tick
 
-    monkeypatch.setattr(jacobian_module, "bar", bar)
+    for module in ("passes", "jacobian"):
+        monkeypatch.setattr(f"linnet.{module}.bar", bar)
     J = linnet.linearize(model).jacobian(x, 3, progress=progress)
     J @ normal(43)
     J.T @ normal(N * C)
@@ -610,8 +612,8 @@ def test_settings_end_with_the_pass_that_fails(model, x, monkeypatch):
         raise ZeroDivisionError
 
     J = linnet.linearize(model).jacobian(x, 2, precision="high", memory=1)
-    monkeypatch.setattr(jacobian_module, "arithmetic", arithmetic)
-    monkeypatch.setattr(jacobian_module, "_matched", fail)
+    monkeypatch.setattr(passes_module, "arithmetic", arithmetic)
+    monkeypatch.setattr(grams_module, "_matched", fail)
     for product in (lambda: J.fused(fail, normal(43)), J.gram):
         with pytest.raises(ZeroDivisionError) as caught:
             product()
@@ -953,11 +955,11 @@ def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precis
     J = linnet.linearize(net).jacobian(torch.randn(7, 1, 4, 4), precision=precision)
     v, before = torch.randn(J.shape[1]), J._chunk(columns=True)
     wanted = J.normal(v)
-    monkeypatch.setattr("linnet.jacobian.CONVOLVED", 3)
+    monkeypatch.setattr("linnet.passes.CONVOLVED", 3)
     assert before == J._chunk(columns=True) == 7  # a CPU takes what fits
     monkeypatch.setattr(J, "device", torch.device("cuda"))
     assert J._chunk(columns=True) == (3 if precision == "highest" else 7) and J._chunk() == 7
     monkeypatch.undo()
-    monkeypatch.setattr("linnet.jacobian.CONVOLVED", 3)
+    monkeypatch.setattr("linnet.passes.CONVOLVED", 3)
     monkeypatch.setattr(type(J), "_convolves", True)
     torch.testing.assert_close(J.normal(v), wanted)

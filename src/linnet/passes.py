@@ -1,0 +1,354 @@
+"""Passes over a data set: the chunks of a Jacobian, how many examples each takes, and what they are made of.
+
+`Passes._pieces` gives chunk after chunk, prepared for what is asked of it: nothing else goes through the data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from linnet import _checks
+from linnet.autodiff import Autodiff
+from linnet.batch import Batch, Deferred, Source
+from linnet.compound import pack
+from linnet.contexts import Precision, arithmetic, check_precision, of_network
+from linnet.data import bar
+from linnet.distributed import rank_and_world, shard
+from linnet.factors import Factor, Outer, Rows
+from linnet.kron import Rotation
+from linnet.linearize import Chunk, Linearization
+from linnet.operators import LinearOperator
+from linnet.plan import (
+    PLAN_COLUMNS,
+    PRODUCTS,
+    Engine,
+    Line,
+    Plan,
+    Request,
+    autodiff_wins,
+    budget,
+    check_engine,
+    choose,
+    chunk_size,
+    fused_cost,
+    prepare,
+    working_size,
+)
+from linnet.structure import PROBE
+
+CONVOLVED = 4096
+"""Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Passing:
+    """How passes are made; shared with the minibatches of a Jacobian."""
+
+    batch_size: int | str
+    memory: float | str
+    precision: Precision
+    engine: Engine
+    progress: bool | None
+    per_example: int = 1
+    graph: int = 1  # bytes of an example that the network's own graph takes, without factors and rows
+    rest: int = 0  # bytes of an example that are not the model's, such as targets
+    largest: int | None = None  # what an out-of-memory error has left
+    room: int = 0  # bytes that a chunk could have when they were asked for last
+    used: int = 0  # examples per chunk of the last pass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk, ready for one kind of request."""
+
+    batch: Batch
+    f: Tensor
+    factors: list[Factor]
+
+
+class Passes(LinearOperator):
+    """What `linnet.jacobian.Jacobian` is made of.
+
+    Attributes:
+        n: Examples.
+        c: Outputs.
+    """
+
+    _rotation: Rotation | None = None  # of the columns
+    _late: Deferred | None = None  # where outputs are checked, if not in every pass
+
+    def __init__(
+        self,
+        lin: Linearization,
+        source: Source,
+        *,
+        batch_size: int | str = "auto",
+        memory: float | str = "auto",
+        precision: Precision = "highest",
+        engine: str = "auto",
+        progress: bool | None = None,
+    ) -> None:
+        check_precision(precision)
+        check_engine(engine)
+        _checks.check_batch_size(batch_size)
+        budget(memory, lin.device)
+        self._settings = Passing(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
+        self.lin, self._source = lin, source
+        self.n = source.n
+        first = next(iter(source.batches(min(PROBE, source.n)))).to(lin.device)
+        chunk = self._first(first)
+        self.c = chunk.f.shape[1]
+        super().__init__((self.n * self.c, lin.p), dtype=lin.dtype, device=lin.device)
+        self.block = self.c
+
+    def _first(self, batch: Batch) -> Chunk:
+        """Check the model on the first examples and measure what an example takes."""
+        self.lin.check_unchanged()
+        sizes: dict[tuple[int, int], int] = {}
+        own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
+
+        def note(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                # A view counts as itself: the first examples may be a part of all data.
+                place = storage.data_ptr(), int(t.storage_offset())
+                sizes[place] = max(sizes.get(place, 0), min(storage.nbytes(), t.nbytes))
+            return t.detach()  # an output that its own graph saved would never be freed
+
+        self.lin.structure(batch)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            chunk = self.lin.chunk(batch, self._settings.precision)
+        _checks.check_outputs_finite(chunk.f, batch.start)
+        self._settings.graph = max(1, sum(sizes.values()) // batch.n)
+        for factor in chunk.factors:
+            for t in factor.tensors():
+                note(t)
+        working = working_size(chunk.factors, self.lin.dtype.itemsize)
+        self._settings.per_example = sum(sizes.values()) // batch.n + working
+        self._settings.rest = batch.rest_bytes // batch.n
+        self._sample, self._probe = chunk.factors, batch.part(0, min(2, batch.n))
+        return chunk
+
+    # The loop.
+
+    @property
+    def _own(self) -> tuple[int, int]:
+        return shard(self.n, *rank_and_world())
+
+    def _rows(self, piece: Piece) -> slice:
+        start = piece.batch.start * self.c
+        return slice(start, start + piece.batch.n * self.c)
+
+    def _batches(self, size: int, start: int | None = None, stop: int | None = None) -> Iterator[Batch]:
+        self.lin.check_unchanged()
+        own = self._own
+        first, last = own[0] if start is None else start, own[1] if stop is None else stop
+        if last > first:
+            for batch in self._source.batches(size, first, last):
+                yield batch.to(self.device)
+
+    def _pieces(
+        self,
+        request: Request,
+        k: int,
+        label: str,
+        *,
+        start: int | None = None,
+        stop: int | None = None,
+        block: Sequence[Piece] = (),
+        along: Tensor | None = None,
+    ) -> Iterator[Piece]:
+        """The chunks of a pass, each prepared for a request; those of ``block`` are at hand already.
+
+        ``along`` (p, k) is what the chunks will be multiplied by, where that is known before they are made.
+        """
+        s = self._settings
+        size = self._gram_chunk() if request == "gram" else self._chunk(columns=self._by_columns(request, k))
+        s.used = size
+        yield from block
+        start = block[-1].batch.start + block[-1].batch.n if block else start
+        first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
+        with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
+            for batch, chunk in self._chunks(size, first, last, request, k, along):
+                factors = pack(chunk.factors) if request in PRODUCTS else chunk.factors
+                yield Piece(batch, chunk.f, factors)
+                tick(batch.n)
+
+    def _chunks(
+        self, size: int, start: int, stop: int, request: Request, k: int, along: Tensor | None
+    ) -> Iterator[tuple[Batch, Chunk]]:
+        for batch in self._batches(size, start, stop):
+            chunk = self._chunk_of(batch, request, k, along)
+            yield batch, chunk
+            # After the chunk's work is queued, so that a GPU does not wait for the answer.
+            if self._late is None:
+                _checks.check_outputs_finite(chunk.f, batch.start, batch.positions)
+            else:
+                self._late.add(chunk.f, batch.index)
+
+    def _chunk_of(self, batch: Batch, request: Request, k: int, along: Tensor | None) -> Chunk:
+        s, lin = self._settings, self.lin
+        product = request in PRODUCTS
+        ready = self._ready(request, k)
+        auto = s.engine == "auto" and product and self._rotation is None
+        autodiff = s.engine == "autodiff" or (auto and autodiff_wins(request, k=k, c=self.c))
+        # Reverse mode adds up over the examples, which half precision is too short for.
+        backward = request == "rmatmul" and lin.model_dtype == lin.dtype
+        forward = autodiff and product and not backward and lin.can("forward_mode", batch)
+        if s.engine == "autodiff" or (autodiff and (backward or forward)):
+            graph = backward or (forward and request == "fused")
+            return lin.chunk(
+                batch, s.precision, autodiff_only=True, columns=forward, graph=graph, along=along, prepare=ready
+            )
+        few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
+        return lin.chunk(batch, s.precision, columns=few, prepare=ready)
+
+    def _ready(self, request: Request, k: int) -> Callable[[Factor], Factor]:
+        """Prepares a factor for a request, in the coordinates of this Jacobian."""
+        ready = partial(prepare, request=request, k=k, engine=self._settings.engine)
+        rotation = self._rotation
+        return ready if rotation is None else lambda factor: ready(rotation(factor))
+
+    def _by_columns(self, request: Request, k: int) -> bool:
+        """Whether `_chunk_of` will leave a pass to autodiff alone, which holds no rows."""
+        s, lin = self._settings, self.lin
+        if s.engine != "auto" or request not in PRODUCTS or self._rotation is not None or not hasattr(self, "_probe"):
+            return False
+        if not autodiff_wins(request, k=k, c=self.c):
+            return False
+        return (request == "rmatmul" and lin.model_dtype == lin.dtype) or lin.can("forward_mode", self._probe)
+
+    def _chunk(self, *, columns: bool = False) -> int:
+        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only."""
+        s = self._settings
+        if isinstance(s.batch_size, int):
+            size = min(s.batch_size, self.n)
+        else:
+            each = min(s.per_example, 3 * s.graph) if columns else s.per_example
+            if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
+                s.room = budget(s.memory, self.device)
+            size = chunk_size(self.n, each, s.room)
+            if columns and size > CONVOLVED and self._convolves:
+                size = CONVOLVED
+        return size if s.largest is None else min(size, s.largest)
+
+    @property
+    def _convolves(self) -> bool:
+        """Whether passes are convolutions in float32 on a GPU."""
+        exact = of_network(self._settings.precision) == "highest" and self.lin.model_dtype == torch.float32
+        return self.device.type == "cuda" and exact and self.lin.has_convolutions
+
+    def _gram_chunk(self) -> int:
+        """Chunks of a Gram matrix: several, so that its symmetry halves the work."""
+        size = self._chunk()
+        return size if isinstance(self._settings.batch_size, int) else min(size, max(512, ceil(self.n / 16)))
+
+    def _completed(self, run: Callable[[], T], other: Passes | None = None) -> T:
+        """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the other's)."""
+        while True:
+            try:
+                with arithmetic(self._settings.precision, self.device):
+                    return run()
+            except torch.OutOfMemoryError:
+                size = self._settings.used or self._chunk()
+                if size == 1:
+                    raise
+                if self._settings.largest is None:
+                    warnings.warn(
+                        f"linnet ran out of memory with chunks of {size} examples and goes on with smaller ones; "
+                        "pass memory= or batch_size= to choose them.",
+                        stacklevel=4,
+                    )
+                if other is not None:
+                    other._settings.largest = max(1, other._chunk() // 2)
+                self._settings.largest = self._settings.used = max(1, size // 2)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    # What it is made of.
+
+    @property
+    def plan(self) -> Plan:
+        """Which engine serves each layer, chunk and memory; print it."""
+        return self._plan()
+
+    @property
+    def _kind(self) -> str:
+        return self._source.kind
+
+    def _by_layer(self, factor: Factor) -> list[tuple[str, Factor]]:
+        """The factor cut into its layers' columns."""
+        layers = [self._layer_at(r[0]) for r in factor.ranges]
+        if len(set(layers)) == 1:
+            return [(layers[0], factor)]
+        if isinstance(factor, Outer):
+            one = Outer(factor.x, factor.g, weight=factor.weight, swapped=factor.swapped)
+            two = Outer(factor.x, factor.g, weight=None, bias=factor.bias)
+            return [(layers[0], one), (layers[1], two)]
+        rows = factor.expand()
+        return [(layer, Rows([r], [part])) for layer, r, part in zip(layers, rows.ranges, rows.parts, strict=True)]
+
+    def _layer_at(self, position: int) -> str:
+        for layer, names in self.lin.layout.layers.items():
+            for name in names:
+                where = self.lin.layout.slices[name]
+                if where.start <= position < where.stop:
+                    return layer
+        raise AssertionError(position)
+
+    def _plan(self) -> Plan:
+        s, lin = self._settings, self.lin
+        structure = lin.last_structure
+        found: dict[str, tuple[int, set[str], set[str]]] = {}
+        costs: dict[str, float] = {}
+        for factor in self._sample:
+            for layer, part in self._by_layer(factor) if not isinstance(factor, Autodiff) else ():
+                uses, products, gram = found.get(layer, (0, set(), set()))
+                products = products | {choose(part, "fused", k=PLAN_COLUMNS, engine=s.engine)}
+                gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
+                found[layer] = (max(uses, part.size.T), products, gram)
+                costs[layer] = costs.get(layer, 0) + fused_cost(part, k=PLAN_COLUMNS, engine=s.engine)
+        lines = []
+        for layer, names in lin.layout.layers.items():
+            rules = dict.fromkeys(structure.rules.get(name, "") for name in names)
+            unused = all(name in structure.unused for name in names)
+            rest = any(name in structure.rest for name in names)
+            uses, products, gram = found.get(layer, (0, set(), set()))
+            if s.engine == "autodiff":
+                products, gram = {"autodiff"}, {"autodiff rows"}
+            elif rest:
+                products, gram = products | {"autodiff"}, gram | {"autodiff rows"}
+            lines.append(
+                Line(
+                    layer=layer,
+                    rule=" + ".join(r for r in rules if r) or ("unused" if unused else "none"),
+                    parameters=sum(lin.layout.shapes[name].numel() for name in names),
+                    uses=uses,
+                    products=", ".join(sorted(products)) or "zero",
+                    gram=", ".join(sorted(gram)) or "zero",
+                    cost=None if rest or s.engine == "autodiff" else costs.get(layer, 0),
+                )
+            )
+        world = rank_and_world()[1]
+        note = f"{str(self.dtype).removeprefix('torch.')} on {self.device}, precision {s.precision}"
+        return Plan(
+            lines=tuple(lines),
+            shape=self.shape,
+            n=self.n,
+            c=self.c,
+            chunk=self._chunk(),
+            per_example=s.per_example,
+            budget=budget(s.memory, self.device),
+            data=self._kind,
+            note=note if world == 1 else f"{note}, {world} ranks",
+        )
