@@ -59,7 +59,8 @@ def sinusoids_ablr(metrics: Metrics) -> Finding:
     rows = metrics["context points"]["10"]
     why = (
         f"Over {metrics['settings']['sources']} source tasks the difference is as large as its spread. With 20 points "
-        f"it is {said(sinusoid_gap(metrics, 'ABLR, source', '20'))}, and ABLR's 95 % intervals cover {100 * rows['ABLR, source']['coverage']['mean']:.0f} % with 10, those of the finite NTK "
+        f"it is {said(sinusoid_gap(metrics, 'ABLR, source', '20'))}, and ABLR's 95 % intervals cover "
+        f"{100 * rows['ABLR, source']['coverage']['mean']:.0f} % with 10, those of the finite NTK "
         f"{100 * rows['finite NTK, as published']['coverage']['mean']:.0f} %."
     )
     return sinusoids_ahead(metrics, "ABLR, source", why)

@@ -267,6 +267,22 @@ def test_minibatches_are_views_of_many(name, chunk, room, no_network, monkeypatc
     assert sorted(seen) == sorted([*range(7)] * 2)
 
 
+def test_copies_of_minibatches_are_kept_until_they_are_forgotten(model, x, monkeypatch):
+    J = linnet.linearize(model).jacobian(x, CHUNK).cached()
+    first, second, other = (
+        {tuple(part.index.tolist()): part for part in J.minibatches(size, seed=seed)}
+        for size, seed in ((3, 0), (3, 1), (2, 0))
+    )
+    assert all(second[index] is part for index, part in first.items())
+    assert other.keys().isdisjoint(first)
+    J.forget_minibatches()
+    assert all(part is not other[tuple(part.index.tolist())] for part in J.minibatches(2, seed=0))
+    J.forget_minibatches()
+    monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
+    one, two = ({tuple(part.index.tolist()): part for part in J.minibatches(3, seed=seed)} for seed in (0, 1))
+    assert one.keys() == two.keys() and all(two[index] is not part for index, part in one.items())
+
+
 def test_of_a_subset(model, x):
     A = dense_jacobian(model, x).view(N, C, -1)
     J = linnet.linearize(model).jacobian(x, CHUNK).subset(torch.tensor([4, 2, 0])).cached()

@@ -119,13 +119,16 @@ class Cached(Jacobian):
     def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         size = len(chunks[0])
         if self._copies[0] != size:
-            self._copies = 0, []  # room for others
+            self.forget_minibatches()
             if self.cache_size > cache_limit("auto", self.device):
                 yield from super()._minibatches(chunks, order, late=late)
                 return
             self._copies = size, [self._copied(index) for index in chunks]
         for i in order:
             yield self._copies[1][i]
+
+    def forget_minibatches(self) -> None:
+        self._copies = 0, []
 
     def _copied(self, index: Tensor) -> Cached:
         """The examples at ``index``, with forms for products that are made once."""

@@ -278,6 +278,9 @@ class Jacobian(Grams):
         order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))
         return self._minibatches(chunks, order.tolist(), late=late)
 
+    def forget_minibatches(self) -> None:
+        """Free what `minibatches` may have copied for the next epoch."""
+
     def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         return self._parts([chunks[i] for i in order], late=late)
 

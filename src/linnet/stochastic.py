@@ -102,8 +102,11 @@ def adam(
     check_concave(likelihood)
     y = likelihood.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
     task = _Task(J, y, variance.sqrt(), likelihood, network)
-    rate = task.first_step(training.size, seed) if training.rate == "auto" else float(training.rate)
-    u, path = _trained(task, training, rate, seed, progress)
+    try:
+        rate = task.first_step(training.size, seed) if training.rate == "auto" else float(training.rate)
+        u, path = _trained(task, training, rate, seed, progress)
+    finally:
+        J.forget_minibatches()
     mode, before = task.measured(u, training.epochs * math.ceil(J.n / training.size), training.epochs + 1)
     if not mode.objective < before:
         raise _diverged(f"the objective is {mode.objective:.4g} at the end and was {before:.4g} at the start", rate)
