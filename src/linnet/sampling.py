@@ -30,8 +30,9 @@ from linnet.posterior import SamplePosterior, by_root
 from linnet.precondition import Preconditioner
 from linnet.problem import Settings
 from linnet.quadrature import log_det_from
+from linnet.reduced import reduced
 from linnet.sketch import rescaled, sketch
-from linnet.solve import Solution, cg, cholesky_, cholesky_solve
+from linnet.solve import Product, Solution, cg, cholesky_, cholesky_solve
 from linnet.solve import log_det_from as dense_log_det
 
 Space = Literal["auto", "weight", "function"]
@@ -159,6 +160,8 @@ def posterior_samples(
         memory: Bytes that dense matrices and preconditioners may take, or "auto".
         coarse: The same Jacobian in a cheaper precision, ``lin.jacobian(X, precision="high")``, for the iterations in
             weight space and their preconditioner. Right-hand sides and residuals stay J's, and so does the tolerance.
+            None takes the rows that carry the curvature, where they are few (`linnet.reduced`); with probes for the
+            preconditioner only.
         progress: None shows a bar on a terminal only, False never, True always.
 
     Raises:
@@ -199,7 +202,6 @@ def posterior_samples(
         return _function(J, S, L, e, h, seed, tolerance)
     d = S.sqrt()
     Phi = J.scaled(d)
-    cheap = Phi if coarse is None else coarse.scaled(d)
     data = Phi.T @ by_root(L, e)
     del e
     B = data + h
@@ -208,23 +210,24 @@ def posterior_samples(
     del data
     if share == 0:
         return Samples(d[:, None] * h, S, seed, "weight", Solution(h, True, 0, 0.0, tolerance=tolerance), 0.0)
+    few = _few(J, L, settings) if coarse is None else None
     P: Preconditioner | None
     if isinstance(preconditioner, Preconditioner):
         P = preconditioner
     elif (again := _again(start, S, L)) is not None and preconditioner == "auto" and rank == "auto":
         P = again
     else:
-        P = _preconditioner(cheap, J, d, L, k, settings, rank)
-    weight = L.square() if L.ndim == 1 else L @ L.mT
+        P = _preconditioner(few, J if coarse is None else coarse, d, L, k, settings, rank)
+    product, exact = _products(few, J, coarse, d, L)
     first = h if start is None else _started(start, h, d)
     if probes:
         more = probes_of(P, J.shape[1], J, settings)
         B, first = torch.cat([B, more], 1), torch.cat([first, torch.zeros_like(more)], 1)
         del more
     solution = cg(
-        lambda V: V + cheap.normal(V, weight),
+        product if exact is None or not probes else exact,
         B,
-        exact=None if coarse is None else lambda V: V + Phi.normal(V, weight),
+        exact=None if probes else exact,
         preconditioner=P,
         tolerance=tolerance * share,
         iterations=iterations,
@@ -321,25 +324,57 @@ def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int
     return Samples(d * u, S, seed, "function", replace(solution, value=u[:0]), log_det)
 
 
+def _few(J: Jacobian, L: Tensor, settings: Settings) -> LinearOperator | None:
+    """The rows that carry the curvature, where they are few; on a GPU with products in tf32."""
+    if settings.preconditioner != "auto":
+        return None
+    # Rows of the network itself: those of a network that runs in tf32 are another matrix, by a percent or two.
+    return reduced(J.in_precision("products") if J.device.type == "cuda" else J, L)
+
+
+def _products(
+    few: LinearOperator | None, J: Jacobian, coarse: Jacobian | None, d: Tensor, L: Tensor
+) -> tuple[Product, Product | None]:
+    """``V`` to ``H V`` for the iterations; and, where that is not exact, as it is."""
+    weight = L.square() if L.ndim == 1 else L @ L.mT
+
+    def of(op: LinearOperator, weight: Tensor | None = weight) -> Product:
+        Phi = op.scaled(d)
+        return lambda V: V + Phi.normal(V, weight)
+
+    if few is not None:
+        return of(few, None), of(J)
+    return (of(J), None) if coarse is None else (of(coarse), of(J))
+
+
 def _preconditioner(
-    cheap: LinearOperator, J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, rank: int | str
+    few: LinearOperator | None,
+    J: Jacobian,
+    d: Tensor,
+    L: Tensor,
+    k: int,
+    settings: Settings,
+    rank: int | str,
 ) -> Preconditioner | None:
     if settings.preconditioner == "none":
         return None
     if settings.preconditioner != "auto":
         weight = L.square() if L.ndim == 1 else L @ L.mT
-        return preconditioner_of(cheap, J, weight, settings, "weight")
-    by_column = autodiff_wins("fused", k=k, c=J.c)
+        return preconditioner_of(J.scaled(d), J, weight, settings, "weight")
+    by_column = few is None and autodiff_wins("fused", k=k, c=J.c)
     if isinstance(rank, str):
         most = int(0.5 * dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
         # Where rows are formed anyway, many more columns cost little more.
         rank = min(SKETCHED if J.device.type == "cuda" else max(128, 4 * k), most)
         if by_column:  # each costs as much as one of the samples in an iteration
             rank = min(rank, 4 * k)
+    generator = settings.generator(2)
+    if few is not None:
+        ones = torch.ones(few.shape[0], dtype=J.dtype, device=J.device)
+        return sketch(few.scaled(d), ones, rank=max(1, rank), generator=generator)
     if J.device.type == "cuda" and not by_column:
-        # Rows of the network itself: those of a network that runs in tf32 are another matrix, by a percent or two.
-        cheap = J.in_precision("products").scaled(d)
-    return sketch(cheap, L, rank=max(1, rank), generator=settings.generator(2))
+        J = J.in_precision("products")
+    return sketch(J.scaled(d), L, rank=max(1, rank), generator=generator)
 
 
 def _again(start: Samples | None, S: Tensor, L: Tensor) -> Preconditioner | None:

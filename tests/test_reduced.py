@@ -1,0 +1,83 @@
+"""The few rows that carry the curvature, and posterior samples by way of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drawn import double, normal
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import linnet
+from linnet.jacobian import Jacobian
+from linnet.likelihoods import Categorical
+from linnet.reduced import SMALL, reduced
+from linnet.sampling import posterior_samples
+
+
+def sure(c: int, n: int = 40, *, unsure: int = 5) -> tuple[Jacobian, Tensor]:
+    """A Jacobian and the root of a categorical curvature that is near zero but for a few examples."""
+    x = normal(n, 6)
+    J = linnet.linearize(double(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, c)))).jacobian(x, 7)
+    f = 30 * nn.functional.one_hot(torch.arange(n) % c, c).double() + normal(n, c, seed=1)
+    f[:unsure] = 2 * normal(unsure, c, seed=2)
+    return J, Categorical().root(f)
+
+
+def curvature(J: Jacobian, L: Tensor) -> Tensor:
+    A = J.dense().view(J.n, J.c, -1)
+    return torch.einsum("ncp,ncd,nkd,nkq->pq", A, L, L, A)
+
+
+@pytest.mark.parametrize("c", [4, SMALL + 3])
+def test_little_is_left_out(c):
+    J, L = sure(c)
+    exact = curvature(J, L)
+    errors, rows = [], []
+    for share in (1e-1, 1e-3, 1e-6):
+        R = reduced(J, L, share=share)
+        assert R is not None and R.shape[1] == J.shape[1]
+        A = R.dense()
+        left = exact - A.T @ A
+        assert float(torch.linalg.eigvalsh(left)[0]) >= -1e-9 * float(exact.trace())  # nothing counts twice
+        errors.append(float(left.trace()))
+        rows.append(len(A))
+    assert errors[0] >= errors[1] >= errors[2] and errors[2] <= 1e-4 * float(exact.trace())
+    assert rows[0] <= rows[1] <= rows[2] < 0.3 * J.shape[0]
+
+
+def test_where_there_is_nothing_to_gain():
+    J, L = sure(4)
+    assert reduced(J, Categorical().root(normal(40, 4))) is None  # unsure of every example
+    assert reduced(J, torch.zeros_like(L)) is None
+    assert reduced(J, L[:, :, 0]) is None  # a diagonal root
+    assert reduced(J.cached(), L) is None
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(normal(40, 6))
+
+    assert (
+        reduced(J.lin.jacobian(linnet.data.as_source(torch.utils.data.DataLoader(Stream(), 8), J.lin.module)), L)
+        is None
+    )
+
+
+@pytest.mark.parametrize("probes", [0, 4])
+@pytest.mark.parametrize("c", [4, SMALL + 3])
+def test_samples_are_those_of_all_rows(c, probes, monkeypatch):
+    J, L = sure(c)
+    S = torch.full((J.shape[1],), 0.5).double()
+    assert reduced(J, L) is not None
+    exact = posterior_samples(J, S, L, 3, space="function")
+    found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9, probes=probes, rank=20)
+    torch.testing.assert_close(found.Z, exact.Z, rtol=1e-7, atol=1e-7)
+    if probes:
+        assert found.log_det == pytest.approx(exact.log_det, abs=6 * found.log_det_error + 1e-6)
+    calls = []
+    monkeypatch.setattr("linnet.sampling.reduced", lambda J, L: calls.append(J.n))
+    posterior_samples(J, S, L, 3, space="weight", preconditioner="none")
+    assert not calls
+    again = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)
+    assert calls == [40]
+    torch.testing.assert_close(again.Z, exact.Z, rtol=1e-7, atol=1e-7)
