@@ -51,14 +51,14 @@ class Case:
     k: int
     space: str = "weight"
     memory: tuple[float, float] | None = None
-    precision: str = "products"
+    precision: str = "highest"
 
 
 CASES: dict[str, Case] = {
     "resnet-20": Case(lambda: ResNet(3), n=20_000, k=64),
     "minilm": Case(None, n=2_000, k=64, space="auto", memory=(8 * GIB, 16 * GIB)),
     "vit-tiny": Case(VisionTransformer, n=2_000, k=64, space="function", memory=(10 * GIB, 20 * GIB)),
-    "resnet-18": Case(lambda: ResNet18(TURNS * 10), n=10_000, k=16, precision="high"),
+    "resnet-18": Case(lambda: ResNet18(TURNS * 10), n=10_000, k=16),
     "small": Case(lambda: ResNet(1), n=32, k=16),
 }
 

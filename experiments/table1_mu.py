@@ -281,7 +281,7 @@ def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row
                     ours = gains.shown(cell["accuracy"]).replace("+", "")
                     if name != BASELINE:
                         ours += f"; less linear {gains.shown(cell['less linear'])}"
-                    what = f"{PARTS[part]}, top {top}, {name}: accuracy %"
+                    what = f"{PARTS[part]}, {'all blocks' if top == ALL else f'top {top}'}, {name}: accuracy %"
                     text = f"{differs}, {cell['accuracy']['count']} draws, 95 % interval"
                     result.append(common.Row(what, said(part, name, top), ours, text))
     return result
@@ -319,5 +319,5 @@ def draw(ax: Any, cell: Mapping[str, float], place: float, color: str, top: str)
     """A point with its interval, where there is one; the first of a number of blocks carries the label."""
     low, high = (cell["mean"] if math.isnan(cell[key]) else cell[key] for key in ("low", "high"))
     error = [[cell["mean"] - low], [high - cell["mean"]]]
-    label = f"top {top}" if top else None
+    label = (top if top == ALL else f"top {top}") if top else None
     ax.errorbar([cell["mean"]], [place], xerr=error, fmt="o", color=color, capsize=2, label=label)
