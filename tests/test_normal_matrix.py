@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet import linearize, operators
+from linnet import linearize, row_weights
 from linnet.matrices import Matrix
 from linnet.operators import LinearOperator
 from linnet.row_weights import add_symmetric_
@@ -36,7 +36,7 @@ NETWORKS = {
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("cached", [False, True])
 def test_from_rows_as_from_products(name: str, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "PANEL", 7)
+    monkeypatch.setattr(row_weights, "PANEL", 7)
     net, shape = NETWORKS[name]
     J = linearize(double(net)).jacobian(normal(9, *shape), batch_size=4)
     J = J.cached() if cached else J
@@ -67,7 +67,7 @@ def test_errors() -> None:
 
 @pytest.mark.parametrize("m", [1, 6, 20, 33])
 def test_symmetric_products_in_panels(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "PANEL", 5)
+    monkeypatch.setattr(row_weights, "PANEL", 5)
     A, out = normal(11, m), normal(m, m, seed=1)
     w = normal(11, seed=2)[:, None]
     expected = (out + 0.3 * A.T @ (w * A)).tril()
