@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from linnet import laplace_saved, laplace_search, predictions
 from linnet.combined import combined
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
+from linnet.laplace_checks import StructureName, check_curvature, check_options
 from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
 from linnet.laplace_predict import Predictive
 from linnet.laplace_search import Method, Search, Step
@@ -26,14 +26,12 @@ from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
 from linnet.linearize import linearize
 from linnet.logdets import LogDet
 from linnet.params import Params
-from linnet.plan import dense_budget
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.sites import FlatOutput, Sites
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
 from linnet.tangent import as_targets, checked_inputs, fast_float64
 
-StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
 At = Literal["network", "linear_mode"]
 
 KEPT = ("full", "function", "lowrank", "samples")
@@ -161,7 +159,7 @@ class Laplace(Predictive):
 
     def fit(self, X: Any, y: Any = None) -> Laplace:
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
-        self._check()
+        check_options(self)
         inputs = checked_inputs(self, X, reset=True)
         self._attach(self.model)
         J = self._jacobian(inputs)
@@ -240,28 +238,9 @@ class Laplace(Predictive):
     def _root(self, f: Tensor) -> Tensor:
         """A root of the curvature at noise one, (n, c), or (n, c, m)."""
         if self.draws is None:
-            self._check_curvature(f)
+            check_curvature(self._unit, f, self.memory)
             return self._unit.root(f)
         return predictions.sampled_root(self._unit, f, self.draws, seed=self.seed)
-
-    def _check_curvature(self, f: Tensor) -> None:
-        """Raise where the curvature of all examples does not fit memory, or is none."""
-        n, c = f.shape
-        size, limit = 3 * n * c * c * f.element_size(), dense_budget(self.memory, f.device)
-        if not self._unit.diagonal and size > limit:
-            raise MemoryError(
-                f"The curvature of {n:,} examples with {c:,} outputs takes {size / 2**30:.1f} GiB, and there are "
-                f"{limit / 2**30:.1f} GiB. Draw the Fisher information instead, with draws=1 or a few, or allow more "
-                "with memory=."
-            )
-        few = f[:256]
-        root, B = self._unit.root(few), self._unit.curvature(few)
-        found = root.square() if root.ndim == 2 else root @ root.mT
-        if not torch.allclose(found, B, rtol=1e-3, atol=1e-5 * float(B.abs().max())):
-            raise ValueError(
-                f"The curvature of {self._unit!r} is not positive semi-definite: its root times itself is something "
-                "else. Use the Fisher information in place of the second derivative."
-            )
 
     def _refresh(self) -> None:
         """The posterior for the present prior and noise."""
@@ -585,32 +564,6 @@ class Laplace(Predictive):
                 "tune(validation=(X, y)), or give prior= as a variance.",
                 stacklevel=3,
             )
-
-    # Checks.
-
-    def _check(self) -> None:
-        check_prior(self.prior)
-        if self.structure not in get_args(StructureName):
-            known = ", ".join(map(repr, get_args(StructureName)))
-            raise ValueError(f"structure must be one of {known}; got {self.structure!r}.")
-        kinds = ("classification", "regression", "heteroscedastic")
-        if not isinstance(self.likelihood, Likelihood) and self.likelihood not in kinds:
-            raise ValueError(
-                f"likelihood must be one of {', '.join(map(repr, kinds))} or a linnet.likelihoods.Likelihood; got "
-                f"{self.likelihood!r}."
-            )
-        if self.noise is not None and self.likelihood != "regression":
-            raise ValueError(f"noise= belongs to likelihood='regression'; got likelihood={self.likelihood!r}.")
-        if isinstance(self.noise, str) and self.noise not in ("evidence", "per-output"):
-            raise ValueError(f"noise must be 'evidence', 'per-output' or variances; got {self.noise!r}.")
-        for name in ("rank", "size", "samples"):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name} must be a positive number; got {value!r}.")
-        if self.draws is not None and (not isinstance(self.draws, int) or self.draws < 1):
-            raise ValueError(f"draws must be None or a positive number; got {self.draws!r}.")
-        if isinstance(self.dtype, str) and self.dtype not in ("auto", "float32", "float64"):
-            raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
