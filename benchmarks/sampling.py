@@ -43,7 +43,6 @@ class Case:
         k: Samples.
         space: As for `posterior_samples`.
         memory: Bytes for a chunk, and for what is dense; None leaves both to linnet.
-        precision: Of the iterations, unless another is asked for.
     """
 
     make: Callable[[], nn.Module] | None
@@ -51,7 +50,6 @@ class Case:
     k: int
     space: str = "weight"
     memory: tuple[float, float] | None = None
-    precision: str = "highest"
 
 
 CASES: dict[str, Case] = {
@@ -127,7 +125,7 @@ def measured(
     device: str,
     *,
     n: int | None = None,
-    precision: str | None = None,
+    precision: str = "highest",
     data: Path | None = None,
     given: tuple[nn.Module, Any, Tensor] | None = None,
 ) -> dict[str, Any]:
@@ -137,12 +135,11 @@ def measured(
         name: Of the case.
         device: Where.
         n: Another number of examples.
-        precision: Of the iterations, where it is not the case's own; residuals are always in full precision.
+        precision: Of the iterations; "highest" leaves them to linnet. Residuals are always in full precision.
         data: Folder of data and weights.
         given: The network, its inputs and labels, where they are made already.
     """
     case = CASES[name]
-    precision = precision or case.precision
     model, X, y = given or problem(name, n or case.n, device, data)
     lin = linnet.linearize(model)
     memory, dense = case.memory or ("auto", "auto")
@@ -236,7 +233,7 @@ def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     return float((left.norm(dim=0) / data.norm(dim=0)).max())
 
 
-def run(device: str, out: Path, only: str, *, n: int | None, precision: str | None, data: Path | None) -> None:
+def run(device: str, out: Path, only: str, *, n: int | None, precision: str, data: Path | None) -> None:
     """Measure, print and keep; cases that are not measured now keep what an earlier run found."""
     chosen = [only] if only != "all" else ["small"] if device == "cpu" else [name for name in CASES if name != "small"]
     rows: list[Mapping[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []

@@ -63,6 +63,20 @@ def test_where_there_is_nothing_to_gain():
     )
 
 
+def test_few_rows_of_a_trained_network():
+    from experiments.common import DATA
+    from experiments.pretrained import cifar10, resnet
+
+    needed = DATA / "cifar10_train_1.npz", DATA / "weights" / "resnet20_cifar10.safetensors"
+    if not all(file.exists() for file in needed):
+        pytest.skip(f"{needed[0]} and {needed[1]} are not there")
+    x, _ = cifar10(DATA, "train_1", count=200)
+    J = linnet.linearize(resnet(DATA / "weights", 20)).jacobian(x, progress=False)
+    L = Categorical().root(J.outputs())
+    counts = [R.shape[0] for share in (1e-2, 1e-4) if (R := reduced(J, L, share=share)) is not None]
+    assert len(counts) == 2 and counts[0] < 0.06 * J.shape[0] and counts[1] < 0.2 * J.shape[0]
+
+
 @pytest.mark.parametrize("probes", [0, 4])
 @pytest.mark.parametrize("c", [4, SMALL + 3])
 def test_samples_are_those_of_all_rows(c, probes, monkeypatch):

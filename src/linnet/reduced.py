@@ -1,8 +1,8 @@
 r"""The few rows of ``L^T J`` that carry nearly all of the curvature ``J^T B J``, ``B = L L^T``.
 
-A classifier that is sure of most labels has a curvature near zero there: of ResNet-20 on its training images, 3 % of
-the rows hold 99 % of the trace of B, and 13 % hold 99.99 %. Products with those alone take a fraction of the backward
-passes. They are for preconditioners, and for iterations whose residuals come from all rows.
+A classifier that is sure of most labels has a curvature near zero there: of ResNet-20 on 2,000 of its training images,
+3 % of the rows hold 99 % of the trace of B, and 13 % hold 99.99 %. Products with those alone take a fraction of the
+backward passes. They are for preconditioners, and for iterations whose residuals come from all rows.
 """
 
 from __future__ import annotations
