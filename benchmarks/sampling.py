@@ -29,7 +29,7 @@ from linnet.sampling import Samples, effective_dimension, posterior_samples
 DECAY = 5e-4
 GIB = 2**30
 TURNS = 10
-EPOCHS = 15
+EPOCHS = 30
 RANK = 64
 
 
@@ -116,7 +116,7 @@ def trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> nn.Module:
     from experiments.wrn import train
 
     net = Model(make, (3, 32, 32)).build().to(x.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    train(net, x, y, epochs=EPOCHS, seed=0, batch=256, rate=0.1)
+    train(net, x, y, epochs=EPOCHS, seed=0, batch=256, rate=0.1, mirror=False)  # a mirrored image is turned back
     return net.to(memory_format=torch.contiguous_format).eval()
 
 
@@ -164,7 +164,7 @@ def measured(
         "p": lin.p,
         "samples": case.k,
         "space": found.space,
-        "precision of the iterations": precision,
+        "precision of the iterations": "linnet's own" if precision == "highest" else precision,
         "data": "random" if data is None else "SST-2" if name == "minilm" else "CIFAR-10",
         "accuracy of the network on these": right,
         "seconds": seconds,
@@ -172,6 +172,7 @@ def measured(
         "iterations": None if solution is None else solution.iterations,
         "residual": None if solution is None else solution.residual,
         "residual, highest precision": residual(J, S, L, found),
+        "preconditioner": type(found.preconditioner).__name__,
         "rank of the preconditioner": None if found.preconditioner is None else found.preconditioner.rank,
         "effective dimension": gamma,
         "its standard error": error,

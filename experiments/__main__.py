@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from experiments import common
 
 EXPERIMENTS = {
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=text)
         one.add_argument("--data", type=Path, default=common.DATA, help="folder of data sets (default: %(default)s)")
         one.add_argument("--device", default="cpu")
+        one.add_argument("--share", type=float, default=1.0, help="of the GPU's memory, for runs side by side")
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--quick", action="store_true", help="a small version, to see that it runs; nothing to report")
         one.add_argument("--out", type=Path, default=None, help="default: results, with --quick results/quick")
@@ -61,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def without_places(words: Sequence[str]) -> list[str]:
-    """The arguments without the folders of this machine.
+    """The arguments without the folders and the memory of this machine.
 
     >>> without_places(["uci", "--data", "somewhere", "--quick", "--out=elsewhere", "--peer", "/some/python"])
     ['uci', '--quick', '--peer', 'PYTHON']
@@ -70,7 +73,7 @@ def without_places(words: Sequence[str]) -> list[str]:
     skip = False
     for word in words:
         name = word.split("=")[0]
-        place = name in ("--data", "--out", "--peer")
+        place = name in ("--data", "--out", "--peer", "--share")
         if not skip and not place:
             kept.append(word)
         if name == "--peer":
@@ -83,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Run one experiment; returns the folder that it wrote."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
+    if options.share < 1:
+        torch.cuda.set_per_process_memory_fraction(options.share, torch.device(options.device).index)
     start, cpu = time.perf_counter(), time.process_time()
     outcome = importlib.import_module(f"experiments.{options.name}").run(options)
     command = "python -m experiments " + " ".join(shlex.quote(word) for word in without_places(given))

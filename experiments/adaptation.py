@@ -119,13 +119,15 @@ class Search:
         rates: Learning rates of Adam.
         epochs: At most.
         patience: Epochs without a better loss on what is held out, after which a rate is given up.
-        batch: Examples of a step.
+        batch: Examples of a step, at least.
+        steps: Of an epoch, at most: with many examples a step takes more of them.
     """
 
     rates: Sequence[float]
     epochs: int
     patience: int = 5
     batch: int = 32
+    steps: int = 64
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def steps(
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], rate)
     for epoch in range(1, search.epochs + 1):
         model.train(train_mode)
-        for index in torch.randperm(len(data), generator=generator).split(search.batch):
+        size = max(search.batch, math.ceil(len(data) / search.steps))
+        for index in torch.randperm(len(data), generator=generator).split(size):
             if train_mode and len(index) == 1:
                 continue  # batch norm has no variance of one example
             part = data[index.to(data.y.device)]

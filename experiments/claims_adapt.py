@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from experiments import gains
 from experiments.claims_maddox import MADDOX
+from experiments.claims_mu import FEATURES, transfer_gap, transferred, verdict
 from experiments.claims_networks import LINEARIZED, NTK
 from experiments.table1_mu import OURS
 from experiments.verdicts import (
+    NO,
     YES,
     Finding,
     Metrics,
@@ -211,14 +213,8 @@ def all_layers(metrics: Metrics) -> Finding:
 
 @MADDOX.claim("table 1", "transfer", "Variational inference is slightly behind MAP in accuracy.")
 def vi_behind(metrics: Metrics) -> Finding:
-    pairs = [
-        [100 * run["contenders"][name]["accuracy"] for name in ("gradient features", "gradient features, vi")]
-        for run in metrics["runs"]
-        if "gradient features, vi" in run["contenders"]
-    ]
-    gap = paired(*({str(i): one[side] for i, one in enumerate(pairs)} for side in (0, 1)))
-    why = (
-        f"Over {len(pairs)} draws with few labels the two differ by less than the interval; the paper's 0.8 points "
-        "are those of 50,000 labels."
-    )
-    return Finding(f"ResNet-20 to Fashion-MNIST and MNIST, MAP less VI: {said(gap, 1)} points", ahead(gap), why)
+    by = transfer_gap(metrics, FEATURES, f"{FEATURES}, vi")
+    found, draws = verdict(by), max(int(gap["count"]) for gap in by.values())
+    alike = "VI is ahead of MAP" if found == NO else "the two differ by less than the interval"
+    why = f"Over {draws} draws with up to {list(by)[-1]} {alike}; the paper's 0.8 points are those of 50,000 labels."
+    return Finding(transferred(metrics, "MAP less VI", by), found, why)

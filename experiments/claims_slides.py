@@ -57,7 +57,7 @@ def laplace_over_ensemble(metrics: Metrics) -> Finding:
 
 @SLIDES.claim("joint predictions", "laplace_cifar", "The same with a ResNet of CIFAR: Laplace is ahead of the network.")
 def laplace_joint_cifar(metrics: Metrics) -> Finding:
-    rows = metrics["parts"][metrics["settings"]["now"]]
+    rows = metrics["parts"][metrics["settings"]["shown"]]
     joint = {name: rows[name][JOINT]["5"] for name in ("MAP", "last layer", "kron", "samples") if name in rows}
     gaps = [single(score - joint["MAP"]) for name, score in joint.items() if name != "MAP"]
     if not gaps:

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class Outcome:
         rows: Its rows of results/README.md.
         command: For the table, where several runs made the parts; None for the command that was given.
         time: The same; None for that of this run.
+        renewed: The outcome from all parts, for those that other processes kept while this one was made.
     """
 
     metrics: dict[str, Any]
@@ -70,6 +71,7 @@ class Outcome:
     rows: Sequence[Row]
     command: str | None = None
     time: str | None = None
+    renewed: Callable[[dict[str, Any]], Outcome] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,19 +209,23 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
     """Write metrics.json and figure.png under folder/name and the rows into folder/README.md."""
     where = folder / name
     where.mkdir(parents=True, exist_ok=True)
-    record = {
-        "experiment": name,
-        "command": command,
-        "seconds": round(spent.wall, 1),
-        "CPU seconds": round(spent.cpu, 1),
-        "machine": machine(device),
-        **outcome.metrics,
-    }
     with locked(folder):  # runs side by side share the table
         path, table = where / "metrics.json", folder / "README.md"
-        if "parts" in record and path.exists():
+        parts = {}
+        if "parts" in outcome.metrics and path.exists():
             kept = json.loads(path.read_text(encoding="utf-8")).get("parts", {})
-            record["parts"] = together(kept, record["parts"])
+            parts = {"parts": together(kept, clean(outcome.metrics["parts"]))}
+            if outcome.renewed is not None and parts["parts"] != clean(outcome.metrics["parts"]):
+                outcome = outcome.renewed(parts["parts"])
+        record = {
+            "experiment": name,
+            "command": command,
+            "seconds": round(spent.wall, 1),
+            "CPU seconds": round(spent.cpu, 1),
+            "machine": machine(device),
+            **outcome.metrics,
+            **parts,
+        }
         write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
         with replacing(where / "figure.png") as temporary:
             outcome.figure.savefig(temporary, format="png", dpi=150)

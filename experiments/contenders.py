@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import linnet
 from benchmarks.models import Model, WideResNet
+from linnet import plan
 from linnet.contexts import arithmetic
 
 TOLERANCE = 1e-3
@@ -180,11 +181,7 @@ def by_published(given: Problem, *, seconds: float, probes: int = 10, steps: int
 
 def check_fits(needed: float, device: torch.device) -> None:
     """Raise rather than be killed by the system."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free = psutil.virtual_memory().available
+    free = plan.free(device) if device.type == "cuda" else psutil.virtual_memory().available
     if needed > 0.95 * free:
         raise MemoryError(f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
 

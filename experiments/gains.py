@@ -1,9 +1,11 @@
-"""How adapted networks compare over draws of labels: intervals, tables and the figure."""
+"""How adapted networks compare over draws of labels: what is kept of each, intervals, tables and the figure."""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,9 +66,18 @@ def differences(runs: Sequence[Mapping[str, Any]], key: str) -> dict[int, dict[s
     out: dict[int, dict[str, dict[str, float]]] = {}
     for size in sorted({run["labels"] for run in runs}):
         seen = [run for run in runs if run["labels"] == size]
-        names = [name for name in seen[0]["contenders"] if name != LINEAR]
+        names = [name for name in dict.fromkeys(name for run in seen for name in run["contenders"]) if name != LINEAR]
         out[size] = {name: paired(runs, name, key, size=size) for name in names}
     return out
+
+
+def adapting(count: int, what: str) -> str:
+    """How much of a network adapts, in words.
+
+    >>> adapting(1, "block"), adapting(2, "layer")
+    ('1 block adapts', '2 layers adapt')
+    """
+    return f"1 {what} adapts" if count == 1 else f"{count} {what}s adapt"
 
 
 def verdict(gain: Mapping[str, float]) -> str:
@@ -123,16 +134,97 @@ def bars(ax: Any, x: Any, values: Sequence[Mapping[str, float]], **style: Any) -
     ax.errorbar(x, mean, yerr=(ends - mean).abs().nan_to_num(), **{"fmt": "o-", "ms": 4, "lw": 1.2, **style})
 
 
-def outcome(
-    runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], *, said: Mapping[str, str], differs: str
-) -> common.Outcome:
-    """What an experiment hands back.
+# What is kept: by setting, its "settings" and its "runs", one for each set, draw and number of labels.
+
+Run = Mapping[str, Any]
+
+
+def keep(options: argparse.Namespace, name: str, where: str, how: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    """Print a run and put it beside those that are kept; returns all parts.
 
     Args:
-        runs: One for each draw and number of labels: "set", "labels", and "contenders", their scores by name.
-        settings: Of the experiment.
+        options: Of the command.
+        name: Of the experiment.
+        where: The setting in words.
+        how: What all runs of the setting have in common.
+        run: "set", "seed", "labels" and "contenders", their scores by name.
+    """
+    print_run(run)
+    key = f"{run['set']}, draw {run['seed']}, {run['labels']} labels"
+    return common.keep(options, name, {where: {"settings": how, "runs": {key: run}}})
+
+
+def draws(runs: Sequence[Run]) -> int:
+    return len({run["seed"] for run in runs})
+
+
+def machines(how: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """Where runs were made: each says so, or else what they have in common does."""
+    return ", ".join(sorted({run.get("machine") or how["machine"] for run in runs}))
+
+
+def by_labels(parts: Mapping[str, Any]) -> list[str]:
+    """The settings, that with the most labels first, then by name: whichever was measured last.
+
+    >>> few, many = {"runs": {"draw 0": {"labels": 5}}}, {"runs": {"draw 0": {"labels": 9}}}
+    >>> by_labels({"c": few, "b": many, "a": few})
+    ['b', 'a', 'c']
+    """
+    return sorted(parts, key=lambda where: (-max(run["labels"] for run in parts[where]["runs"].values()), where))
+
+
+def of_parts(
+    parts: Mapping[str, Any],
+    now: str,
+    *,
+    said: Mapping[str, str],
+    differs: Callable[[Mapping[str, Any], Sequence[Run]], str],
+    command: str,
+) -> common.Outcome:
+    """Tables and rows of all settings that are kept, the numbers and the figure of the one with the most labels.
+
+    Args:
+        parts: All settings with their runs.
+        now: The setting of the command, whose tables are printed last.
         said: Contenders of the table of results, and what the paper says of them.
-        differs: From the paper.
+        differs: From the settings and the runs with one number of labels, what differs from the paper.
+        command: That makes all of them.
+    """
+    if now not in parts:
+        raise ValueError(f"No runs are kept of {now!r}, so there is nothing to show; there are {sorted(parts)}.")
+    found = {}
+    for where in sorted(parts, key=lambda where: where == now):
+        part = parts[where]
+        runs = sorted(part["runs"].values(), key=lambda run: (run["set"], run["labels"], run["seed"]))
+        print(f"\n{where}")
+        settings = {"draws": draws(runs), **part["settings"]}
+        found[where] = outcome(runs, settings, title=where, said=said, differs=partial(differs, part["settings"]))
+    order = by_labels(parts)
+    first = found[order[0]]
+    metrics = {key: value for key, value in first.metrics.items() if key != "runs"} | {"parts": parts}
+    all_runs = [run for part in parts.values() for run in part["runs"].values()]
+    spent = sum(one["seconds"] + one["predicting"] for run in all_runs for one in run["contenders"].values())
+    rows = [row for where in order for row in found[where].rows]
+    renewed = partial(of_parts, now=now, said=said, differs=differs, command=command)
+    return common.Outcome(metrics, first.figure, rows, command, common.duration(spent), renewed)
+
+
+def outcome(
+    runs: Sequence[Run],
+    settings: Mapping[str, Any],
+    *,
+    title: str,
+    said: Mapping[str, str],
+    differs: Callable[[Sequence[Run]], str],
+) -> common.Outcome:
+    """Tables, figure and rows of runs.
+
+    Args:
+        runs: One for each set, draw and number of labels.
+        settings: Of the experiment.
+        title: Of the figure.
+        said: Contenders of the table of results, and what the paper says of them.
+        differs: From the runs with one number of labels and one contender, what differs from the paper.
     """
     tables = summary(runs)
     gains = {key: differences(runs, key) for key in ("accuracy", "nll", "ece")}
@@ -145,7 +237,8 @@ def outcome(
             if name in said:
                 ours = f"{shown(gain, factor=100)}, {shown(gains['nll'][n][name], digits=3)}"
                 what = f"{n:,} labels, {name} less linear: accuracy in points, NLL"
-                rows.append(common.Row(what, said[name], ours, differs))
+                seen = [run for run in runs if run["labels"] == n and name in run["contenders"]]
+                rows.append(common.Row(what, said[name], ours, differs(seen)))
     metrics = {
         "settings": settings,
         "seconds of contenders": "of fitting above the frozen layers, the head's included; of the processor on a CPU",
@@ -157,27 +250,28 @@ def outcome(
         },
         "runs": runs,
     }
-    return common.Outcome(metrics, figure(tables, gains["accuracy"]), rows)
+    return common.Outcome(metrics, figure(tables, gains["accuracy"], title), rows)
 
 
 # The figure.
 
 
-def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any]) -> Figure:
+def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any], title: str) -> Figure:
     """Accuracy and NLL against labels for each set; the paired gains; what it takes."""
     sets: Sequence[str] = list(tables)
     with common.style():
         picture = Figure(figsize=(3.6 * (len(sets) + 1), 6.6))
         axes = picture.subplots(2, len(sets) + 1, squeeze=False)
         for column, set_ in enumerate(sets):
-            for row, (key, factor, title) in enumerate((("accuracy", 100, "accuracy, %"), ("nll", 1, "NLL"))):
+            for row, (key, factor, label) in enumerate((("accuracy", 100, "accuracy, %"), ("nll", 1, "NLL"))):
                 ax = axes[row, column]
                 curves(ax, tables[set_], key, factor)
-                ax.set(xlabel="labels", ylabel=title, title=set_)
+                ax.set(xlabel="labels", ylabel=label, title=set_)
         paired_panel(axes[0, -1], accuracy)
         curves(axes[1, -1], tables[sets[0]], "seconds", 1)
         axes[1, -1].set(xlabel="labels", ylabel="seconds to fit", title=sets[0], yscale="log")
         axes[1, -1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        picture.suptitle(title, fontsize=11)
         handles, names = axes[0, 0].get_legend_handles_labels()
         picture.legend(handles, names, loc="outside lower center", ncols=2 + len(sets), fontsize=8)
     return picture
@@ -201,13 +295,15 @@ def curves(ax: Any, table: Mapping[int, Any], key: str, factor: float) -> None:
 def paired_panel(ax: Any, gains: Mapping[int, Any]) -> None:
     """Differences of accuracy to the linear contender with 95 % intervals, in a group for each number of labels."""
     at, middles = 0.0, []
-    for table in gains.values():
+    for i, table in enumerate(gains.values()):
         first = at
         for name, color in COLORS.items():
             if name in table:
                 mean, low, high = (100 * table[name][key] for key in ("mean", "low", "high"))
-                ax.errorbar([mean], [-at], xerr=[[mean - low], [high - mean]], fmt="o", color=color, ms=5, capsize=3)
+                ax.errorbar([mean], [-at], xerr=[[mean - low], [high - mean]], fmt="o", color=color, ms=4, capsize=2)
                 at += 1
+        if i % 2:  # tells the groups apart
+            ax.axhspan(0.1 - at, 0.9 - first, color=common.GRAY, alpha=0.1, lw=0)
         middles.append(-(first + at - 1) / 2)
         at += 0.8
     ax.axvline(0, color=common.GRAY, lw=1)

@@ -1,14 +1,15 @@
 """MiniLM on SST-2 with few labels: gradient features of a transformer, which Mu et al. (2020) do not have.
 
 Contenders as in `experiments.transfer`: logistic regression on the mean of the tokens' outputs; with the gradients of
-the last layer (equation 2); fine-tuning of the same layer; fine-tuning of everything.
+the last layer (equation 2); fine-tuning of the same layer; fine-tuning of everything. `--sizes`, `--seed` and `--seeds`
+measure some and keep the others: runs may go side by side, and `--sizes` without a number shows what is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,20 +20,22 @@ from experiments import common, gains
 from experiments.adaptation import EVERYTHING, GRADIENTS, SAME, Clock, Contest, Labeled, Search, Whole, in_turn
 from experiments.pretrained import minilm, sst2, word_pieces
 
+NETWORK = "MiniLM-L6"
 CLASSES = 2
+LABELS = 6920  # of the training sentences
 SIZES = {"quick": [20], "cpu": [50, 200, 1000], "cuda": [50, 200, 1000, 3000, 6920]}
 TEST = {"quick": 40, "cpu": 400, "cuda": 1821}
 SEARCH = {
     "quick": Search((1e-4,), 1),
     "cpu": Search((3e-4, 1e-4, 3e-5), 6, patience=2),
-    "cuda": Search((3e-4, 1e-4, 3e-5, 1e-5), 20),
+    "cuda": Search((3e-4, 1e-4, 3e-5, 1e-5), 20, patience=5),
 }
 OTHERS = (f"{GRADIENTS}, vi", f"{GRADIENTS}, laplace", f"{GRADIENTS}, ntk", f"{GRADIENTS}, network's mean")
 # Up to how many labels a contender takes part; those not named always do.
 LIMITS: dict[str, dict[str, int]] = {
     "quick": {},
     "cpu": {**dict.fromkeys((*OTHERS, SAME), 200), EVERYTHING: 50},
-    "cuda": {},
+    "cuda": dict.fromkeys(OTHERS, 3000),
 }
 NOT_THERE = "not in the paper"
 SAID = dict.fromkeys((GRADIENTS, f"{GRADIENTS}, vi", f"{GRADIENTS}, ntk", SAME, EVERYTHING), NOT_THERE)
@@ -84,8 +87,8 @@ def with_head(net: Any, head: nn.Module) -> nn.Module:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="labels (default: 50 200 1000)")
-    parser.add_argument("--seeds", type=int, default=None, help="draws of labels and test sentences (default: 3)")
+    parser.add_argument("--sizes", type=int, nargs="*", default=None, help="labels (default: 50 200 1000; cuda: all)")
+    parser.add_argument("--seeds", type=int, default=None, help="draws of labels, --seed the first (default: 3)")
     parser.add_argument("--test", type=int, default=None, help="test sentences (default: 400; cuda: all)")
     parser.add_argument("--layers", type=int, default=1, help="layers that adapt (default: 1)")
 
@@ -93,28 +96,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> common.Outcome:
     """Draw labels, adapt, score."""
     kind = "quick" if options.quick else options.device.partition(":")[0]
-    options.sizes, options.test = options.sizes or SIZES[kind], options.test or TEST[kind]
-    options.seeds = options.seeds or (1 if options.quick else 3)
-    net = minilm(options.data / "weights").to(options.device)
+    options.sizes = SIZES[kind] if options.sizes is None else options.sizes
+    options.test, options.seeds = options.test or TEST[kind], options.seeds or (1 if options.quick else 3)
+    net = minilm(options.data / "weights")
     if not 1 <= options.layers <= len(net.encoder.layer):
         raise ValueError(f"MiniLM has {len(net.encoder.layer)} layers; got --layers {options.layers}.")
     data = [sst2(options.data, part) for part in ("train", "test")]
-    runs: list[dict[str, Any]] = []
-    for seed in range(options.seed, options.seed + options.seeds):
-        for one in draw(net, data[0], data[1], seed=seed, kind=kind, options=options):
-            runs.append({"set": "SST-2", "seed": seed, **one})
-            gains.print_run(runs[-1])
-    search = SEARCH[kind]
-    settings = {
-        "network": "MiniLM-L6",
-        "layers that adapt": options.layers,
-        "draws": options.seeds,
-        "test sentences of a draw": options.test,
-        "seed": options.seed,
-        "fine-tuning": {"rates": search.rates, "epochs": search.epochs, "batch": search.batch},
-    }
-    differs = f"paired over {options.seeds} draws with {options.test:,} test sentences, 95 % interval"
-    return gains.outcome(runs, settings, said=SAID, differs=differs)
+    if not 1 <= options.test <= len(data[1][1]):
+        raise ValueError(f"SST-2 has {len(data[1][1]):,} test sentences; got --test {options.test}.")
+    where, parts = setting(options), common.earlier(options, "sst2").get("parts", {})
+    how = {"network": NETWORK, "layers that adapt": options.layers, "test sentences of a draw": options.test}
+    for seed in range(options.seed, options.seed + options.seeds) if options.sizes else ():
+        for one in draw(net.to(options.device), data[0], data[1], seed=seed, kind=kind, options=options):
+            own = {"fine-tuning": {**vars(SEARCH[kind])}, "machine": common.machine(options.device)}
+            parts = gains.keep(options, "sst2", where, how, {"set": "SST-2", "seed": seed, **one, **own})
+    command = "python -m experiments sst2 --device cuda"
+    return gains.of_parts(parts, where, said=SAID, differs=differs, command=command)
+
+
+def setting(options: argparse.Namespace) -> str:
+    return f"{NETWORK}, {gains.adapting(options.layers, 'layer')}, {options.test:,} test sentences"
+
+
+def differs(how: Mapping[str, Any], runs: Sequence[gains.Run]) -> str:
+    """How many draws were compared, where, and whether they are draws of the same labels."""
+    same = "; all labels there are, so that draws differ in their order alone" if runs[0]["labels"] == LABELS else ""
+    return (
+        f"paired over {gains.draws(runs)} draws with {how['test sentences of a draw']:,} test sentences, 95 % interval"
+        f"{same}; {gains.machines(how, runs)}"
+    )
 
 
 def draw(
@@ -125,7 +135,7 @@ def draw(
     seed: int,
     kind: str,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """All contenders on one draw of labels and test sentences, of which smaller numbers of labels are the first."""
     generator, clock, device = torch.Generator().manual_seed(seed), Clock(options.device), options.device
     index = in_turn(train[1], max(options.sizes), CLASSES, generator)
@@ -136,7 +146,7 @@ def draw(
     with clock("bottom"):
         h = below(net, options.layers, ids, mask)
     top = Top(copy.deepcopy(net.encoder.layer[-options.layers :]), nn.Linear(h.shape[2], CLASSES, device=device)).eval()
-    m, out = len(index), []
+    m = len(index)
     for n in options.sizes:
         contest = Contest(
             top,
@@ -150,5 +160,4 @@ def draw(
         )
         whole = Whole(partial(with_head, net), Labeled((ids[:n], mask[:n]), y[:n]), (ids[m:], mask[m:]))
         seconds = clock.seconds["bottom"] * (n + len(at)) / len(ids)
-        out.append({"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)})
-    return out
+        yield {"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)}

@@ -2,14 +2,15 @@
 
 Contenders: logistic regression on the frozen features; activation and gradient features together (equation 2, which
 leaves the head and the gradients free: mean zero); fine-tuning of the same block and head; fine-tuning of everything.
-Batch norm is folded into the convolutions, as in the paper.
+Batch norm is folded into the convolutions, as in the paper. `--sizes`, `--sets`, `--seed` and `--seeds` measure some
+and keep the others: runs may go side by side, and `--sizes` without a number shows what is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,10 @@ LIMITS = {
         f"{GRADIENTS}, network's mean": 0,
         EVERYTHING: 100,
     },
-    "cuda": {f"{GRADIENTS}, vi": 1000, f"{GRADIENTS}, laplace": 1000},
+    "cuda": {
+        **dict.fromkeys((f"{GRADIENTS}, vi", f"{GRADIENTS}, laplace"), 300),
+        **dict.fromkeys((f"{GRADIENTS}, ntk", f"{GRADIENTS}, network's mean"), 1000),
+    },
 }
 SAID = {
     GRADIENTS: "+1.8 (VOC07) and +4.7 (COCO) mAP (table 4, AlexNet, conv4-5)",
@@ -90,9 +94,9 @@ def with_head(net: ResNet, head: nn.Module) -> nn.Module:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=20, help="of the ResNet: 20, 32 or 56 (default: 20)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="labels (default: 100 300; cuda: to 10,000)")
+    parser.add_argument("--sizes", type=int, nargs="*", default=None, help="labels (default: 100 300; cuda: to 10,000)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--seeds", type=int, default=None, help="draws of labels and test images (default: 3)")
+    parser.add_argument("--seeds", type=int, default=None, help="draws of labels, --seed the first (default: 3)")
     parser.add_argument("--test", type=int, default=None, help="test images of a draw (default: 500; cuda: all)")
     parser.add_argument("--blocks", type=int, default=1, help="residual blocks that adapt (default: 1)")
 
@@ -100,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> common.Outcome:
     """Draw labels, adapt, score."""
     kind = "quick" if options.quick else options.device.partition(":")[0]
-    options.sizes, options.test = options.sizes or SIZES[kind], options.test or TEST[kind]
-    options.seeds = options.seeds or (1 if options.quick else 3)
+    options.sizes = SIZES[kind] if options.sizes is None else options.sizes
+    options.test, options.seeds = options.test or TEST[kind], options.seeds or (1 if options.quick else 3)
     net = resnet(options.data / "weights", options.depth).to(options.device)
     if not 1 <= options.blocks <= len(net.layer3):
         raise ValueError(
@@ -114,22 +118,19 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "blocks that adapt": options.blocks,
         "parameters that adapt": sum(p.numel() for p in top.parameters()),
         "test images of a draw": options.test,
-        "fine-tuning": {**vars(SEARCH[kind])},
-        "machine": common.machine(options.device),
     }
-    for name in options.sets:
+    own = {"fine-tuning": {**vars(SEARCH[kind])}, "machine": common.machine(options.device)}
+    for name in options.sets if options.sizes else ():
         data = [grayscale(options.data, name, train) for train in (True, False)]
         for seed in range(options.seed, options.seed + options.seeds):
             for one in draw(net, top, *data, seed=seed, kind=kind, options=options):
-                run = {"set": SETS[name], "seed": seed, **one}
-                gains.print_run(run)
-                key = f"{SETS[name]}, draw {seed}, {one['labels']} labels"
-                parts = common.keep(options, "transfer", {where: {"settings": how, "runs": {key: run}}})
-    return outcome(parts, where)
+                parts = gains.keep(options, "transfer", where, how, {"set": SETS[name], "seed": seed, **one, **own})
+    command = "python -m experiments transfer (and --device cuda, --depth 56)"
+    return gains.of_parts(parts, where, said=SAID, differs=differs, command=command)
 
 
 def setting(options: argparse.Namespace) -> str:
-    return f"ResNet-{options.depth}, {options.blocks} blocks adapt, {options.test:,} test images"
+    return f"ResNet-{options.depth}, {gains.adapting(options.blocks, 'block')}, {options.test:,} test images"
 
 
 def draw(
@@ -167,26 +168,10 @@ def draw(
         yield {"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)}
 
 
-def outcome(parts: Mapping[str, Any], now: str) -> common.Outcome:
-    """Tables and figure of the setting that was just run, and the rows of all."""
-    found = {}
-    for where, part in sorted(parts.items(), key=lambda item: item[0] != now):
-        runs = sorted(part["runs"].values(), key=lambda run: (run["set"], run["labels"], run["seed"]))
-        draws, how = 1 + max(run["seed"] for run in runs), part["settings"]
-        differs = (
-            f"{how['network']} of CIFAR-10, accuracy on {' and '.join(sorted({run['set'] for run in runs}))}; paired "
-            f"over {draws} draws of each with {how['test images of a draw']:,} test images, 95 % interval; "
-            f"{how['machine']}"
-        )
-        print(f"\n{where}")
-        found[where] = gains.outcome(runs, {"draws": draws, **how}, said=SAID, differs=differs)
-    metrics = {key: value for key, value in found[now].metrics.items() if key != "runs"} | {"parts": parts}
-    rows = [row for one in found.values() for row in one.rows]
-    spent = sum(
-        one["seconds"] + one["predicting"]
-        for part in parts.values()
-        for run in part["runs"].values()
-        for one in run["contenders"].values()
+def differs(how: Mapping[str, Any], runs: Sequence[gains.Run]) -> str:
+    """The setting in words, and how many draws were compared."""
+    return (
+        f"{how['network']} of CIFAR-10, accuracy on {' and '.join(sorted({run['set'] for run in runs}))}; paired "
+        f"over {gains.draws(runs)} draws of each with {how['test images of a draw']:,} test images, 95 % interval; "
+        f"{gains.machines(how, runs)}"
     )
-    command = "python -m experiments transfer (and --device cuda, --depth 56)"
-    return common.Outcome(metrics, found[now].figure, rows, command, common.duration(spent))

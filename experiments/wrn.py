@@ -31,8 +31,8 @@ def wide_resnet(folder: Path = common.RESULTS / "wrn", *, depth: int = 40, width
     return loaded(WideResNet(depth, width), folder, FILE)
 
 
-def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image (n, 3, h, w) shifted by up to four pixels and mirrored half of the time.
+def augmented(x: Tensor, generator: torch.Generator, *, mirror: bool = True) -> Tensor:
+    """Each image (n, 3, h, w) shifted by up to four pixels and, unless told otherwise, mirrored half of the time.
 
     >>> augmented(torch.ones(2, 3, 8, 8), torch.Generator().manual_seed(0)).unique()
     tensor([1.])
@@ -42,7 +42,7 @@ def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
     shift = torch.randint(2 * PAD + 1, (2, n, 1), generator=generator, device=x.device)
     rows = shift[0] + torch.arange(h, device=x.device)
     columns = shift[1] + torch.arange(w, device=x.device)
-    mirrored = torch.rand(n, 1, generator=generator, device=x.device) < 0.5
+    mirrored = torch.rand(n, 1, generator=generator, device=x.device) < 0.5 * mirror
     columns = torch.where(mirrored, columns.flip(1), columns)
     example = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[example, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
@@ -69,6 +69,7 @@ def train(
     batch: int = BATCH,
     rate: float = RATE,
     adam: bool = False,
+    mirror: bool = True,
 ) -> list[dict[str, Any]]:
     """SGD with momentum, a rate that rises and falls once, shifted and mirrored images; on a GPU in bfloat16.
 
@@ -83,6 +84,7 @@ def train(
         batch: Images of a step.
         rate: The largest.
         adam: Adam instead of SGD, in float32 and without weight decay.
+        mirror: Whether images are, not where that changes their label.
 
     Returns:
         For each epoch the mean loss and, where it was measured, the accuracy.
@@ -100,7 +102,7 @@ def train(
         net.train()
         total = torch.zeros((), device=x.device)
         for index in torch.randperm(len(x), generator=generator, device=x.device).split(batch):
-            images = augmented(x[index], generator).contiguous(memory_format=torch.channels_last)
+            images = augmented(x[index], generator, mirror=mirror).contiguous(memory_format=torch.channels_last)
             with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda and not adam):
                 loss = loss_of(net, images, y[index])
             optimizer.zero_grad(set_to_none=True)

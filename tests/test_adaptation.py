@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from argparse import Namespace
 
 import pytest
 import torch
@@ -98,12 +99,12 @@ def test_one_logit_is_two_classes():
 
 def draws(values):
     """Runs whose contenders have these accuracies, by name."""
-    zeros = dict.fromkeys(gains.SCORES, 0.0)
+    others = dict.fromkeys(gains.SCORES, 1.0)
     return [
         {
             "set": "a",
             "labels": 10,
-            "contenders": {name: {**zeros, "accuracy": accuracy[i]} for name, accuracy in values.items()},
+            "contenders": {name: {**others, "accuracy": accuracy[i]} for name, accuracy in values.items()},
         }
         for i in range(3)
     ]
@@ -125,6 +126,39 @@ def test_contenders_of_some_draws_are_compared_where_they_are():
     del runs[2]["contenders"]["rare"]
     assert gains.paired(runs, "rare", "accuracy", size=10)["count"] == 2
     assert gains.summary(runs)["a"][10]["rare"]["accuracy"]["mean"] == pytest.approx(0.6)
+
+
+def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
+    options, spent = Namespace(out=tmp_path, quick=False), common.Spent(1.0, 1.0)
+    drawn = draws({LINEAR: [0.5] * 3, GRADIENTS: [0.6, 0.7, 0.8]})
+    runs = [{**run, "seed": seed} for seed, run in enumerate(drawn)]
+    said = {"said": {GRADIENTS: "so"}, "differs": lambda how, runs: f"{gains.draws(runs)} draws", "command": "some"}
+    parts = gains.keep(options, "some", "here", {"of": "all"}, runs[0])
+    early = gains.of_parts(parts, "here", **said)
+    assert early.rows[0].differs == "1 draws"
+    gains.keep(options, "some", "here", {"of": "all"}, runs[1])
+    gains.keep(options, "some", "there", {"of": "all"}, runs[2])
+    where = common.save(early, tmp_path, name="some", command="given", spent=spent, device="cpu")
+    record = json.loads((where / "metrics.json").read_text())
+    assert record["settings"] == {"draws": 2, "of": "all"} and record["parts"].keys() == {"here", "there"}
+    assert record["less the linear one"]["accuracy"]["10"][GRADIENTS]["count"] == 2
+    page = (tmp_path / "README.md").read_text()
+    assert page.count(f"| some: 10 labels, {GRADIENTS} less linear") == 2
+    assert "+15.0 (" in page and "| 2 draws |" in page
+
+
+def test_of_several_settings_that_with_the_most_labels_is_shown():
+    drawn = draws({LINEAR: [0.5] * 3, GRADIENTS: [0.6, 0.7, 0.8]})
+    runs = [{**run, "seed": seed, "machine": f"machine {seed}"} for seed, run in enumerate(drawn)]
+    more = {**runs[2], "labels": 1000}
+    parts = {"a": {"settings": {}, "runs": {0: runs[0], 1: runs[1]}}, "b": {"settings": {}, "runs": {2: more}}}
+    for now in parts:  # whichever was run last
+        found = gains.of_parts(parts, now, said={GRADIENTS: "so"}, differs=gains.machines, command="some")
+        assert list(found.metrics["results"]["a"]) == [1000] and found.metrics["parts"] == parts
+        assert found.figure.get_suptitle() == "b"
+        assert [row.differs for row in found.rows] == ["machine 2", "machine 0, machine 1"]
+        assert [row.what.split(" labels")[0] for row in found.rows] == ["1,000", "10"]
+    assert gains.machines({"machine": "all"}, [{"seed": 0}, runs[1]]) == "all, machine 1"
 
 
 # Networks in two parts.
@@ -166,5 +200,12 @@ def test_transfer_runs(tmp_path):
     assert table[GRADIENTS]["seconds"]["mean"] > table[LINEAR]["seconds"]["mean"]  # which it starts from
     assert (where / "figure.png").stat().st_size > 10_000
     assert f"| transfer: 20 labels, {GRADIENTS} less linear" in (tmp_path / "README.md").read_text()
+    # Without a number nothing is measured.
+    main(["transfer", "--quick", "--sizes", "--out", str(tmp_path)])
+    again = json.loads((where / "metrics.json").read_text())
+    (part,) = again["parts"].values()
+    assert list(part["runs"]) == ["MNIST, draw 0, 20 labels"] and again["parts"] == record["parts"]
+    with pytest.raises(ValueError, match="No runs are kept of 'ResNet-20, 2 blocks adapt, 40 test images'"):
+        main(["transfer", "--quick", "--sizes", "--blocks", "2", "--out", str(tmp_path)])
     with pytest.raises(ValueError, match="has 3 blocks; got --blocks 4"):
         main(["transfer", "--quick", "--blocks", "4"])

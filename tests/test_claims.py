@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -9,6 +10,16 @@ import pytest
 from docs.tools.pages import ROOT
 from experiments.__main__ import EXPERIMENTS
 from experiments.claims import CLAIMS, PAPERS, counted, failed, judged, markdown, text
+from experiments.claims_adapt import vi_behind
+from experiments.claims_mu import (
+    FEATURES,
+    IMAGES,
+    LINEAR,
+    SAME,
+    ntk_scaling,
+    transfer_features,
+    transfer_fine_tuning,
+)
 from experiments.verdicts import (
     NO,
     NOT_SHOWN,
@@ -125,6 +136,58 @@ def test_claims_on_the_committed_results(one: tuple) -> None:
     assert bool(finding.why) == (finding.verdict in (NO, NOT_SHOWN)), f"{claim.said} came out {finding.verdict}: why?"
     if finding.verdict == OPEN:  # else a key of the metrics has been renamed
         assert claim.said.startswith(UNWRITTEN.get(claim.where, "nothing")), claim.said
+
+
+# Claims on transfer, whose settings are kept side by side.
+
+
+def kept(network: str, images: int, accuracies: dict[int, dict[str, list[float]]]) -> dict[str, object]:
+    """A part of `transfer`: by labels and contender, the accuracy of each draw (NaN: it took no part in that)."""
+    runs = {}
+    for labels, by in accuracies.items():
+        for draw in range(len(by[LINEAR])):
+            contenders = {name: {"accuracy": x[draw]} for name, x in by.items() if not math.isnan(x[draw])}
+            runs[f"MNIST, draw {draw}, {labels} labels"] = {"labels": labels, "seed": draw, "contenders": contenders}
+    return {"settings": {"network": network, "blocks that adapt": 1, IMAGES: images}, "runs": runs}
+
+
+CPU = kept("ResNet-20", 500, {100: {LINEAR: [0.5, 0.6], FEATURES: [0.4, 0.5], SAME: [0.6, 0.7]}})
+DEEP = kept("ResNet-56", 10_000, {100: {LINEAR: [0.5, 0.6], FEATURES: [0.4, 0.5], f"{FEATURES}, vi": [0.1, 0.2]}})
+GPU = kept(
+    "ResNet-20",
+    10_000,
+    {
+        1000: {LINEAR: [0.5, 0.6], FEATURES: [0.6, 0.7], f"{FEATURES}, vi": [0.58, 0.66], SAME: [0.6, math.nan]},
+        10_000: {LINEAR: [0.8, 0.9, 0.7], FEATURES: [0.81, 0.91, 0.71], SAME: [0.82, 0.92, 0.72]},
+    },
+)
+
+
+def test_claims_on_transfer_are_of_resnet20_with_the_most_test_images() -> None:
+    parts = {"cpu": CPU, "gpu": GPU, "deep": DEEP}
+    assert transfer_features.judge({"parts": {"cpu": CPU, "deep": DEEP}})[:2] == (
+        "to Fashion-MNIST and MNIST, points (cpu): 100 labels -10.0",
+        NO,
+    )
+    assert transfer_features.judge({"parts": parts}) == Finding(
+        "to Fashion-MNIST and MNIST, points (gpu): 1,000 labels +10.0, 10,000 labels +1.0", YES
+    )
+    assert transfer_features.judge({"parts": {"deep": DEEP}}).verdict == OPEN
+
+
+def test_contenders_that_took_no_part_are_compared_where_they_did() -> None:
+    parts = {"cpu": CPU, "gpu": GPU, "deep": DEEP}
+    behind = vi_behind.judge({"parts": parts})
+    assert behind.numbers == "MAP less VI, points (gpu): 1,000 labels +3.0 (-9.7 to +15.7)"
+    assert behind.verdict == NOT_SHOWN and behind.why.startswith("Over 2 draws with up to 1,000 labels the two differ")
+    tuned = transfer_fine_tuning.judge({"parts": parts})
+    assert tuned.numbers == "less fine-tuning, points (gpu): 1,000 labels +0.0 (no interval), 10,000 labels -1.0"
+    assert tuned.verdict == NO and tuned.why
+    assert (
+        ntk_scaling.judge({"parts": parts})
+        == vi_behind.judge({"parts": {"cpu": CPU}})
+        == Finding("no result yet", OPEN)
+    )
 
 
 def test_without_results_all_are_open(tmp_path) -> None:

@@ -269,3 +269,18 @@ def test_one_example_and_one_class() -> None:
     assert clf.predict_proba(NEW).shape == (len(NEW), 3)
     with pytest.raises(ValueError, match="one class"):
         TangentClassifier().fit(X.numpy(), np.zeros(N))
+
+
+def test_function_space_without_room_for_the_factors(monkeypatch):
+    """Then every answer is a pass over the data, and the same one."""
+    X, y = normal(20, 4), torch.arange(20) % 3
+    model = double(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+    how = {"inference": "laplace", "solver": "function", "progress": False}
+    kept = linnet.TangentClassifier(model, **how).fit(X, y).predict_proba(X)
+
+    def refused(self, **how):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(linnet.Jacobian, "cached", refused)
+    read = linnet.TangentClassifier(model, **how).fit(X, y).predict_proba(X)
+    torch.testing.assert_close(read, kept, rtol=1e-9, atol=1e-12)

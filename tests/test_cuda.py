@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import linnet
+from linnet import plan
 from linnet.contexts import arithmetic
 from linnet.testing import check_operator, zoo
 
@@ -145,3 +146,14 @@ def test_files_go_from_one_device_to_the_other(tmp_path: Path, kind: str, origin
         found, wanted = said(again, x.to(other)), said(made, x.to(origin))
     assert found.device.type == other
     torch.testing.assert_close(found.cpu(), wanted.cpu(), rtol=1e-6, atol=1e-8)
+
+
+def test_a_share_of_the_memory_is_kept_to():
+    device = torch.device("cuda")
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    try:
+        assert 0 < plan.free(device) <= 0.05 * torch.cuda.mem_get_info()[1]
+        assert plan.dense_budget("auto", device) <= 0.9 * 0.05 * torch.cuda.mem_get_info()[1]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert plan.free(device) > 0.05 * torch.cuda.mem_get_info()[1]

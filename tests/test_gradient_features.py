@@ -40,12 +40,13 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("temporary", [2**26, 1])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-def test_convolutions_multiply_without_rows(name, k, temporary, monkeypatch):
+def test_convolutions_multiply_without_rows(name, k, uses, temporary, monkeypatch):
     monkeypatch.setattr(convolved, "TEMPORARY", temporary)
     layer, shape = CONVOLUTIONS[name]
-    model = double(Pooled(layer))
+    model = double(Pooled(layer, uses))
     x = normal(4, *shape)
     dense = dense_jacobian(model, x)
     for J in (
@@ -61,15 +62,15 @@ def test_convolutions_multiply_without_rows(name, k, temporary, monkeypatch):
 
 
 class Pooled(nn.Module):
-    """A convolution, used twice for each example, and a head on its mean."""
+    """A convolution, used once or more for each example, and a head on its mean."""
 
-    def __init__(self, conv: nn.Module) -> None:
+    def __init__(self, conv: nn.Module, uses: int) -> None:
         super().__init__()
-        self.conv, self.head = conv, nn.Linear(conv.out_channels, 5)
+        self.conv, self.head, self.uses = conv, nn.Linear(conv.out_channels, 5), uses
 
     def forward(self, x: Tensor) -> Tensor:
-        both = torch.stack([x, 2 * x], 1).flatten(0, 1)
-        h = torch.tanh(self.conv(both)).unflatten(0, (-1, 2))
+        all_of_them = torch.stack([x * (1 + i) for i in range(self.uses)], 1).flatten(0, 1)
+        h = torch.tanh(self.conv(all_of_them)).unflatten(0, (-1, self.uses))
         return self.head(h.flatten(3).mean((1, 3)))
 
 

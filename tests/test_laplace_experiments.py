@@ -170,3 +170,6 @@ def test_the_cifar_experiment_runs(tmp_path: Path) -> None:
     assert set(found) == {"MAP", "last layer", f"last layer{laplace_cifar.ALONE}"}
     assert found["last layer"]["narrowed"] < 1 == found[f"last layer{laplace_cifar.ALONE}"]["narrowed"]
     assert (where / "figure.png").stat().st_size > 10_000
+    (where / "figure.png").unlink()
+    again = json.loads((main([*words[:2], "--methods", *words[4:]]) / "metrics.json").read_text())
+    assert again["parts"] == record["parts"] and (where / "figure.png").exists()

@@ -245,3 +245,19 @@ def test_negative_variances_are_refused() -> None:
     with pytest.raises(ArithmeticError, match=r"variance came out as -0.1 of a prior one of 4.*Use float64"):
         nonnegative(torch.tensor([0.5, -0.1], dtype=torch.float64), prior)
     assert nonnegative(torch.tensor([-1e-5]), torch.ones(1)).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("what", ["variance", "blocks"])
+def test_answers_in_parts_are_the_same(what, monkeypatch):
+    from linnet import posterior as module
+
+    post, new = Case(diagonal=False).posteriors["function"], jacobian(11, seed=9)
+    whole = getattr(post, what)(new)
+    assert isinstance(post, FunctionPosterior)
+    rows = len(post.factor) * new.c * 8
+    monkeypatch.setattr(module, "dense_budget", lambda memory, device: 4 * rows * 3)  # three examples at a time
+    asked = []
+    half = module.FunctionPosterior.half
+    monkeypatch.setattr(module.FunctionPosterior, "half", lambda self, J: asked.append(J.n) or half(self, J))
+    torch.testing.assert_close(getattr(post, what)(new), whole, rtol=1e-12, atol=1e-14)
+    assert asked == [3, 3, 3, 2]

@@ -46,6 +46,18 @@ def test_little_is_left_out(c):
     assert rows[0] <= rows[1] <= rows[2] < 0.3 * J.shape[0]
 
 
+def test_no_more_rows_than_there_is_memory_for():
+    J, L = sure(4)
+    wanted = reduced(J, L, share=1e-6)
+    assert wanted is not None
+    fewer = reduced(J, L, share=1e-6, most=wanted.shape[0] - 1)
+    assert fewer is not None and 0 < fewer.shape[0] < wanted.shape[0]
+    kept = float(curvature(J, L).trace()) - float(fewer.dense().square().sum())
+    assert kept <= 0.3 * float(curvature(J, L).trace())
+    assert reduced(J, L, share=1e-6, most=wanted.shape[0] - 1, largest=1e-6) is None
+    assert reduced(J, L, most=1) is None  # which leaves out too much
+
+
 def test_where_there_is_nothing_to_gain():
     J, L = sure(4)
     assert reduced(J, Categorical().root(normal(40, 4))) is None  # unsure of every example
@@ -89,9 +101,9 @@ def test_samples_are_those_of_all_rows(c, probes, monkeypatch):
     if probes:
         assert found.log_det == pytest.approx(exact.log_det, abs=6 * found.log_det_error + 1e-6)
     calls = []
-    monkeypatch.setattr("linnet.sampling.reduced", lambda J, L: calls.append(J.n))
+    monkeypatch.setattr("linnet.sampling_system.reduced", lambda J, L, **how: calls.append(J.n))
     posterior_samples(J, S, L, 3, space="weight", preconditioner="none")
     assert not calls
     again = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)
-    assert calls == [40]
+    assert calls == [40, 40]  # for a direct solve, and for a sketch
     torch.testing.assert_close(again.Z, exact.Z, rtol=1e-7, atol=1e-7)

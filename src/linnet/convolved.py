@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.convolution import Convolution
-from linnet.factors import TEMPORARY, Factor, Range, Recipe, Rows, Size
+from linnet.factors import TEMPORARY, Factor, Range, Recipe, Rows, Size, add_products
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -71,7 +71,7 @@ class Convolved(Factor):
             h = h if k == 1 else h.unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)
             h = h.reshape(len(x), -1, k)
             if repeats == 1:
-                out[examples].baddbmm_(g.flatten(2), h)
+                add_products(out[examples], g.flatten(2), h)
             else:
                 out[examples] += (g.flatten(2) @ h).unflatten(0, (-1, repeats)).sum(1)
 

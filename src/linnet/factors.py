@@ -309,7 +309,7 @@ class Outer(Factor):
         if self._is_layer(k):
             weight, bias = self._layer(V)
             h = F.linear(self.x.reshape(-1, self.x.shape[-1]), weight, bias)
-            out.baddbmm_(self.g.flatten(2), h.view(self.n, -1, 1))
+            add_products(out, self.g.flatten(2), h.view(self.n, -1, 1))
             return
         if self.bias is not None:
             out += self.joined @ V[slice(*self.bias)]
@@ -540,6 +540,21 @@ class Tokens(Factor):
         else:
             weighted = weight[example] @ joined
         self._view(out).index_add_(0, token, (weighted * joined).sum(1))
+
+
+def add_products(out: Tensor, g: Tensor, h: Tensor) -> None:
+    """Adds each example's ``g h`` into ``out``: g (n, c, m) and h (n, m, k) into (n, c, k).
+
+    >>> out = torch.ones(2, 3, 1)
+    >>> add_products(out, torch.ones(2, 3, 4), torch.ones(2, 4, 1))
+    >>> out.flatten().tolist()
+    [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+    """
+    if g.is_cpu and h.shape[2] == 1:
+        # Read as a matrix right of one row, g comes at the speed of the CPU's memory; left of one column it does not.
+        out += torch.bmm(h.mT, g.mT).mT
+    else:
+        out.baddbmm_(g, h)
 
 
 def _rows_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Factor:

@@ -124,11 +124,10 @@ class How:
 def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     """The posterior of the displacement."""
     solver = solver_for(data.J, prior, how)
+    data = replace(data, J=cached_if_fits(data.J))
     if solver.startswith("cg"):
-        return _iterative(replace(data, J=cached_if_fits(data.J)), prior, how)
-    if solver == "function":
-        return _function(replace(data, J=data.J.cached()), prior, how)
-    return _weight(replace(data, J=cached_if_fits(data.J)), prior, how)
+        return _iterative(data, prior, how)
+    return (_function if solver == "function" else _weight)(data, prior, how)
 
 
 def solver_for(J: Jacobian, prior: Prior, how: How) -> str:

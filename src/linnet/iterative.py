@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linnet import evidence
 from linnet.autodiff import Autodiff
+from linnet.direct import Direct
 from linnet.evidence import LOG_2PI, Choice, Spectrum
 from linnet.jacobian import Jacobian
 from linnet.operators import LinearOperator
@@ -161,7 +162,7 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: Setting
     return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
 
 
-def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings) -> Tensor:
+def probes_of(P: Preconditioner | Direct | None, m: int, J: Jacobian, settings: Settings) -> Tensor:
     """Vectors of covariance P, for the log determinant."""
     generator = settings.generator(5)
     if P is not None:

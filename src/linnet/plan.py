@@ -88,15 +88,21 @@ def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
     return request == "fused" and 1 + 4.5 * k < captured
 
 
+def free(device: torch.device) -> int:
+    """Bytes of a GPU that this process can still take: what is free, within `set_per_process_memory_fraction`."""
+    available, total = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.memory_allocated(device)
+    within = int(torch.cuda.get_per_process_memory_fraction(device.index) * total) - taken
+    return max(0, min(available + torch.cuda.memory_reserved(device) - taken, within))
+
+
 def budget(memory: float | str, device: torch.device) -> int:
     """Bytes that a chunk may take: as given, or a fraction of what is free."""
     if isinstance(memory, str):
         if memory != "auto":
             raise ValueError(f"memory must be a number of bytes or 'auto'; got {memory!r}.")
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return int(0.5 * (free + cached))
+            return int(0.5 * free(device))
         return int(min(0.25 * psutil.virtual_memory().available, 2**30))
     if not memory > 0:
         raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
@@ -107,8 +113,7 @@ def dense_budget(memory: float | str, device: torch.device) -> int:
     """Bytes that dense matrices may take: as given, or most of what is free."""
     if isinstance(memory, str) and memory == "auto":
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            return int(0.9 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
+            return int(0.9 * free(device))
         return int(0.5 * psutil.virtual_memory().available)
     return budget(memory, device)
 

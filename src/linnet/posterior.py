@@ -11,6 +11,7 @@ the likelihood (``I / noise`` for Gaussian noise), ``M = I + L^T K L``, ``H = I 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from linnet.jacobian import Jacobian
 from linnet.operators import LinearOperator
+from linnet.plan import dense_budget
 from linnet.solve import cholesky_solve, solve_lower, solve_upper
 
 
@@ -72,6 +74,20 @@ class Posterior(ABC):
         return self.shift(J) + (root @ z.to(J.device)).T.reshape(k, J.n, J.c)
 
 
+def in_parts(J: Jacobian, rows: int, answer: Callable[[Jacobian], Tensor]) -> Tensor:
+    """An answer (n, ...) about each example of J, from runs of them whose products with ``rows`` others fit memory.
+
+    Args:
+        J: (n c, p).
+        rows: Of the matrix that the answer makes, beside c columns for each example.
+        answer: From the Jacobian of some examples.
+    """
+    size = max(1, dense_budget("auto", J.device) // (4 * rows * J.c * J.dtype.itemsize))
+    if J.n <= size or not J.by_position:
+        return answer(J)
+    return torch.cat([answer(J.subset(index)) for index in torch.arange(J.n).split(size)])
+
+
 @final
 class PointPosterior(Posterior):
     """All mass on one displacement, without error bars.
@@ -101,7 +117,8 @@ class FunctionPosterior(Posterior):
     r""":math:`K_{**} - K_{*X} L M^{-1} L^\top K_{X*}`, from the training data's Jacobian.
 
     Args:
-        J: Of the training data, with its factors in memory (`Jacobian.cached`), or a stack of such.
+        J: Of the training data, or a stack of such; every answer is a pass over it, which is why its factors are best
+            kept (`Jacobian.cached`).
         variance: S, (p,).
         delta: (p,).
         root: L, (n c,) or (n, c, c).
@@ -117,6 +134,9 @@ class FunctionPosterior(Posterior):
         return solve_lower(self.factor, by_root(self.root, cross, transpose=True))
 
     def blocks(self, J: Jacobian) -> Tensor:
+        return in_parts(J, len(self.factor), self._blocks)
+
+    def _blocks(self, J: Jacobian) -> Tensor:
         T = self.half(J).T.reshape(J.n, J.c, -1)
         return J.gram_blocks(scale=self.prior_variance) - T @ T.mT
 
@@ -141,6 +161,9 @@ class FunctionPosterior(Posterior):
         return float(J.gram_diag(scale=self.prior_variance).sum())
 
     def variance(self, J: Jacobian) -> Tensor:
+        return in_parts(J, len(self.factor), self._variance)
+
+    def _variance(self, J: Jacobian) -> Tensor:
         prior = J.gram_diag(scale=self.prior_variance)
         return nonnegative(prior - self.half(J).square().sum(0), prior).view(J.n, J.c)
 

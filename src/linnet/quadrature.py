@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linnet.direct import Direct
 from linnet.precondition import Preconditioner
 from linnet.solve import Product, _check_right, _full_precision, cg
 
@@ -74,7 +75,7 @@ def log_det(
     return log_det_from(found.tridiagonals, P, m)
 
 
-def log_det_from(tridiagonals: Tensor, preconditioner: Preconditioner | None, m: int) -> tuple[float, float]:
+def log_det_from(tridiagonals: Tensor, preconditioner: Preconditioner | Direct | None, m: int) -> tuple[float, float]:
     """The estimate of ``log det A`` and its standard error from probes that were solved beside other columns.
 
     Args:

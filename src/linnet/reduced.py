@@ -14,17 +14,18 @@ from linnet.cache import Cached
 from linnet.combined import combined
 from linnet.jacobian import Jacobian
 from linnet.matrices import Stack
-from linnet.operators import LinearOperator
 
-SMALL = 32
-"""Outputs up to which the blocks of B are decomposed; columns of L are taken as they are where there are more."""
+SMALL = 256
+"""Outputs up to which the blocks of B are decomposed; columns of L are taken as they are where there are more, which
+takes up to twice the rows."""
 
 WORTH = 0.3
 """The largest share of the rows that is worth while."""
 
-
 @torch.no_grad()
-def reduced(J: Jacobian, root: Tensor, *, share: float = 1e-4) -> LinearOperator | None:
+def reduced(
+    J: Jacobian, root: Tensor, *, share: float = 1e-4, most: int | None = None, largest: float = 0.03
+) -> Stack | None:
     """R (m, p) with ``R^T R`` close to ``J^T B J``; None where that takes too many rows, or J cannot choose examples.
 
     What is left out has no more than a share of B's trace, wherever it is. Examples that need 1, 2, 4, ... rows go
@@ -34,6 +35,8 @@ def reduced(J: Jacobian, root: Tensor, *, share: float = 1e-4) -> LinearOperator
         J: (n c, p).
         root: L, (n, c, c).
         share: Of the trace.
+        most: Rows that there may be; where a share takes more, a larger one is left out.
+        largest: Share that may be left out then.
 
     Example:
         >>> import linnet
@@ -49,18 +52,28 @@ def reduced(J: Jacobian, root: Tensor, *, share: float = 1e-4) -> LinearOperator
     squares = columns.square().sum(1).double()  # (n, c), falling
     if not float(squares.sum()) > 0:
         return None
+    rows = WORTH * J.shape[0] if most is None else min(most, WORTH * J.shape[0])
+    groups = _groups(squares, share)
+    while sum(len(index) * q for index, q in groups) > rows:
+        share *= 10**0.25
+        if most is None or share > largest:
+            return None
+        groups = _groups(squares, share)
+    return Stack([combined(J.subset(index.cpu()), columns[index, :, :q]) for index, q in groups])
+
+
+def _groups(squares: Tensor, share: float) -> list[tuple[Tensor, int]]:
+    """Indices of examples, and how many columns each of them needs; squares (n, c) falls along its rows."""
     order, _ = squares.flatten().sort()
     dropped = int((order.cumsum(0) <= share * order.sum()).sum())
     needed = (squares >= order[min(dropped, len(order) - 1)]).sum(1)
-    groups, low, most = [], 0, int(needed.max())
-    for q in (*(2**i for i in range(most.bit_length())), most):
+    groups, low, widest = [], 0, int(needed.max())
+    for q in (*(2**i for i in range(widest.bit_length())), widest):
         index = ((needed > low) & (needed <= q)).nonzero()[:, 0]
         if len(index):
             groups.append((index, q))
         low = max(low, q)
-    if sum(len(index) * q for index, q in groups) > WORTH * J.shape[0]:
-        return None
-    return Stack([combined(J.subset(index.cpu()), columns[index, :, :q]) for index, q in groups])
+    return groups
 
 
 def _columns(root: Tensor) -> Tensor:

@@ -20,32 +20,22 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet.iterative import preconditioner_of, probes_of
+from linnet.direct import REFINED, Direct
+from linnet.iterative import probes_of
 from linnet.jacobian import Jacobian
 from linnet.newton import as_weight, inner_matrix
-from linnet.operators import LinearOperator
 from linnet.params import Layout
-from linnet.plan import autodiff_wins, dense_budget
+from linnet.plan import dense_budget
 from linnet.posterior import SamplePosterior, by_root
 from linnet.precondition import Preconditioner
 from linnet.problem import Settings
 from linnet.quadrature import log_det_from
-from linnet.reduced import reduced
-from linnet.sketch import rescaled, sketch
-from linnet.solve import Product, Solution, cg, cholesky_, cholesky_solve
+from linnet.sampling_system import again, system_of
+from linnet.solve import Solution, cg, cholesky_, cholesky_solve
 from linnet.solve import log_det_from as dense_log_det
 
 Space = Literal["auto", "weight", "function"]
 Kind = Literal["auto", "sketch", "nystrom", "pivoted-cholesky", "none"]
-
-NEAR = 10.0
-"""A preconditioner serves again while no prior variance, in units of the noise, has changed by a larger factor."""
-
-REFINED = 2**34
-"""Bytes up to which a GPU decomposes the matrix of function space in float64, whatever the Jacobian is."""
-
-SKETCHED = 4096
-"""Columns of the sketch on a GPU that forms rows: with them 64 samples of ResNet-20 take ten iterations."""
 
 PATIENCE = 128
 """Function space is worth its (n c)^2 p while n c is below this many times the columns of a pass, 2 k + 64."""
@@ -75,7 +65,7 @@ class Samples:
     solution: Solution | None = field(default=None, repr=False)
     log_det: float | None = None
     log_det_error: float = 0.0
-    preconditioner: Preconditioner | None = field(default=None, repr=False)
+    preconditioner: Preconditioner | Direct | None = field(default=None, repr=False)
     curvature: float = 0.0
 
     @property
@@ -128,7 +118,7 @@ def posterior_samples(
     seed: int = 0,
     start: Samples | None = None,
     space: Space = "auto",
-    preconditioner: Kind | Preconditioner = "auto",
+    preconditioner: Kind | Preconditioner | Direct = "auto",
     rank: int | str = "auto",
     probes: int = 0,
     memory: float | str = "auto",
@@ -153,8 +143,9 @@ def posterior_samples(
         start: Samples from the same seed to start from, for another S, another noise or other weights. Where none of
             them has changed much, their preconditioner serves again (unless another is asked for).
         space: "weight", "function", or "auto".
-        preconditioner: "sketch" (`linnet.sketch`, the same as "auto"), "nystrom" or "pivoted-cholesky"
-            (`linnet.precondition`), "none", or one that is made already.
+        preconditioner: "sketch" (`linnet.sketch`), "nystrom" or "pivoted-cholesky" (`linnet.precondition`), "none", or
+            one that is made already. "auto" is a direct solve with the rows that carry the curvature (`linnet.direct`)
+            where these are few or a sketch has no memory, and else a sketch.
         rank: Columns of the sketch, or landmark examples; "auto" goes by memory, and by what a column costs.
         probes: Columns more for the log determinant, at least 2, or 0 for none.
         memory: Bytes that dense matrices and preconditioners may take, or "auto".
@@ -181,10 +172,11 @@ def posterior_samples(
             f"coarse= must be J {J.shape} in another precision, and no probes can go with it; got {coarse.shape} and "
             f"{probes} probes."
         )
+    kind = _kind(preconditioner)
     settings = Settings(
         tolerance=tolerance,
         iterations=iterations,
-        preconditioner=_kind(preconditioner),  # type: ignore[arg-type]
+        preconditioner="auto" if kind == "sketch" else kind,  # type: ignore[arg-type]
         rank=rank,
         probes=max(probes, 1),
         seed=seed,
@@ -210,22 +202,20 @@ def posterior_samples(
     del data
     if share == 0:
         return Samples(d[:, None] * h, S, seed, "weight", Solution(h, True, 0, 0.0, tolerance=tolerance), 0.0)
-    P: Preconditioner | None = preconditioner if isinstance(preconditioner, Preconditioner) else None
-    if preconditioner == "auto" and rank == "auto":
-        P = _again(start, S, L)
-    few = None if coarse is not None or (probes and P is not None) else _few(J, L, settings)
-    if P is None:
-        P = _preconditioner(few, J if coarse is None else coarse, d, L, k, settings, rank)
-    product, exact = _products(few, J, coarse, d, L)
+    P: Preconditioner | Direct | None = None if isinstance(preconditioner, str) else preconditioner
+    if preconditioner == "auto" and rank == "auto" and start is not None and start.preconditioner is not None:
+        P = again(start.preconditioner, start.variance, S, float(L.square().mean()) / start.curvature)
+    system = system_of(J, S, L, k, settings, kind=kind, coarse=coarse, preconditioner=P, probes=probes)
+    P = system.preconditioner
     first = h if start is None else _started(start, h, d)
     if probes:
         more = probes_of(P, J.shape[1], J, settings)
         B, first = torch.cat([B, more], 1), torch.cat([first, torch.zeros_like(more)], 1)
         del more
     solution = cg(
-        product if exact is None or not probes else exact,
+        system.product,
         B,
-        exact=None if probes else exact,
+        exact=system.exact,
         preconditioner=P,
         tolerance=tolerance * share,
         iterations=iterations,
@@ -322,70 +312,6 @@ def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int
     return Samples(d * u, S, seed, "function", replace(solution, value=u[:0]), log_det)
 
 
-def _few(J: Jacobian, L: Tensor, settings: Settings) -> LinearOperator | None:
-    """The rows that carry the curvature, where they are few; on a GPU with products in tf32."""
-    if settings.preconditioner != "auto":
-        return None
-    # Rows of the network itself: those of a network that runs in tf32 are another matrix, by a percent or two.
-    return reduced(J.in_precision("products") if J.device.type == "cuda" else J, L)
-
-
-def _products(
-    few: LinearOperator | None, J: Jacobian, coarse: Jacobian | None, d: Tensor, L: Tensor
-) -> tuple[Product, Product | None]:
-    """``V`` to ``H V`` for the iterations; and, where that is not exact, as it is."""
-    weight = L.square() if L.ndim == 1 else L @ L.mT
-
-    def of(op: LinearOperator, weight: Tensor | None = weight) -> Product:
-        Phi = op.scaled(d)
-        return lambda V: V + Phi.normal(V, weight)
-
-    if few is not None:
-        return of(few, None), of(J)
-    return (of(J), None) if coarse is None else (of(coarse), of(J))
-
-
-def _preconditioner(
-    few: LinearOperator | None,
-    J: Jacobian,
-    d: Tensor,
-    L: Tensor,
-    k: int,
-    settings: Settings,
-    rank: int | str,
-) -> Preconditioner | None:
-    if settings.preconditioner == "none":
-        return None
-    if settings.preconditioner != "auto":
-        weight = L.square() if L.ndim == 1 else L @ L.mT
-        return preconditioner_of(J.scaled(d), J, weight, settings, "weight")
-    by_column = few is None and autodiff_wins("fused", k=k, c=J.c)
-    if isinstance(rank, str):
-        most = int(0.5 * dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
-        # Where rows are formed anyway, many more columns cost little more.
-        rank = min(SKETCHED if J.device.type == "cuda" else max(128, 4 * k), most)
-        if by_column:  # each costs as much as one of the samples in an iteration
-            rank = min(rank, 4 * k)
-    generator = settings.generator(2)
-    if few is not None:
-        ones = torch.ones(few.shape[0], dtype=J.dtype, device=J.device)
-        return sketch(few.scaled(d), ones, rank=max(1, rank), generator=generator)
-    if J.device.type == "cuda" and not by_column:
-        J = J.in_precision("products")
-    return sketch(J.scaled(d), L, rank=max(1, rank), generator=generator)
-
-
-def _again(start: Samples | None, S: Tensor, L: Tensor) -> Preconditioner | None:
-    """The preconditioner of another solve for this prior and noise; None where they are too far apart."""
-    if start is None or start.preconditioner is None or start.curvature == 0:
-        return None
-    old, noise = start.variance, float(L.square().mean()) / start.curvature
-    ratio = torch.where(old > 0, S / old, 1.0) * noise
-    if bool((ratio > NEAR).any() | (ratio < 1 / NEAR).any() | ((old > 0) != (S > 0)).any()):
-        return None
-    return rescaled(start.preconditioner, ratio.sqrt())
-
-
 def _started(start: Samples, h: Tensor, d: Tensor) -> Tensor:
     """Where to start with other prior variances: h, and what the data changed about it before, moved to the new range.
 
@@ -398,7 +324,7 @@ def _started(start: Samples, h: Tensor, d: Tensor) -> Tensor:
     return h + moved * torch.where(after > 0, before / after, 0)
 
 
-def _log_det(solution: Solution, P: Preconditioner | None, p: int) -> tuple[float, float]:
+def _log_det(solution: Solution, P: Preconditioner | Direct | None, p: int) -> tuple[float, float]:
     assert solution.tridiagonals is not None
     return log_det_from(solution.tridiagonals, P, p)
 
@@ -414,15 +340,15 @@ def _estimate(each: Tensor) -> tuple[float, float]:
 # Checks.
 
 
-def _kind(preconditioner: Kind | Preconditioner) -> str:
-    if isinstance(preconditioner, Preconditioner):
+def _kind(preconditioner: Kind | Preconditioner | Direct) -> str:
+    if isinstance(preconditioner, Preconditioner | Direct):
         return "none"
     if preconditioner not in get_args(Kind):
         raise ValueError(
             f"preconditioner must be a Preconditioner or one of {', '.join(map(repr, get_args(Kind)))}; "
             f"got {preconditioner!r}."
         )
-    return "auto" if preconditioner == "sketch" else preconditioner
+    return str(preconditioner)
 
 
 def _check(J: Jacobian, S: Tensor, L: Tensor, k: int, probes: int, space: str) -> Tensor:

@@ -1,0 +1,181 @@
+r"""What conjugate gradients multiply with to draw posterior samples in weight space, and their preconditioner.
+
+The system is :math:`H = I + \Phi^\top B \Phi` with :math:`\Phi = J S^{1/2}`. A pass over all its rows takes c backward
+passes for each example; a network that is sure of most labels has nearly all of its curvature in a few of them
+(`linnet.reduced`). With these rows alone there are two ways to spare passes over all:
+
+* a direct solve (`linnet.direct`) as the preconditioner of iterations over all rows, where the Gram matrix of the few
+  is no more work than a sketch, or where there is no memory for a sketch of them;
+* a sketch of them (`linnet.sketch`), and iterations over them too, which start again from the residuals of all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.direct import REFINED, Direct, direct
+from linnet.iterative import preconditioner_of
+from linnet.jacobian import Jacobian
+from linnet.matrices import Stack
+from linnet.operators import LinearOperator
+from linnet.plan import autodiff_wins, dense_budget
+from linnet.precondition import Preconditioner
+from linnet.problem import Settings
+from linnet.reduced import reduced
+from linnet.sketch import rescaled, sketch
+from linnet.solve import Product
+
+NEAR = 10.0
+"""A preconditioner serves again while no prior variance, in units of the noise, has changed by a larger factor."""
+
+SKETCHED = 4096
+"""Columns of the sketch on a GPU that forms rows: with them 64 samples of ResNet-20 take ten iterations."""
+
+LEFT = {False: 1e-3, True: 0.03}
+"""The largest share of the curvature's trace that a direct solve leaves to iterations over all rows, and where a sketch
+has no memory. Of ResNet-20 on 200 training images a share of 1e-4 leaves two iterations, 1e-3 four, 0.01 sixteen, 0.03
+thirty."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What `linnet.solve.cg` takes.
+
+    Attributes:
+        product: V (p, k) to ``H V``.
+        exact: The same for residuals, where the product is a coarser one.
+        preconditioner: P.
+    """
+
+    product: Product
+    exact: Product | None
+    preconditioner: Preconditioner | Direct | None
+
+
+def system_of(
+    J: Jacobian,
+    S: Tensor,
+    L: Tensor,
+    k: int,
+    settings: Settings,
+    *,
+    kind: str = "auto",
+    coarse: Jacobian | None = None,
+    preconditioner: Preconditioner | Direct | None = None,
+    probes: int = 0,
+) -> System:
+    """The system of posterior samples.
+
+    Args:
+        J: (n c, p).
+        S: Prior variances, (p,).
+        L: The root of B, (n c,) or (n, c, c).
+        k: Columns of the solve, without probes.
+        settings: Of the solve.
+        kind: "auto", "sketch", "nystrom", "pivoted-cholesky" or "none".
+        coarse: J in a cheaper precision, for products.
+        preconditioner: One that is made already.
+        probes: Columns whose tridiagonals are wanted, which only an exact product has.
+    """
+    d, weight = S.sqrt(), L.square() if L.ndim == 1 else L @ L.mT
+
+    def of(op: LinearOperator, weight: Tensor | None) -> Product:
+        Phi = op.scaled(d)
+        return lambda V: V + Phi.normal(V, weight)
+
+    exact = of(J, weight)
+    if coarse is not None:
+        P = preconditioner or _all_rows(coarse, d, L, k, settings, kind)
+        return System(of(coarse, weight), exact, P)
+    if kind not in ("auto", "sketch") or isinstance(preconditioner, Direct) or (preconditioner and probes):
+        return System(exact, None, preconditioner or _all_rows(J, d, L, k, settings, kind))
+    if preconditioner is None and kind == "auto" and isinstance(settings.rank, str):
+        found = _direct(J, S, L, k, settings)
+        if found is not None:
+            return System(exact, None, found)
+    few = reduced(J, L)
+    if few is None:
+        return System(exact, None, preconditioner or _all_rows(J, d, L, k, settings, kind))
+    few = _in_products(few)
+    if preconditioner is None:
+        ones = torch.ones(few.shape[0], dtype=J.dtype, device=J.device)
+        preconditioner = sketch(
+            few.scaled(d), ones, rank=_columns(J, k, settings, rows=True)[0], generator=settings.generator(2)
+        )
+    if probes:
+        return System(exact, None, preconditioner)
+    return System(of(few, None), exact, preconditioner)
+
+
+def again(P: Preconditioner | Direct, old: Tensor, new: Tensor, noise: float) -> Preconditioner | Direct | None:
+    """The preconditioner of another solve for this prior and noise; None where they are too far apart.
+
+    Args:
+        P: Of the other solve.
+        old: Its prior variances, (p,).
+        new: Those of this one.
+        noise: How many times as large the curvature is now.
+    """
+    ratio = torch.where(old > 0, new / old, 1.0) * noise
+    if bool((ratio > NEAR).any() | (ratio < 1 / NEAR).any() | ((old > 0) != (new > 0)).any()):
+        return None
+    if isinstance(P, Direct):  # as it is: another costs a Gram matrix, and this one some iterations
+        return P
+    return rescaled(P, ratio.sqrt())
+
+
+def _columns(J: Jacobian, k: int, settings: Settings, *, rows: bool) -> tuple[int, bool]:
+    """How many a sketch of a few rows has, or of all; and whether it is for want of memory that it has not more."""
+    if not isinstance(settings.rank, str):
+        return max(1, settings.rank), False
+    fits = int(0.5 * dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
+    # Where rows are formed anyway, many more columns cost little more.
+    wanted = SKETCHED if J.device.type == "cuda" else max(128, 4 * k)
+    if not rows and _by_column(J, k):  # each costs as much as one of the samples in an iteration
+        wanted = min(wanted, 4 * k)
+    return max(1, min(wanted, fits)), fits < wanted
+
+
+def _by_column(J: Jacobian, k: int) -> bool:
+    return autodiff_wins("fused", k=k, c=J.c)
+
+
+def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> Direct | None:
+    """A direct solve with a few rows, where it is worth its Gram matrix (m, m)."""
+    columns, limited = _columns(J, k, settings, rows=True)
+    fits = math.isqrt(dense_budget(settings.memory, J.device) // 24)
+    if J.device.type == "cuda":
+        fits = min(fits, math.isqrt(REFINED // 8))
+    if not limited:  # its m^2 p is then no more than the 4 m p r of a sketch, which leaves more iterations
+        fits = min(fits, 4 * columns)
+    R = reduced(J, L, most=fits, largest=LEFT[limited])
+    if R is None:
+        return None
+    return direct(R, S, generator=settings.generator(2), coarse=_in_products(R))
+
+
+def _in_products(R: Stack) -> Stack:
+    """On a GPU with products in tf32, of rows of the network itself.
+
+    Those of a network that runs in tf32 are another matrix, by a percent or two.
+    """
+    if R.device.type != "cuda":
+        return R
+    return Stack([part.in_precision("products") for part in R.parts if isinstance(part, Jacobian)])
+
+
+def _all_rows(J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, kind: str) -> Preconditioner | None:
+    """A preconditioner from all rows, of a kind."""
+    if kind == "none":
+        return None
+    if kind not in ("auto", "sketch"):
+        weight = L.square() if L.ndim == 1 else L @ L.mT
+        return preconditioner_of(J.scaled(d), J, weight, settings, "weight")
+    columns, _ = _columns(J, k, settings, rows=False)
+    if J.device.type == "cuda" and not _by_column(J, k):
+        J = J.in_precision("products")
+    return sketch(J.scaled(d), L, rank=columns, generator=settings.generator(2))
