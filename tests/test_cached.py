@@ -236,7 +236,7 @@ def test_minibatches_copy_what_is_kept(model, x, no_network):
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("chunk", [None, 9, 4, 3])
 @pytest.mark.parametrize("name", ["conv2d", "resnet", "frames", "embedding_padding", "tied_weights", "raw_parameters"])
-def test_minibatches_are_views_of_many(name, chunk, room, no_network, monkeypatch):
+def test_minibatches_with_and_without_room_for_copies(name, chunk, room, no_network, monkeypatch):
     case = zoo()[name]
     model, data = case.build(), case.data(7, 0)
     A, f = case.dense(model, data), case.outputs(model, data).detach()
@@ -281,6 +281,20 @@ def test_copies_of_minibatches_are_kept_until_they_are_forgotten(model, x, monke
     monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
     one, two = ({tuple(part.index.tolist()): part for part in J.minibatches(3, seed=seed)} for seed in (0, 1))
     assert one.keys() == two.keys() and all(two[index] is not part for index, part in one.items())
+
+
+def test_what_products_make_of_a_copy_is_kept(model, x, monkeypatch):
+    J, V = linnet.linearize(model).jacobian(x).cached(), normal(43, 2)
+    part = next(iter(J.minibatches(3, seed=0)))
+    first = part @ V
+
+    def refuse(factor):
+        raise AssertionError("prepared again")
+
+    monkeypatch.setattr(Cached, "_ready", lambda self, request, k: refuse)
+    close(part @ V, first)
+    with pytest.raises(AssertionError, match="prepared again"):
+        _ = J.subset(part.index) @ V
 
 
 def test_of_a_subset(model, x):

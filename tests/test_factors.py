@@ -9,9 +9,11 @@ import torch
 from drawn import normal
 from torch import Tensor
 
-from linnet import factors
+from linnet import tiles
 from linnet.compound import Lazy, Sum, Taps, add_rmatmul, combine, pack
-from linnet.factors import Outer, Rows, Scale, Size, Tokens
+from linnet.factors import Rows, Scale, Size
+from linnet.outer import Outer
+from linnet.tokens import Tokens
 
 P = 40  # columns of the whole Jacobian; factors cover some of them
 N, C = 5, 3
@@ -112,7 +114,7 @@ MAKE = {
 def temporary(request, monkeypatch):
     """The largest intermediate: as it is, one entry, a few."""
     if request.param is not None:
-        monkeypatch.setattr(factors, "TEMPORARY", request.param)
+        monkeypatch.setattr(tiles, "TEMPORARY", request.param)
 
 
 @pytest.fixture(params=list(MAKE))

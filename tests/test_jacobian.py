@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
-from linnet import factors
 from linnet import grams as grams_module
 from linnet import passes as passes_module
-from linnet.factors import Outer, Scale
+from linnet import tiles
+from linnet.factors import Scale
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.matrices import Matrix, Stack
+from linnet.outer import Outer
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter
 
@@ -931,7 +932,7 @@ def test_gram_blocks_of_an_outer_product(T, dx, dg, monkeypatch):
     expanded = []
     expand = Outer.expand
     monkeypatch.setattr(Outer, "expand", lambda self: expanded.append(1) or expand(self))
-    monkeypatch.setattr(factors, "TEMPORARY", 100)
+    monkeypatch.setattr(tiles, "TEMPORARY", 100)
     close(factor.blocks(Scale()), X @ X.mT)
     close(factor.blocks(Scale(scale)), (X * scale) @ X.mT)
     assert bool(expanded) == (dx == 3)

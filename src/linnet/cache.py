@@ -14,13 +14,13 @@ from torch import Tensor
 
 from linnet import _checks
 from linnet.batch import Batch, leaves, moved
+from linnet.chunks import Chunk, Prepare
 from linnet.compound import pack
 from linnet.contexts import arithmetic, of_network
 from linnet.distributed import add_up, rank_and_world
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
 from linnet.kron import Kronecker
-from linnet.linearize import Chunk, Prepare
 from linnet.operators import LinearOperator
 from linnet.plan import PRODUCTS, Engine, Request, budget
 from linnet.structure import PROBE
@@ -29,8 +29,7 @@ Held = tuple[Recipe, tuple[Tensor, ...]]
 """A factor in memory: how it is made, and its tensors."""
 
 Key = tuple[Request, int]
-Forms = dict[Key, list[Held] | None]
-"""Factors prepared for products with a number of columns."""
+"""Products with a number of columns."""
 
 
 @final
@@ -121,7 +120,7 @@ class Cached(Jacobian):
         if self._copies[0] != size:
             self.forget_minibatches()
             if self.cache_size > cache_limit("auto", self.device):
-                yield from super()._minibatches(chunks, order, late=late)
+                yield from (self.subset(chunks[i]) for i in order)
                 return
             self._copies = size, [self._copied(index) for index in chunks]
         for i in order:
@@ -133,23 +132,7 @@ class Cached(Jacobian):
     def _copied(self, index: Tensor) -> Cached:
         """The examples at ``index``, with forms for products that are made once."""
         part = self.subset(index)
-        return Cached(part, [View(piece, 0, piece.batch.n, {}, at=piece.batch.start) for piece in part._kept])
-
-    def _parts(self, chunks: Sequence[Tensor], *, late: bool) -> Iterator[Jacobian]:
-        # Many minibatches are copied at once, and each is a view. The last ones are there while the next are copied.
-        size = len(chunks[0])
-        many = self._chunk() // (2 * size)
-        for a in range(0, len(chunks), max(1, many)):
-            group = chunks[a : a + max(1, many)]
-            whole = self.subset(torch.cat(list(group))) if many else None
-            if whole is None or len(whole._kept) > 1:  # no room, or examples that are unlike
-                yield from map(self.subset, group)
-                continue
-            whole._settings.batch_size, start = size, 0
-            forms: Forms = {}
-            for index in group:
-                yield Cached(whole, [View(whole._kept[0], start, start + len(index), forms)])
-                start += len(index)
+        return Cached(part, [replace(piece, forms={}) for piece in part._kept])
 
     def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[Kept]:
         """The examples at ``index``, which lie in the pieces at ``places``, as one piece or, if unlike, as several."""
@@ -184,11 +167,20 @@ class Cached(Jacobian):
 
 @dataclass(frozen=True)
 class Kept:
-    """A chunk in memory: recipes of its factors, each with the tensors that it needs; tensors may be shared."""
+    """A chunk in memory: recipes of its factors, each with the tensors that it needs; tensors may be shared.
+
+    Attributes:
+        batch: Its examples, without their inputs.
+        f: Their outputs (n, c).
+        factors: Columns of the Jacobian.
+        forms: The factors as each kind of products wants them, kept for the next one; None for a kind that would take
+            more memory than the factors themselves, and None if nothing is to be kept.
+    """
 
     batch: Batch
     f: Tensor
     factors: list[Held]
+    forms: dict[Key, list[Factor] | None] | None = None
 
     @property
     def bytes(self) -> int:
@@ -200,7 +192,20 @@ class Kept:
 
     def prepared(self, ready: Prepare, key: Key | None) -> list[Factor]:
         """The factors as ``ready`` makes them; ``key`` names a request whose form can be used again."""
-        return [ready(factor) for factor in self.chunk.factors]
+        if key is None or self.forms is None:
+            return [ready(factor) for factor in self.chunk.factors]
+        if key not in self.forms:
+            self.forms[key] = self._form(ready)
+        form = self.forms[key]
+        return [ready(factor) for factor in self.chunk.factors] if form is None else form
+
+    def _form(self, ready: Prepare) -> list[Factor] | None:
+        """All factors prepared, or None where that takes more memory than the piece itself."""
+        one = self.part(0, 1)
+        held = sum(t.nbytes for _, tensors in one.factors for t in tensors)
+        if sum(ready(factor).bytes for factor in one.chunk.factors) > held:
+            return None
+        return pack([ready(factor) for factor in self.chunk.factors])
 
     def part(self, start: int, stop: int) -> Kept:
         """Examples start to stop, as views."""
@@ -241,52 +246,6 @@ class Kept:
             factors.append((column[0][0], tuple(join(group) for group in tensors)))
         batch = Batch.joined([part.batch for part in parts], start)
         return Kept(batch, torch.cat([part.f for part in parts]), factors)
-
-
-@final
-class View(Kept):
-    """Examples start to stop of a piece, as views that are made when they are needed.
-
-    Args:
-        whole: The piece.
-        start: The first example.
-        stop: After the last.
-        forms: Of the piece, shared by its views: its factors prepared for products, so that each view need not.
-        at: The place of its first example.
-    """
-
-    _whole: Kept
-    _place: tuple[int, int]
-    _forms: Forms
-
-    def __init__(self, whole: Kept, start: int, stop: int, forms: Forms, *, at: int = 0) -> None:
-        batch = replace(whole.batch.part(start, stop), start=at)
-        self.__dict__.update(batch=batch, f=whole.f[start:stop], _whole=whole, _place=(start, stop), _forms=forms)
-
-    @cached_property
-    def factors(self) -> list[Held]:
-        return self._viewed(self._whole.factors)
-
-    def prepared(self, ready: Prepare, key: Key | None) -> list[Factor]:
-        if key is not None and key not in self._forms:
-            self._forms[key] = self._form(ready)
-        form = None if key is None else self._forms[key]
-        return super().prepared(ready, key) if form is None else [make(held) for make, held in self._viewed(form)]
-
-    def _form(self, ready: Prepare) -> list[Held] | None:
-        """The whole piece prepared, or None where that takes more memory than the piece itself."""
-        one = self._whole.part(0, 1)
-        sample = [ready(factor) for factor in one.chunk.factors]
-        if any(f.recipe is None for f in sample) or sum(f.bytes for f in sample) > sum(
-            t.nbytes for _, held in one.factors for t in held
-        ):
-            return None
-        factors = pack([ready(factor) for factor in self._whole.chunk.factors])
-        return [(f.recipe, f.tensors()) for f in factors if f.recipe is not None]
-
-    def _viewed(self, held: Sequence[Held]) -> list[Held]:
-        start, stop = self._place
-        return [(recipe, tuple(t[start:stop] for t in tensors)) for recipe, tensors in held]
 
 
 def keep(factors: Sequence[Factor], engine: Engine) -> list[Held]:

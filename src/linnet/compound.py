@@ -14,7 +14,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.factors import Factor, Outer, Range, Recipe, Rows, Size
+from linnet.factors import Factor, Range, Recipe, Rows, Size
+from linnet.outer import Outer
 
 
 @final
@@ -145,10 +146,6 @@ class Packed(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._whole,)
 
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(_packed_again, (self.ranges,))
-
     def expand(self) -> Rows:
         sizes = [stop - start for start, stop in self.ranges]
         return Rows(self.ranges, self._whole.split(sizes, -1))
@@ -164,10 +161,6 @@ class Packed(Factor):
 
     def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
         out.index_copy_(0, self._index, self._rows.T @ U.reshape(self.n * self.c, -1))
-
-
-def _packed_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Factor:
-    return Packed(ranges, *tensors)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,6 @@ much work as a forward and a backward pass of the layer, whatever the number of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.convolution import Convolution
-from linnet.factors import TEMPORARY, Factor, Range, Recipe, Rows, Size, add_products
+from linnet.factors import Factor, Range, Rows, Size
+from linnet.tiles import TEMPORARY, add_products
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -47,10 +47,6 @@ class Convolved(Factor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.g
-
-    @property
-    def recipe(self) -> Recipe | None:
-        return Recipe(_again, (self.conv, self.weight, self.bias)) if len(self.x) == self.n else None
 
     def expand(self) -> Rows:
         rows = self.conv.rows(self.x, self.g)
@@ -127,8 +123,3 @@ class Convolved(Factor):
             h, x, W, sizes, list(c.stride), padding, list(c.dilation), False, none, c.groups, [False, True, biased]
         )
         return found[: len(self.ranges)]
-
-
-def _again(tensors: Sequence[Tensor], conv: Convolution, weight: Range, bias: Range | None) -> Factor:
-    x, g = tensors
-    return Convolved(conv, x, g, n=len(x), weight=weight, bias=bias)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from linnet.batch import Batch, Source
+from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.laplace_evidence import AtNetwork, Terms, group_norms
 from linnet.laplace_search import Method, Search, best
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.linearize import Output, linearize
+from linnet.linearize import linearize
 from linnet.params import Params
 from linnet.priors import PriorSpec, make_prior
 from linnet.sites import FlatOutput, Sites

@@ -282,13 +282,10 @@ class Jacobian(Grams):
         """Free what `minibatches` may have copied for the next epoch."""
 
     def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
-        return self._parts([chunks[i] for i in order], late=late)
-
-    def _parts(self, chunks: Sequence[Tensor], *, late: bool) -> Iterator[Jacobian]:
-        """The Jacobians of the examples at each index."""
+        """The Jacobians of the examples at each index, in an order."""
         checks = Deferred(lambda f, index: _checks.check_outputs_finite(f, 0, index)) if late else None
         try:
-            for part in self._read_once(chunks):
+            for part in self._read_once([chunks[i] for i in order]):
                 part._late = checks
                 yield part
         finally:

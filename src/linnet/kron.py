@@ -27,8 +27,10 @@ from torch import Tensor
 from linnet import _checks
 from linnet.compound import Lazy
 from linnet.distributed import add_up
-from linnet.factors import Factor, Outer, Range, Rows, Tokens
+from linnet.factors import Factor, Range, Rows
+from linnet.outer import Outer
 from linnet.params import Layout
+from linnet.tokens import Tokens
 
 EXACT = 1024
 """Parameters without Kronecker form keep their exact block up to this size."""

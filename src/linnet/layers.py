@@ -10,7 +10,7 @@ A `Rule` says two things:
   occurs along the batch axis (windows, flattened time), and is summed over.
 
 To add a layer: write a rule, list it in `RULES`, add a case to ``tests/test_layers.py``. Whether a rule is right
-for a model at hand is checked against autodiff on the first batch (`linnet.linearize`), so a rule may be simple
+for a model at hand is checked against autodiff on the first batch (`linnet.inspection`), so a rule may be simple
 and refuse (return None) what it does not know.
 """
 
@@ -30,7 +30,9 @@ from linnet import kernels
 from linnet.compound import Lazy, Taps
 from linnet.convolution import Convolution
 from linnet.convolved import Convolved
-from linnet.factors import Factor, Outer, Range, Rows, Size, Tokens
+from linnet.factors import Factor, Range, Rows, Size
+from linnet.outer import Outer
+from linnet.tokens import Tokens
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from linnet import kernels
 from linnet.distributed import add_up, rank_and_world
-from linnet.factors import TEMPORARY, Factor, Rows, Tokens
+from linnet.factors import Factor, Rows
+from linnet.tiles import TEMPORARY
+from linnet.tokens import Tokens
 
 Part = tuple[tuple[int, int], Tensor, Tensor, Tensor]
 """A range of columns; a number near the mean of each, what is to be added to it, and the squares about the mean."""

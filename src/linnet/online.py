@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from linnet.data import as_source
+from linnet.functional import Output
 from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
 from linnet.laplace_search import Method
 from linnet.likelihoods import Likelihood
-from linnet.linearize import Output
 from linnet.params import Params
 from linnet.priors import PriorSpec, check_prior
 from linnet.training import epoch, shuffled

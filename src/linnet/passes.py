@@ -18,14 +18,16 @@ from torch import Tensor
 from linnet import _checks
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Source
+from linnet.chunks import Chunk
 from linnet.compound import pack
 from linnet.contexts import Precision, arithmetic, check_precision, of_network
 from linnet.data import bar
 from linnet.distributed import rank_and_world, shard
-from linnet.factors import Factor, Outer, Rows
+from linnet.factors import Factor, Rows
 from linnet.kron import Rotation
-from linnet.linearize import Chunk, Linearization
+from linnet.linearize import Linearization
 from linnet.operators import LinearOperator
+from linnet.outer import Outer
 from linnet.plan import (
     PLAN_COLUMNS,
     PRODUCTS,

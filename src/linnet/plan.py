@@ -19,7 +19,9 @@ import psutil
 import torch
 
 from linnet.compound import Lazy, Sum
-from linnet.factors import Factor, Outer, Rows, Tokens
+from linnet.factors import Factor, Rows
+from linnet.outer import Outer
+from linnet.tokens import Tokens
 
 Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares", "sides"]
 Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import _checks
-from linnet.linearize import Output
+from linnet.functional import Output
 
 Forward = Callable[..., Any]
 

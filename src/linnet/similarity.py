@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet import _checks
+from linnet.functional import Output
 from linnet.jacobian import Jacobian
-from linnet.linearize import Linearization, Output, linearize
+from linnet.linearize import Linearization, linearize
 from linnet.params import Params
 from linnet.plan import dense_budget
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet.functional import Output
 from linnet.gaussian import cached_if_fits
 from linnet.interop.features import Features, TangentFeatures
 from linnet.interop.gpytorch import as_linearization
-from linnet.linearize import Linearization, Output
+from linnet.linearize import Linearization
 from linnet.params import Params
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior, by_root
 from linnet.priors import PriorSpec

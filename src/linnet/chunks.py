@@ -1,0 +1,225 @@
+"""The Jacobian of a few examples in factors: by layer rules where they serve, by torch's autodiff elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet import autodiff
+from linnet.autodiff import Autodiff
+from linnet.batch import Batch
+from linnet.capture import Recording, Use
+from linnet.compound import Lazy, combine
+from linnet.contexts import Precision, forward_mode
+from linnet.factors import Factor, Recipe
+from linnet.inspection import Inspected
+from linnet.layers import Call, LayoutError, Rule, Slot
+from linnet.structure import TOLERANCE, Kept, Structure, factors_of, gradients, misplaced, streamed, warn_fallback
+
+Prepare = Callable[[Factor], Factor]
+"""From a factor to the form that it is wanted in."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The Jacobian of a few examples, in factors.
+
+    Attributes:
+        f: Outputs (n, c).
+        factors: Columns; those that are missing are zero.
+    """
+
+    f: Tensor
+    factors: list[Factor]
+
+
+class Chunks(Inspected):
+    """What `linnet.linearize.Linearization` is made of: a batch to the columns of its Jacobian."""
+
+    def chunk(
+        self,
+        batch: Batch,
+        precision: Precision,
+        *,
+        autodiff_only: bool = False,
+        columns: bool = False,
+        graph: bool = False,
+        along: Tensor | None = None,
+        prepare: Prepare = lambda factor: factor,
+    ) -> Chunk:
+        """The Jacobian of a batch in factors.
+
+        Args:
+            batch: The examples, on the model's device.
+            precision: Of the network's passes.
+            autodiff_only: Use no layer rules.
+            columns: Autodiff's products go column by column.
+            graph: Without layer rules, keep the forward pass for the backward pass of a product.
+            along: (p, k), what the factors will be multiplied by; with ``columns`` and ``graph`` the forward pass gives
+                the product with its first column too.
+            prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
+        """
+        if autodiff_only:
+            leaves = {name: t.detach().requires_grad_(graph) for name, t in self.theta.items()}
+            known = None
+            with self._setting(precision), torch.set_grad_enabled(graph):
+                if along is None or not along.shape[1] or not (columns and graph):
+                    f = self.forward(leaves, batch)
+                else:
+                    views = self.layout.unflatten(along[:, 0].to(self.model_dtype))
+                    # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
+                    tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
+                    with forward_mode(self._model):
+                        f, product = autodiff.dual(lambda theta: self.forward(theta, batch), leaves, tangent)
+                    known = along, product.detach().to(self.dtype)
+            kept = (f, leaves) if graph else None
+            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept, known)
+            return Chunk(f.detach().to(self.dtype), [prepare(factor)])
+        prepare = self._without_autocast(prepare)
+        with self._setting(precision):
+            recording = self._record(batch)
+            structure = self._structure(recording, batch)
+            if structure.changes.spread != recording.changes.spread:
+                recording = self._record(batch, structure.changes)
+            f, factors = recording.out.detach().to(self.dtype), self._streamed(recording, structure, batch, prepare)
+            if factors is None:
+                if not recording.uses:  # emptied by a stream that broke off
+                    recording = self._record(batch, structure.changes)
+                factors, structure = self._captured(recording, structure, batch, prepare)
+        if structure.rest:
+            factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns)))
+        return Chunk(f, factors)
+
+    def _without_autocast(self, prepare: Prepare) -> Prepare:
+        """The same outside of bf16's autocast: products of factors are float32."""
+
+        def prepared(factor: Factor) -> Factor:
+            with torch.autocast(self.device.type, enabled=False):
+                return prepare(factor)
+
+        return prepared
+
+    def _streamed(
+        self, recording: Recording, structure: Structure, batch: Batch, prepare: Prepare
+    ) -> list[Factor] | None:
+        """The factors of a chunk with one output, each prepared during the backward pass; None if that cannot be."""
+        doubtful = structure.unused or structure.unproven or recording.reorders or not structure.streams
+        if doubtful or recording.out.shape[1] > 1 or not recording.out.requires_grad:
+            return None
+        if self.device.type != "cpu":  # a GPU would wait for Python between the layers
+            return None
+        uses: list[Use | None] = [use for use, k in zip(recording.uses, structure.kept, strict=True) if k]
+        kept = [k for k in structure.kept if k]
+        names = Counter(slot.name for k in kept for slot in k.slots.values())
+        factors: list[Factor] = []
+        shared: list[Factor] = []
+
+        def take(i: int, use: Use, g: Tensor) -> None:
+            found = _factors(use, kept[i], g, n=batch.n, dtype=self.dtype)
+            if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
+                shared.extend(found)
+            else:
+                factors.extend(prepare(factor) for factor in found)
+
+        recording.uses.clear()
+        try:
+            structure.streams = streamed(recording.out, uses, take)
+        except LayoutError:
+            structure.streams = False
+        if not structure.streams:
+            return None
+        return factors + [prepare(factor) for factor in combine(shared)]
+
+    def _captured(
+        self, recording: Recording, structure: Structure, batch: Batch, prepare: Prepare
+    ) -> tuple[list[Factor], Structure]:
+        out = recording.out
+        pairs = [(use, kept) for use, kept in zip(recording.uses, structure.kept, strict=True) if kept]
+        if structure.unused and out.requires_grad:
+            leaves = [recording.leaves[name] for name in structure.unused]
+            found = torch.autograd.grad(out, leaves, torch.ones_like(out), True, allow_unused=True)
+            late = [name for name, g in zip(structure.unused, found, strict=True) if g is not None]
+            if late:  # used for some examples only
+                return self._demoted(recording, structure, late, batch, prepare)
+        seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
+        grads = gradients(out, [use for use, _ in pairs], seeds, batched=structure.batched)
+        doubtful = [
+            (use, kept, g)
+            for (use, kept), g in zip(pairs, grads, strict=True)
+            if g is not None
+            and (recording.reorders or any(slot.name in structure.unproven for slot in kept.slots.values()))
+        ]
+        if doubtful and batch.n > 1:
+            half = torch.is_autocast_enabled(self.device.type)
+            names = misplaced(out, doubtful, TOLERANCE[torch.bfloat16 if half else self.model_dtype])
+            if names:
+                warn_fallback(names)
+                return self._demoted(recording, structure, names, batch, prepare)
+        factors: list[Factor] = []
+        for (use, kept), g in zip(pairs, grads, strict=True):
+            if g is None:
+                continue
+            try:
+                factors += _factors(use, kept, g, n=batch.n, dtype=self.dtype)
+            except LayoutError:  # another number of rows than examples: data-dependent routing
+                names = [slot.name for slot in kept.slots.values()]
+                warn_fallback(names)
+                return self._demoted(recording, structure, names, batch, prepare)
+        return [prepare(factor) for factor in combine(factors)], structure
+
+    def _demoted(
+        self, recording: Recording, structure: Structure, names: list[str], batch: Batch, prepare: Prepare
+    ) -> tuple[list[Factor], Structure]:
+        """Leave parameters to autodiff from now on, whose use depends on the data."""
+        structure = self._structures[recording.signature] = self.last_structure = structure.without(names)
+        return self._captured(recording, structure, batch, prepare)
+
+    def _autodiff(
+        self,
+        names: tuple[str, ...],
+        batch: Batch,
+        c: int,
+        precision: Precision,
+        columns: bool,
+        graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> Autodiff:
+        def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            with self._setting(precision), forward_mode(self._model):
+                return self.forward(theta, part)
+
+        return Autodiff(
+            forward,
+            self.theta,
+            names,
+            self.layout,
+            batch,
+            c=c,
+            dtype=self.dtype,
+            vectorize=lambda: self.can("vectorize", batch),
+            columns=columns and self.can("forward_mode", batch),
+            graph=graph,
+            known=known,
+        )
+
+
+def _factors(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:
+    """Columns of the Jacobian from one use, each with its recipe."""
+    found = factors_of(use, kept, g, n=n, dtype=dtype)
+    for factor in found:
+        if isinstance(factor, Lazy):
+            slots = {role: slot for role, slot in kept.slots.items() if slot.range in factor.ranges}
+            factor.again = Recipe(_lazy_again, (use.rule, use.call.conf, slots, kept.layout))
+    return found
+
+
+def _lazy_again(
+    tensors: Sequence[Tensor], rule: Rule, conf: dict[str, Any], slots: Mapping[str, Slot], layout: str
+) -> Factor:
+    x, g = tensors
+    return rule.factors(Call(None, {}, conf), x, g, slots, layout)[0]

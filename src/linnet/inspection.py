@@ -1,0 +1,163 @@
+"""What is found out about a network once, on a few examples: which rules serve its calls, what torch can do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet import _checks, autodiff
+from linnet.batch import Batch
+from linnet.capture import NO_CHANGES, Changes, Recording, record
+from linnet.contexts import forward_mode
+from linnet.functional import Functional, Output
+from linnet.params import Params
+from linnet.structure import PROBE, TOLERANCE, Structure, inspect, warn_of
+
+
+class Inspected(Functional):
+    """What `linnet.linearize.Linearization` is made of: recorded forward passes, and what they showed.
+
+    Attributes:
+        last_structure: Which rules served the last batch.
+    """
+
+    def __init__(self, model: nn.Module, params: Params = None, *, output: Output | None = None) -> None:
+        super().__init__(model, params, output=output)
+        self._changes = NO_CHANGES
+        self._structures: dict[tuple[Any, ...], Structure] = {}
+        self.last_structure = Structure([], (), ())
+        self._abilities: dict[tuple[str, int], bool] = {}
+
+    def structure(self, batch: Batch) -> Structure:
+        """Which rules serve a batch, checked on its first examples if its calls are new."""
+        with self._setting("highest"):
+            recording = self._record(batch.part(0, min(PROBE, batch.n)))
+        return self._structure(recording, batch)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether some parameters are left to autodiff."""
+        return any(structure.rest for structure in self._structures.values())
+
+    def _structure(self, recording: Recording, batch: Batch) -> Structure:
+        found = self._structures.get(recording.signature)
+        if found is None or (found.examples == 1 and batch.n > 1):
+            probe = batch.part(0, min(PROBE, batch.n))
+            with self._setting("highest"):
+                found = replace(self._inspected(recording, probe), examples=probe.n)
+            self._structures[recording.signature] = found
+            self._changes = found.changes
+        self.last_structure = found
+        return found
+
+    def _inspected(self, recording: Recording, probe: Batch) -> Structure:
+        small = self._record(probe, recording.changes)
+        _checks.check_outputs_finite(small.out, probe.start)
+        self._check_independent(small.out, probe)
+        if small.signature != recording.signature:
+            # The calls depend on the data beyond the first examples: trust no rule with them.
+            return Structure([None] * len(recording.uses), tuple(self.theta), ())
+        names = tuple(self.theta)
+        found = inspect(small, self.dtype, names=names)
+        if found.failed and probe.n > 1:
+            # Calls that all examples share have no gradient by example, until their output is repeated for each.
+            for spread in (found.failed, *({i} for i in sorted(found.failed))):
+                trial = self._spread(small, probe, found.changes.spread | spread)
+                better = None if trial is None else inspect(trial, self.dtype, names=names)
+                if better is not None and len(better.rest) < len(found.rest):
+                    found = better
+                if not found.failed:
+                    break
+        warn_of(found, small.uses)
+        return found
+
+    def _spread(self, small: Recording, probe: Batch, numbers: frozenset[int]) -> Recording | None:
+        """The recording with calls spread over the examples, if the model takes it and gives the same output."""
+        try:
+            trial = self._record(probe, replace(small.changes, spread=numbers))
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
+            return None
+        same = trial.signature == small.signature and trial.out.shape == small.out.shape
+        return trial if same and _checks.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
+
+    def _check_independent(self, out: Tensor, probe: Batch) -> None:
+        """Raise if the outputs are random, or change with the other examples of the batch."""
+        tolerance = TOLERANCE[self.model_dtype]
+        with torch.no_grad():
+            if not _checks.close(self.forward({}, probe), out, tolerance):
+                raise _checks.random_output()
+            if probe.n > 1 and not _checks.close(self.forward({}, probe.part(0, probe.n - 1)), out[:-1], tolerance):
+                raise _checks.examples_interact()
+
+    def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
+        if changes is None and self._changes.spread:
+            return self._record_like_last(batch)
+        return record(
+            lambda theta: self.forward(theta, batch),
+            self.theta,
+            self.layout,
+            n=batch.n,
+            changes=self._changes if changes is None else changes,
+        )
+
+    def _record_like_last(self, batch: Batch) -> Recording:
+        """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
+        try:
+            recording = self._record(batch, self._changes)
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
+            return self._record(batch, NO_CHANGES)
+        found = self._structures.get(recording.signature)
+        known = found is not None and found.changes.spread == self._changes.spread
+        return recording if known else self._record(batch, NO_CHANGES)
+
+    def can(self, ability: str, batch: Batch) -> bool:
+        """Whether the model supports "vectorize" (vmap over examples) or "forward_mode", tried once on an example.
+
+        Half-precision models use neither: their tangents would be rounded to half precision.
+        """
+        if self.model_dtype != self.dtype:
+            return False
+        few = min(2, batch.n)  # one example alone hides what goes wrong with several
+        if (ability, few) not in self._abilities:
+            self._abilities[ability, few] = self._try(ability, batch.part(0, few))
+        return self._abilities[ability, few]
+
+    def _try(self, ability: str, probe: Batch) -> bool:
+        """Compare one random combination of the outputs with reverse mode."""
+        if ability == "forward_mode" and _pads(self._model):
+            return False  # torch's forward mode counts the padding row of an embedding, reverse mode does not
+
+        def outputs(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            with self._setting("highest"), forward_mode(self._model):
+                return self.forward(theta, part)
+
+        def combined(f: Tensor) -> Tensor:
+            u = torch.linspace(0.5, 1.5, f.shape[1], dtype=self.dtype, device=self.device)
+            return (f * u).sum(1, keepdim=True)
+
+        def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            return combined(outputs(theta, part))
+
+        exact = autodiff.rows(forward, self.theta, probe, vectorize=False)
+        try:
+            if ability == "vectorize":
+                found = autodiff.rows(forward, self.theta, probe, vectorize=True)
+                pairs = [(found[name], exact[name]) for name in exact]
+            else:
+                tangent = {name: torch.cos(torch.arange(t.numel()).to(t)).view_as(t) for name, t in self.theta.items()}
+                # Combined afterwards: a dual times a tensor without tangent makes torch import its compiler (1.5 s).
+                product = combined(autodiff.jvp_of(lambda theta: outputs(theta, probe), self.theta, tangent))
+                along = [(exact[name] * tangent[name]).reshape(probe.n, 1, -1).sum(2) for name in exact]
+                pairs = [(product, torch.stack(along).sum(0))]
+        except (RuntimeError, NotImplementedError, ValueError):
+            return False
+        return all(_checks.close(a, b, TOLERANCE[self.model_dtype]) for a, b in pairs)
+
+
+def _pads(model: nn.Module) -> bool:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return any(isinstance(m, kinds) and m.padding_idx is not None for m in model.modules())
