@@ -25,11 +25,12 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
-from linnet import newton, scales, stochastic
+from linnet import scales, stochastic
 from linnet.contexts import Precision, arithmetic
-from linnet.iterative import cached_if_fits, preconditioner_of
+from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Categorical
+from linnet.mode_by_passes import mode_by_passes
 from linnet.priors import make_prior
 from linnet.problem import Settings
 from linnet.stochastic import Training
@@ -132,18 +133,22 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
     rows = []
     for times in (0.3, 3.0):
         variance, f = prior.variance([times * unit]), J.outputs()
-        for kind in ("nystrom", "none"):
-            P = None
-            if kind != "none":
-                P = preconditioner_of(J.scaled(variance.sqrt()), J, likelihood.curvature(f), Settings(), "weight")
-            given: dict[str, Any] = {"variance": variance, "mean": f, "likelihood": likelihood, "preconditioner": P}
-            mode = newton.matrix_free(J, y, **given, tolerance=1e-4)
+        for kind in ("auto", "nystrom", "none"):  # the first makes others where the curvature changes
+            mode, P = mode_by_passes(
+                J,
+                y,
+                variance=variance,
+                mean=f,
+                likelihood=likelihood,
+                settings=Settings(preconditioner=kind),  # type: ignore[arg-type]
+                tolerance=1e-4,
+            )
             rows.append(
                 {
                     "scale / unit": times,
                     "preconditioner": kind,
                     "rank": 0 if P is None else P.rank,
-                    "passes": mode.passes + (P is not None),
+                    "passes": mode.passes,
                     "steps": mode.iterations,
                     "gradient": mode.gradient,
                     "objective": mode.objective,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import linnet
-from linnet import convolved, metrics, newton, stochastic
+from linnet import convolved, metrics, mode_by_passes, newton, stochastic
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical
@@ -434,6 +434,20 @@ def test_adam_takes_the_steps_of_dense_rows(form):
     assert path == pytest.approx(losses, rel=1e-9)
 
 
+def test_adam_takes_the_same_steps_without_room_for_copies(monkeypatch):
+    x, y = images(30)
+    J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x).cached()
+    task = stochastic._Task(J, y, torch.linspace(0.1, 0.5, J.shape[1]).double(), Categorical(), True)
+    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    assert J._copies[1]
+    J.forget_minibatches()
+    monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
+    same, again = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    assert not J._copies[1]
+    assert (same - u).norm() <= 1e-12 * u.norm()
+    assert again == pytest.approx(path, rel=1e-12)
+
+
 def test_adam_takes_the_steps_of_dense_rows_of_data_that_changes():
     (x, y), read = images(30), []
 
@@ -673,3 +687,22 @@ def test_mean_average_precision():
         metrics.mean_average_precision(p, y[:, 0])
     with pytest.raises(ValueError, match="labels must be zeros and ones"):
         metrics.mean_average_precision(p, 2 * y)
+
+
+def test_a_stale_preconditioner_is_renewed(monkeypatch):
+    """Labels that a network can be sure of leave another curvature than the start has."""
+    x, y = images(120)
+    made = []
+    sketch = mode_by_passes.sketch
+    monkeypatch.setattr(
+        mode_by_passes, "sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how)
+    )
+    how = {"params": RESIDUAL, "solver": "cg-weight", "mean": "zero", "prior": 100.0, "tolerance": 1e-6}
+    model = linnet.attach_head(double(Residual()), x, y, penalty=1.0)
+    renewed = linnet.TangentClassifier(model, **how).fit(x, y)
+    assert made and renewed.passes_ > 0
+    count = len(made)
+    kept = linnet.TangentClassifier(model, preconditioner="nystrom", **how).fit(x, y)
+    assert len(made) == count  # asked for by name, and left alone
+    close(renewed.decision_function(x), kept.decision_function(x), rtol=1e-3)
+    assert renewed.passes_ < kept.passes_

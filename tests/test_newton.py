@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -238,6 +239,26 @@ def test_passes_are_counted_and_a_preconditioner_saves_some() -> None:
     lam, U = torch.linalg.eigh(features.T @ dense_blocks(Categorical().curvature(a.f)) @ features)
     b = matrix_free(helped, y, preconditioner=Preconditioner(U, lam.clamp_min(0)), **given).checked()
     assert b.passes == helped.passes < a.passes
+    torch.testing.assert_close(a.f, b.f, rtol=1e-6, atol=1e-6)
+
+
+def test_a_preconditioner_is_renewed_where_the_curvature_has_become_another() -> None:
+    Phi, mean, y = problem(Categorical())
+    variance = torch.logspace(4, -1, P, dtype=torch.float64)
+    given = {"variance": variance, "mean": mean, "likelihood": Categorical(), "tolerance": 1e-9}
+    features, sizes = Phi * variance.sqrt(), []
+
+    def made(root: Tensor, better: int = 0) -> Preconditioner:
+        sizes.append(float(root.square().sum()))
+        lam, U = torch.linalg.eigh(features.T @ dense_blocks(root @ root.mT) @ features)
+        return Preconditioner(U, lam.clamp_min(0))
+
+    first = made(Categorical().root(mean))
+    kept, renewed = Counted(Phi), Counted(Phi)
+    a = matrix_free(kept, y, preconditioner=first, **given).checked()
+    b = matrix_free(renewed, y, preconditioner=first, renew=made, **given).checked()
+    assert len(sizes) > 1 and all(not 0.5 <= new / old <= 2 for old, new in pairwise(sizes))
+    assert b.passes == renewed.passes + 2 * (len(sizes) - 1) < a.passes
     torch.testing.assert_close(a.f, b.f, rtol=1e-6, atol=1e-6)
 
 

@@ -18,6 +18,7 @@ from linnet.evidence import Choice
 from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
+from linnet.mode_by_passes import mode_by_passes
 from linnet.newton import Mode, as_weight
 from linnet.posterior import (
     DiagonalPosterior,
@@ -209,7 +210,7 @@ def _weight(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     else:
         choice, examples = _chosen_on_part(J, data.y, prior, data.likelihood, how.settings, mean=data.mean)
         variance = prior.variance(choice.scales if prior.scales else ())
-        mode, _ = _by_products(data, variance, how.settings)
+        mode, _ = _by_passes(data, variance, how.settings)
         mode = _with_hessian(J, variance, mode)
     assert mode.u is not None
     delta = variance.sqrt() * mode.u
@@ -260,15 +261,16 @@ def _with_hessian(J: Jacobian, variance: Tensor, mode: Mode) -> Mode:
     return replace(mode, factor=factor, log_det=float(exact_log_det(factor)))
 
 
-def _by_products(data: Observed, variance: Tensor, settings: Settings) -> tuple[Mode, Preconditioner | None]:
-    """The mode by passes over the data, and its preconditioner, whose pass is counted too."""
-    J, mean, likelihood = data.J, data.mean, data.likelihood
-    weight = as_weight(likelihood.curvature(mean))
-    P = preconditioner_of(J.scaled(variance.sqrt()), J, weight, settings, "weight")
-    mode = newton.matrix_free(
-        J, data.y, variance=variance, mean=mean, likelihood=likelihood, preconditioner=P, tolerance=_goal(settings)
-    ).checked()
-    return replace(mode, passes=mode.passes + (P is not None)), P
+def _by_passes(data: Observed, variance: Tensor, settings: Settings) -> tuple[Mode, Preconditioner | None]:
+    return mode_by_passes(
+        data.J,
+        data.y,
+        variance=variance,
+        mean=data.mean,
+        likelihood=data.likelihood,
+        settings=settings,
+        tolerance=_goal(settings),
+    )
 
 
 def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
@@ -276,7 +278,7 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     inference, settings = how.inference, how.settings
     choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=mean)
     variance = prior.variance(choice.scales if prior.scales else ())
-    mode, P = _by_products(data, variance, settings)
+    mode, P = _by_passes(data, variance, settings)
     assert mode.u is not None
     passes, d = mode.passes, variance.sqrt()
     delta = d * mode.u

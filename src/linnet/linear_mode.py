@@ -21,6 +21,7 @@ from linnet.jacobian import Jacobian
 from linnet.laplace_evidence import Terms, group_norms
 from linnet.likelihoods import Likelihood
 from linnet.logdets import LogDet
+from linnet.mode_by_passes import mode_by_passes
 from linnet.newton import Mode
 from linnet.posterior import by_root
 from linnet.priors import Prior
@@ -56,7 +57,8 @@ class LinearModel:
             Phi = J.scaled(d).dense(limit=2**62)
             found = newton.weight_space(Phi, self.y, mean=self.mean, likelihood=likelihood, factor=False).checked()
         else:
-            found = newton.matrix_free(J, self.y, variance=variance, mean=self.mean, likelihood=likelihood).checked()
+            given = {"mean": self.mean, "likelihood": likelihood, "settings": self.settings}
+            found, _ = mode_by_passes(J, self.y, variance=variance, **given)  # type: ignore[arg-type]
         assert found.u is not None
         return found, d * found.u
 

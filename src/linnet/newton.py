@@ -34,6 +34,7 @@ from linnet.spaces import (
     Function,
     Nearby,
     Products,
+    Renew,
     Space,
     Weights,
     as_weight,
@@ -223,6 +224,7 @@ def matrix_free(
     mean: Tensor,
     likelihood: Likelihood,
     preconditioner: Solvable | None = None,
+    renew: Renew | None = None,
     start: Tensor | None = None,
     tolerance: float = 1e-6,
     iterations: int = 200,
@@ -238,7 +240,10 @@ def matrix_free(
         variance: S, (p,).
         mean: m, (n, c).
         likelihood: Of the targets given f.
-        preconditioner: Of H, in whitened weights.
+        preconditioner: Of H, in whitened weights, at the mean.
+        renew: From a root of the curvature, (n c,) or (n, c, c), and how many better ones than the first have been
+            asked for, to the preconditioner there, in two passes, which are counted; asked where the curvature has
+            become another, and after steps of many passes. None keeps the first one.
         start: u to begin with, (p,); None for zero.
         tolerance: Of the relative gradient.
         iterations: At most as many steps.
@@ -255,7 +260,7 @@ def matrix_free(
     """
     m = check_mean(mean)
     check_operator(J, variance, mean, m)
-    space = Products(J.scaled(variance.sqrt()), preconditioner, tolerance, cg_iterations)
+    space = Products(J.scaled(variance.sqrt()), preconditioner, tolerance, cg_iterations, renew)
     found = _iterate(space, y, mean, likelihood, start, tolerance, iterations)
     return replace(found, passes=space.passes)
 

@@ -22,14 +22,15 @@ takes up to twice the rows."""
 WORTH = 0.3
 """The largest share of the rows that is worth while."""
 
+
 @torch.no_grad()
 def reduced(
     J: Jacobian, root: Tensor, *, share: float = 1e-4, most: int | None = None, largest: float = 0.03
 ) -> Stack | None:
     """R (m, p) with ``R^T R`` close to ``J^T B J``; None where that takes too many rows, or J cannot choose examples.
 
-    What is left out has no more than a share of B's trace, wherever it is. Examples that need 1, 2, 4, ... rows go
-    together, each group by a Jacobian of its own.
+    What is left out has no more than a share of B's trace, wherever it is. Examples that need 1, 2, 3, 4, 6, 8, 12 ...
+    rows go together, each group by a Jacobian of its own.
 
     Args:
         J: (n c, p).
@@ -68,7 +69,10 @@ def _groups(squares: Tensor, share: float) -> list[tuple[Tensor, int]]:
     dropped = int((order.cumsum(0) <= share * order.sum()).sum())
     needed = (squares >= order[min(dropped, len(order) - 1)]).sum(1)
     groups, low, widest = [], 0, int(needed.max())
-    for q in (*(2**i for i in range(widest.bit_length())), widest):
+    steps = sorted(
+        {2**i * half // 2 for i in range(widest.bit_length()) for half in (2, 3)}
+    )  # 1, 2, 3, 4, 6, 8, 12 ...
+    for q in (*(q for q in steps if q < widest), widest):
         index = ((needed > low) & (needed <= q)).nonzero()[:, 0]
         if len(index):
             groups.append((index, q))

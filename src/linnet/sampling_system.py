@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.direct import REFINED, Direct, direct
+from linnet.direct import Direct, direct
 from linnet.iterative import preconditioner_of
 from linnet.jacobian import Jacobian
 from linnet.matrices import Stack
@@ -35,10 +35,10 @@ NEAR = 10.0
 SKETCHED = 4096
 """Columns of the sketch on a GPU that forms rows: with them 64 samples of ResNet-20 take ten iterations."""
 
-LEFT = {False: 1e-3, True: 0.03}
-"""The largest share of the curvature's trace that a direct solve leaves to iterations over all rows, and where a sketch
-has no memory. Of ResNet-20 on 200 training images a share of 1e-4 leaves two iterations, 1e-3 four, 0.01 sixteen, 0.03
-thirty."""
+LEFT = {False: (1e-4, 1e-3), True: (0.01, 0.03)}
+"""The share of the curvature's trace that a direct solve leaves to iterations over all rows, and the largest that it
+may; the second pair where a sketch has no memory. Of ResNet-20 on 200 training images a share of 1e-4 leaves two
+iterations, 1e-3 four, 0.01 sixteen, 0.03 thirty."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,12 @@ def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> Di
     """A direct solve with a few rows, where it is worth its Gram matrix (m, m)."""
     columns, limited = _columns(J, k, settings, rows=True)
     fits = math.isqrt(dense_budget(settings.memory, J.device) // 24)
-    if J.device.type == "cuda":
-        fits = min(fits, math.isqrt(REFINED // 8))
-    if not limited:  # its m^2 p is then no more than the 4 m p r of a sketch, which leaves more iterations
-        fits = min(fits, 4 * columns)
-    R = reduced(J, L, most=fits, largest=LEFT[limited])
+    if not limited:
+        # On a CPU its m^2 p is then no more than the 4 m p r of a sketch, which leaves more iterations; on a GPU
+        # iterations over the few rows take no time beside those over all.
+        fits = min(fits, columns if J.device.type == "cuda" else 4 * columns)
+    share, largest = LEFT[limited]
+    R = reduced(J, L, share=share, most=fits, largest=largest)
     if R is None:
         return None
     return direct(R, S, generator=settings.generator(2), coarse=_in_products(R))

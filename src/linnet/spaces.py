@@ -27,6 +27,9 @@ from linnet.solve import Product, Solvable, cg, cholesky_, cholesky_solve
 Residual = Callable[[Tensor, slice], Tensor]
 """From some rows of ``Phi u`` to the gradient of log p in f, both (r,); the rows are those of whole examples."""
 
+Renew = Callable[[Tensor, int], Solvable]
+"""From a root of the curvature, and how many better ones than the first have been asked for, to a preconditioner."""
+
 BLOCK = 2**24
 """Entries of a kernel, or of features, that are weighed at once."""
 
@@ -35,6 +38,18 @@ NEAR = 300
 
 PRODUCTS = 15
 """At most as many for a step; a decomposition takes about as long."""
+
+STALE = 2.0
+"""A preconditioner is made anew where the trace of the curvature has changed by more than this factor."""
+
+NEAR_MODE = 0.3
+"""The relative gradient below which that is worth its two passes."""
+
+SLOW = 40
+"""It is made anew, or a better one is, after a step that took more passes."""
+
+BETTER = 2
+"""How often a better one is asked for; after that, steps take as many passes as they need."""
 
 
 class Space(Protocol):
@@ -162,11 +177,31 @@ class Weights:
 
 
 class Products:
-    """u itself, with products only."""
+    """u itself, with products only.
 
-    def __init__(self, Phi: LinearOperator, preconditioner: Solvable | None, tolerance: float, iterations: int) -> None:
+    Args:
+        Phi: (n c, p).
+        preconditioner: Of H at the start; None for none.
+        tolerance: Of the relative gradient.
+        iterations: Of conjugate gradients, at most.
+        renew: To the preconditioner elsewhere, by two passes; None for never. It is asked near the mode, whenever the
+            curvature has changed by the factor `STALE`, since what a sure network has left of it lies elsewhere than at
+            the start, and after a step of more than `SLOW` passes. Such a step ends early while a better one is to be
+            had.
+    """
+
+    def __init__(
+        self,
+        Phi: LinearOperator,
+        preconditioner: Solvable | None,
+        tolerance: float,
+        iterations: int,
+        renew: Renew | None = None,
+    ) -> None:
         self.Phi, self.preconditioner, self.tolerance, self.iterations = Phi, preconditioner, tolerance, iterations
-        self.size, self.passes = Phi.shape[1], 0
+        self.size, self.passes, self.renew = Phi.shape[1], 0, renew
+        self._size_then: float | None = None  # of the curvature that the preconditioner was made with
+        self._last, self._better = 0, -1  # passes of the last step; how often slow ones have asked for a better one
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
@@ -191,6 +226,8 @@ class Products:
         return there / seen, found / seen, pulled
 
     def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+        self._renew(root, ratio)
+        before = self.passes
         B = root.square() if root.ndim == 1 else root @ root.mT
         df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
         ahead = df  # Phi times the direction that was multiplied last
@@ -203,19 +240,32 @@ class Products:
             return V + pulled[:, None]
 
         # CG stopped early still gives a direction of descent.
+        early = self.renew is not None and self._better < BETTER
         found = cg(
             product,
             -g[:, None],
             preconditioner=self.preconditioner,
             tolerance=forcing(ratio, self.tolerance),
-            iterations=self.iterations,
+            iterations=min(self.iterations, SLOW + 1) if early else self.iterations,
             verify=False,
             lengths=lengths,
             progress=False,
         )
         if lengths:
             df.addcmul_(ahead, lengths[-1])
+        self._last = self.passes - before
         return found.value[:, 0], df
+
+    def _renew(self, root: Tensor, ratio: float) -> None:
+        """Another preconditioner where this one has become stale, or was no good."""
+        size, slow = float(root.square().sum()), self._last > SLOW
+        if self._size_then is None:
+            self._size_then = size
+        stale = ratio <= NEAR_MODE and not 1 / STALE <= size / max(self._size_then, 1e-300) <= STALE
+        if self.renew is None or not (stale or (slow and self._better < BETTER)):
+            return
+        self._better = self._better + 1 if slow and not stale else max(self._better, 0)
+        self.preconditioner, self._size_then, self.passes = self.renew(root, self._better), size, self.passes + 2
 
 
 def inner_matrix(K: Tensor, root: Tensor, *, scale: float = 1.0) -> Tensor:
