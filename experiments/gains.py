@@ -250,14 +250,15 @@ def outcome(
         },
         "runs": runs,
     }
-    return common.Outcome(metrics, figure(tables, gains["accuracy"], title), rows)
+    several = len({run.get("machine") for run in runs}) > 1
+    return common.Outcome(metrics, figure(tables, gains["accuracy"], title, several=several), rows)
 
 
 # The figure.
 
 
-def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any], title: str) -> Figure:
-    """Accuracy and NLL against labels for each set; the paired gains; what it takes."""
+def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any], title: str, *, several: bool) -> Figure:
+    """Accuracy and NLL against labels for each set; the paired gains; what it takes, on one machine or several."""
     sets: Sequence[str] = list(tables)
     with common.style():
         picture = Figure(figsize=(3.6 * (len(sets) + 1), 6.6))
@@ -269,7 +270,8 @@ def figure(tables: Mapping[str, Any], accuracy: Mapping[int, Any], title: str) -
                 ax.set(xlabel="labels", ylabel=label, title=set_)
         paired_panel(axes[0, -1], accuracy)
         curves(axes[1, -1], tables[sets[0]], "seconds", 1)
-        axes[1, -1].set(xlabel="labels", ylabel="seconds to fit", title=sets[0], yscale="log")
+        where = f"{sets[0]}, not all on one machine" if several else sets[0]
+        axes[1, -1].set(xlabel="labels", ylabel="seconds to fit", title=where, yscale="log")
         axes[1, -1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         picture.suptitle(title, fontsize=11)
         handles, names = axes[0, 0].get_legend_handles_labels()
