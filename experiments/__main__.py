@@ -86,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Run one experiment; returns the folder that it wrote."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
-    if options.share < 1:
+    if options.share != 1:
+        if not options.device.startswith("cuda"):
+            raise ValueError(f"--share is of a GPU's memory: it goes with --device cuda; got {options.device}.")
         torch.cuda.set_per_process_memory_fraction(options.share, torch.device(options.device).index)
     start, cpu = time.perf_counter(), time.process_time()
     outcome = importlib.import_module(f"experiments.{options.name}").run(options)

@@ -64,7 +64,9 @@ def run(options: argparse.Namespace) -> common.Outcome:
     for name, value in DEFAULTS[kind].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    parts = measured(options) if options.methods else common.earlier(options, NAME)["parts"]
+    parts = measured(options) if options.methods else common.earlier(options, NAME).get("parts", {})
+    if not parts:
+        raise ValueError("Nothing is kept yet: name what to measure with --methods, or leave it out for all.")
     order = sorted(parts, key=lambda where: -image_count(where))
     metrics_ = {"settings": {"shown": order[0], "kappas": KAPPAS}, "parts": parts}
     every = [row for where in order for row in rows(parts[where], where)]

@@ -36,6 +36,7 @@ from linnet.quadrature import log_det_from
 from linnet.row_weights import weigh
 from linnet.solve import Solution, cg, cholesky_
 from linnet.solve import log_det_from as exact_log_det
+from linnet.spaces import squared
 from linnet.stochastic import Training
 from linnet.variational import Variational
 
@@ -253,9 +254,8 @@ def _features(data: Observed, prior: Prior, settings: Settings) -> tuple[Choice,
 
 def _with_hessian(J: Jacobian, variance: Tensor, mode: Mode) -> Mode:
     """The mode with the factor of its Hessian in weight space, from one pass over the data."""
-    B = mode.root.square() if mode.root.ndim == 1 else mode.root @ mode.root.mT
     d = variance.sqrt()
-    H = J.normal_matrix(B).mul_(d).mul_(d[:, None])
+    H = J.normal_matrix(squared(mode.root)).mul_(d).mul_(d[:, None])
     H.diagonal().add_(1)
     factor = cholesky_(H)
     return replace(mode, factor=factor, log_det=float(exact_log_det(factor)))

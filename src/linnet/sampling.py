@@ -345,7 +345,7 @@ def _kind(preconditioner: Kind | Preconditioner | Direct) -> str:
         return "none"
     if preconditioner not in get_args(Kind):
         raise ValueError(
-            f"preconditioner must be a Preconditioner or one of {', '.join(map(repr, get_args(Kind)))}; "
+            f"preconditioner must be a Preconditioner, a Direct, or one of {', '.join(map(repr, get_args(Kind)))}; "
             f"got {preconditioner!r}."
         )
     return str(preconditioner)

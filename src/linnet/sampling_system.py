@@ -28,6 +28,7 @@ from linnet.problem import Settings
 from linnet.reduced import reduced
 from linnet.sketch import rescaled, sketch
 from linnet.solve import Product
+from linnet.spaces import squared
 
 NEAR = 10.0
 """A preconditioner serves again while no prior variance, in units of the noise, has changed by a larger factor."""
@@ -37,8 +38,7 @@ SKETCHED = 4096
 
 LEFT = {False: (1e-4, 1e-3), True: (0.01, 0.03)}
 """The share of the curvature's trace that a direct solve leaves to iterations over all rows, and the largest that it
-may; the second pair where a sketch has no memory. Of ResNet-20 on 200 training images a share of 1e-4 leaves two
-iterations, 1e-3 four, 0.01 sixteen, 0.03 thirty."""
+may; the second pair where a sketch has no memory. A larger share takes fewer rows and more iterations."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def system_of(
         preconditioner: One that is made already.
         probes: Columns whose tridiagonals are wanted, which only an exact product has.
     """
-    d, weight = S.sqrt(), L.square() if L.ndim == 1 else L @ L.mT
+    d, weight = S.sqrt(), squared(L)
 
     def of(op: LinearOperator, weight: Tensor | None) -> Product:
         Phi = op.scaled(d)
@@ -174,8 +174,7 @@ def _all_rows(J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, kin
     if kind == "none":
         return None
     if kind not in ("auto", "sketch"):
-        weight = L.square() if L.ndim == 1 else L @ L.mT
-        return preconditioner_of(J.scaled(d), J, weight, settings, "weight")
+        return preconditioner_of(J.scaled(d), J, squared(L), settings, "weight")
     columns, _ = _columns(J, k, settings, rows=False)
     if J.device.type == "cuda" and not _by_column(J, k):
         J = J.in_precision("products")

@@ -228,7 +228,7 @@ class Products:
     def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
         self._renew(root, ratio)
         before = self.passes
-        B = root.square() if root.ndim == 1 else root @ root.mT
+        B = squared(root)
         df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
         ahead = df  # Phi times the direction that was multiplied last
 
@@ -298,6 +298,15 @@ def by_root(root: Tensor, X: Tensor, *, transpose: bool = False) -> Tensor:
     root = root.mT if transpose and root.ndim == 3 else root
     out = weigh(X if X.ndim == 2 else X[:, None], root, slice(0, len(X)))
     return out if X.ndim == 2 else out[:, 0]
+
+
+def squared(root: Tensor) -> Tensor:
+    """``B = L L^T`` from L (n c,) or (n, c, c), in the same form.
+
+    >>> squared(torch.tensor([1.0, 2.0]))
+    tensor([1., 4.])
+    """
+    return root.square() if root.ndim == 1 else root @ root.mT
 
 
 def as_weight(blocks: Tensor) -> Tensor:
