@@ -243,7 +243,7 @@ def test_minibatches_with_and_without_room_for_copies(name, chunk, room, no_netw
     J = linnet.linearize(model, output=case.output).jacobian(data, 3).cached()
     J._settings.batch_size = "auto"  # kept in chunks of 3
     if chunk is not None:
-        monkeypatch.setattr(Cached, "_chunk", lambda self, *, columns=False: min(chunk, self.n))
+        monkeypatch.setattr(Cached, "_chunk", lambda self, **_: min(chunk, self.n))
     if not room:  # for copies of all minibatches
         monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
     no_network()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet import tiles
 from linnet.compound import Lazy, Sum, Taps, add_rmatmul, combine, pack
-from linnet.factors import Rows, Scale, Size
+from linnet.factors import Rows, Scale, Size, as_tf32
 from linnet.outer import Outer
 from linnet.tokens import Tokens
 
@@ -427,3 +427,32 @@ def test_long_rows_on_the_cpu_are_cut_and_add_up() -> None:
     expected = out[:, 0] + part[:, 0] @ V[4:8196]
     Rows([(4, 8196)], [part]).add_matmul(V, out)
     assert (out[:, 0] - expected).abs().max() < 1e-10
+
+
+def test_tf32_is_the_nearest():
+    x = torch.cat([torch.randn(1000), torch.tensor([0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 1e-30])])
+    found = as_tf32(x)
+    assert not bool((found.view(torch.int32) & 0x1FFF).any())
+    finite = torch.isfinite(x)
+    assert bool(((found - x).abs() <= 2**-11 * x.abs())[finite].all()) and torch.equal(found[~finite], x[~finite])
+    assert abs(float((found / x)[:1000].double().mean()) - 1) < 5e-5  # cut off, they would be smaller by 3e-4
+    assert as_tf32(torch.tensor(float("nan"))).isnan()
+    torch.testing.assert_close(as_tf32(found), found, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="float64"):
+        as_tf32(x.double())
+
+
+@pytest.mark.parametrize("kind", ["rows", "outer", "tokens"])
+def test_rounded_factors_hold_numbers_of_tf32(kind):
+    if kind == "rows":
+        factor = Rows([(3, 10)], [torch.randn(N, C, 7)])
+    elif kind == "outer":
+        factor = Outer(torch.randn(N, 1, 2, 3), torch.randn(N, C, 1, 2, 2), weight=(4, 10), bias=(10, 12))
+    else:
+        factor = Tokens(torch.randint(0, 4, (N, 3)), torch.randn(N, C, 3, 2), (4, 12))
+    found = factor.rounded()
+    assert found is not factor and type(found) is type(factor) and found.ranges == factor.ranges
+    for old, new in zip(factor.tensors(), found.tensors(), strict=True):
+        if old.is_floating_point():
+            assert torch.equal(new, as_tf32(old)) and not torch.equal(new, old)
+    torch.testing.assert_close(found.expand().parts, factor.expand().parts, rtol=1e-2, atol=1e-2)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
+from linnet.combined import combined
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Categorical
+from linnet.matrices import Stack
 from linnet.reduced import SMALL, reduced
 from linnet.sampling import posterior_samples
 
@@ -107,3 +109,26 @@ def test_samples_are_those_of_all_rows(c, probes, monkeypatch):
     again = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)
     assert calls == [40, 40]  # for a direct solve, and for a sketch
     torch.testing.assert_close(again.Z, exact.Z, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("memory", ["auto", 5e3])
+def test_the_gram_matrix_of_all_parts_is_one_pass(monkeypatch, memory):
+    """Every two chunks meet once, whatever parts they are of, and only those that do not fit are formed again."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    J = linnet.linearize(net.double()).jacobian(normal(11, 1, 4, 4), memory=memory)
+    parts = [
+        combined(J.subset(index), normal(len(index), 4, q, seed=q))
+        for q, index in ((1, torch.arange(5)), (3, torch.arange(5, 7)), (2, torch.arange(6, 11)))
+    ]
+    stack, S = Stack(parts), normal(J.shape[1], seed=9).square()
+    dense = torch.cat([part.dense() for part in parts])
+    formed, own = [], type(J)._chunk_of
+    monkeypatch.setattr(
+        type(J), "_chunk_of", lambda self, batch, *rest: (formed.append(batch.n), own(self, batch, *rest))[1]
+    )
+    for scale in (S, torch.full_like(S, 0.3), None):
+        formed.clear()
+        K = stack.gram(scale=scale)
+        torch.testing.assert_close(K, dense * (1 if scale is None else scale) @ dense.T, rtol=1e-9, atol=1e-9)
+        assert sum(formed) == 12 if memory == "auto" else sum(formed) > 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import final
 
@@ -16,9 +17,11 @@ from torch.utils import _pytree as pytree
 from linnet.batch import Batch
 from linnet.factors import Factor, Rows, Size
 from linnet.params import Layout
+from linnet.shared import Shared
 
-Forward = Callable[[Mapping[str, Tensor], Batch], Tensor]
-"""Some named parameters (the others stay at theta) and a batch to the output (n, c)."""
+Forward = Callable[..., Tensor]
+"""Some named parameters (the others stay at theta) and a batch to the output (n, c); inside a context, if one is given
+third."""
 
 
 @final
@@ -41,6 +44,7 @@ class Autodiff(Factor):
         graph: The outputs (n, c) with the parameters, by name, that they were computed from: the first ``rmatmul``
             differentiates them instead of running the network.
         known: A tensor V (p, k) that the columns will be multiplied by, and the product with its first column (n, c).
+        shared: What the layers gave in the pass that found that product.
     """
 
     def __init__(
@@ -57,13 +61,14 @@ class Autodiff(Factor):
         columns: bool,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
+        shared: Shared | None = None,
     ) -> None:
         ranges = [(layout.slices[name].start, layout.slices[name].stop) for name in names]
         super().__init__(ranges, n=batch.n, c=c)
         self._forward, self._layout, self._batch = forward, layout, batch
         self._theta = {name: theta[name] for name in names}
         self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
-        self._graph, self._known = graph, known
+        self._graph, self._known, self._shared = graph, known, shared
         self._rows: Rows | None = None
 
     @property
@@ -84,13 +89,16 @@ class Autodiff(Factor):
         if not self._columns:
             return self.expand().matmul(V)
 
-        def f(th: dict[str, Tensor]) -> Tensor:
-            return self._forward(th, self._batch)
-
         if V.shape[1] == 0:
             return V.new_zeros(self.n, self.c, 0)
         products = [] if self._known is None or V is not self._known[0] else [self._known[1]]
-        for column in V.unbind(1)[len(products) :]:
+        columns = V.unbind(1)[len(products) :]
+        shared = self._shared or (Shared() if len(columns) > 1 else None)
+
+        def f(th: dict[str, Tensor]) -> Tensor:
+            return self._forward(th, self._batch, nullcontext() if shared is None else shared.begin())
+
+        for column in columns:
             tangent = {name: self._part(column, name) for name in self._theta}
             products.append(jvp_of(f, self._theta, tangent))
         # Parameters that are not selected may ask for gradients of their own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,10 @@ from linnet.contexts import Precision, forward_mode
 from linnet.factors import Factor, Recipe
 from linnet.inspection import Inspected
 from linnet.layers import Call, LayoutError, Rule, Slot
+from linnet.shared import Shared
 from linnet.structure import TOLERANCE, Kept, Structure, factors_of, gradients, misplaced, streamed, warn_fallback
+
+NOTHING = nullcontext()
 
 Prepare = Callable[[Factor], Factor]
 """From a factor to the form that it is wanted in."""
@@ -66,7 +70,7 @@ class Chunks(Inspected):
         """
         if autodiff_only:
             leaves = {name: t.detach().requires_grad_(graph) for name, t in self.theta.items()}
-            known = None
+            known = shared = None
             with self._setting(precision), torch.set_grad_enabled(graph):
                 if along is None or not along.shape[1] or not (columns and graph):
                     f = self.forward(leaves, batch)
@@ -74,11 +78,12 @@ class Chunks(Inspected):
                     views = self.layout.unflatten(along[:, 0].to(self.model_dtype))
                     # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
                     tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
-                    with forward_mode(self._model):
+                    shared = Shared() if along.shape[1] > 1 else None
+                    with forward_mode(self._model), nullcontext() if shared is None else shared:
                         f, product = autodiff.dual(lambda theta: self.forward(theta, batch), leaves, tangent)
                     known = along, product.detach().to(self.dtype)
             kept = (f, leaves) if graph else None
-            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept, known)
+            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept, known, shared)
             return Chunk(f.detach().to(self.dtype), [prepare(factor)])
         prepare = self._without_autocast(prepare)
         with self._setting(precision):
@@ -188,9 +193,12 @@ class Chunks(Inspected):
         columns: bool,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
+        shared: Shared | None = None,
     ) -> Autodiff:
-        def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
-            with self._setting(precision), forward_mode(self._model):
+        def forward(
+            theta: Mapping[str, Tensor], part: Batch, within: AbstractContextManager[object] = NOTHING
+        ) -> Tensor:
+            with self._setting(precision), forward_mode(self._model), within:
                 return self.forward(theta, part)
 
         return Autodiff(
@@ -205,6 +213,7 @@ class Chunks(Inspected):
             columns=columns and self.can("forward_mode", batch),
             graph=graph,
             known=known,
+            shared=shared,
         )
 
 

@@ -40,7 +40,7 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
     lin = J.lin
     lin.check_unchanged()
     other = linearize(_combining(lin.module, lin._output), list(lin.theta))
-    other._watched, other._cast = lin._watched, lin._cast
+    other._watched, other._cast, other.steady = lin._watched, lin._cast, lin.steady
     settings = J._settings
     return Jacobian(
         other,

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from linnet import _checks
 from linnet.batch import Batch, leaves
 from linnet.contexts import Precision, arithmetic, network, of_network
+from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select
 
 Output = Callable[[Any], Tensor]
@@ -31,7 +32,11 @@ class Functional:
         dtype: Dtype of the Jacobian: the parameters', but at least float32.
         model_dtype: The parameters' own.
         device: Where the model is.
+        has_convolutions: Whether the network has convolution layers.
+        steady: Whether outputs of layers must not depend on what else is in a batch.
     """
+
+    steady = False  # see `linnet.ieee`
 
     def __init__(self, model: nn.Module, params: Params = None, *, output: Output | None = None) -> None:
         self.theta = {name: t.detach() for name, t in select(model, params).items()}
@@ -47,6 +52,7 @@ class Functional:
         self._model = _shadow(model, selected)
         self._places = _places(self._model, selected)
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
+        self.has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
 
     @property
     def module(self) -> nn.Module:
@@ -79,16 +85,18 @@ class Functional:
             if t._version != version:
                 raise _checks.changed_parameter(name)
 
-    @property
-    def has_convolutions(self) -> bool:
-        """Whether the network has convolution layers."""
-        return any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
+    def convolves(self, precision: Precision) -> bool:
+        """Whether a network that runs in this precision convolves in float32 on a GPU."""
+        exact = of_network(precision) == "highest" and self.model_dtype == torch.float32
+        return self.device.type == "cuda" and exact and self.has_convolutions
 
     @contextmanager
     def _setting(self, precision: Precision) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(arithmetic(of_network(precision), self.device))
             stack.enter_context(network(self._model, precision, self.device))
+            if self.convolves(precision):
+                stack.enter_context(Convolving(steady=self.steady))
             yield
 
 

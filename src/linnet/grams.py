@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,9 +14,15 @@ from linnet.factors import Factor, Rows, Scale
 from linnet.kron import Kronecker
 from linnet.moments import Moments
 from linnet.operators import LinearOperator
-from linnet.passes import Passes, Piece
+from linnet.passes import GRAM, Passes, Piece
 from linnet.plan import budget, prepare
 from linnet.row_weights import weigh
+
+Cut = Callable[[Factor], list[tuple[str, Factor]]]
+"""A factor to its named parts."""
+
+Placed = tuple[slice, Piece]
+"""A chunk with its rows."""
 
 
 class Grams(Passes):
@@ -61,58 +68,42 @@ class Grams(Passes):
         other: Grams | None,
         scale: Scale,
         names: Sequence[str],
-        parts: Callable[[Factor], list[tuple[str, Factor]]],
+        parts: Cut,
     ) -> dict[str, Tensor]:
         """Gram matrices by name, from factors cut into named parts; every rank makes the same ones in one order."""
+        if other is None and rank_and_world()[1] == 1:
+            return _symmetric([self], scale, names, parts)
         right = self if other is None else other
         self._check_same_columns(right)
 
         def run() -> dict[str, Tensor]:
-            symmetric = other is None and rank_and_world()[1] == 1
             shape = (self.shape[0], right.shape[0])
             grams = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name in names}
-            for block in self._blocks():
-                pieces: Iterator[Piece]
-                start = block[0].batch.start if symmetric else 0
-                pieces = right._pieces("gram", 1, "gram", start=start, stop=right.n, block=block if symmetric else ())
-                for b in pieces:
-                    for a in block:
-                        if symmetric and a.batch.start > b.batch.start:
-                            continue
-                        rows, columns = self._rows(a), right._rows(b)
+            for block, _ in _blocks([self]):
+                for b in right._pieces("gram", 1, "gram", start=0, stop=right.n):
+                    for rows, a in block:
                         for name, x, y in _matched(a.factors, b.factors, parts):
-                            x.gram(y, scale, grams[name][rows, columns])
-                        if symmetric and a.batch.start != b.batch.start:
-                            for K in grams.values():
-                                K[columns, rows] = K[rows, columns].T
+                            x.gram(y, scale, grams[name][rows, right._rows(b)])
             for K in grams.values():
                 share_rows(K, self.n, self.c)
             return grams
 
-        return self._completed(run, other)
+        return self._completed(run, right)
+
+    def _stacked_gram(self, below: Sequence[LinearOperator], scale: Tensor | None) -> Tensor | None:
+        others = [op for op in below if isinstance(op, Grams)]
+        alike = all(op._settings.precision == self._settings.precision for op in others)
+        if len(others) < len(below) or not alike or rank_and_world()[1] > 1:
+            return None
+        for op in others:
+            self._check_same_columns(op)
+        diagonal = Scale(None if scale is None else scale.contiguous())
+        return _symmetric([self, *others], diagonal, [""], lambda factor: [("", factor)])[""]
 
     def _check_same_columns(self, other: Grams) -> None:
         _checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
         if self._rotation is not other._rotation:
             raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
-
-    def _blocks(self) -> Iterator[list[Piece]]:
-        """This rank's examples in runs of chunks whose factors fit in memory together."""
-        # Half of the memory; less once a pass has run out of it.
-        limit = budget(self._settings.memory, self.device) // 2
-        if self._settings.largest is not None:
-            limit = min(limit, 4 * self._settings.largest * self._settings.per_example)
-        block: list[Piece] = []
-        held = 0
-        for piece in self._pieces("gram", 1, ""):
-            size = sum(f.bytes for f in piece.factors)
-            if block and held + size > limit:
-                yield block
-                block, held = [], 0
-            block.append(piece)
-            held += size
-        if block:
-            yield block
 
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
         diagonal = Scale(None if scale is None else scale.contiguous())
@@ -205,10 +196,63 @@ class Grams(Passes):
         return self._completed(run)
 
 
+def _symmetric(all_: Sequence[Grams], scale: Scale, names: Sequence[str], parts: Cut) -> dict[str, Tensor]:
+    """Gram matrices of Jacobians one above the other, by name: every two chunks meet once."""
+    first, *others = all_
+
+    def run() -> dict[str, Tensor]:
+        m = sum(op.shape[0] for op in all_)
+        grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
+        for block, behind in _blocks(all_):
+            for columns, b in chain(block, _placed(all_, *behind, label="gram")):
+                for rows, a in block:
+                    if rows.start > columns.start:
+                        continue
+                    for name, x, y in _matched(a.factors, b.factors, parts):
+                        x.gram(y, scale, grams[name][rows, columns])
+                    if rows.start != columns.start:
+                        for K in grams.values():
+                            K[columns, rows] = K[rows, columns].T
+        return grams
+
+    return first._completed(run, *others)
+
+
+def _placed(all_: Sequence[Grams], op: int = 0, start: int | None = None, label: str = "") -> Iterator[Placed]:
+    """Chunks of Jacobians one above the other, from an example of one of them on, with their rows among all."""
+    above = sum(part.shape[0] for part in all_[:op])
+    for part in all_[op:]:
+        for piece in part._pieces("gram", 1, label, start=start):
+            rows = part._rows(piece)
+            yield slice(above + rows.start, above + rows.stop), piece
+        above, start = above + part.shape[0], None
+
+
+def _blocks(all_: Sequence[Grams]) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
+    """Runs of chunks whose factors fit in memory together, and which Jacobian and example come behind them."""
+    settings = all_[0]._settings
+    limit = int(GRAM[1] * budget(settings.memory, all_[0].device))
+    block: list[Placed] = []
+    held = above = number = 0
+    for rows, piece in _placed(all_):
+        while rows.start >= above + all_[number].shape[0]:
+            above, number = above + all_[number].shape[0], number + 1
+        size = sum(f.bytes for f in piece.factors)
+        # Less once a pass has run out of memory.
+        most = [4 * op._settings.largest * op._settings.per_example for op in all_ if op._settings.largest is not None]
+        if block and held + size > min([limit, *most]):
+            yield block, (number, piece.batch.start)
+            block, held = [], 0
+        block.append((rows, piece))
+        held += size
+    if block:
+        yield block, (len(all_), 0)
+
+
 def _matched(
     left: Sequence[Factor],
     right: Sequence[Factor],
-    parts: Callable[[Factor], list[tuple[str, Factor]]],
+    parts: Cut,
 ) -> Iterator[tuple[str, Factor, Factor]]:
     """Pairs of factors over the same columns, with a name; columns that one side lacks are zero there."""
     mine = {(name, f.ranges): f for factor in left for name, f in parts(factor)}

@@ -222,6 +222,18 @@ class Jacobian(Grams):
         other._settings = replace(self._settings, precision=precision)
         return other
 
+    def steady(self) -> Jacobian:
+        """The Jacobian of the same examples, the same one however they are put into chunks; see `linnet.ieee`.
+
+        Only convolutions in float32 on a GPU make a difference; elsewhere it is the Jacobian itself.
+        """
+        if type(self) is not Jacobian or not self.lin.convolves(self._settings.precision):
+            return self
+        other = copy.copy(self)
+        other.lin = copy.copy(self.lin)
+        other.lin.steady = True
+        return other
+
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         """f(x; theta0) for all examples, (n, c), or f at other values of the parameters; forward passes only."""
         theta = {} if theta is None else theta

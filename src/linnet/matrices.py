@@ -165,6 +165,10 @@ class Stack(LinearOperator):
         return X, sums
 
     def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        if other is None:
+            whole = self.parts[0]._stacked_gram(self.parts[1:], scale)
+            if whole is not None:
+                return whole
         right = self if other is None else other
         K = torch.empty(self.shape[0], right.shape[0], dtype=self.dtype, device=self.device)
         if other is not None:

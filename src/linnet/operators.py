@@ -14,7 +14,7 @@ Letters: ``V`` lives on the columns, ``U`` on the rows, ``k`` is the number of v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -68,6 +68,10 @@ class LinearOperator(ABC):
 
     def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no gram")
+
+    def _stacked_gram(self, below: Sequence[LinearOperator], scale: Tensor | None) -> Tensor | None:
+        """The Gram matrix of this operator above others, where there is a better way than part by part; else None."""
+        return None
 
     def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
         K = self.gram(other, scale)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.factors import Factor, Range, Recipe, Rows, Scale, Size
+from linnet.factors import Factor, Range, Recipe, Rows, Scale, Size, as_tf32
 from linnet.tiles import Inner, add_products, fits, ghost, pieces
 
 
@@ -46,6 +46,10 @@ class Outer(Factor):
     @property
     def recipe(self) -> Recipe:
         return Recipe(_outer_again, (self.weight, self.bias, self.swapped))
+
+    def rounded(self) -> Outer:
+        x, g = as_tf32(self.x), as_tf32(self.g)
+        return Outer(x, g, weight=self.weight, bias=self.bias, swapped=self.swapped)
 
     @property
     def joined(self) -> Tensor:

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Source
 from linnet.chunks import Chunk
 from linnet.compound import pack
-from linnet.contexts import Precision, arithmetic, check_precision, of_network
+from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
 from linnet.distributed import rank_and_world, shard
 from linnet.factors import Factor, Rows
@@ -48,6 +47,10 @@ from linnet.structure import PROBE
 
 CONVOLVED = 4096
 """Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
+
+GRAM = (0.4, 1.0)
+"""Shares of a pass's memory for a chunk of a Gram matrix, and for those that it meets, whose factors are held: the more
+of these, the less often all others are formed."""
 
 T = TypeVar("T")
 
@@ -167,18 +170,15 @@ class Passes(LinearOperator):
         *,
         start: int | None = None,
         stop: int | None = None,
-        block: Sequence[Piece] = (),
         along: Tensor | None = None,
     ) -> Iterator[Piece]:
-        """The chunks of a pass, each prepared for a request; those of ``block`` are at hand already.
+        """The chunks of a pass, each prepared for a request.
 
         ``along`` (p, k) is what the chunks will be multiplied by, where that is known before they are made.
         """
         s = self._settings
         size = self._gram_chunk() if request == "gram" else self._chunk(columns=self._by_columns(request, k))
         s.used = size
-        yield from block
-        start = block[-1].batch.start + block[-1].batch.n if block else start
         first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch, chunk in self._chunks(size, first, last, request, k, along):
@@ -217,9 +217,20 @@ class Passes(LinearOperator):
 
     def _ready(self, request: Request, k: int) -> Callable[[Factor], Factor]:
         """Prepares a factor for a request, in the coordinates of this Jacobian."""
-        ready = partial(prepare, request=request, k=k, engine=self._settings.engine)
-        rotation = self._rotation
-        return ready if rotation is None else lambda factor: ready(rotation(factor))
+        rotation, rounds = self._rotation, request == "gram" and self._in_tf32
+
+        def ready(factor: Factor) -> Factor:
+            factor = factor if rotation is None else rotation(factor)
+            factor = prepare(factor, request, k=k, engine=self._settings.engine)
+            return factor.rounded() if rounds else factor
+
+        return ready
+
+    @property
+    def _in_tf32(self) -> bool:
+        """Whether products of factors are made by tensor cores, which cut off the last bits of what they are given."""
+        exact = self.device.type != "cuda" or self.dtype != torch.float32
+        return not exact and self._settings.precision in ("products", "high")
 
     def _by_columns(self, request: Request, k: int) -> bool:
         """Whether `_chunk_of` will leave a pass to autodiff alone, which holds no rows."""
@@ -230,8 +241,11 @@ class Passes(LinearOperator):
             return False
         return (request == "rmatmul" and lin.model_dtype == lin.dtype) or lin.can("forward_mode", self._probe)
 
-    def _chunk(self, *, columns: bool = False) -> int:
-        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only."""
+    def _chunk(self, *, columns: bool = False, share: float = 1.0) -> int:
+        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only.
+
+        ``share`` is the part of the memory that it may take.
+        """
         s = self._settings
         if isinstance(s.batch_size, int):
             size = min(s.batch_size, self.n)
@@ -239,24 +253,18 @@ class Passes(LinearOperator):
             each = min(s.per_example, 3 * s.graph) if columns else s.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.device)
-            size = chunk_size(self.n, each, s.room)
-            if columns and size > CONVOLVED and self._convolves:
+            size = chunk_size(self.n, each, int(share * s.room))
+            if columns and size > CONVOLVED and self.lin.convolves(s.precision):
                 size = CONVOLVED
         return size if s.largest is None else min(size, s.largest)
 
-    @property
-    def _convolves(self) -> bool:
-        """Whether passes are convolutions in float32 on a GPU."""
-        exact = of_network(self._settings.precision) == "highest" and self.lin.model_dtype == torch.float32
-        return self.device.type == "cuda" and exact and self.lin.has_convolutions
-
     def _gram_chunk(self) -> int:
         """Chunks of a Gram matrix: several, so that its symmetry halves the work."""
-        size = self._chunk()
+        size = self._chunk(share=GRAM[0])
         return size if isinstance(self._settings.batch_size, int) else min(size, max(512, ceil(self.n / 16)))
 
-    def _completed(self, run: Callable[[], T], other: Passes | None = None) -> T:
-        """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the other's)."""
+    def _completed(self, run: Callable[[], T], *others: Passes) -> T:
+        """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
         while True:
             try:
                 with arithmetic(self._settings.precision, self.device):
@@ -271,7 +279,7 @@ class Passes(LinearOperator):
                         "pass memory= or batch_size= to choose them.",
                         stacklevel=4,
                     )
-                if other is not None:
+                for other in others:
                     other._settings.largest = max(1, other._chunk() // 2)
                 self._settings.largest = self._settings.used = max(1, size // 2)
             if self.device.type == "cuda":

@@ -192,7 +192,7 @@ def posterior_samples(
     h = _draws(J.shape[1], k, S, settings.generator(4))
     if (choose_space(J, k, memory) if space == "auto" else space) == "function":
         return _function(J, S, L, e, h, seed, tolerance)
-    d = S.sqrt()
+    J, d = J.steady(), S.sqrt()
     Phi = J.scaled(d)
     data = Phi.T @ by_root(L, e)
     del e

@@ -36,7 +36,7 @@ NEAR = 10.0
 SKETCHED = 4096
 """Columns of the sketch on a GPU that forms rows: with them 64 samples of ResNet-20 take ten iterations."""
 
-LEFT = {False: (1e-4, 1e-3), True: (0.01, 0.03)}
+LEFT = {False: (1e-4, 1e-3), True: (0.005, 0.03)}
 """The share of the curvature's trace that a direct solve leaves to iterations over all rows, and the largest that it
 may; the second pair where a sketch has no memory. A larger share takes fewer rows and more iterations."""
 
@@ -71,7 +71,7 @@ def system_of(
     """The system of posterior samples.
 
     Args:
-        J: (n c, p).
+        J: (n c, p), steady: rows that one pass has made meet products of others.
         S: Prior variances, (p,).
         L: The root of B, (n c,) or (n, c, c).
         k: Columns of the solve, without probes.

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.factors import Factor, Range, Recipe, Rows, Scale, Size
+from linnet.factors import Factor, Range, Recipe, Rows, Scale, Size, as_tf32
 from linnet.tiles import ghost, pieces
 
 
@@ -40,6 +40,9 @@ class Tokens(Factor):
     @property
     def recipe(self) -> Recipe:
         return Recipe(_tokens_again, self.ranges)
+
+    def rounded(self) -> Tokens:
+        return Tokens(self.ids, as_tf32(self.g), self.ranges[0], dropped=False)
 
     def _view(self, flat: Tensor) -> Tensor:
         start, stop = self.ranges[0]
