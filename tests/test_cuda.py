@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,42 @@ def test_a_share_of_the_memory_is_kept_to():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert plan.free(device) > 0.05 * torch.cuda.mem_get_info()[1]
+
+
+def rows(net: torch.nn.Module, X: torch.Tensor, **settings: Any) -> linnet.Jacobian:
+    return linnet.linearize(net).jacobian(X, progress=False, **settings)
+
+
+@pytest.mark.parametrize("worth", [0, 2**29])
+@pytest.mark.parametrize("k", [1, 3])
+def test_own_convolutions_in_float32(monkeypatch: pytest.MonkeyPatch, worth: int, k: int) -> None:
+    from benchmarks.models import ResNet18
+    from linnet import ieee
+
+    monkeypatch.setattr(ieee, "WORTH", worth)
+    torch.manual_seed(0)
+    net, X = ResNet18(7).eval().cuda(), torch.randn(6, 3, 32, 32).cuda()
+    V = torch.randn(sum(p.numel() for p in net.parameters()), k).cuda()
+    exact = rows(copy.deepcopy(net).double(), X.double())
+    wanted = [exact @ V.double(), exact.normal(V.double()), exact.gram()]
+    for engine in ("auto", "autodiff", "rows"):
+        J = rows(net, X, engine=engine)
+        for op in (J, J.steady()):
+            for found, reference in zip((op @ V, op.normal(V), op.gram()), wanted, strict=True):
+                # A ReLU may be on the other side of its kink.
+                assert (found.double() - reference).norm() < 1e-3 * reference.norm()
+
+
+def test_steady_passes_are_the_same_in_all_chunks() -> None:
+    from benchmarks.models import ResNet18
+
+    torch.manual_seed(0)
+    net, X = ResNet18(7).eval().cuda(), torch.randn(300, 3, 32, 32).cuda()
+    wanted = rows(net, X).steady()
+    V = torch.randn(wanted.shape[1], 2).cuda()
+    f, product = wanted.outputs(), wanted.normal(V)
+    for size in (1, 37, 128):
+        J = rows(net, X, batch_size=size).steady()
+        assert (J.outputs() - f).abs().max() <= 1e-6 * f.abs().max()
+        assert (J.normal(V) - product).norm() < 2e-5 * product.norm()
+        assert (J.in_precision("products").gram() - wanted.gram()).norm() < 1e-4 * wanted.gram().norm()

@@ -959,8 +959,21 @@ def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precis
     monkeypatch.setattr("linnet.passes.CONVOLVED", 3)
     assert before == J._chunk(columns=True) == 7  # a CPU takes what fits
     monkeypatch.setattr(J.lin, "device", torch.device("cuda"))
-    assert J._chunk(columns=True) == (3 if precision == "highest" else 7) and J._chunk() == 7
+    assert J._chunk(columns=True) == (4 if precision == "highest" else 7) and J._chunk() == 7
     monkeypatch.undo()
     monkeypatch.setattr("linnet.passes.CONVOLVED", 3)
     monkeypatch.setattr(J.lin, "convolves", lambda precision: True)
     torch.testing.assert_close(J.normal(v), wanted)
+
+
+@pytest.mark.parametrize(("side", "size"), [(8, 40), (10, 20), (48, 4)])
+def test_convolutions_are_given_to_a_cpu_as_its_cache_takes_them(monkeypatch, side, size):
+    """Few images at a time, and many small ones."""
+    monkeypatch.setattr("linnet.passes.NEAR", 2**14)
+    monkeypatch.setattr("linnet.passes.FEWEST", 3)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 6))
+    lin, X = linnet.linearize(net.double()), torch.randn(40, 1, side, side, dtype=torch.float64)
+    J, v = lin.jacobian(X), torch.randn(lin.p, dtype=torch.float64)
+    assert J._chunk() == 40 and J._chunk(columns=True) == size  # of about 32, 20 and 3
+    torch.testing.assert_close(J.normal(v), lin.jacobian(X, batch_size=40).normal(v), rtol=1e-9, atol=1e-9)
+    assert linnet.linearize(nn.Linear(9, 2)).jacobian(torch.randn(40, 9))._chunk(columns=True) == 40

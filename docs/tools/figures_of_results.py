@@ -122,6 +122,14 @@ def heads_times(device: str) -> str:
     return _with_machine(found["machine"], _table(["top layers", "fine-tuning", *keys], rows))
 
 
+def convolutions() -> str:
+    """A pass of ResNet-18 in float32, with and without linnet's own convolutions and shared outputs."""
+    found = _read("convolutions-cuda.json")
+    times = found["seconds of a pass"]
+    rows = [[name, f"{seconds:.2f}", f"{seconds / times['linnet']:.2f}"] for name, seconds in times.items()]
+    return _with_machine(found["machine"], _table(["how", "seconds", "times linnet's"], rows))
+
+
 def sampling_times() -> str:
     """Posterior samples of whole networks."""
     found = _read("sampling-cuda.json")

@@ -14,6 +14,7 @@ from typing import Any
 from figures_of_results import (
     adapt_times,
     claims,
+    convolutions,
     heads_times,
     laplace_peer,
     passes,
@@ -29,7 +30,19 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITE = re.compile(r"^<!-- write: (.+?) -->$", re.MULTILINE)
 WRITERS: dict[str, Callable[..., str]] = {
     f.__name__: f
-    for f in (adapt_times, claims, commands, heads_times, laplace_peer, options, passes, peers, results, sampling_times)
+    for f in (
+        adapt_times,
+        claims,
+        commands,
+        convolutions,
+        heads_times,
+        laplace_peer,
+        options,
+        passes,
+        peers,
+        results,
+        sampling_times,
+    )
 }
 
 

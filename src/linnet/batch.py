@@ -98,9 +98,14 @@ class Batch:
         return replace(self, args=(), kwargs={}, rest=rest, positions=positions)
 
     @property
+    def input_bytes(self) -> int:
+        """Memory of the tensors that the model takes."""
+        return _bytes((self.args, self.kwargs))
+
+    @property
     def rest_bytes(self) -> int:
         """Memory of the tensors among the rest."""
-        return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(self.rest) if isinstance(leaf, Tensor))
+        return _bytes(self.rest)
 
     @staticmethod
     def joined(batches: Sequence[Batch], start: int) -> Batch:
@@ -290,6 +295,10 @@ def first_bad(tensor: Any, *, block: int = 2**24) -> int | None:
             if bad.any():
                 return start + int(bad.nonzero()[0])
     return None
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def is_strings(value: Any) -> bool:

@@ -48,6 +48,10 @@ from linnet.structure import PROBE
 CONVOLVED = 4096
 """Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
 
+NEAR, FEWEST = 2**21, 32
+"""Bytes of inputs that a CPU is given at once where it convolves, so that what layers hand on stays in its cache; and
+the examples that it is given at least."""
+
 GRAM = (0.4, 1.0)
 """Shares of a pass's memory for a chunk of a Gram matrix, and for those that it meets, whose factors are held: the more
 of these, the less often all others are formed."""
@@ -66,6 +70,7 @@ class Passing:
     progress: bool | None
     per_example: int = 1
     graph: int = 1  # bytes of an example that the network's own graph takes, without factors and rows
+    inputs: int = 0  # bytes of an example that the model takes
     rest: int = 0  # bytes of an example that are not the model's, such as targets
     largest: int | None = None  # what an out-of-memory error has left
     room: int = 0  # bytes that a chunk could have when they were asked for last
@@ -140,7 +145,7 @@ class Passes(LinearOperator):
                 note(t)
         working = working_size(chunk.factors, self.lin.dtype.itemsize)
         self._settings.per_example = sum(sizes.values()) // batch.n + working
-        self._settings.rest = batch.rest_bytes // batch.n
+        self._settings.inputs, self._settings.rest = batch.input_bytes // batch.n, batch.rest_bytes // batch.n
         self._sample, self._probe = chunk.factors, batch.part(0, min(2, batch.n))
         return chunk
 
@@ -254,9 +259,16 @@ class Passes(LinearOperator):
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.device)
             size = chunk_size(self.n, each, int(share * s.room))
-            if columns and size > CONVOLVED and self.lin.convolves(s.precision):
-                size = CONVOLVED
+            if columns and self.lin.has_convolutions:
+                size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
+
+    @property
+    def _convolved(self) -> int:
+        """Examples that are best convolved at once, about: half as many more are no matter."""
+        if self.lin.device.type == "cpu":
+            return max(FEWEST, NEAR // max(1, self._settings.inputs))
+        return CONVOLVED if self.lin.convolves(self._settings.precision) else self.n
 
     def _gram_chunk(self) -> int:
         """Chunks of a Gram matrix: several, so that its symmetry halves the work."""
