@@ -6,9 +6,9 @@ faster than any convolution. ``python -m benchmarks.convolutions --device cuda``
 
 The library also chooses by the number of images, and each choice rounds in its own way. Rounding can move an activation
 across the kink of a ReLU, and the rows of that example with it: inputs of a trained ResNet-18 that are off by 1e-6 move
-some rows by 2e-3, so that passes with other chunks may see another Jacobian. *Steady* layers add up in float64 and round
-once: their outputs do not depend on what else is in the batch. They are for where a matrix that one pass has made meets
-products of another.
+some rows by 2e-3, so that passes with other chunks may see another Jacobian. *Steady* layers add up in float64 and
+round once: their outputs do not depend on what else is in the batch. They are for where a matrix that one pass has made
+meets products of another.
 """
 
 from __future__ import annotations
