@@ -93,7 +93,7 @@ class Autodiff(Factor):
             return V.new_zeros(self.n, self.c, 0)
         products = [] if self._known is None or V is not self._known[0] else [self._known[1]]
         columns = V.unbind(1)[len(products) :]
-        shared = self._shared or (Shared() if len(columns) > 1 else None)
+        shared = Shared() if self._shared is None and len(columns) > 1 else self._shared
 
         def f(th: dict[str, Tensor]) -> Tensor:
             return self._forward(th, self._batch, nullcontext() if shared is None else shared.begin())

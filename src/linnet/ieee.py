@@ -13,7 +13,7 @@ meets products of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, final
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from linnet.layers import CONVOLUTION, named
 from linnet.shared import LAYERS, in_tangents, unpacked, with_tangent
 
 Pair = tuple[int, int]
@@ -58,8 +59,10 @@ class Convolving(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         steady = self.steady and not in_tangents()  # derivatives have no kinks
-        if func is torch.conv2d and _serves(*args, **kwargs, worth=0 if steady else WORTH):
-            return convolve(*args, **kwargs, steady=steady)
+        a = named(CONVOLUTION, args, kwargs) if func is torch.conv2d else None
+        if a is not None and _serves(a, worth=0 if steady else WORTH):
+            steps = a.get("stride", 1), a.get("padding", 0)
+            return convolve(a["input"], a["weight"], a.get("bias"), *steps, steady=steady)
         if steady and func in LAYERS:
             return _in_double(func, args, kwargs)
         return func(*args, **kwargs)
@@ -71,12 +74,18 @@ def convolve(
     bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
     *,
     steady: bool = False,
 ) -> Tensor:
-    """``torch.conv2d`` where there are no groups and no dilation, and its derivatives; ``steady`` as in the module.
+    """``torch.conv2d`` without groups and dilation, (n, C, h, w) to (n, C', h', w'), and its derivatives.
+
+    Args:
+        input: (n, C, h, w).
+        weight: (C', C, kh, kw).
+        bias: (C',) or None.
+        stride: One number or two.
+        padding: One number or two, of zeros.
+        steady: Whether outputs are added up in float64; see the module.
 
     >>> x, w = torch.randn(2, 3, 4, 4), torch.randn(5, 3, 3, 3)
     >>> bool(torch.allclose(convolve(x, w, padding=1), torch.conv2d(x, w, padding=1), atol=1e-5))
@@ -190,23 +199,15 @@ def _turns(w: Tensor, stride: Pair, padding: Pair) -> bool:
     return stride == (1, 1) and all(p < k for p, k in zip(padding, w.shape[2:], strict=True))
 
 
-def _serves(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    *,
-    worth: int,
-) -> bool:
-    plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.ndim == 4
-    if not plain or input.device.type != DEVICE or {input.dtype, weight.dtype} != {torch.float32}:
+def _serves(a: Mapping[str, Any], *, worth: int) -> bool:
+    """Whether `convolve` can serve a call, given by its arguments, and is worth its launches."""
+    x, w, padding = a["input"], a["weight"], a.get("padding", 0)
+    plain = a.get("groups", 1) == 1 and _pair(a.get("dilation", 1)) == (1, 1) and not isinstance(padding, str)
+    if not plain or x.ndim != 4 or x.device.type != DEVICE or {x.dtype, w.dtype} != {torch.float32}:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return input.shape[0] * prod(input.shape[2:]) * weight.numel() >= worth * prod(_pair(stride))
+    return len(x) * prod(x.shape[2:]) * w.numel() >= worth * prod(_pair(a.get("stride", 1)))
 
 
 def _pair(value: Any) -> Pair:

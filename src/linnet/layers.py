@@ -120,7 +120,12 @@ def arrange(t: Tensor, layout: str, n: int) -> Tensor:
     return t.unflatten(0, (-1, n)).transpose(0, 1)
 
 
-def _named(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+"""The arguments of a convolution."""
+
+
+def named(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The arguments of a call by name."""
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
@@ -147,7 +152,7 @@ class Linear(Rule):
     functions = (F.linear,)
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        a = _named(("input", "weight", "bias"), args, kwargs)
+        a = named(("input", "weight", "bias"), args, kwargs)
         if a["weight"].ndim != 2:
             return None
         return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")))
@@ -211,8 +216,7 @@ class Conv(Rule):
     layouts = ("major", "minor")
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        return _convolution(_named(names, args, kwargs))
+        return _convolution(named(CONVOLUTION, args, kwargs))
 
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
@@ -264,7 +268,7 @@ class ConvTranspose(Rule):
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-        return _convolution(_named(names, args, kwargs))
+        return _convolution(named(names, args, kwargs))
 
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
@@ -336,7 +340,7 @@ class BatchNorm(Norm):
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         names = ("input", "mean", "var", "weight", "bias", "training", "momentum", "eps")
         renamed = {{"running_mean": "mean", "running_var": "var"}.get(k, k): v for k, v in kwargs.items()}
-        a = _named(names, args, renamed)
+        a = named(names, args, renamed)
         if a.get("training", False) or a["mean"] is None:
             raise ValueError(
                 "A batch norm layer uses the statistics of the batch (train mode, or no running statistics), so "
@@ -384,7 +388,7 @@ class LayerNorm(Norm):
     channels = False
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        a = _named(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
+        a = named(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
         conf = {"shape": tuple(a["normalized_shape"]), "eps": a.get("eps", 1e-5)}
         return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
 
@@ -398,7 +402,7 @@ class RMSNorm(Norm):
     channels = False
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        a = _named(("input", "normalized_shape", "weight", "eps"), args, kwargs)
+        a = named(("input", "normalized_shape", "weight", "eps"), args, kwargs)
         # Without eps torch takes the epsilon of the input's own dtype, which a wider capture must repeat.
         eps = torch.finfo(a["input"].dtype).eps if a.get("eps") is None else a["eps"]
         conf = {"shape": tuple(a["normalized_shape"]), "eps": eps}
@@ -414,7 +418,7 @@ class GroupNorm(Norm):
     layouts = ("major", "minor")
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        a = _named(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+        a = named(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
         conf = {"groups": a["num_groups"], "eps": a.get("eps", 1e-5)}
         return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
 
@@ -430,7 +434,7 @@ class InstanceNorm(Norm):
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         names = ("input", "running_mean", "running_var", "weight", "bias", "own", "momentum", "eps")
         renamed = {{"use_input_stats": "own"}.get(k, k): v for k, v in kwargs.items()}
-        a = _named(names, args, renamed)
+        a = named(names, args, renamed)
         if a["input"].ndim < 3:
             return None
         conf = {key: a.get(key) for key in ("running_mean", "running_var")}
@@ -453,7 +457,7 @@ class Embedding(Rule):
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-        a = _named(names, args, kwargs)
+        a = named(names, args, kwargs)
         if a.get("max_norm") is not None or a.get("scale_grad_by_freq"):
             return None
         padding = a.get("padding_idx")
