@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -79,11 +79,12 @@ class Grams(Passes):
         def run() -> dict[str, Tensor]:
             shape = (self.shape[0], right.shape[0])
             grams = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name in names}
-            for block, _ in _blocks([self]):
-                for b in right._pieces("gram", 1, "gram", start=0, stop=right.n):
+            room = budget(self._settings.memory, self.device)
+            for block, _ in _blocks([self], room):
+                for columns, b in _placed([right], room, start=0, stop=right.n, label="gram"):
                     for rows, a in block:
-                        for name, x, y in _matched(a.factors, b.factors, parts):
-                            x.gram(y, scale, grams[name][rows, right._rows(b)])
+                        _meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()})
+                    del a, b  # before the next ones are formed
             for K in grams.values():
                 share_rows(K, self.n, self.c)
             return grams
@@ -203,50 +204,68 @@ def _symmetric(all_: Sequence[Grams], scale: Scale, names: Sequence[str], parts:
     def run() -> dict[str, Tensor]:
         m = sum(op.shape[0] for op in all_)
         grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
-        for block, behind in _blocks(all_):
-            for columns, b in chain(block, _placed(all_, *behind, label="gram")):
+        room = budget(first._settings.memory, first.device)  # beside them
+        for block, behind in _blocks(all_, room):
+            for columns, b in chain(block, _placed(all_, room, *behind, label="gram")):
                 for rows, a in block:
                     if rows.start > columns.start:
                         continue
-                    for name, x, y in _matched(a.factors, b.factors, parts):
-                        x.gram(y, scale, grams[name][rows, columns])
+                    _meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()})
                     if rows.start != columns.start:
                         for K in grams.values():
                             K[columns, rows] = K[rows, columns].T
+                del a, b  # before the next ones are formed
         return grams
 
     return first._completed(run, *others)
 
 
-def _placed(all_: Sequence[Grams], op: int = 0, start: int | None = None, label: str = "") -> Iterator[Placed]:
+def _placed(
+    all_: Sequence[Grams],
+    room: int,
+    op: int = 0,
+    start: int | None = None,
+    *,
+    stop: int | None = None,
+    label: str = "",
+) -> Iterator[Placed]:
     """Chunks of Jacobians one above the other, from an example of one of them on, with their rows among all."""
     above = sum(part.shape[0] for part in all_[:op])
     for part in all_[op:]:
-        for piece in part._pieces("gram", 1, label, start=start):
-            rows = part._rows(piece)
-            yield slice(above + rows.start, above + rows.stop), piece
+        for piece in part._pieces("gram", 1, label, start=start, stop=stop, room=room):
+            rows, handed = part._rows(piece), [piece]
+            del piece  # it is the caller's alone while the next one is formed
+            yield slice(above + rows.start, above + rows.stop), handed.pop()
         above, start = above + part.shape[0], None
 
 
-def _blocks(all_: Sequence[Grams]) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
-    """Runs of chunks whose factors fit in memory together, and which Jacobian and example come behind them."""
-    settings = all_[0]._settings
-    limit = int(GRAM[1] * budget(settings.memory, all_[0].device))
+def _blocks(all_: Sequence[Grams], room: int) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
+    """Runs of chunks whose factors fit in memory together, and which Jacobian and example come behind them.
+
+    A run is emptied when the next one is asked for.
+    """
+    limit = int(GRAM[1] * room) >> all_[0]._settings.halved
     block: list[Placed] = []
     held = above = number = 0
-    for rows, piece in _placed(all_):
+    for rows, piece in _placed(all_, room):
         while rows.start >= above + all_[number].shape[0]:
             above, number = above + all_[number].shape[0], number + 1
         size = sum(f.bytes for f in piece.factors)
-        # Less once a pass has run out of memory.
-        most = [4 * op._settings.largest * op._settings.per_example for op in all_ if op._settings.largest is not None]
-        if block and held + size > min([limit, *most]):
+        if block and held + size > limit:
             yield block, (number, piece.batch.start)
-            block, held = [], 0
+            block.clear()
+            held = 0
         block.append((rows, piece))
         held += size
+        del piece
     if block:
         yield block, (len(all_), 0)
+
+
+def _meet(a: Piece, b: Piece, scale: Scale, parts: Cut, out: Mapping[str, Tensor]) -> None:
+    """Adds the Gram matrices of two chunks, by name."""
+    for name, x, y in _matched(a.factors, b.factors, parts):
+        x.gram(y, scale, out[name])
 
 
 def _matched(

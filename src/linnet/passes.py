@@ -18,7 +18,7 @@ from linnet import _checks
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Source
 from linnet.chunks import Chunk
-from linnet.compound import pack
+from linnet.compound import Lazy, pack
 from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
 from linnet.distributed import rank_and_world, shard
@@ -44,6 +44,7 @@ from linnet.plan import (
     working_size,
 )
 from linnet.structure import PROBE
+from linnet.tokens import Tokens
 
 CONVOLVED = 4096
 """Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
@@ -52,9 +53,9 @@ NEAR, FEWEST = 2**21, 32
 """Bytes of inputs that a CPU is given at once where it convolves, so that what layers hand on stays in its cache; and
 the examples that it is given at least."""
 
-GRAM = (0.4, 1.0)
-"""Shares of a pass's memory for a chunk of a Gram matrix, and for those that it meets, whose factors are held: the more
-of these, the less often all others are formed."""
+GRAM = (0.25, 1.2)
+"""Shares of a pass's memory, which is half of what is free, for a chunk of a Gram matrix and for those that it meets,
+whose factors are held: the more of these, the less often all others are formed. Beside them there are two chunks."""
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ class Passing:
     inputs: int = 0  # bytes of an example that the model takes
     rest: int = 0  # bytes of an example that are not the model's, such as targets
     largest: int | None = None  # what an out-of-memory error has left
+    halved: int = 0  # how often there was one
     room: int = 0  # bytes that a chunk could have when they were asked for last
     used: int = 0  # examples per chunk of the last pass
 
@@ -176,32 +178,37 @@ class Passes(LinearOperator):
         start: int | None = None,
         stop: int | None = None,
         along: Tensor | None = None,
+        room: int | None = None,
     ) -> Iterator[Piece]:
         """The chunks of a pass, each prepared for a request.
 
-        ``along`` (p, k) is what the chunks will be multiplied by, where that is known before they are made.
+        ``along`` (p, k) is what the chunks will be multiplied by, where that is known before they are made; ``room``
+        the bytes of a Gram matrix's pass, where more than its chunks has to fit into them.
         """
         s = self._settings
-        size = self._gram_chunk() if request == "gram" else self._chunk(columns=self._by_columns(request, k))
+        size = self._gram_chunk(room) if request == "gram" else self._chunk(columns=self._by_columns(request, k))
         s.used = size
         first, last = (self._own[0] if start is None else start), (self._own[1] if stop is None else stop)
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch, chunk in self._chunks(size, first, last, request, k, along):
                 factors = pack(chunk.factors) if request in PRODUCTS else chunk.factors
-                yield Piece(batch, chunk.f, factors)
+                made = [Piece(batch, chunk.f, factors)]
+                del chunk, factors  # the caller's alone, who may be done with it when the next one is formed
+                yield made.pop()
                 tick(batch.n)
 
     def _chunks(
         self, size: int, start: int, stop: int, request: Request, k: int, along: Tensor | None
     ) -> Iterator[tuple[Batch, Chunk]]:
         for batch in self._batches(size, start, stop):
-            chunk = self._chunk_of(batch, request, k, along)
-            yield batch, chunk
+            made = [self._chunk_of(batch, request, k, along)]
+            f = made[0].f
+            yield batch, made.pop()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self._late is None:
-                _checks.check_outputs_finite(chunk.f, batch.start, batch.positions)
+                _checks.check_outputs_finite(f, batch.start, batch.positions)
             else:
-                self._late.add(chunk.f, batch.index)
+                self._late.add(f, batch.index)
 
     def _chunk_of(self, batch: Batch, request: Request, k: int, along: Tensor | None) -> Chunk:
         s, lin = self._settings, self.lin
@@ -246,11 +253,8 @@ class Passes(LinearOperator):
             return False
         return (request == "rmatmul" and lin.model_dtype == lin.dtype) or lin.can("forward_mode", self._probe)
 
-    def _chunk(self, *, columns: bool = False, share: float = 1.0) -> int:
-        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only.
-
-        ``share`` is the part of the memory that it may take.
-        """
+    def _chunk(self, *, columns: bool = False) -> int:
+        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only."""
         s = self._settings
         if isinstance(s.batch_size, int):
             size = min(s.batch_size, self.n)
@@ -258,7 +262,7 @@ class Passes(LinearOperator):
             each = min(s.per_example, 3 * s.graph) if columns else s.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.device)
-            size = chunk_size(self.n, each, int(share * s.room))
+            size = chunk_size(self.n, each, s.room)
             if columns and self.lin.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
@@ -270,10 +274,25 @@ class Passes(LinearOperator):
             return max(FEWEST, NEAR // max(1, self._settings.inputs))
         return CONVOLVED if self.lin.convolves(self._settings.precision) else self.n
 
-    def _gram_chunk(self) -> int:
+    def _gram_chunk(self, room: int | None = None) -> int:
         """Chunks of a Gram matrix: several, so that its symmetry halves the work."""
-        size = self._chunk(share=GRAM[0])
-        return size if isinstance(self._settings.batch_size, int) else min(size, max(512, ceil(self.n / 16)))
+        s = self._settings
+        if isinstance(s.batch_size, int):
+            size = min(s.batch_size, self.n)
+        else:
+            room = budget(s.memory, self.device) if room is None else room
+            size = min(chunk_size(self.n, self._gram_example, int(GRAM[0] * room)), max(512, ceil(self.n / 16)))
+        return size if s.largest is None else min(size, s.largest)
+
+    @property
+    def _gram_example(self) -> int:
+        """Bytes of an example in a Gram matrix's chunk: not all of its factors become rows."""
+        s, spared = self._settings, 0
+        for f in self._sample:
+            if choose(f, "gram", k=1, engine=s.engine) == "ghost" and not isinstance(f, Tokens):
+                sides = f.size.groups * f.size.T * (f.size.dx + f.c * f.size.dg) if isinstance(f, Lazy) else 0
+                spared += max(0, f.c * f.q - sides)
+        return max(1, s.per_example - spared * self.dtype.itemsize)
 
     def _completed(self, run: Callable[[], T], *others: Passes) -> T:
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
@@ -283,7 +302,7 @@ class Passes(LinearOperator):
                     return run()
             except torch.OutOfMemoryError:
                 size = self._settings.used or self._chunk()
-                if size == 1:
+                if size == 1 or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                     raise
                 if self._settings.largest is None:
                     warnings.warn(
@@ -294,6 +313,7 @@ class Passes(LinearOperator):
                 for other in others:
                     other._settings.largest = max(1, other._chunk() // 2)
                 self._settings.largest = self._settings.used = max(1, size // 2)
+                self._settings.halved += 1
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
