@@ -18,8 +18,8 @@ from linnet import linearize, spaces
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.matrices import Matrix
 from linnet.newton import function_space, inner_matrix, matrix_free, weight_space
-from linnet.operators import LinearOperator, RowFn
 from linnet.precondition import Preconditioner
+from tests.counted import Counted
 from tests.drawn import double, normal
 
 N, C, P = 12, 3, 20
@@ -205,27 +205,6 @@ def test_a_factor_of_something_else_does_no_harm(monkeypatch: pytest.MonkeyPatch
 
 
 # Passes over the data.
-
-
-class Counted(LinearOperator):
-    """A matrix that counts its products."""
-
-    def __init__(self, A: Tensor) -> None:
-        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
-        self.A, self.passes = A, 0
-
-    def _matmul(self, V: Tensor) -> Tensor:
-        self.passes += 1
-        return self.A @ V
-
-    def _rmatmul(self, U: Tensor) -> Tensor:
-        self.passes += 1
-        return self.A.T @ U
-
-    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
-        self.passes += 1
-        U = fn(self.A @ V, slice(0, len(self.A)))
-        return self.A.T @ U, U.sum(0)
 
 
 def test_passes_are_counted_and_a_preconditioner_saves_some() -> None:

@@ -67,3 +67,8 @@ class Line:
             else:
                 t = 0.5 * (low + high)
         return low
+
+    def polished(self, t: float) -> float:
+        """A length near t at which the slope is nearly zero."""
+        _, slope, bend = self.at(t)
+        return t - slope / bend if bend > 0 and abs(slope) < 0.5 * bend * t else t

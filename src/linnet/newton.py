@@ -57,6 +57,7 @@ __all__ = [
     "function_space",
     "inner_matrix",
     "matrix_free",
+    "terms",
     "weight_space",
 ]
 
@@ -308,7 +309,7 @@ def _iterate(
             break
         d, df = space.step(g, as_weight(model.root(f)), norm)
         products = space.dot(x, x), space.dot(x, d), space.dot(d, d)
-        line = Line(partial(_terms, model, y), f, df=df.view(n, c), products=products)
+        line = Line(partial(terms, model, y), f, df=df.view(n, c), products=products)
         t = line.search()
         x, steps = x + t * d, steps + 1
         if isinstance(model, _Softened):
@@ -370,7 +371,8 @@ def _soften(likelihood: Likelihood, f: Tensor) -> Likelihood | _Softened:
     return _Softened(likelihood, width) if logits and width > 1 else likelihood
 
 
-def _terms(model: Likelihood | _Softened, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def terms(model: Likelihood | _Softened, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a `Line` takes of a likelihood with targets y at f (n, c)."""
     return model.log_prob(f, y), model.residual(f, y), model.curvature(f)
 
 

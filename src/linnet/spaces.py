@@ -176,6 +176,38 @@ class Weights:
         return cholesky_(H)
 
 
+class Refresh:
+    """When another preconditioner is worth its two passes.
+
+    That is near the mode, where the curvature has changed by the factor `STALE` since the last one was made (what a
+    sure network has left of it lies elsewhere than at the start), and, up to `BETTER` times, where it is slow.
+
+    Args:
+        renew: Makes it; None for never.
+    """
+
+    def __init__(self, renew: Renew | None) -> None:
+        self._renew = renew
+        self._size: float | None = None  # of the curvature that the last one was made with
+        self._better = -1  # how often slow steps have asked for a better one
+
+    @property
+    def may_be_better(self) -> bool:
+        """Whether one can be had that is better, not only newer."""
+        return self._renew is not None and self._better < BETTER
+
+    def __call__(self, root: Tensor, ratio: float, *, slow: bool) -> Solvable | None:
+        """Another one for a root of the curvature, where the relative gradient is ``ratio``; None to keep the last."""
+        size = float(root.square().sum())
+        self._size = size if self._size is None else self._size
+        stale = ratio <= NEAR_MODE and not 1 / STALE <= size / max(self._size, 1e-300) <= STALE
+        if self._renew is None or not (stale or (slow and self.may_be_better)):
+            return None
+        self._better = self._better + 1 if slow and not stale else max(self._better, 0)
+        self._size = size
+        return self._renew(root, self._better)
+
+
 class Products:
     """u itself, with products only.
 
@@ -184,10 +216,8 @@ class Products:
         preconditioner: Of H at the start; None for none.
         tolerance: Of the relative gradient.
         iterations: Of conjugate gradients, at most.
-        renew: To the preconditioner elsewhere, by two passes; None for never. It is asked near the mode, whenever the
-            curvature has changed by the factor `STALE`, since what a sure network has left of it lies elsewhere than at
-            the start, and after a step of more than `SLOW` passes. Such a step ends early while a better one is to be
-            had.
+        renew: To the preconditioner elsewhere, by two passes; None for never. `Refresh` says when; slow is a step of
+            more than `SLOW` passes, and it ends early while a better one is to be had.
     """
 
     def __init__(
@@ -199,9 +229,8 @@ class Products:
         renew: Renew | None = None,
     ) -> None:
         self.Phi, self.preconditioner, self.tolerance, self.iterations = Phi, preconditioner, tolerance, iterations
-        self.size, self.passes, self.renew = Phi.shape[1], 0, renew
-        self._size_then: float | None = None  # of the curvature that the preconditioner was made with
-        self._last, self._better = 0, -1  # passes of the last step; how often slow ones have asked for a better one
+        self.size, self.passes = Phi.shape[1], 0
+        self._refresh, self._last = Refresh(renew), 0  # and the passes of the last step
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
@@ -226,7 +255,9 @@ class Products:
         return there / seen, found / seen, pulled
 
     def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-        self._renew(root, ratio)
+        fresh = self._refresh(root, ratio, slow=self._last > SLOW)
+        if fresh is not None:
+            self.preconditioner, self.passes = fresh, self.passes + 2
         before = self.passes
         B = squared(root)
         df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
@@ -240,7 +271,7 @@ class Products:
             return V + pulled[:, None]
 
         # CG stopped early still gives a direction of descent.
-        early = self.renew is not None and self._better < BETTER
+        early = self._refresh.may_be_better
         found = cg(
             product,
             -g[:, None],
@@ -255,17 +286,6 @@ class Products:
             df.addcmul_(ahead, lengths[-1])
         self._last = self.passes - before
         return found.value[:, 0], df
-
-    def _renew(self, root: Tensor, ratio: float) -> None:
-        """Another preconditioner where this one has become stale, or was no good."""
-        size, slow = float(root.square().sum()), self._last > SLOW
-        if self._size_then is None:
-            self._size_then = size
-        stale = ratio <= NEAR_MODE and not 1 / STALE <= size / max(self._size_then, 1e-300) <= STALE
-        if self.renew is None or not (stale or (slow and self._better < BETTER)):
-            return
-        self._better = self._better + 1 if slow and not stale else max(self._better, 0)
-        self.preconditioner, self._size_then, self.passes = self.renew(root, self._better), size, self.passes + 2
 
 
 def inner_matrix(K: Tensor, root: Tensor, *, scale: float = 1.0) -> Tensor:
