@@ -3,8 +3,9 @@
 The network is ResNet-20; its last blocks and its head adapt, and what lies below is frozen: its forward pass counts in
 both, and neither goes back through it. An epoch is Adam on minibatches. linnet's is timed as it reads the data (a
 Jacobian-vector and a vector-Jacobian product), with the activations at the frozen layers kept, and with the layers'
-factors kept; so is one full-batch pass, which is what a Newton-CG iteration takes. Beside the times stand the
-operations of a step, since small steps on a GPU take the time that it takes to launch them.
+factors kept; so is one full-batch pass, which is what a step to the optimum takes. On a GPU, where training records its
+steps, an epoch is a tenth of a training of ten, recording included. Beside the times stand the operations of a step
+that is not recorded, since small steps on a GPU take the time that it takes to launch them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ CLASSES = 10
 TOP = {"1 block": ["layer3.2.*", "linear.*"], "3 blocks": ["layer3.*", "linear.*"]}
 # Examples of an epoch, of minibatches, and of the passes to the optimum.
 SIZES = {"cuda": (20_480, (512, 2048), 20_000), "cpu": (256, (64,), 400)}
+EPOCHS = {"cuda": 10, "cpu": 1}
+COUNTED = 4  # minibatches
 
 
 def data(n: int, device: str) -> tuple[Tensor, Tensor]:
@@ -90,15 +93,21 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
     plain = lin.jacobian(X, precision=precision, progress=False)
     forms = {"as read": plain, "activations kept": plain.above_frozen(), "factors kept": plain.cached()}
     variance = torch.full((lin.p,), 1e-3, device=device)
-    contenders: dict[str, Callable[[], object]] = {"fine-tuning": fine_tuning(model, set(lin.theta), X, y, size)}
+    many = EPOCHS["cuda" if device.startswith("cuda") else "cpu"]
+    tuning = fine_tuning(model, set(lin.theta), X, y, size)
+    contenders: dict[str, Callable[[], object]] = {"fine-tuning": tuning}
     for name, J in forms.items():
-        task = stochastic._Task(J, y, variance.sqrt(), Categorical(), True)
-        contenders[f"epoch, {name}"] = partial(_epoch, task, size)
+        contenders[f"epoch, {name}"] = partial(_trained, J, y, variance, size, many)
         contenders[f"pass, {name}"] = full_batch(J, y)
     with arithmetic(precision, torch.device(device)):
         times = milliseconds(contenders, device, rounds=rounds)
-        steps = ceil(n / size)
-        counts = {name: operations(run) / steps for name, run in contenders.items() if not name.startswith("pass")}
+        times = {name: t / (many if name.startswith("epoch") else 1) for name, t in times.items()}
+        counts = {"fine-tuning": operations(tuning) / ceil(n / size)}
+        for name, J in forms.items():
+            few = J.subset(torch.arange(min(n, COUNTED * size)))
+            run = partial(_trained, few, y, variance, size, 1)
+            run()  # which copies kept factors into minibatches
+            counts[f"epoch, {name}"] = operations(run) / ceil(few.n / size)
     kept = {"factors": forms["factors kept"].cache_size // n}
     kept["activations"] = sum(t[0].numel() * t.element_size() for t in forms["activations kept"]._source.tensors)  # type: ignore[attr-defined]
     return {
@@ -106,6 +115,7 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
         "precision": precision,
         "n": n,
         "minibatch": size,
+        "epochs of a training": many,
         "p": lin.p,
         "ms": times,
         "ratio": {name: t / times["fine-tuning"] for name, t in times.items() if name != "fine-tuning"},
@@ -114,8 +124,9 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
     }
 
 
-def _epoch(task: stochastic._Task, size: int) -> None:
-    stochastic._trained(task, Training(epochs=1, size=size), 1e-4, 0, False)
+def _trained(J: Jacobian, y: Tensor, variance: Tensor, size: int, epochs: int) -> None:
+    task = stochastic._Task(J, y, variance.sqrt(), Categorical(), True)
+    stochastic._trained(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
 
 
 def optimum(top: str, device: str, n: int) -> dict[str, Any]:

@@ -11,11 +11,16 @@ import pytest
 import torch
 
 import linnet
-from linnet import plan
+from linnet import plan, replay, stochastic
 from linnet.contexts import arithmetic
+from linnet.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # What torch says where the first product of a process is one of autograd's.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 CASES = zoo()
 TOLERANCES = {"highest": 1e-5, "products": 1e-3, "high": 5e-3, "bf16": 5e-2}
@@ -197,3 +202,46 @@ def test_steady_passes_are_the_same_in_all_chunks() -> None:
         assert (J.outputs() - f).abs().max() <= 1e-6 * f.abs().max()
         assert (J.normal(V) - product).norm() < 2e-5 * product.norm()
         assert (J.in_precision("products").gram() - wanted.gram()).norm() < 1e-4 * wanted.gram().norm()
+
+
+class Asks(torch.nn.Module):
+    """A network that reads a number from a tensor, so that its passes cannot be recorded."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * (2.0 if x.sum().item() > 1e9 else 1.0)
+
+
+@pytest.mark.parametrize("size", [8, 30])
+@pytest.mark.parametrize("form", ["as read", "asks", "activations", "factors"])
+def test_recorded_steps_of_adam(monkeypatch: pytest.MonkeyPatch, form: str, size: int) -> None:
+    from benchmarks.models import ResNet
+
+    monkeypatch.setattr(stochastic, "STEPS", 4)
+    made: list[Any] = []
+    call = replay.Recorder.__call__
+    monkeypatch.setattr(replay.Recorder, "__call__", lambda self, work: made.append(work) or call(self, work))
+    x = torch.randn(30, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def trained(device: str, epochs: int) -> Any:
+        torch.manual_seed(0)
+        net = ResNet(1).double().eval()
+        net = (Asks(net) if form == "asks" else net).to(device)
+        top = ["*layer3.*", "*linear.*"]
+        J = linnet.linearize(net, top).jacobian(x.to(device), progress=False)
+        J = {"factors": J.cached, "activations": J.above_frozen}.get(form, lambda: J)()
+        y, variance = torch.arange(30) % J.c, torch.linspace(0.1, 1.0, J.shape[1], dtype=torch.float64)
+        given: dict[str, Any] = {"likelihood": Categorical(), "training": stochastic.Training(epochs, size, 0.01)}
+        return stochastic.adam(J, y.to(device), variance=variance.to(device), progress=False, **given)
+
+    for epochs in (stochastic.EPOCHS, stochastic.EPOCHS + 3):
+        made.clear()
+        found = trained("cuda", epochs)
+        assert len(made) == {"factors": -(-30 // size), "asks": 0}.get(form, 2 if size == 8 else 1)
+        wanted = trained("cpu", epochs)
+        assert (found.mode.u.cpu() - wanted.mode.u).norm() < 1e-6 * wanted.mode.u.norm()
+        assert found.path == pytest.approx(wanted.path, rel=1e-8)
+    torch.randn(2, device="cuda")  # the generator is as it was

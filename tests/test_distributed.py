@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 
 import linnet
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
+from linnet.likelihoods import Categorical
+from linnet.stochastic import Training, adam
 from linnet.testing.case import Net
 
 WORLD = 2
@@ -123,6 +125,17 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
     if (kind, engine) != ("memory", "auto"):
         return found
     K = J.cached()
+    for form, rows in {"as read": J, "factors kept": K}.items() if n > 1 else ():
+        trained = adam(
+            rows, torch.arange(n) % C, variance=s.square(), likelihood=Categorical(), training=Training(3, 3)
+        )
+        assert trained.mode.u is not None
+        found |= {
+            f"Adam, {form}": trained.mode.u,
+            f"Adam, {form}, outputs": trained.mode.f,
+            f"Adam, {form}, residual": trained.mode.alpha,
+            f"Adam, {form}, path": torch.tensor([*trained.path, trained.mode.objective, trained.rate]),
+        }
     found |= {
         "cached, J V": K @ V,
         "cached, J^T U": K.T @ U,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import linnet
-from linnet import convolved, metrics, mode_by_passes, newton, stochastic
+from linnet import convolved, metrics, mode_by_passes, newton, replay, stochastic
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical
@@ -418,8 +418,15 @@ def by_hand(parts, y: Tensor, d: Tensor, n: int) -> tuple[Tensor, list[float]]:
     return u.detach(), path
 
 
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("form", ["as read", "activations", "factors", "a few at a time", "in pieces"])
-def test_adam_takes_the_steps_of_dense_rows(form):
+def test_adam_takes_the_steps_of_dense_rows(monkeypatch, form, recorded):
+    made = []
+    if recorded:  # as on a GPU, where it runs without Python
+        monkeypatch.setattr(replay, "DEVICE", "cpu")
+        monkeypatch.setattr(stochastic, "EPOCHS", EPOCHS)
+        monkeypatch.setattr(stochastic, "STEPS", 1)
+        monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: made.append(work) or work)
     x, y = images(30)
     lin = linnet.linearize(double(Residual()), RESIDUAL)
     J = lin.jacobian(x, **{"a few at a time": {"batch_size": 17}, "in pieces": {"batch_size": 3}}.get(form, {}))
@@ -432,6 +439,47 @@ def test_adam_takes_the_steps_of_dense_rows(form):
     expected, losses = by_hand(parts, y, d, 30)
     close(u, expected)
     assert path == pytest.approx(losses, rel=1e-9)
+    kinds, minibatches = 2, 4  # of 7 and of 8 examples
+    assert len(made) == (0 if not recorded else kinds if form in ("as read", "activations") else minibatches)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_recording_that_finds_something_else_is_not_used(monkeypatch, kept):
+    x, y = images(30)
+    J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x)
+    J = J.cached() if kept else J
+    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    monkeypatch.setattr(replay, "DEVICE", "cpu")
+    monkeypatch.setattr(stochastic, "STEPS", 1)
+    monkeypatch.setattr(stochastic, "EPOCHS", 1)
+    ran = []
+    monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: lambda: ran.append(work))
+    same, again = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    assert len(ran) == (1 if kept else 2)  # else one of 7, one of 8 examples
+    close(same, u)
+    assert again == pytest.approx(path, rel=1e-12)
+
+
+def test_a_recorded_pass_looks_at_outputs_too(monkeypatch):
+    monkeypatch.setattr(replay, "DEVICE", "cpu")
+    monkeypatch.setattr(stochastic, "STEPS", 1)
+    x, y = images(32)
+
+    class Turns(Augmented):
+        reads = 0
+
+        def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+            self.reads += 1
+            image, label = super().__getitem__(i)
+            return (image.clamp(0.1, 0.9) * 1.7e308 if i == 7 and self.reads > 4 * 32 else image), label
+
+    J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(
+        linnet.data.as_source(Turns(x, y, noise=0.5), nn.Linear(1, 1)).changing()
+    )
+    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    with pytest.raises(ValueError, match="output is not finite for example 7"):
+        stochastic._trained(task, stochastic.Training(8, SIZE), RATE, 4, False)
 
 
 def test_adam_takes_the_same_steps_without_room_for_copies(monkeypatch):

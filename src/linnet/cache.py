@@ -42,7 +42,7 @@ class Cached(Jacobian):
     """
 
     def __init__(self, J: Jacobian, kept: Sequence[Kept]) -> None:
-        self.lin, self._settings, self._kept = J.lin, replace(J._settings, largest=None), list(kept)
+        self.lin, self._settings, self._kept = J.lin, replace(J._settings, largest=None, halved=0), list(kept)
         self._rotation = J._rotation
         self.n, self.c = sum(piece.batch.n for piece in kept), J.c
         LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
@@ -132,7 +132,9 @@ class Cached(Jacobian):
     def _copied(self, index: Tensor) -> Cached:
         """The examples at ``index``, with forms for products that are made once."""
         part = self.subset(index)
-        return Cached(part, [replace(piece, forms={}) for piece in part._kept])
+        copied = Cached(part, [replace(piece, forms={}) for piece in part._kept])
+        copied.stays = True
+        return copied
 
     def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[Kept]:
         """The examples at ``index``, which lie in the pieces at ``places``, as one piece or, if unlike, as several."""

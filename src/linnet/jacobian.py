@@ -46,6 +46,8 @@ class Jacobian(Grams):
     """
 
     symbol = "J"
+    stays = False
+    """Whether `minibatches` gives this very Jacobian, whose factors stay where they are, in every epoch."""
 
     # Products.
 
@@ -56,6 +58,7 @@ class Jacobian(Grams):
             out = V.new_zeros(self.shape[0], V.shape[1])
             for piece in self._pieces("matmul", V.shape[1], "J V"):
                 out[self._rows(piece)] = _product(piece, V)
+                del piece  # before the next one is formed, here and below
             share_rows(out, self.n, self.c)
             return out
 
@@ -70,6 +73,7 @@ class Jacobian(Grams):
                 part = U[self._rows(piece)].reshape(piece.batch.n, self.c, -1)
                 add_rmatmul(piece.factors, part, out, first=first)
                 first = False
+                del piece
             if first:  # this rank has no examples
                 out.zero_()
             add_up(out)
@@ -95,6 +99,7 @@ class Jacobian(Grams):
                     sums += U.sum(0)
                 add_rmatmul(piece.factors, U.reshape(piece.batch.n, self.c, -1), out, first=first)
                 first = False
+                del piece
             if first:  # this rank has no examples
                 out.zero_()
             add_up(out, *([sums] if summed else []))
@@ -108,6 +113,7 @@ class Jacobian(Grams):
             out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             for piece in self._pieces("gram", 1, "J"):
                 out[self._rows(piece)] = self._explicit(piece)
+                del piece
             share_rows(out, self.n, self.c)
             return out
 
@@ -122,6 +128,7 @@ class Jacobian(Grams):
             for piece in self._pieces("gram", 1, "J^T W J"):
                 rows = self._explicit(piece)
                 add_symmetric_(out, rows, weigh(rows, weight, self._rows(piece)))
+                del piece, rows
             out.tril_()
             add_up(out)
             return out.add_(out.tril(-1).T)

@@ -7,6 +7,8 @@ Jacobian-vector product and one vector-Jacobian product, both from one forward p
 of them. The best length of Adam's first step is known exactly, since f is linear in u: falling from there to zero along
 a half-cosine, it needs no tuning (over twelve small problems with priors weak and strong, a third or twice of it do no
 better after thirty epochs).
+
+On a GPU a small step takes less time than its launches, so it is recorded (`linnet.replay`).
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ from torch import Tensor
 
 from linnet.batch import Batch, Deferred, moved
 from linnet.data import bar
+from linnet.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.newton import FLOOR, Line, Mode, as_weight, check_concave
+from linnet.replay import Repeated
 
 TRIALS = 4
 """Minibatches on which the first step is measured."""
+
+EPOCHS, MINIBATCHES = 4, 1024
+"""Epochs from which on recordings of minibatches that stay are worth their time, and the most of these."""
+
+STEPS = 32
+"""Steps from which on a recording of the network's passes is."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +130,31 @@ def _trained(
     J = task.J
     u = torch.nn.Parameter(torch.zeros(J.shape[1], dtype=J.dtype, device=J.device))
     optimizer = torch.optim.Adam([u], lr=rate, fused=True)
-    steps, step = training.epochs * math.ceil(J.n / training.size), 0
+    minibatches = math.ceil(J.n / training.size)
+    steps, step = training.epochs * minibatches, 0
+    ranks, at = rank_and_world(), u.detach()
+    gradient = Repeated(
+        lambda part, y: task.gradient(part, at, y),
+        task.targets,
+        at,
+        stay=ranks[1] == 1 and training.epochs >= EPOCHS and minibatches <= MINIBATCHES,
+        alike=ranks[1] == 1 and steps >= STEPS,
+    )
     path: list[float] = []
     with bar(training.epochs * J.n, "Adam", progress=progress) as tick:
         for epoch in range(training.epochs):
             lost = torch.zeros((), dtype=torch.float64, device=J.device)
             later = Deferred(lambda f, y, lost=lost: lost.sub_(task.likelihood.log_prob(f, y).double().sum()))
             for part in J.minibatches(training.size, seed + epoch, late=True):
-                u.grad = task.gradient(part, u.detach(), later)
+                u.grad, f, y = gradient(part)
+                own = slice(*shard(part.n, *ranks))
+                later.add(f[own], y[own])
                 optimizer.param_groups[0]["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
                 optimizer.step()
                 step += 1
                 tick(part.n)
             later.finish()
+            add_up(lost)
             path.append(float(lost + 0.5 * u.detach().square().sum()))
             if not math.isfinite(path[-1]):
                 raise _diverged(f"the objective is {path[-1]} after epoch {epoch + 1}", rate)
@@ -149,23 +171,38 @@ class _Task:
     likelihood: Likelihood
     network: bool
 
-    def outputs(self, shift: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """f (m, c) and the targets of a batch, for ``J delta`` (m c,)."""
+    def targets(self, part: Jacobian) -> Tensor:
+        """Those of a minibatch, (m, ...)."""
+        return self.y.index_select(0, moved(part.index, self.y.device))
+
+    def outputs(self, shift: Tensor, batch: Batch) -> Tensor:
+        """f (m, c) of a batch, for ``J delta`` (m c,)."""
         assert batch.f is not None
         f = shift.view(batch.f.shape)
-        return f + batch.f if self.network else f, self.y.index_select(0, moved(batch.index, self.y.device))
+        return f + batch.f if self.network else f
 
-    def gradient(self, part: Jacobian, u: Tensor, later: Deferred | None = None) -> Tensor:
-        """Of the objective at u, estimated from a minibatch, over n (p,); ``later`` is given f and the targets."""
+    def gradient(self, part: Jacobian, u: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the objective at u over n, estimated from a minibatch with targets y, (p,); and its outputs (m, c).
+
+        Outputs of other ranks' examples are zero.
+        """
+        seen: list[tuple[int, Tensor]] = []
 
         def pull(shift: Tensor, batch: Batch) -> Tensor:
-            f, y = self.outputs(shift, batch)
-            if later is not None:
-                later.add(f, y)
-            return self.likelihood.residual(f, y).flatten()
+            if seen and batch.start <= seen[-1][0]:  # out of memory, it has started again
+                seen.clear()
+            f = self.outputs(shift, batch)
+            seen.append((batch.start, f))
+            return self.likelihood.residual(f, y[batch.start : batch.start + batch.n]).flatten()
 
         pulled = part.fused(pull, self.d * u)
-        return torch.addcmul(u / self.J.n, self.d, pulled, value=-1 / part.n)
+        g = torch.addcmul(u / self.J.n, self.d, pulled, value=-1 / part.n)
+        if len(seen) == 1 and len(seen[0][1]) == part.n:
+            return g, seen[0][1]
+        f = torch.zeros(part.n, part.c, dtype=part.dtype, device=part.device)
+        for start, some in seen:
+            f[start : start + len(some)] = some
+        return g, f
 
     def first_step(self, size: int, seed: int) -> float:
         """The best length of Adam's first step, along the sign of the gradient: the median over a few minibatches."""
@@ -173,9 +210,10 @@ class _Task:
         lengths = []
         for part in islice(self.J.minibatches(size, seed), TRIALS):
             part = part.cached()
-            direction = -self.gradient(part, zero).sign()
+            y = self.targets(part)
+            direction = -self.gradient(part, zero, y)[0].sign()
             f = part.outputs() if self.network else torch.zeros(part.n, part.c, dtype=zero.dtype, device=zero.device)
-            df, y = (part @ (self.d * direction)).view(part.n, part.c), self.y[part.index.to(self.y.device)]
+            df = (part @ (self.d * direction)).view(part.n, part.c)
             weight = self.J.n / part.n
 
             def terms(f: Tensor, y: Tensor = y, weight: float = weight) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,9 +238,9 @@ class _Task:
         sums = torch.zeros(2, dtype=torch.float64, device=J.device)
 
         def pull(shift: Tensor, batch: Batch) -> Tensor:
-            columns = []
+            columns, y = [], self.y.index_select(0, moved(batch.index, self.y.device))
             for i, column in enumerate(shift.unbind(1)):
-                f, y = self.outputs(column, batch)
+                f = self.outputs(column, batch)
                 sums[i] += self.likelihood.log_prob(f, y).double().sum()
                 columns.append(self.likelihood.residual(f, y))
                 if i == 0:
@@ -211,6 +249,9 @@ class _Task:
             return torch.stack([r.flatten() for r in columns], 1)
 
         pulled = J.fused(pull, torch.stack([self.d * u, torch.zeros_like(u)], 1))
+        add_up(sums)
+        share_rows(found, J.n, 1)
+        share_rows(rest, J.n, 1)
         at_end, at_start = (u - self.d * pulled[:, 0]).norm(), (self.d * pulled[:, 1]).norm()
         mode = Mode(
             f=found,
