@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 import linnet
 from linnet import start
-from linnet.krylov import State, both, combine, expected, orthonormal
+from linnet.krylov import State, both, combine, expected, inner, orthonormal
 from linnet.lowrank import Decomposition, choose_method, low_rank, squared_norm
 from linnet.matrices import LowRank, Matrix, Stack
 from linnet.operators import LinearOperator
@@ -580,6 +580,14 @@ def test_orthonormal_bases(b, m, seed, decades):
     assert float((inside.T @ inside - torch.eye(inside.shape[1])).abs().max()) < 1e-13
 
 
+def test_long_inner_products_are_rounded_little():
+    X = normal(300_000, 3)
+    exact = [[math.fsum((x * y).tolist()) for x in X.T] for y in X.T]
+    off = inner(X, X) - torch.tensor(exact, dtype=X.dtype)
+    assert float(off.abs().max()) <= 4 * torch.finfo(X.dtype).eps * len(X)
+    assert orthonormal(X.clone()).shape == X.shape
+
+
 def test_orthonormal_leaves_out_what_is_not_there():
     x = normal(20, 3)
     assert orthonormal(torch.cat([x, x], 1)).shape == (20, 3)
@@ -716,8 +724,10 @@ def test_a_stopped_computation_goes_on(tmp_path, method, stop):
     found = run(rest, checkpoint=file)
     assert rest.passes == whole.passes - stop
     assert found.passes == expected.passes and found.converged == expected.converged
-    assert torch.equal(found.eigenvalues, expected.eigenvalues)
-    assert torch.equal(found.P, expected.P) and torch.equal(found.U, expected.U)
+    # To rounding: what was read from a file may lie otherwise in memory, which some processors sum up otherwise.
+    torch.testing.assert_close(found.eigenvalues, expected.eigenvalues, rtol=1e-12, atol=0)
+    for one, other in ((found.P, expected.P), (found.U, expected.U)):
+        assert float((one - other).norm() / other.norm()) <= 1e-9
     assert not file.exists()
 
 

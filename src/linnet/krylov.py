@@ -27,6 +27,8 @@ from linnet.operators import LinearOperator
 
 ENTRIES = 2**24
 """Numbers that a temporary in float64 may hold."""
+ADDED = 4096
+"""Rows whose products are added up one after another on a CPU, where long sums round more on some than on others."""
 ROUNDING = 8
 """Products are trusted to this many eps of the largest."""
 
@@ -77,13 +79,12 @@ def inner(A: Tensor, B: Tensor) -> Tensor:
 
 def _inner(A: Tensor, B: Tensor) -> Tensor:
     """``A^T B`` in float64 from each rank's own rows of A and B."""
-    if A.dtype == torch.float64:
-        out = A.T @ B
-    else:
-        step = max(1, ENTRIES // max(1, A.shape[1] + B.shape[1]))
-        out = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
-        for a, b in zip(A.split(step), B.split(step), strict=True):
-            out += a.double().T @ b.double()
+    step = max(1, ENTRIES // max(1, A.shape[1] + B.shape[1]))
+    if A.device.type == "cpu":
+        step = min(step, ADDED)
+    out = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
+    for a, b in zip(A.split(step), B.split(step), strict=True):
+        out += a.double().T @ b.double()  # addmm_ would go on with one long sum
     add_up(out)
     return out
 

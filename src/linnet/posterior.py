@@ -348,7 +348,10 @@ def by_root(root: Tensor, X: Tensor, *, transpose: bool = False) -> Tensor:
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:
-    """R with ``R R^T = C`` for a covariance that may be singular; eigenvalues clearly below zero are refused.
+    """The symmetric R, ``R R = C``, for a covariance that may be singular; eigenvalues clearly below zero are refused.
+
+    Of all roots this one moves as little as C does, also where eigenvalues are equal and rounding chooses the vectors:
+    the same seed gives the same samples on another machine, and from a file.
 
     Args:
         C: (m, m).
@@ -361,7 +364,7 @@ def square_root(C: Tensor, size: float = 0.0) -> Tensor:
             f"A covariance has the eigenvalue {float(eigenvalues[0]):.3g}, below rounding ({floor:.1g}): the solve "
             "behind it was not accurate enough. Use float64 (dtype=), more noise, or a smaller tolerance."
         )
-    return Q * eigenvalues.clamp_min(0).sqrt()
+    return (Q * eigenvalues.clamp_min(0).sqrt()) @ Q.T
 
 
 def nonnegative(variance: Tensor, prior: Tensor) -> Tensor:
