@@ -47,7 +47,10 @@ def main() -> None:
     six = commands.add_parser("heads", help="gradient features against fine-tuning of the same top layers")
     six.add_argument("--device", default="cpu")
     six.add_argument("--out", type=Path, default=None, help="JSON file (default: results/heads-DEVICE.json)")
-    six.add_argument("--only", default="all", choices=("all", "epochs", "optimum"))
+    six.add_argument("--only", default="all", choices=("all", "epochs", "optimum", "real"))
+    six.add_argument(
+        "--data", type=Path, default=None, help="MNIST, Fashion-MNIST and weights, for passes over real data"
+    )
     six.add_argument("--rounds", type=int, default=3)
     six.add_argument("--n", type=int, default=None, help="another number of examples")
     start = commands.add_parser("startup", help="importing linnet, and from a saved file to the first prediction")
@@ -80,7 +83,7 @@ def main() -> None:
         return
     if args.command == "heads":
         kept = args.out or Path(__file__).parent / "results" / f"heads-{args.device.split(':')[0]}.json"
-        heads.run(args.device, kept, rounds=args.rounds, only=args.only, n=args.n)
+        heads.run(args.device, kept, rounds=args.rounds, only=args.only, n=args.n, folder=args.data)
         return
     if args.command == "laplace":
         kept = args.out or Path(__file__).parent / "results" / "laplace-cpu.json"

@@ -1,10 +1,14 @@
-"""A matrix whose passes are counted."""
+"""A matrix whose passes are counted, and a preconditioner with as many as are said."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linnet.operators import LinearOperator, RowFn
+from linnet.solve import Solvable
 
 
 class Counted(LinearOperator):
@@ -26,3 +30,11 @@ class Counted(LinearOperator):
         self.passes += 1
         U = fn(self.A @ V, slice(0, len(self.A)))
         return self.A.T @ U, U.sum(0)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What makes a preconditioner from a root of the curvature, as `linnet.spaces.Renewed`."""
+
+    at: Callable[[Tensor], Solvable]
+    passes: float = 0.0

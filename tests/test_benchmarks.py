@@ -12,6 +12,7 @@ import linnet
 from benchmarks import heads, laplace, laplace_peer, sampling, startup
 from benchmarks.models import MODELS, ResNet, ResNet18, VisionTransformer, WideResNet
 from benchmarks.rivals import per_example_rows, plain, published
+from experiments import common
 from linnet.testing import dense_jacobian
 
 RIVALS = {"published": published, "per_example_rows": per_example_rows}
@@ -105,6 +106,24 @@ def test_gradient_features_are_the_same_however_they_are_kept():
     assert float(reference.norm()) > 0
     for found in kept[1:]:
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
+
+
+def test_passes_over_real_data_are_counted(tmp_path, capsys):
+    needed = ("mnist.npz", "fashion_mnist.npz", "weights/resnet20_cifar10.safetensors")
+    missing = [name for name in needed if not (common.DATA / name).exists()]
+    if missing:
+        pytest.skip(f"no {missing[0]} under {common.DATA}")
+    out = tmp_path / "heads.json"
+    out.write_text('{"optimum": ["kept"]}')
+    given = {"rounds": 1, "only": "real", "n": 20}
+    heads.run("cpu", out, folder=common.DATA, **given)
+    found = json.loads(out.read_text())
+    assert found["optimum"] == ["kept"]
+    assert [one["set"] for one in found["real"]] == ["mnist", "fashion_mnist"]
+    assert all(one["passes"] > 2 and one["n"] == 20 for one in found["real"])
+    assert f"mnist, 20 labels: {found['real'][0]['passes']} passes" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="needs a folder of data"):
+        heads.run("cpu", out, folder=None, **given)
 
 
 def test_fine_tuning_moves_the_same_parameters():

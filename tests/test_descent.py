@@ -13,11 +13,12 @@ from linnet import mode_by_passes as passing
 from linnet.descent import descend
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from linnet.matrices import Matrix
-from linnet.newton import weight_space
+from linnet.newton import as_weight, weight_space
 from linnet.precondition import Preconditioner
 from linnet.problem import Settings
-from linnet.sketch import sketch
-from tests.counted import Counted
+from linnet.sketch import Sketch, sketch
+from linnet.spaces import LAGGING
+from tests.counted import Counted, Given
 from tests.drawn import normal
 
 N, C, P = 40, 3, 30
@@ -80,14 +81,15 @@ def test_a_preconditioner_is_renewed_where_the_curvature_is_another() -> None:
     y = (A @ (10 * normal(P, seed=5))).view(N, C).argmax(1)  # the features tell them all
     asked: list[tuple[float, int]] = []
 
-    def renew(root: Tensor, better: int) -> Preconditioner:
+    def renew(root: Tensor, better: int) -> Given:
         asked.append((float(root.square().sum()), better))
-        return sketch(J.scaled(variance.sqrt()), root, rank=10, generator=torch.Generator().manual_seed(len(asked)))
+        generator = torch.Generator().manual_seed(len(asked))
+        return Given(Sketch(J.scaled(variance.sqrt()), root, rank=10, generator=generator).at, 2.0)
 
     J = Counted(A)
     given: dict[str, Any] = {"variance": variance, "mean": mean, "likelihood": likelihood, "tolerance": 1e-10}
     mode = descend(J, y, preconditioner=at_mean(A, variance, mean, likelihood), renew=renew, **given).checked()
-    assert asked and asked[0][0] < 0.5 * float(likelihood.root(mean).square().sum())
+    assert asked and asked[0][0] < float(likelihood.root(mean).square().sum()) / LAGGING
     assert all(better == 0 for _, better in asked)
     assert mode.passes == J.passes  # two of them for each
 
@@ -103,9 +105,9 @@ def test_better_ones_are_asked_for_where_it_takes_many_steps() -> None:
         "preconditioner": Preconditioner(torch.zeros(60, 0).double(), torch.zeros(0).double()),
     }
 
-    def renew(root: Tensor, better: int) -> Preconditioner:
+    def renew(root: Tensor, better: int) -> Given:
         asked.append(better)
-        return given["preconditioner"]
+        return Given(lambda root: given["preconditioner"])
 
     descend(Matrix(A), normal(60, 1), renew=renew, tolerance=1e-14, passes=150, **given)
     assert asked == [0, 1, 2][: len(asked)] and len(asked) > 1
@@ -156,3 +158,36 @@ def test_a_curvature_that_stays_is_solved_with(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(passing, "descend", None)
     mode, _ = passing.mode_by_passes(J, normal(N, 2), likelihood=Gaussian(0.1), settings=Settings(), **given)
     assert mode.converged
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
+def test_a_sketch_reads_the_examples_that_carry_the_curvature(likelihood: Likelihood) -> None:
+    J = linearize(torch.nn.Linear(4, C).double()).jacobian(normal(N, 4))
+    f = 30 * normal(N, C, seed=1)
+    f[3], f[17] = 0, 0.1  # sure of all labels but these
+    root = as_weight(likelihood.root(f))
+    assert passing.carrying(as_weight(likelihood.root(torch.zeros(N, C).double())), J) is None
+    index = passing.carrying(root, J)
+    assert index is not None and {3, 17} <= set(index.tolist()) and len(index) < N / 2
+    each = root.square().view(N, -1).sum(1)
+    assert float(each[index].sum()) >= passing.SHARE * float(each.sum())
+    assert float(each[index].sum() - each[index].min()) < passing.SHARE * float(each.sum())
+    scale = torch.linspace(0.5, 2.0, J.shape[1]).double()
+    found = passing._Leading(J, scale, root, 100, torch.Generator().manual_seed(0))
+    assert found.passes == 2 * len(index) / N
+    weight = as_weight(likelihood.curvature(f)).view(N, C, -1)[index]
+    blocks = torch.diag_embed(weight[..., 0]) if weight.shape[2] == 1 else weight
+    rows = J.dense().view(N, C, -1)[index] * scale
+    H = torch.eye(J.shape[1]).double() + torch.einsum("ncp,ncd,ndq->pq", rows, blocks, rows)
+    eye = torch.eye(J.shape[1]).double()
+    # Directions below 0.01 are left out.
+    torch.testing.assert_close(found.at(root).multiply(eye), H, rtol=0, atol=0.01)
+
+
+def test_a_copy_of_factors_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    J = linearize(torch.nn.Linear(4, C).double()).jacobian(normal(N, 4)).cached()
+    root = torch.zeros(N * C).double()
+    root[:6] = 1
+    assert passing.carrying(root, J).tolist() == [0, 1]  # type: ignore[union-attr]
+    monkeypatch.setattr(passing, "cache_limit", lambda *_: 0)
+    assert passing.carrying(root, J) is None

@@ -741,9 +741,9 @@ def test_a_stale_preconditioner_is_renewed(monkeypatch):
     """Labels that a network can be sure of leave another curvature than the start has."""
     x, y = images(120)
     made = []
-    sketch = mode_by_passes.sketch
+    sketch = mode_by_passes.Sketch
     monkeypatch.setattr(
-        mode_by_passes, "sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how)
+        mode_by_passes, "Sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how)
     )
     how = {"params": RESIDUAL, "solver": "cg-weight", "mean": "zero", "prior": 100.0, "tolerance": 1e-6}
     model = linnet.attach_head(double(Residual()), x, y, penalty=1.0)

@@ -122,6 +122,19 @@ def heads_times(device: str) -> str:
     return _with_machine(found["machine"], _table(["top layers", "fine-tuning", *keys], rows))
 
 
+def heads_passes(device: str) -> str:
+    """Passes over the data to the optimum: random images, and real ones."""
+    found = _read(f"heads-{device}.json")
+    rows = [
+        [f"{one['n']:,} random images, prior {row['scale / unit']:g} times as wide as the data say", str(row["passes"])]
+        for one in found["optimum"]
+        for row in one["rows"]
+        if row["preconditioner"] == "auto"
+    ]
+    rows += [[f"{one['n']:,} images of {one['set']}", str(one["passes"])] for one in found.get("real", [])]
+    return _with_machine(found["machine"], _table(["1 block", "passes"], rows))
+
+
 def convolutions() -> str:
     """A pass of ResNet-18 in float32, with and without linnet's own convolutions and shared outputs."""
     found = _read("convolutions-cuda.json")

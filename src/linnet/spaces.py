@@ -27,7 +27,21 @@ from linnet.solve import Product, Solvable, cg, cholesky_, cholesky_solve
 Residual = Callable[[Tensor, slice], Tensor]
 """From some rows of ``Phi u`` to the gradient of log p in f, both (r,); the rows are those of whole examples."""
 
-Renew = Callable[[Tensor, int], Solvable]
+
+class Renewed(Protocol):
+    """A preconditioner for the curvature at one place and for those nearby.
+
+    Attributes:
+        passes: Over the data that it took; those over some of the examples are parts of one.
+    """
+
+    passes: float
+
+    def at(self, root: Tensor) -> Solvable:
+        """The one for a curvature with this root, without a pass over the data."""
+
+
+Renew = Callable[[Tensor, int], Renewed]
 """From a root of the curvature, and how many better ones than the first have been asked for, to a preconditioner."""
 
 BLOCK = 2**24
@@ -42,8 +56,14 @@ PRODUCTS = 15
 STALE = 2.0
 """A preconditioner is made anew where the trace of the curvature has changed by more than this factor."""
 
+LAGGING = 1.15
+"""The same where the last steps were slow."""
+
 NEAR_MODE = 0.3
-"""The relative gradient below which that is worth its two passes."""
+"""The relative gradient below which that is worth its passes."""
+
+FOLLOWED = 1.02
+"""Its weights are renewed, without a pass, where the trace has changed by more than this factor."""
 
 SLOW = 40
 """It is made anew, or a better one is, after a step that took more passes."""
@@ -177,18 +197,25 @@ class Weights:
 
 
 class Refresh:
-    """When another preconditioner is worth its two passes.
+    """When another preconditioner is worth its passes, and the last one at the curvature of now.
 
-    That is near the mode, where the curvature has changed by the factor `STALE` since the last one was made (what a
-    sure network has left of it lies elsewhere than at the start), and, up to `BETTER` times, where it is slow.
+    Another one is made near the mode, where the curvature has changed by the factor `STALE` since the last (what a sure
+    network has left of it lies elsewhere than at the start) or, where steps lag, by `LAGGING`, and, up to `BETTER`
+    times, where they are slow.
 
     Args:
         renew: Makes it; None for never.
+
+    Attributes:
+        passes: Over the data that those made so far took.
+        another: Whether the last one that was given is another, not the one before with other weights.
     """
 
     def __init__(self, renew: Renew | None) -> None:
+        self.passes, self.another = 0.0, False
         self._renew = renew
-        self._size: float | None = None  # of the curvature that the last one was made with
+        self._last: Renewed | None = None
+        self._made = self._weighed = math.nan  # the trace of the curvature for which it was made, and weighed
         self._better = -1  # how often slow steps have asked for a better one
 
     @property
@@ -196,16 +223,29 @@ class Refresh:
         """Whether one can be had that is better, not only newer."""
         return self._renew is not None and self._better < BETTER
 
-    def __call__(self, root: Tensor, ratio: float, *, slow: bool) -> Solvable | None:
-        """Another one for a root of the curvature, where the relative gradient is ``ratio``; None to keep the last."""
+    def __call__(self, root: Tensor, ratio: float, *, slow: bool, lags: bool = False) -> Solvable | None:
+        """One for a root of the curvature, where the relative gradient is ``ratio``; None to keep the last."""
         size = float(root.square().sum())
-        self._size = size if self._size is None else self._size
-        stale = ratio <= NEAR_MODE and not 1 / STALE <= size / max(self._size, 1e-300) <= STALE
-        if self._renew is None or not (stale or (slow and self.may_be_better)):
-            return None
-        self._better = self._better + 1 if slow and not stale else max(self._better, 0)
-        self._size = size
-        return self._renew(root, self._better)
+        if math.isnan(self._made):
+            self._made = self._weighed = size
+        stale = ratio <= NEAR_MODE and _apart(size, self._made) > (LAGGING if lags else STALE)
+        if self._renew is not None and (stale or (slow and self.may_be_better)):
+            self._better = self._better + 1 if slow and not stale else max(self._better, 0)
+            self._last = None  # its memory first
+            self._last = self._renew(root, self._better)
+            self.passes, self.another = self.passes + self._last.passes, True
+            self._made = self._weighed = size
+            return self._last.at(root)
+        if self._last is not None and _apart(size, self._weighed) > FOLLOWED:
+            self._weighed, self.another = size, False
+            return self._last.at(root)
+        return None
+
+
+def _apart(a: float, b: float) -> float:
+    """The factor between two numbers that are not negative."""
+    low, high = sorted((a, b))
+    return high / max(low, 1e-300)
 
 
 class Products:
@@ -216,8 +256,8 @@ class Products:
         preconditioner: Of H at the start; None for none.
         tolerance: Of the relative gradient.
         iterations: Of conjugate gradients, at most.
-        renew: To the preconditioner elsewhere, by two passes; None for never. `Refresh` says when; slow is a step of
-            more than `SLOW` passes, and it ends early while a better one is to be had.
+        renew: To the preconditioner elsewhere; None for never. `Refresh` says when; slow is a step of more than `SLOW`
+            passes, and it ends early while a better one is to be had.
     """
 
     def __init__(
@@ -229,8 +269,13 @@ class Products:
         renew: Renew | None = None,
     ) -> None:
         self.Phi, self.preconditioner, self.tolerance, self.iterations = Phi, preconditioner, tolerance, iterations
-        self.size, self.passes = Phi.shape[1], 0
-        self._refresh, self._last = Refresh(renew), 0  # and the passes of the last step
+        self.size, self.read = Phi.shape[1], 0
+        self.refresh, self._last = Refresh(renew), 0  # and the passes of the last step
+
+    @property
+    def passes(self) -> int:
+        """Over the data, those that preconditioners took included."""
+        return self.read + math.ceil(self.refresh.passes)
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
@@ -242,7 +287,7 @@ class Products:
 
     def _pass(self, fn: Residual, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``Phi x``, ``fn(Phi x)`` and ``Phi^T fn(Phi x)`` in one pass over the data."""
-        self.passes += 1
+        self.read += 1
         there, found, seen = x.new_zeros(3, self.Phi.shape[0]).unbind()
 
         def note(out: Tensor, rows: Rows) -> Tensor:
@@ -255,10 +300,9 @@ class Products:
         return there / seen, found / seen, pulled
 
     def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-        fresh = self._refresh(root, ratio, slow=self._last > SLOW)
-        if fresh is not None:
-            self.preconditioner, self.passes = fresh, self.passes + 2
-        before = self.passes
+        fresh = self.refresh(root, ratio, slow=self._last > SLOW)
+        self.preconditioner = self.preconditioner if fresh is None else fresh
+        before = self.read
         B = squared(root)
         df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
         ahead = df  # Phi times the direction that was multiplied last
@@ -271,7 +315,7 @@ class Products:
             return V + pulled[:, None]
 
         # CG stopped early still gives a direction of descent.
-        early = self._refresh.may_be_better
+        early = self.refresh.may_be_better
         found = cg(
             product,
             -g[:, None],
@@ -284,7 +328,7 @@ class Products:
         )
         if lengths:
             df.addcmul_(ahead, lengths[-1])
-        self._last = self.passes - before
+        self._last = self.read - before
         return found.value[:, 0], df
 
 
