@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 import linnet
 from linnet.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.likelihoods import Categorical
+from linnet.sketch import Sketch
 from linnet.stochastic import Training, adam
 from linnet.testing.case import Net
 
@@ -136,6 +137,9 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
             f"Adam, {form}, residual": trained.mode.alpha,
             f"Adam, {form}, path": torch.tensor([*trained.path, trained.mode.objective, trained.rate]),
         }
+    for form, rows in {"as read": J, "factors kept": K}.items():
+        sketched = Sketch(rows, W, rank=2, generator=torch.Generator().manual_seed(0))
+        found[f"sketch, {form}"] = sketched.at(0.5 * W + normal(n, C, C, seed=6)).multiply(V)
     found |= {
         "cached, J V": K @ V,
         "cached, J^T U": K.T @ U,

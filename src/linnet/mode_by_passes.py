@@ -2,10 +2,10 @@
 
 By descent (`linnet.descent`), unless the curvature is the same everywhere or there is no preconditioner; otherwise, and
 from where descent came to no end, by Newton's method, whose steps are solved by conjugate gradients
-(`linnet.newton.matrix_free`). The first preconditioner is made with the
-curvature at the mean. Where the data has made the network sure of most labels, what is left of it lies in other
-directions: those of a sketch, which is made when the curvature has become another, and with more columns when it takes
-many passes all the same.
+(`linnet.newton.matrix_free`). The first preconditioner is made with the curvature at the mean. Where the data has made
+the network sure of most labels, what is left of it lies in other directions: those of a sketch, which is made when the
+curvature has become another, and with more columns when it takes many passes all the same. It reads the examples that
+carry the curvature, and follows it without a pass until another one is made (`linnet.sketch.Sketch`).
 """
 
 from __future__ import annotations
