@@ -143,7 +143,7 @@ def measured(
     model, X, y = given or problem(name, n or case.n, device, data)
     lin = linnet.linearize(model)
     memory, dense = case.memory or ("auto", "auto")
-    J = lin.jacobian(X, memory=memory, progress=False).steady()
+    J = lin.jacobian(X, memory=memory, progress=True).steady()  # minutes, of which a log should tell
     coarse = None if precision == "highest" else lin.jacobian(X, precision=precision, memory=memory, progress=False)  # type: ignore[arg-type]
     S = torch.full((lin.p,), 1 / (DECAY * J.n), device=device)
     begin(device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet import grams
 from linnet.factors import Rows
 from linnet.matrices import Stack
 from linnet.passes import GRAM, Passes
@@ -87,3 +90,20 @@ def test_out_of_memory_halves_what_is_held(monkeypatch: pytest.MonkeyPatch, kind
     formed.clear()
     plain[0].gram(plain[1])
     assert again < 5 * sum(formed)  # a quarter of the block: all others are formed four times as often at most
+
+
+@pytest.mark.parametrize("kind", ["one", "stack", "two"])
+def test_progress_counts_every_pair_of_rows_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    (left, right), shown = operators(kind), []
+
+    @contextmanager
+    def bar(total: int, label: str, **how: Any) -> Iterator[Any]:
+        done: list[int] = []
+        yield done.append
+        shown.append((total, sum(done), len(done), how))
+
+    monkeypatch.setattr(grams, "bar", bar)
+    K = left.gram(right)
+    [(total, done, ticks, how)] = shown
+    assert total == done == K.numel() and ticks > 10
+    assert how == {"progress": False, "unit": "pairs of rows"}

@@ -98,16 +98,19 @@ def _is_examples(data: list[Any]) -> bool:
 
 
 @contextmanager
-def bar(total: int, label: str = "", *, progress: bool | None = None) -> Iterator[Callable[[int], Any]]:
+def bar(
+    total: int, label: str = "", *, progress: bool | None = None, unit: str = "examples"
+) -> Iterator[Callable[[int], Any]]:
     """A progress bar for a pass that takes longer than two seconds; gone when the pass ends.
 
     Args:
-        total: Number of examples.
+        total: Number of examples, or of other units.
         label: What is being computed.
         progress: None shows it on a terminal only, False never, True always.
+        unit: What is counted; others than examples are many, and shown in thousands or millions.
 
     Yields:
-        The function to call with the number of examples done.
+        The function to call with the number of them that are done.
 
     Example:
         >>> with bar(total=10, label="J^T J V", progress=False) as tick:
@@ -117,5 +120,6 @@ def bar(total: int, label: str = "", *, progress: bool | None = None) -> Iterato
         yield lambda done: None
         return
     disable = None if progress is None else False
-    with tqdm(total=total, desc=label, unit=" examples", delay=2, leave=False, disable=disable) as shown:
+    how: dict[str, Any] = {"unit": f" {unit}", "unit_scale": unit != "examples"}
+    with tqdm(total=total, desc=label, delay=2, leave=False, disable=disable, **how) as shown:
         yield shown.update

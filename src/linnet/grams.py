@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnet import _checks
+from linnet.data import bar
 from linnet.distributed import add_up, rank_and_world, share_rows
 from linnet.factors import Factor, Rows, Scale
 from linnet.kron import Kronecker
@@ -79,12 +82,13 @@ class Grams(Passes):
         def run() -> dict[str, Tensor]:
             shape = (self.shape[0], right.shape[0])
             grams = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name in names}
-            room = budget(self._settings.memory, self.device)
-            for block, _ in _blocks([self], room):
-                for columns, b in _placed([right], room, start=0, stop=right.n, label="gram"):
-                    for rows, a in block:
-                        _meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()})
-                    del a, b  # before the next ones are formed
+            room, own = budget(self._settings.memory, self.device), self._own[1] - self._own[0]
+            with _pairs(self, own * self.c * right.shape[0]) as tick:
+                for block, _ in _blocks([self], room):
+                    for columns, b in _placed([right], room, start=0, stop=right.n):
+                        for rows, a in block:
+                            tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
+                        del a, b  # before the next ones are formed
             for K in grams.values():
                 share_rows(K, self.n, self.c)
             return grams
@@ -205,19 +209,27 @@ def _symmetric(all_: Sequence[Grams], scale: Scale, names: Sequence[str], parts:
         m = sum(op.shape[0] for op in all_)
         grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
         room = budget(first._settings.memory, first.device)  # beside them
-        for block, behind in _blocks(all_, room):
-            for columns, b in chain(block, _placed(all_, room, *behind, label="gram")):
-                for rows, a in block:
-                    if rows.start > columns.start:
-                        continue
-                    _meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()})
-                    if rows.start != columns.start:
-                        for K in grams.values():
-                            K[columns, rows] = K[rows, columns].T
-                del a, b  # before the next ones are formed
+        with _pairs(first, m * m) as tick:
+            for block, behind in _blocks(all_, room):
+                for columns, b in chain(block, _placed(all_, room, *behind)):
+                    for rows, a in block:
+                        if rows.start > columns.start:
+                            continue
+                        done = _meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()})
+                        if rows.start != columns.start:
+                            done *= 2
+                            for K in grams.values():
+                                K[columns, rows] = K[rows, columns].T
+                        tick(done)
+                    del a, b  # before the next ones are formed
         return grams
 
     return first._completed(run, *others)
+
+
+def _pairs(J: Grams, total: int) -> AbstractContextManager[Callable[[int], Any]]:
+    """The bar of a Gram matrix, over its entries: a pass forms chunks again for every block of them."""
+    return bar(total, "gram", progress=J._settings.progress, unit="pairs of rows")
 
 
 def _placed(
@@ -227,12 +239,11 @@ def _placed(
     start: int | None = None,
     *,
     stop: int | None = None,
-    label: str = "",
 ) -> Iterator[Placed]:
     """Chunks of Jacobians one above the other, from an example of one of them on, with their rows among all."""
     above = sum(part.shape[0] for part in all_[:op])
     for part in all_[op:]:
-        for piece in part._pieces("gram", 1, label, start=start, stop=stop, room=room):
+        for piece in part._pieces("gram", 1, "", start=start, stop=stop, room=room):
             rows, handed = part._rows(piece), [piece]
             del piece  # it is the caller's alone while the next one is formed
             yield slice(above + rows.start, above + rows.stop), handed.pop()
@@ -262,10 +273,11 @@ def _blocks(all_: Sequence[Grams], room: int) -> Iterator[tuple[list[Placed], tu
         yield block, (len(all_), 0)
 
 
-def _meet(a: Piece, b: Piece, scale: Scale, parts: Cut, out: Mapping[str, Tensor]) -> None:
-    """Adds the Gram matrices of two chunks, by name."""
+def _meet(a: Piece, b: Piece, scale: Scale, parts: Cut, out: Mapping[str, Tensor]) -> int:
+    """Adds the Gram matrices of two chunks, by name; how many pairs of rows they have."""
     for name, x, y in _matched(a.factors, b.factors, parts):
         x.gram(y, scale, out[name])
+    return max((K.numel() for K in out.values()), default=0)
 
 
 def _matched(
