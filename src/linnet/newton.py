@@ -243,8 +243,8 @@ def matrix_free(
         likelihood: Of the targets given f.
         preconditioner: Of H, in whitened weights, at the mean.
         renew: From a root of the curvature, (n c,) or (n, c, c), and how many better ones than the first have been
-            asked for, to the preconditioner there, in two passes, which are counted; asked where the curvature has
-            become another, and after steps of many passes. None keeps the first one.
+            asked for, to what makes the preconditioner there and nearby, and whose passes are counted; asked where the
+            curvature has become another, and after steps of many passes. None keeps the first one.
         start: u to begin with, (p,); None for zero.
         tolerance: Of the relative gradient.
         iterations: At most as many steps.
