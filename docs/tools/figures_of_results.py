@@ -126,12 +126,13 @@ def heads_passes(device: str) -> str:
     """Passes over the data to the optimum: random images, and real ones."""
     found = _read(f"heads-{device}.json")
     rows = [
-        [f"{one['n']:,} random images, prior {row['scale / unit']:g} times as wide as the data say", str(row["passes"])]
+        [f"{one['n']:,} random images, prior {row['scale / unit']:g} times what the data weigh", str(row["passes"])]
         for one in found["optimum"]
         for row in one["rows"]
         if row["preconditioner"] == "auto"
     ]
-    rows += [[f"{one['n']:,} images of {one['set']}", str(one["passes"])] for one in found.get("real", [])]
+    titles = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
+    rows += [[f"{one['n']:,} images of {titles[one['set']]}", str(one["passes"])] for one in found.get("real", [])]
     return _with_machine(found["machine"], _table(["1 block", "passes"], rows))
 
 
