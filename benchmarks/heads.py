@@ -194,7 +194,7 @@ def real(name: str, device: str, n: int, folder: Path) -> dict[str, Any]:
 
 
 def run(device: str, out: Path, *, rounds: int, only: str, n: int | None, folder: Path | None) -> None:
-    """Measure, print and keep, beside what was measured before."""
+    """Measure, print and keep, beside what was measured before on such a machine."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     count, minibatches, larger = SIZES[kind]
     count, larger = (count, larger) if n is None else (n, n)
@@ -202,7 +202,8 @@ def run(device: str, out: Path, *, rounds: int, only: str, n: int | None, folder
     if only == "real" and folder is None:
         raise ValueError("--only real needs a folder of data and weights: give it with --data.")
     results: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    results["machine"] = machine(device)
+    if results.get("machine") != machine(device):
+        results = {"machine": machine(device)}
     results |= {part: [] for part in ("epochs", "optimum") if only in ("all", part)}
     print(results["machine"])
     for top in TOP:

@@ -114,7 +114,7 @@ def test_passes_over_real_data_are_counted(tmp_path, capsys):
     if missing:
         pytest.skip(f"no {missing[0]} under {common.DATA}")
     out = tmp_path / "heads.json"
-    out.write_text('{"optimum": ["kept"]}')
+    out.write_text(json.dumps({"machine": heads.machine("cpu"), "optimum": ["kept"]}))
     given = {"rounds": 1, "only": "real", "n": 20}
     heads.run("cpu", out, folder=common.DATA, **given)
     found = json.loads(out.read_text())

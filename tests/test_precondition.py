@@ -16,6 +16,7 @@ from linnet.matrices import Matrix, Stack
 from linnet.operators import LinearOperator
 from linnet.precondition import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from linnet.solve import cg
+from tests.counted import Counted
 from tests.drawn import double, normal
 
 ROWS, COLS, C = 24, 15, 3
@@ -229,20 +230,8 @@ def test_landmarks() -> None:
 # -------------------------------------------------------------------------------- pivoted Cholesky
 
 
-class Passes(LinearOperator):
-    """A matrix that counts passes, and whose rows cannot be read one by one."""
-
-    def __init__(self, A: Tensor) -> None:
-        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
-        self.A, self.count = A, 0
-
-    def _matmul(self, V: Tensor) -> Tensor:
-        self.count += 1
-        return self.A @ V
-
-    def _rmatmul(self, U: Tensor) -> Tensor:
-        self.count += 1
-        return self.A.T @ U
+class Passes(Counted):
+    """One whose rows cannot be read one by one, and whose diagonal is no pass."""
 
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
         return self.A.square().sum(1)
@@ -272,10 +261,10 @@ def test_pivoted_cholesky_is_nystrom_on_greedy_rows(kind: str, space: str) -> No
 def test_passes_of_pivoted_cholesky() -> None:
     A = Passes(decaying(ROWS, COLS))
     pivoted_cholesky(A, 6)
-    assert A.count == 12
-    A.count = 0
+    assert A.passes == 12
+    A.passes = 0
     pivoted_cholesky(A, 6, space="weight")
-    assert A.count == 13
+    assert A.passes == 13
 
 
 def test_fewer_pivots_than_asked_for() -> None:

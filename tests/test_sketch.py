@@ -78,13 +78,15 @@ def test_other_scales_need_no_pass(seed):
 @pytest.mark.parametrize("blocks", [False, True])
 def test_other_curvatures_need_no_pass(blocks):
     Phi = normal(12, 30)
-    roots = [normal(6, 2, 2, seed=s) if blocks else normal(12, seed=s) for s in (1, 2)]
+    roots = [1 + 0.3 * normal(12, seed=s) for s in (1, 2)]
+    if blocks:
+        roots = [torch.diag_embed(root.view(6, 2)) + 0.2 for root in roots]
     J = Counted(Phi)
     found = Sketch(J, roots[0], rank=12, generator=generator(), least=0.0)
     assert J.passes == 2
     for root in roots:  # all of the row space is seen
         moved = found.at(root).multiply(torch.eye(30).double())
-        torch.testing.assert_close(moved, dense(Phi, root), rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(moved, dense(Phi, root), rtol=1e-9, atol=1e-9)
     assert J.passes == 2
 
 

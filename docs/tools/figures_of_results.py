@@ -126,7 +126,7 @@ def heads_passes(device: str) -> str:
     """Passes over the data to the optimum: random images, and real ones."""
     found = _read(f"heads-{device}.json")
     rows = [
-        [f"{one['n']:,} random images, prior {row['scale / unit']:g} times what the data weigh", str(row["passes"])]
+        [f"{one['n']:,} random images, prior scale {row['scale / unit']:g} units", str(row["passes"])]
         for one in found["optimum"]
         for row in one["rows"]
         if row["preconditioner"] == "auto"

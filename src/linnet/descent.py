@@ -21,7 +21,7 @@ from torch import Tensor
 
 from linnet.likelihoods import Likelihood
 from linnet.line import Line
-from linnet.newton import FLOOR, Mode, as_weight, check_concave, check_mean, check_operator, terms
+from linnet.newton import FLOOR, Mode, as_weight, check_concave, check_mean, check_operator, mode_at, terms
 from linnet.operators import LinearOperator
 from linnet.solve import Solvable
 from linnet.spaces import SLOW, Products, Renew
@@ -121,20 +121,7 @@ def descend(
         x, shift, r, g = x + d, there, r_there, g_there
         length *= t if line.flat else line.polished(t)
         steps += 1
-    return Mode(
-        f=f,
-        alpha=r,
-        u=x,
-        log_likelihood=float(likelihood.log_prob(f, y).sum()),
-        penalty=0.5 * space.dot(x, x),
-        log_det=None,
-        gradient=norm,
-        iterations=steps,
-        passes=space.passes,
-        converged=norm <= tolerance,
-        root=as_weight(likelihood.root(f)),
-        factor=None,
-    )
+    return mode_at(space, x, r, f, y, likelihood, gradient=norm, steps=steps, converged=norm <= tolerance)
 
 
 def _between(slope: float, there: float) -> float:

@@ -142,7 +142,7 @@ class _Leading:
 
 
 def carrying(root: Tensor, J: Jacobian) -> Tensor | None:
-    """The fewest examples whose curvature, L L^T, holds `SHARE` of the trace, in order.
+    """The fewest examples (m,), in order, whose curvature holds `SHARE` of the trace of L L^T; L (n c,) or (n, c, c).
 
     None for all of them, where these are nearly all, cannot be chosen, or where a copy of their factors has no memory.
     """

@@ -262,8 +262,7 @@ def matrix_free(
     m = check_mean(mean)
     check_operator(J, variance, mean, m)
     space = Products(J.scaled(variance.sqrt()), preconditioner, tolerance, cg_iterations, renew)
-    found = _iterate(space, y, mean, likelihood, start, tolerance, iterations)
-    return replace(found, passes=space.passes)
+    return _iterate(space, y, mean, likelihood, start, tolerance, iterations)
 
 
 # The iteration.
@@ -322,7 +321,22 @@ def _iterate(
             if t < SHORT and not softened:
                 model, softened = _soften(likelihood, f), True
         shift, r, g, fresh = space.at(x, shift + t * df, residual)
-    f = mean + shift.view(n, c)
+    return mode_at(space, x, r, mean + shift.view(n, c), y, likelihood, gradient=norm, steps=steps, converged=small)
+
+
+def mode_at(
+    space: Space,
+    x: Tensor,
+    r: Tensor,
+    f: Tensor,
+    y: Tensor,
+    likelihood: Likelihood,
+    *,
+    gradient: float,
+    steps: int,
+    converged: bool,
+) -> Mode:
+    """What was found at coordinates x, with the residual r (n c,), f (n, c) and targets as the likelihood has them."""
     return Mode(
         f=f,
         alpha=x if isinstance(space, Function) else r,
@@ -330,10 +344,10 @@ def _iterate(
         log_likelihood=float(likelihood.log_prob(f, y).sum()),
         penalty=0.5 * space.dot(x, x),
         log_det=None,
-        gradient=norm,
+        gradient=gradient,
         iterations=steps,
-        passes=0,
-        converged=small,
+        passes=space.passes if isinstance(space, Products) else 0,
+        converged=converged,
         root=as_weight(likelihood.root(f)),
         factor=None,
     )

@@ -351,7 +351,7 @@ def square_root(C: Tensor, size: float = 0.0) -> Tensor:
     """The symmetric R, ``R R = C``, for a covariance that may be singular; eigenvalues clearly below zero are refused.
 
     Of all roots this one moves as little as C does, also where eigenvalues are equal and rounding chooses the vectors:
-    the same seed gives the same samples on another machine, and from a file.
+    the same seed gives the same samples, to rounding, on another machine and from a file.
 
     Args:
         C: (m, m).
