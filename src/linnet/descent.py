@@ -1,7 +1,7 @@
 r"""The mode of a linear model by descent: one pass over the data a step, whatever the likelihood.
 
 The objective is that of `linnet.newton`. A Newton step by conjugate gradients solves with a curvature that the next
-step finds changed: a network that becomes sure of its labels loses nine tenths of it on the way. So no system is solved
+step finds changed: a network that becomes sure of its labels loses most of it on the way. So no system is solved
 here. A step goes along :math:`-H_k^{-1} \nabla\psi`, with a preconditioner for :math:`H` that the last gradients have
 corrected (L-BFGS). One pass gives :math:`\Phi u` and the gradient at the end of a step of the length that was good last
 time; along a step f is linear, so that the best length is found without a pass, and only where it is another one does

@@ -32,7 +32,7 @@ SKETCHED = {False: 256, True: 512}
 """Columns of a sketch, and on a GPU, where columns cost little beside the rows they multiply."""
 
 SHARE = 0.9
-"""Of the curvature's trace, which the examples that a sketch reads hold; half of 3,000 images of clothes do."""
+"""Of the curvature's trace, which the examples that a sketch reads hold."""
 
 NEARLY_ALL = 0.85
 """The share of the examples that is not worth choosing."""
