@@ -196,12 +196,13 @@ def test_steady_passes_are_the_same_in_all_chunks() -> None:
     net, X = ResNet18(7).eval().cuda(), torch.randn(300, 3, 32, 32).cuda()
     wanted = rows(net, X).steady()
     V = torch.randn(wanted.shape[1], 2).cuda()
-    f, product = wanted.outputs(), wanted.normal(V)
-    for size in (1, 37, 128):
+    f, product, few = wanted.outputs(), wanted.normal(V), torch.arange(20)
+    K = wanted.subset(few).gram()
+    for size in (1, 7, 128):
         J = rows(net, X, batch_size=size).steady()
         assert (J.outputs() - f).abs().max() <= 1e-6 * f.abs().max()
         assert (J.normal(V) - product).norm() < 2e-5 * product.norm()
-        assert (J.in_precision("products").gram() - wanted.gram()).norm() < 1e-4 * wanted.gram().norm()
+        assert (J.in_precision("products").subset(few).gram() - K).norm() < 1e-4 * K.norm()
 
 
 class Asks(torch.nn.Module):

@@ -461,6 +461,28 @@ def test_a_recording_that_finds_something_else_is_not_used(monkeypatch, kept):
     assert again == pytest.approx(path, rel=1e-12)
 
 
+def test_a_network_whose_first_pass_waits_is_recorded(monkeypatch):
+    class Cold(Residual):
+        """Makes something when it first sees images of a shape, as linnet and torch do on a GPU."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            waited.append(x.shape not in shapes)
+            shapes.add(x.shape)
+            return super().forward(x)
+
+    x, y = images(30)
+    net, shapes, waited, made = double(Cold()), set(), [], []
+    monkeypatch.setattr(replay, "DEVICE", "cpu")
+    monkeypatch.setattr(stochastic, "STEPS", 1)
+    monkeypatch.setattr(replay, "waits", lambda work: work() is None or waited[-1])
+    monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: made.append(work) or work)
+    J = linnet.linearize(net, RESIDUAL).jacobian(x)
+    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    shapes.clear()
+    stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    assert len(made) == 2  # of 7 and of 8 examples
+
+
 def test_a_recorded_pass_looks_at_outputs_too(monkeypatch):
     monkeypatch.setattr(replay, "DEVICE", "cpu")
     monkeypatch.setattr(stochastic, "STEPS", 1)

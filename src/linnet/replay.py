@@ -118,10 +118,11 @@ class Repeated:
         kind = kind_of(part) if self._alike and not part.stays else None
         if kind in self._kinds:
             slot = self._kinds[kind]
-        elif kind is not None:
-            self._kinds[kind] = self._slot(part, y) if len(self._kinds) < KINDS else None
         if slot is None:
-            return *self._step(part, y), y
+            truth = self._step(part, y)
+            if kind is not None and kind not in self._kinds:  # now that all is there that a first step makes
+                self._kinds[kind] = self._slot(part, y) if len(self._kinds) < KINDS else None
+            return *truth, y
         if slot.trials == TRIALS:
             return *slot(part, y), y
         slot.trials += 1
