@@ -172,7 +172,7 @@ def measured(
         "iterations": None if solution is None else solution.iterations,
         "residual": None if solution is None else solution.residual,
         "residual, highest precision": residual(J, S, L, found),
-        "preconditioner": type(found.preconditioner).__name__,
+        "preconditioner": None if found.preconditioner is None else type(found.preconditioner).__name__,
         "rank of the preconditioner": None if found.preconditioner is None else found.preconditioner.rank,
         "effective dimension": gamma,
         "its standard error": error,
