@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import linnet
+from experiments import common
 from linnet import metrics
 
 LINEAR, GRADIENTS = "linear", "gradient features"
 SAME, EVERYTHING = "fine-tuning, same block", "fine-tuning, everything"
+ERRORS = "standard errors of what is less the linear one, over test examples"
 
 # Contender to what it is.
 METHODS = {
@@ -226,6 +228,19 @@ def probabilities(model: nn.Module, X: Inputs) -> Tensor:
     return torch.cat([1 - p, p], 1) if f.shape[1] == 1 else f.softmax(1)
 
 
+def errors(p: Tensor, reference: Tensor, y: Tensor) -> dict[str, float]:
+    """Standard errors, over examples, of differences of accuracy and NLL between two that predict the same ones.
+
+    >>> p, q = torch.tensor([[0.8, 0.2], [0.4, 0.6]]), torch.tensor([[0.8, 0.2], [0.6, 0.4]])
+    >>> {name: round(error, 3) for name, error in errors(p, q, torch.tensor([0, 1])).items()}
+    {'accuracy': 0.5, 'nll': 0.203}
+    """
+    q, own = reference.to(p.device), y.to(p.device)[:, None]
+    right = [(one.argmax(1, keepdim=True) == own).double()[:, 0] for one in (p, q)]
+    lost = [-one.gather(1, own).log()[:, 0] for one in (p, q)]
+    return {name: common.spread((a - b).tolist())["error"] for name, (a, b) in (("accuracy", right), ("nll", lost))}
+
+
 # Contenders.
 
 
@@ -257,6 +272,7 @@ class Contest:
         search: Of fine-tuning.
         seed: Of everything drawn.
         dtype: Of linnet's computations where a contender does not say.
+        reference: Probabilities (m, c) by which differences of scores get their errors.
     """
 
     top: nn.Module
@@ -267,6 +283,7 @@ class Contest:
     search: Search
     seed: int
     dtype: str = "auto"
+    reference: Tensor | None = None
 
     def head(self, data: Labeled, penalty: Any = "cv") -> nn.Module:
         """The top with a head fitted to the features of the data."""
@@ -307,7 +324,9 @@ class Contest:
         return self.scores(p, clock, rate=found.rate, epochs=found.epochs)
 
     def scores(self, p: Tensor, clock: Clock, **extra: Any) -> dict[str, Any]:
-        found = metrics.classification(p.double(), self.test.y)
+        found: dict[str, Any] = metrics.classification(p.double(), self.test.y)
+        if self.reference is not None:
+            found[ERRORS] = errors(p.double(), self.reference, self.test.y)
         return {**found, **clock.seconds, **extra}
 
     def everything(self, whole: Whole, penalty: float) -> dict[str, Any]:
@@ -334,12 +353,13 @@ class Contest:
         """
         takes_part = {name for name in METHODS if len(self.train) <= limits.get(name, len(self.train))}
         linear, headed = self.linear()
-        out = {LINEAR: linear, "linear, evidence": self.linear("evidence")[0]}
-        adapted = {name: self.tangent(headed, **given) for name, given in TANGENTS.items() if name in takes_part}
+        rest = replace(self, reference=probabilities(headed, self.test.X))
+        out = {LINEAR: linear, "linear, evidence": rest.linear("evidence")[0]}
+        adapted = {name: rest.tangent(headed, **given) for name, given in TANGENTS.items() if name in takes_part}
         if SAME in takes_part:
-            adapted[SAME] = self.tuned(linear["penalty"])
+            adapted[SAME] = rest.tuned(linear["penalty"])
         if EVERYTHING in takes_part:
-            adapted[EVERYTHING] = self.everything(whole, linear["penalty"])
+            adapted[EVERYTHING] = rest.everything(whole, linear["penalty"])
         for one in adapted.values():
             one["seconds"] += linear["seconds"]  # the head comes first
         return out | adapted

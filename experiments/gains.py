@@ -14,8 +14,9 @@ from matplotlib.ticker import FuncFormatter
 from scipy.stats import t as student
 
 from experiments import common
-from experiments.adaptation import EVERYTHING, GRADIENTS, LINEAR, METHODS, SAME
+from experiments.adaptation import ERRORS, EVERYTHING, GRADIENTS, LINEAR, METHODS, SAME
 
+NORMAL = 1.959964  # standard errors of a 95 % interval
 SCORES = ("accuracy", "nll", "ece", "seconds", "predicting")
 COLORS = {
     LINEAR: common.GRAY,
@@ -41,9 +42,19 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def paired(runs: Sequence[Mapping[str, Any]], name: str, key: str, *, size: int) -> dict[str, float]:
-    """A contender less the linear one on the same draw, over draws and data sets."""
+    """A contender less the linear one on the same draw, over draws and data sets.
+
+    Draws that take every label there is differ in their order alone. The interval is then one over test examples, where
+    a run knows it.
+    """
     rows = [run for run in runs if run["labels"] == size and name in run["contenders"]]
-    return interval([run["contenders"][name][key] - run["contenders"][LINEAR][key] for run in rows])
+    found = interval([run["contenders"][name][key] - run["contenders"][LINEAR][key] for run in rows])
+    known = [run["contenders"][name].get(ERRORS, {}) for run in rows if run.get("every label")]
+    squares = [one[key] ** 2 for one in known if key in one]
+    if not squares:
+        return found
+    half = NORMAL * math.sqrt(sum(squares) / len(squares))
+    return {**found, "low": found["mean"] - half, "high": found["mean"] + half, "over test examples": 1.0}
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -178,7 +189,7 @@ def of_parts(
     now: str,
     *,
     said: Mapping[str, str],
-    differs: Callable[[Mapping[str, Any], Sequence[Run]], str],
+    differs: Callable[[Mapping[str, Any], Sequence[Run], Mapping[str, float]], str],
     command: str,
 ) -> common.Outcome:
     """Tables and rows of all settings that are kept, the numbers and the figure of the one with the most labels.
@@ -187,7 +198,8 @@ def of_parts(
         parts: All settings with their runs.
         now: The setting of the command, whose tables are printed last.
         said: Contenders of the table of results, and what the paper says of them.
-        differs: From the settings and the runs with one number of labels, what differs from the paper.
+        differs: From the settings, the runs of a contender with one number of labels and what it gains, what differs
+            from the paper.
         command: That makes all of them.
     """
     if now not in parts:
@@ -215,7 +227,7 @@ def outcome(
     *,
     title: str,
     said: Mapping[str, str],
-    differs: Callable[[Sequence[Run]], str],
+    differs: Callable[[Sequence[Run], Mapping[str, float]], str],
 ) -> common.Outcome:
     """Tables, figure and rows of runs.
 
@@ -224,7 +236,7 @@ def outcome(
         settings: Of the experiment.
         title: Of the figure.
         said: Contenders of the table of results, and what the paper says of them.
-        differs: From the runs with one number of labels and one contender, what differs from the paper.
+        differs: From the runs of a contender with one number of labels and what it gains, what differs from the paper.
     """
     tables = summary(runs)
     gains = {key: differences(runs, key) for key in ("accuracy", "nll", "ece")}
@@ -238,7 +250,7 @@ def outcome(
                 ours = f"{shown(gain, factor=100)}, {shown(gains['nll'][n][name], digits=3)}"
                 what = f"{n:,} labels, {name} less linear: accuracy in points, NLL"
                 seen = [run for run in runs if run["labels"] == n and name in run["contenders"]]
-                rows.append(common.Row(what, said[name], ours, differs(seen)))
+                rows.append(common.Row(what, said[name], ours, differs(seen, gain)))
     metrics = {
         "settings": settings,
         "seconds of contenders": "of fitting above the frozen layers, the head's included; of the processor on a CPU",

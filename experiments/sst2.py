@@ -118,12 +118,13 @@ def setting(options: argparse.Namespace) -> str:
     return f"{NETWORK}, {gains.adapting(options.layers, 'layer')}, {options.test:,} test sentences"
 
 
-def differs(how: Mapping[str, Any], runs: Sequence[gains.Run]) -> str:
-    """How many draws were compared, where, and whether they are draws of the same labels."""
+def differs(how: Mapping[str, Any], runs: Sequence[gains.Run], gain: Mapping[str, float]) -> str:
+    """How many draws were compared, where, what the interval is over, and whether they are draws of the same labels."""
     same = "; all labels there are, so that draws differ in their order alone" if runs[0]["labels"] == LABELS else ""
+    over = " over the sentences" if "over test examples" in gain else ""
     return (
         f"paired over {gains.draws(runs)} draws with {how['test sentences of a draw']:,} test sentences, 95 % interval"
-        f"{same}; {gains.machines(how, runs)}"
+        f"{over}{same}; {gains.machines(how, runs)}"
     )
 
 
@@ -160,4 +161,5 @@ def draw(
         )
         whole = Whole(partial(with_head, net), Labeled((ids[:n], mask[:n]), y[:n]), (ids[m:], mask[m:]))
         seconds = clock.seconds["bottom"] * (n + len(at)) / len(ids)
-        yield {"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)}
+        scores = contest.all(LIMITS[kind], whole)
+        yield {"labels": n, "every label": n == len(train[1]), "bottom seconds": seconds, "contenders": scores}

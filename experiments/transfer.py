@@ -168,7 +168,7 @@ def draw(
         yield {"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)}
 
 
-def differs(how: Mapping[str, Any], runs: Sequence[gains.Run]) -> str:
+def differs(how: Mapping[str, Any], runs: Sequence[gains.Run], gain: Mapping[str, float]) -> str:
     """The setting in words, and how many draws were compared."""
     return (
         f"{how['network']} of CIFAR-10, accuracy on {' and '.join(sorted({run['set'] for run in runs}))}; paired "

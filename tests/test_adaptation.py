@@ -128,11 +128,39 @@ def test_contenders_of_some_draws_are_compared_where_they_are():
     assert gains.summary(runs)["a"][10]["rare"]["accuracy"]["mean"] == pytest.approx(0.6)
 
 
+def test_draws_of_every_label_have_an_interval_over_test_examples():
+    runs = draws({LINEAR: [0.5] * 3, "better": [0.6] * 3, "other": [0.6, 0.7, 0.8]})
+    runs[2]["contenders"]["better"][adaptation.ERRORS] = {"accuracy": 0.02}
+    for run in runs:
+        assert gains.paired([run], "better", "accuracy", size=10)["count"] == 1
+    assert gains.shown(gains.paired(runs, "better", "accuracy", size=10), factor=100) == "+10.0 (+10.0 to +10.0)"
+    runs[2]["every label"] = True
+    found = gains.paired(runs, "better", "accuracy", size=10)
+    assert found["mean"] == pytest.approx(0.1) and found["high"] - found["mean"] == pytest.approx(0.0392, rel=1e-4)
+    assert "over test examples" in found
+    for name, key in (("other", "accuracy"), ("better", "nll")):  # of which no run knows it
+        assert "over test examples" not in gains.paired(runs, name, key, size=10)
+
+
+def test_errors_are_those_of_paired_differences():
+    p, q, y = (normal(50, 3, seed=1).softmax(1), normal(50, 3, seed=2).softmax(1), torch.arange(50) % 3)
+    found = adaptation.errors(p, q, y)
+    lost = (q[torch.arange(50), y] / p[torch.arange(50), y]).log()
+    assert found["nll"] == pytest.approx(float(lost.std() / 50**0.5), rel=1e-12)
+    only_p, only_q = (float(((a.argmax(1) == y) & (b.argmax(1) != y)).double().mean()) for a, b in ((p, q), (q, p)))
+    variance = (only_p + only_q - (only_p - only_q) ** 2) / 49
+    assert found["accuracy"] == pytest.approx(variance**0.5, rel=1e-12)
+
+
 def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
     options, spent = Namespace(out=tmp_path, quick=False), common.Spent(1.0, 1.0)
     drawn = draws({LINEAR: [0.5] * 3, GRADIENTS: [0.6, 0.7, 0.8]})
     runs = [{**run, "seed": seed} for seed, run in enumerate(drawn)]
-    said = {"said": {GRADIENTS: "so"}, "differs": lambda how, runs: f"{gains.draws(runs)} draws", "command": "some"}
+    said = {
+        "said": {GRADIENTS: "so"},
+        "differs": lambda how, runs, gain: f"{gains.draws(runs)} draws",
+        "command": "some",
+    }
     parts = gains.keep(options, "some", "here", {"of": "all"}, runs[0])
     early = gains.of_parts(parts, "here", **said)
     assert early.rows[0].differs == "1 draws"
@@ -152,8 +180,12 @@ def test_of_several_settings_that_with_the_most_labels_is_shown():
     runs = [{**run, "seed": seed, "machine": f"machine {seed}"} for seed, run in enumerate(drawn)]
     more = {**runs[2], "labels": 1000}
     parts = {"a": {"settings": {}, "runs": {0: runs[0], 1: runs[1]}}, "b": {"settings": {}, "runs": {2: more}}}
+
+    def differs(how, runs, gain):
+        return gains.machines(how, runs)
+
     for now in parts:  # whichever was run last
-        found = gains.of_parts(parts, now, said={GRADIENTS: "so"}, differs=gains.machines, command="some")
+        found = gains.of_parts(parts, now, said={GRADIENTS: "so"}, differs=differs, command="some")
         assert list(found.metrics["results"]["a"]) == [1000] and found.metrics["parts"] == parts
         assert found.figure.get_suptitle() == "b"
         assert [row.differs for row in found.rows] == ["machine 2", "machine 0, machine 1"]
