@@ -284,3 +284,14 @@ def test_function_space_without_room_for_the_factors(monkeypatch):
     monkeypatch.setattr(linnet.Jacobian, "cached", refused)
     read = linnet.TangentClassifier(model, **how).fit(X, y).predict_proba(X)
     torch.testing.assert_close(read, kept, rtol=1e-9, atol=1e-12)
+
+
+def test_a_prior_that_the_evidence_shrinks_to_nothing_is_told():
+    model, y = net(3), torch.arange(N)[torch.randperm(N, generator=torch.Generator().manual_seed(3))] % 3
+    with pytest.warns(UserWarning, match=r"these 24 labels is largest for a prior scale of next to nothing"):
+        clf = TangentClassifier(model, mean="zero", inference="map").fit(X, y)
+    assert (clf.predict_proba(NEW) - 1 / 3).abs().max() < 0.01
+    # A variance that is given is no choice of the evidence; nor is the network's mean nothing.
+    TangentClassifier(model, mean="zero", inference="map", prior=1e-9).fit(X, y)
+    TangentClassifier(model, mean="network", inference="map").fit(X, y)
+    TangentClassifier(model, mean="zero", inference="map").fit(X, LABELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
 from linnet.tangent import Mean, Tangent, default_network, like
+
+NOTHING = 0.01
+"""Logits no larger than this tell no class from another."""
 
 
 class TangentClassifier(ClassifierMixin, Tangent):
@@ -149,7 +153,19 @@ class TangentClassifier(ClassifierMixin, Tangent):
         names = ["all"] if len(fit.choice.scales) == 1 else list(self.lin_.layout.layers)
         self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
         self.scale_examples_ = fit.examples
+        self._warn_of_nothing()
         return self
+
+    def _warn_of_nothing(self) -> None:
+        """Where the evidence has shrunk the prior until nothing is left of a mean of zero."""
+        if not self.scales_ or self._mean != "zero" or self.mode_ is None or float(self.mode_.f.abs().max()) > NOTHING:
+            return
+        warnings.warn(
+            f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "
+            "with mean='zero' all inputs then have the same probabilities: the features tell none apart, or they "
+            "are too few. Use mean='network', more labels, or a variance of your own as prior=.",
+            stacklevel=3,
+        )
 
     def refit(self, X: Any, y: Any = None) -> TangentClassifier:
         """A classifier that has seen (X, y) alone, with the prior and the classes found here: task after task.
