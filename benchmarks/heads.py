@@ -3,9 +3,11 @@
 The network is ResNet-20; its last blocks and its head adapt, and what lies below is frozen: its forward pass counts in
 both, and neither goes back through it. An epoch is Adam on minibatches. linnet's is timed as it reads the data (a
 Jacobian-vector and a vector-Jacobian product), with the activations at the frozen layers kept, and with the layers'
-factors kept; so is one full-batch pass, which is what a step to the optimum takes. On a GPU, where training records its
-steps, an epoch is a tenth of a training of ten, recording included. Beside the times stand the operations of a step
-that is not recorded, since small steps on a GPU take the time that it takes to launch them.
+factors kept; so is one full-batch pass, which is what a step to the optimum takes. Ratios are to fine-tuning in torch's
+default memory layout, in which linnet is given network and images too; fine-tuning with channels last stands beside.
+On a GPU, where training records its steps, an epoch is a tenth of a training of ten, recording included. Beside the
+times stand the operations of a step that is not recorded, since small steps on a GPU take the time that it takes to
+launch them.
 
 Passes to the optimum are counted for random images and, with a folder of data, for digits and clothes.
 """
@@ -99,7 +101,8 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
     variance = torch.full((lin.p,), 1e-3, device=device)
     many = EPOCHS["cuda" if device.startswith("cuda") else "cpu"]
     tuning = fine_tuning(model, set(lin.theta), X, y, size)
-    contenders: dict[str, Callable[[], object]] = {"fine-tuning": tuning}
+    other = fine_tuning(_channels_last(model), set(lin.theta), _channels_last(X), y, size)
+    contenders: dict[str, Callable[[], object]] = {"fine-tuning": tuning, "fine-tuning, channels last": other}
     for name, J in forms.items():
         contenders[f"epoch, {name}"] = partial(_trained, J, y, variance, size, many)
         contenders[f"pass, {name}"] = full_batch(J, y)
@@ -126,6 +129,10 @@ def epochs(top: str, device: str, precision: Precision, rounds: int, n: int, siz
         "operations of a step": counts,
         "bytes kept for an example": kept,
     }
+
+
+def _channels_last(what: Any) -> Any:
+    return copy.deepcopy(what).to(memory_format=torch.channels_last)
 
 
 def _trained(J: Jacobian, y: Tensor, variance: Tensor, size: int, epochs: int) -> None:

@@ -108,6 +108,7 @@ def test_gradient_features_are_the_same_however_they_are_kept():
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_passes_over_real_data_are_counted(tmp_path, capsys):
     needed = ("mnist.npz", "fashion_mnist.npz", "weights/resnet20_cifar10.safetensors")
     missing = [name for name in needed if not (common.DATA / name).exists()]

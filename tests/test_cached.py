@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.cache import Cached
+from linnet.convolution import Convolution
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.matrices import Stack
@@ -92,8 +93,10 @@ def x() -> Tensor:
 # The same numbers.
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_product_without_network_and_data(name, no_network):
+@pytest.mark.parametrize(("name", "last"), [*((name, False) for name in NAMES), ("conv2d", True), ("resnet", True)])
+def test_every_product_without_network_and_data(name, last, no_network, monkeypatch):
+    if last:  # as in float32
+        monkeypatch.setattr(Convolution, "channels_last", lambda self, g: len(self.kernel) == 2)
     case = zoo()[name]
     model, data, elsewhere = case.build(), case.data(N, 0), case.data(3, 1)
     A, B, f = case.dense(model, data), case.dense(model, elsewhere), case.outputs(model, data).detach()

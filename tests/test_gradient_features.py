@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import linnet
 from linnet import convolved, metrics, mode_by_passes, newton, replay, stochastic
+from linnet.convolution import Convolution
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical
@@ -42,9 +44,11 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("temporary", [2**26, 1])
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-def test_convolutions_multiply_without_rows(name, k, uses, temporary, monkeypatch):
+def test_convolutions_multiply_without_rows(name, k, uses, temporary, last, monkeypatch):
     monkeypatch.setattr(convolved, "TEMPORARY", temporary)
+    monkeypatch.setattr(Convolution, "channels_last", lambda self, g: last and len(self.kernel) == 2)
     layer, shape = CONVOLUTIONS[name]
     model = double(Pooled(layer, uses))
     x = normal(4, *shape)
@@ -59,6 +63,18 @@ def test_convolutions_multiply_without_rows(name, k, uses, temporary, monkeypatc
         close(J.T @ U, dense.T @ U)
         close(J.normal(V), dense.T @ (dense @ V))
         close(J.gram(), dense @ dense.T)
+
+
+def test_kept_convolutions_have_their_channels_last():
+    model, x = double(Pooled(nn.Conv2d(3, 4, 3, padding=1), 1)), normal(4, 3, 5, 6)
+    dense = dense_jacobian(model, x)
+    V = normal(dense.shape[1], 1)
+    for dtype, shapes in ((torch.float32, [(4, 1, 5, 6, 3), (4, 5, 1, 5, 6, 4)]), (torch.float64, [(4, 1, 3, 5, 6)])):
+        J = linnet.linearize(copy.deepcopy(model).to(dtype)).jacobian(x.to(dtype), engine="bilinear").cached()
+        held = [t.shape for piece in J._kept for _, tensors in piece.factors for t in tensors]
+        assert all(shape in held for shape in shapes)
+        close((J @ V.to(dtype)).double(), dense @ V, 1e-9 if dtype == torch.float64 else 1e-5)
+        close(J.normal(V.to(dtype)).double(), dense.T @ (dense @ V), 1e-9 if dtype == torch.float64 else 1e-5)
 
 
 class Pooled(nn.Module):

@@ -111,6 +111,8 @@ def heads_times(device: str) -> str:
     """An epoch of the linearized top layers against one of fine-tuning."""
     found = _read(f"heads-{device}.json")
     keys = ["epoch, as read", "epoch, activations kept", "epoch, factors kept", "pass, as read", "pass, factors kept"]
+    other = "fine-tuning, channels last"
+    keys += [other] if all(other in one["ratio"] for one in found["epochs"]) else []
     rows = [
         [
             f"{one['top']}, {one['p']:,} parameters, {one['precision']}, minibatches of {one['minibatch']:,}",

@@ -262,7 +262,7 @@ def keep(factors: Sequence[Factor], engine: Engine) -> list[Held]:
             expanded = factor.expand()
             held.append((expanded.recipe, tuple(_compact(t) for t in expanded.parts)))
         else:
-            held.append((recipe, tuple(copied(t) for t in tensors)))
+            held.append((recipe, tuple(copied(t) for t in recipe.laid_out(tensors))))
     return held
 
 

@@ -223,7 +223,7 @@ def _factors(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> 
     for factor in found:
         if isinstance(factor, Lazy):
             slots = {role: slot for role, slot in kept.slots.items() if slot.range in factor.ranges}
-            factor.again = Recipe(_lazy_again, (use.rule, use.call.conf, slots, kept.layout))
+            factor.again = Recipe(_lazy_again, (use.rule, use.call.conf, slots, kept.layout), factor.last)
     return found
 
 

@@ -30,6 +30,7 @@ class Lazy(Factor):
         held: The tensors that the functions hold on to: the input and the gradient that the rule was given.
         products: Gives the form that is best for products where it is neither rows nor an outer product, else None.
         few: Gives the form that is best for products with few columns, in place of the outer product.
+        last: The axes of what is held that such products are faster with as the last ones in memory.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Lazy(Factor):
         outer: Callable[[], Outer] | None = None,
         products: Callable[[], Factor | None] | None = None,
         few: Callable[[], Factor] | None = None,
+        last: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(ranges, n=n, c=c)
         self._rows, self._outer, self._size, self._held = rows, outer, size, held
-        self._products, self._few = products, few
+        self._products, self._few, self.last = products, few, last
         self.again: Recipe | None = None
 
     @property

@@ -132,6 +132,10 @@ class Convolution:
             return self._pad(x), [0] * len(self.kernel)
         return x, [before for before, _ in self.padding]
 
+    def channels_last(self, g: Tensor) -> bool:
+        """Whether torch convolves faster with the channels last in memory: its float32 convolutions on a CPU."""
+        return len(self.kernel) == 2 and g.is_cpu and g.dtype == torch.float32
+
     def _prefers_grouped(self, x: Tensor, g: Tensor) -> bool:
         """From the timings of ``benchmarks.conv_rows``: one grouped call wins where it meets tuned kernels."""
         if x.dtype != torch.float32 or prod(self.kernel) == 1:

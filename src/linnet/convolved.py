@@ -61,15 +61,16 @@ class Convolved(Factor):
     def add_matmul(self, V: Tensor, out: Tensor) -> None:
         k, repeats = V.shape[1], len(self.x) // self.n
         W = self._by_column(V, self.weight).view(-1, self.conv.channels, *self.conv.kernel)
+        W = W.contiguous(memory_format=self._format)
         b = None if self.bias is None else self._by_column(V, self.bias).flatten()
         for examples, x, g in self._pieces(k):
-            h = self._forward(x, W, b)  # (.., groups k dg, *S')
-            h = h if k == 1 else h.unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)
+            h = self._forward(x, W, b).unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)
+            h = h.movedim((1, 2), (-3, -2)) if self._last else h  # (.., *S', groups, dg, k)
             h = h.reshape(len(x), -1, k)
             if repeats == 1:
-                add_products(out[examples], g.flatten(2), h)
+                add_products(out[examples], self._flat(g), h)
             else:
-                out[examples] += (g.flatten(2) @ h).unflatten(0, (-1, repeats)).sum(1)
+                out[examples] += (self._flat(g) @ h).unflatten(0, (-1, repeats)).sum(1)
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         self._rmatmul(U, out, write=False)
@@ -81,11 +82,33 @@ class Convolved(Factor):
         k, groups, repeats = U.shape[2], self.conv.groups, len(self.x) // self.n
         for examples, x, g in self._pieces(k):
             u = U[examples].repeat_interleave(repeats, 0).mT if repeats > 1 else U[examples].mT  # (.., k, c)
-            h = (u @ g.flatten(2)).view(len(x), k, groups, -1, *g.shape[3:]).transpose(1, 2)
-            for r, found in zip(self.ranges, self._gradients(x, h.flatten(1, 3)), strict=True):
-                columns = found.reshape(groups, k, -1).transpose(1, 2).reshape(-1, k)
-                _ = out[slice(*r)].copy_(columns) if write else out[slice(*r)].add_(columns)
+            h = self._output(u @ self._flat(g), g.shape[3:])
+            for r, found in zip(self.ranges, self._gradients(x, h), strict=True):
+                columns = found.unflatten(0, (groups, k, -1)).movedim(1, -1)  # (groups, dg, .., k)
+                target = out[slice(*r)].view(columns.shape)
+                _ = target.copy_(columns) if write else target.add_(columns)
             write = False
+
+    @property
+    def _last(self) -> bool:
+        """Whether the channels of g are the last axis in memory; the flat order of outputs is that of memory."""
+        return self.g.ndim == 5 and self.g.stride(2) == 1 and self.g.stride(4) > 1
+
+    @property
+    def _format(self) -> torch.memory_format:
+        return torch.channels_last if self._last else torch.contiguous_format
+
+    def _flat(self, g: Tensor) -> Tensor:
+        """(.., c, out, *S') to (.., c, flat)."""
+        return (g.movedim(2, -1) if self._last else g).flatten(2)
+
+    def _output(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        """k gradients of the output for each use, (.., k, flat), as one gradient (.., groups k dg, *S')."""
+        k, groups = flat.shape[1], self.conv.groups
+        if self._last:
+            h = flat.view(len(flat), k, *shape, groups, -1).movedim(1, -2)
+            return h.flatten(-3).movedim(-1, 1)
+        return flat.view(len(flat), k, groups, -1, *shape).transpose(1, 2).flatten(1, 3)
 
     def _by_column(self, V: Tensor, r: Range) -> Tensor:
         """A range of V (p, k), of the weight or the bias, as (groups, k, dg * ...)."""
@@ -93,7 +116,7 @@ class Convolved(Factor):
 
     def _joined(self) -> Tensor:
         """The bias's rows, (n, c, out)."""
-        return self.g.flatten(3).sum(3).unflatten(0, (self.n, -1)).sum(1)
+        return self.g.sum(tuple(range(3, self.g.ndim))).unflatten(0, (self.n, -1)).sum(1)
 
     def _pieces(self, k: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Examples with their inputs and gradients, few enough for k outputs of the layer."""
@@ -117,7 +140,7 @@ class Convolved(Factor):
         """Of the weight and, where there is one, the bias, for gradients h of the output."""
         x, padding = self.conv.padded(x)
         c, biased = self.conv, self.bias is not None
-        W = x.new_empty(h.shape[1], c.channels, *c.kernel)
+        W = torch.empty(h.shape[1], c.channels, *c.kernel, dtype=x.dtype, device=x.device, memory_format=self._format)
         none, sizes = [0] * len(c.kernel), [h.shape[1]] if biased else None
         _, *found = torch.ops.aten.convolution_backward(
             h, x, W, sizes, list(c.stride), padding, list(c.dilation), False, none, c.groups, [False, True, biased]

@@ -54,13 +54,23 @@ class Recipe:
     Attributes:
         make: Called with the tensors and the settings.
         settings: What the factor is beside its tensors.
+        last: Of each tensor the axis that its copy has last, where products want it so; None leaves all as they are.
     """
 
     make: Callable[..., Factor]
     settings: tuple[Any, ...]
+    last: tuple[int, ...] | None = None
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Factor:
-        return self.make(tensors, *self.settings)
+    def laid_out(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors as they are to be copied."""
+        if self.last is None:
+            return tuple(tensors)
+        return tuple(t.movedim(axis, -1) for t, axis in zip(tensors, self.last, strict=True))
+
+    def __call__(self, copies: Sequence[Tensor]) -> Factor:
+        if self.last is not None:
+            copies = [t.movedim(-1, axis) for t, axis in zip(copies, self.last, strict=True)]
+        return self.make(copies, *self.settings)
 
 
 class Scale:

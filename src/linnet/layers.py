@@ -256,7 +256,8 @@ class Conv(Rule):
             groups=conv.groups,
         )
         c, held = g.shape[1], (x, g)
-        return [Lazy(ranges, rows, n=n, c=c, size=size, held=held, outer=outer, products=products, few=few)]
+        last = (2, 3) if conv.channels_last(g) else None
+        return [Lazy(ranges, rows, n=n, c=c, size=size, held=held, outer=outer, products=products, few=few, last=last)]
 
 
 @final
