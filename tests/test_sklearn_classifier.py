@@ -19,6 +19,7 @@ from linnet.classifier import TangentClassifier
 
 
 @parametrize_with_checks([TangentClassifier()])
+@pytest.mark.filterwarnings("ignore:The evidence of these")  # some checks draw labels
 def test_scikit_learns_own_checks(estimator: Any, check: Callable[[Any], None]) -> None:
     check(estimator)  # raises where the estimator does not keep to the rules
 
