@@ -12,7 +12,8 @@ from torch import Tensor
 
 from linnet.capture import Use
 from linnet.convolution import Convolution
-from linnet.layers import RULES, Call, LayoutError, Slot, arrange
+from linnet.layers import RULES
+from linnet.rules import Call, LayoutError, Slot, arrange
 from linnet.structure import Kept, factors_of
 
 N, C = 3, 2

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import linnet
 from linnet import layers, structure
-from linnet.layers import Call, LayoutError, Outer, Rule
+from linnet.outer import Outer
+from linnet.rules import Call, LayoutError, Rule
 from linnet.structure import Kept, Structure, gradients
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter

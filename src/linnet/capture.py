@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.layers import RULES, Call, Rule, Slot
+from linnet.layers import RULES
 from linnet.params import Layout
+from linnet.rules import Call, Rule, Slot
 
 REORDERING: frozenset[Callable[..., Any]] = frozenset(
     function

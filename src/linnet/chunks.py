@@ -19,7 +19,7 @@ from linnet.compound import Lazy, combine
 from linnet.contexts import Precision, forward_mode
 from linnet.factors import Factor, Recipe
 from linnet.inspection import Inspected
-from linnet.layers import Call, LayoutError, Rule, Slot
+from linnet.rules import Call, LayoutError, Rule, Slot
 from linnet.shared import Shared
 from linnet.structure import TOLERANCE, Kept, Structure, factors_of, gradients, misplaced, streamed, warn_fallback
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from linnet.layers import CONVOLUTION, named
+from linnet.rules import CONVOLUTION, named
 from linnet.shared import LAYERS, in_tangents, unpacked, with_tangent
 
 Pair = tuple[int, int]

@@ -1,24 +1,13 @@
-r"""What each layer knows: per-example gradients of its parameters from its input and its output's gradient.
+"""What each layer knows: per-example gradients of its parameters from its input and its output's gradient.
 
-A layer is recognized by the torch function it calls (``F.linear``, ``torch.conv2d``, ...), so functional code,
-tied weights and weights that are views of a parameter (``w.t()``, ``w.chunk(3)``) are seen as well as modules.
-A `Rule` says two things:
-
-* `Rule.read`: which arguments are the input, the weight and the bias;
-* `Rule.factors`: the columns of the Jacobian as `linnet.factors.Factor`, from the input ``x`` (n, r, ...) and
-  the gradients ``g`` (n, c, r, ...) of the c outputs, example axis first. ``r`` counts how often an example
-  occurs along the batch axis (windows, flattened time), and is summed over.
-
-To add a layer: write a rule, list it in `RULES`, add a case to ``tests/test_layers.py``. Whether a rule is right
-for a model at hand is checked against autodiff on the first batch (`linnet.inspection`), so a rule may be simple
-and refuse (return None) what it does not know.
+To add a layer: write a rule (`linnet.rules`), list it in `RULES`, add a case to ``tests/test_layers.py``. Whether a
+rule is right for a model at hand is checked against autodiff on the first batch (`linnet.inspection`), so a rule may be
+simple and refuse (return None) what it does not know.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, final
 
@@ -30,111 +19,10 @@ from linnet import kernels
 from linnet.compound import Lazy, Taps
 from linnet.convolution import Convolution
 from linnet.convolved import Convolved
-from linnet.factors import Factor, Range, Rows, Size
+from linnet.factors import Factor, Rows, Size
 from linnet.outer import Outer
+from linnet.rules import CONVOLUTION, Args, Call, Known, Kwargs, Rule, Slot, named, range_of, tensors_of
 from linnet.tokens import Tokens
-
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
-Known = Callable[[Any], bool]
-
-LAYOUTS = ("major", "minor", "second")
-"""Where the examples lie in a tensor: first axis, slowest or fastest within it, or second axis."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The part of the flat parameter vector that a tensor is.
-
-    Attributes:
-        name: The parameter.
-        range: Start and stop in the flat vector.
-        shape: The tensor's shape.
-        origin: Where the parameter starts in the flat vector.
-        swapped: The tensor is the transpose of what is stored.
-    """
-
-    name: str
-    range: Range
-    shape: tuple[int, ...]
-    origin: int
-    swapped: bool = False
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a torch function, read by a rule.
-
-    Attributes:
-        x: The input whose values the gradient needs; None where it needs none.
-        params: Role ("weight", "bias") to the tensor given for it.
-        conf: Whatever else the rule needs.
-    """
-
-    x: Tensor | None
-    params: dict[str, Tensor]
-    conf: dict[str, Any] = field(default_factory=dict)
-
-
-class Rule(ABC):
-    """How one kind of layer turns (input, output gradient) into columns of the Jacobian."""
-
-    functions: tuple[Callable[..., Any], ...]
-    layouts: tuple[str, ...] = LAYOUTS
-
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
-    @abstractmethod
-    def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
-        """The call's input and parameters, or None if the rule does not apply; ``known`` tells parameters."""
-
-    def prepare(self, call: Call, x: Tensor) -> Tensor:
-        """What stands beside the gradient, computed from the input before its axes are arranged."""
-        return x
-
-    @abstractmethod
-    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
-        """Columns of the parameters in ``slots``; x (n, r, ...), g (n, c, r, ...)."""
-
-
-class LayoutError(ValueError):
-    """A tensor whose axes cannot be arranged as the layout says."""
-
-
-def arrange(t: Tensor, layout: str, n: int) -> Tensor:
-    """The tensor as a view (n, r, ...) with the example axis first.
-
-    >>> arrange(torch.zeros(6, 4), "major", 3).shape, arrange(torch.zeros(7, 3, 4), "second", 3).shape
-    (torch.Size([3, 2, 4]), torch.Size([3, 1, 7, 4]))
-    """
-    if layout == "second":
-        if t.ndim < 2 or t.shape[1] != n:
-            raise LayoutError(f"no axis of {n} examples in second place of {tuple(t.shape)}")
-        return t.transpose(0, 1).unsqueeze(1)
-    if t.ndim < 1 or t.shape[0] == 0 or t.shape[0] % n:
-        raise LayoutError(f"no axis of {n} examples in first place of {tuple(t.shape)}")
-    if layout == "major":
-        return t.unflatten(0, (n, -1))
-    return t.unflatten(0, (-1, n)).transpose(0, 1)
-
-
-CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-"""The arguments of a convolution."""
-
-
-def named(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _tensors(**params: Any) -> dict[str, Tensor]:
-    return {role: t for role, t in params.items() if isinstance(t, Tensor)}
-
-
-def _range(slots: Mapping[str, Slot], role: str) -> Range | None:
-    return slots[role].range if role in slots else None
 
 
 def _outer(x: Tensor, g: Tensor, slots: Mapping[str, Slot], *, input_first: bool) -> list[Factor]:
@@ -142,7 +30,7 @@ def _outer(x: Tensor, g: Tensor, slots: Mapping[str, Slot], *, input_first: bool
     x = x.reshape(x.shape[0], 1, -1, x.shape[-1])
     g = g.reshape(*g.shape[:2], 1, -1, g.shape[-1])
     swapped = input_first != ("weight" in slots and slots["weight"].swapped)
-    return [Outer(x, g, weight=_range(slots, "weight"), bias=_range(slots, "bias"), swapped=swapped)]
+    return [Outer(x, g, weight=range_of(slots, "weight"), bias=range_of(slots, "bias"), swapped=swapped)]
 
 
 @final
@@ -155,7 +43,7 @@ class Linear(Rule):
         a = named(("input", "weight", "bias"), args, kwargs)
         if a["weight"].ndim != 2:
             return None
-        return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")))
+        return Call(a["input"], tensors_of(weight=a["weight"], bias=a.get("bias")))
 
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
@@ -205,7 +93,7 @@ def _convolution(a: Mapping[str, Any]) -> Call | None:
         dilation=a.get("dilation", 1),
         groups=a.get("groups", 1),
     )
-    return Call(a["input"], _tensors(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
+    return Call(a["input"], tensors_of(weight=a["weight"], bias=a.get("bias")), {"conv": conv})
 
 
 @final
@@ -221,7 +109,7 @@ class Conv(Rule):
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
         conv: Convolution = call.conf["conv"]
-        weight, bias = _range(slots, "weight"), _range(slots, "bias")
+        weight, bias = range_of(slots, "weight"), range_of(slots, "bias")
         n, r = x.shape[:2]
         if weight is None or slots["weight"].swapped:
             return _shift(g, slots)
@@ -349,7 +237,7 @@ class BatchNorm(Norm):
                 "(track_running_stats=True and model.eval()), or replace it by GroupNorm or LayerNorm."
             )
         conf = {"mean": a["mean"], "var": a["var"], "eps": a.get("eps", 1e-5)}
-        return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
+        return Call(a["input"], tensors_of(weight=a.get("weight"), bias=a.get("bias")), conf)
 
     def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
         assert x is not None
@@ -391,7 +279,7 @@ class LayerNorm(Norm):
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         a = named(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
         conf = {"shape": tuple(a["normalized_shape"]), "eps": a.get("eps", 1e-5)}
-        return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
+        return Call(a["input"], tensors_of(weight=a.get("weight"), bias=a.get("bias")), conf)
 
     def prepare(self, call: Call, x: Tensor) -> Tensor:
         return F.layer_norm(x, call.conf["shape"], None, None, call.conf["eps"])
@@ -407,7 +295,7 @@ class RMSNorm(Norm):
         # Without eps torch takes the epsilon of the input's own dtype, which a wider capture must repeat.
         eps = torch.finfo(a["input"].dtype).eps if a.get("eps") is None else a["eps"]
         conf = {"shape": tuple(a["normalized_shape"]), "eps": eps}
-        return Call(a["input"], _tensors(weight=a.get("weight")), conf)
+        return Call(a["input"], tensors_of(weight=a.get("weight")), conf)
 
     def prepare(self, call: Call, x: Tensor) -> Tensor:
         return F.rms_norm(x, call.conf["shape"], None, call.conf["eps"])
@@ -421,7 +309,7 @@ class GroupNorm(Norm):
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
         a = named(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
         conf = {"groups": a["num_groups"], "eps": a.get("eps", 1e-5)}
-        return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
+        return Call(a["input"], tensors_of(weight=a.get("weight"), bias=a.get("bias")), conf)
 
     def prepare(self, call: Call, x: Tensor) -> Tensor:
         return F.group_norm(x, call.conf["groups"], None, None, call.conf["eps"])
@@ -440,7 +328,7 @@ class InstanceNorm(Norm):
             return None
         conf = {key: a.get(key) for key in ("running_mean", "running_var")}
         conf |= {"own": a.get("own", True), "eps": a.get("eps", 1e-5)}
-        return Call(a["input"], _tensors(weight=a.get("weight"), bias=a.get("bias")), conf)
+        return Call(a["input"], tensors_of(weight=a.get("weight"), bias=a.get("bias")), conf)
 
     def prepare(self, call: Call, x: Tensor) -> Tensor:
         conf = call.conf

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from linnet.capture import NO_CHANGES, Changes, Recording, Use
 from linnet.factors import Factor
-from linnet.layers import Elementwise, LayoutError, Slot, arrange
+from linnet.layers import Elementwise
+from linnet.rules import LayoutError, Slot, arrange
 
 PROBE = 3
 """Examples on which the rules are checked."""
