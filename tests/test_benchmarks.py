@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import linnet
-from benchmarks import heads, laplace, laplace_peer, sampling, startup
+from benchmarks import heads, laplace, laplace_peer, padding, sampling, startup
 from benchmarks.models import MODELS, ResNet, ResNet18, VisionTransformer, WideResNet
 from benchmarks.rivals import per_example_rows, plain, published
 from experiments import common
@@ -198,3 +198,10 @@ def test_startup_measures_what_it_says(tmp_path, monkeypatch):
     assert table["python"]["CPU seconds"] == 0.5
     kept = json.loads((tmp_path / "startup.json").read_text())
     assert kept["times"] == table and kept["targets beyond torch"] == startup.TARGETS
+
+
+def test_padding_is_timed_with_and_without():
+    found = padding.measured(4, rounds=1)
+    assert 0 < found["share of tokens"] < 1
+    assert found["times as long with all tokens"].keys() == {"as read", "factors kept"}
+    assert found["ms"].keys() == {"as read", "as read, all tokens", "factors kept", "factors kept, all tokens"}

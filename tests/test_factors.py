@@ -32,8 +32,10 @@ def placed(n, c, *blocks):
     return J.flatten(0, 1)
 
 
-def outer(n, c, seed, *, T=1, groups=1, dx=3, dg=2, weight=None, bias=None, swapped=False):
+def outer(n, c, seed, *, T=1, groups=1, dx=3, dg=2, weight=None, bias=None, swapped=False, padded=False):
     x, g = normal(n, groups, T, dx, seed=seed), normal(n, c, groups, T, dg, seed=seed + 1)
+    if padded:
+        g[0] = g[1, :, :, 2:] = g[2, :, :, :2] = g[3, 1] = 0.0  # before, behind, and of one output alone
     spec = "njtx,ncjtg->ncjxg" if swapped else "njtx,ncjtg->ncjgx"
     q = groups * dx * dg
     blocks = []
@@ -100,6 +102,9 @@ MAKE = {
     "outer_groups_tokens": lambda *a: outer(*a, groups=2, T=3, dx=4, weight=1, bias=33),
     "outer_groups_swapped": lambda *a: outer(*a, groups=2, T=3, dg=4, weight=1, swapped=True),
     "outer_long": lambda *a: outer(*a, T=9, weight=4, bias=20),  # where the diagonal prefers rows
+    "outer_padded": lambda *a: outer(*a, T=4, weight=4, bias=20, padded=True),
+    "outer_padded_swapped": lambda *a: outer(*a, T=4, weight=4, swapped=True, padded=True),
+    "outer_padded_groups": lambda *a: outer(*a, groups=2, T=4, weight=1, bias=33, padded=True),
     "outer_wide": lambda *a: outer(*a, T=2, dx=5, dg=5, weight=4, bias=30),  # where it does not
     "tokens": tokens,
     "tokens_padding": lambda *a: tokens(*a, padding=True),
@@ -139,6 +144,22 @@ def test_expand(make):
     assert factor.ranges == expanded.ranges
     assert factor.q == factor.size.q == sum(stop - start for start, stop in factor.ranges)
     assert factor.bytes == sum(t.numel() * t.element_size() for t in factor.tensors()) > 0
+
+
+def test_uses_without_gradients_are_left_out():
+    used = outer(N, C, 0, T=4, weight=4, padded=True)[0]._used
+    assert used is not None
+    assert used.tolist() == [
+        [False] * 4,
+        [True, True, False, False],
+        [False, False, True, True],
+        [True] * 4,
+        [True] * 4,
+    ]
+    assert outer(N, C, 0, T=4, weight=4)[0]._used is None
+    factor = outer(N, C, 0, T=4, weight=4)[0]
+    factor.g[0, :, :, -1] = 0.0  # one of 20
+    assert factor._used is None
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -146,6 +146,18 @@ def convolutions() -> str:
     return _with_machine(found["machine"], _table(["how", "seconds", "times linnet's"], rows))
 
 
+def padding() -> str:
+    """A pass over padded sentences, with and without what pads them."""
+    found = _read("padding-cpu.json")
+    times = found["ms"]
+    rows = [
+        [name, _ms(times[name]), _ms(times[f"{name}, all tokens"]), f"{ratio:.2f}"]
+        for name, ratio in found["times as long with all tokens"].items()
+    ]
+    said = f"{found['machine']}; {found['n']:,} sentences, {100 * found['share of tokens']:.0f} % of the tokens theirs"
+    return _with_machine(said, _table(["pass", "linnet", "with all tokens", "times linnet's"], rows))
+
+
 def sampling_times() -> str:
     """Posterior samples of whole networks."""
     found = _read("sampling-cuda.json")

@@ -6,6 +6,7 @@ Products are *bilinear* and Gram matrices *ghost*: neither forms the rows, unles
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from linnet.factors import Factor, Range, Recipe, Rows, Scale, Size, as_tf32
 from linnet.tiles import Inner, add_products, fits, ghost, pieces
+
+PADDED = 0.2
+"""The share of uses without gradients from which on products leave them out."""
 
 
 @final
@@ -83,7 +87,7 @@ class Outer(Factor):
         k = V.shape[1]
         if self._is_layer(k):
             weight, bias = self._layer(V)
-            h = F.linear(self.x.reshape(-1, self.x.shape[-1]), weight, bias)
+            h = _linear(self.x[:, 0], weight, bias, self._used)
             add_products(out, self.g.flatten(2), h.view(self.n, -1, 1))
             return
         if self.bias is not None:
@@ -94,8 +98,25 @@ class Outer(Factor):
         for s in pieces(self.n, self.x[0, ..., 0].numel() * self.g.shape[-1] * k):
             for j in range(self.x.shape[1]):
                 x, g = self.x[s, j], self.g[s, :, j]
-                h = x.reshape(-1, x.shape[-1]) @ columns[j].reshape(x.shape[-1], -1)
+                h = _linear(x, columns[j].reshape(x.shape[-1], -1).T, None, self._used_of(s))
                 out[s] += g.flatten(2) @ h.view(len(x), -1, k)
+
+    @cached_property
+    def _used(self) -> Tensor | None:
+        """Which uses have gradients that are not all zero, (n, T): tokens that pad a sentence have none.
+
+        None where all count: on a GPU, which would wait for their number, and where no example begins or ends so.
+        """
+        if not self.g.is_cpu or self.x.shape[1] > 1 or self.x.shape[2] < 2:
+            return None
+        g = self.g[:, :, 0]  # (n, c, T, dg)
+        if all(bool(g[:, :, t].any(2).any(1).all()) for t in (0, -1)):
+            return None
+        used = g.any(3).any(1)
+        return used if float(used.double().mean()) <= 1 - PADDED else None
+
+    def _used_of(self, s: slice) -> Tensor | None:
+        return None if self._used is None else self._used[s]
 
     def _is_layer(self, k: int) -> bool:
         """Whether a product with k columns is that of a linear layer with one weight, which takes few calls."""
@@ -122,7 +143,8 @@ class Outer(Factor):
     def _layer_rmatmul(self, U: Tensor, out: Tensor, *, beta: int) -> None:
         weight, bias = self._layer(out)
         h = (U.mT @ self.g.flatten(2)).view(-1, self.g.shape[-1])
-        weight.addmm_(h.T, self.x.reshape(-1, self.x.shape[-1]), beta=beta)
+        x, some = _of_used(self.x[:, 0], h, self._used)
+        weight.addmm_(some.T, x, beta=beta)
         if bias is not None:
             bias.copy_(h.sum(0)) if beta == 0 else bias.add_(h.sum(0))
 
@@ -137,7 +159,8 @@ class Outer(Factor):
             for j in range(self.x.shape[1]):
                 x, g = self.x[s, j], self.g[s, :, j]
                 h = (g.flatten(2).mT @ U[s]).view(-1, g.shape[-1] * k)
-                columns[j] += (x.reshape(-1, x.shape[-1]).T @ h).view(x.shape[-1], -1, k)
+                x, h = _of_used(x, h, self._used_of(s))
+                columns[j] += (x.T @ h).view(x.shape[-1], -1, k)
 
     def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
         constants = scale.constant(self.weight), scale.constant(self.bias)
@@ -220,6 +243,25 @@ class Outer(Factor):
         if self.weight is not None:
             total = self.x.squeeze(2).square().permute(1, 2, 0) @ m.transpose(0, 1)  # (groups, dx, dg)
             out[slice(*self.weight)] += (total if self.swapped else total.mT).flatten()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor | None) -> Tensor:
+    """A linear layer of inputs x (n, T, dx), (n T, dg); zeros where ``used`` (n, T) says that nothing asks for it."""
+    flat = x.reshape(-1, x.shape[-1])
+    if used is None:
+        return F.linear(flat, weight, bias)
+    index = used.flatten().nonzero()[:, 0]
+    out = flat.new_zeros(len(flat), len(weight))
+    return out.index_copy_(0, index, F.linear(flat.index_select(0, index), weight, bias))
+
+
+def _of_used(x: Tensor, h: Tensor, used: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of x (n, T, dx) and of h (n T, ..) of which ``used`` (n, T) says that h is not zero."""
+    flat = x.reshape(-1, x.shape[-1])
+    if used is None:
+        return flat, h
+    index = used.flatten().nonzero()[:, 0]
+    return flat.index_select(0, index), h.index_select(0, index)
 
 
 def _outer_again(tensors: Sequence[Tensor], weight: Range | None, bias: Range | None, swapped: bool) -> Factor:
