@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from experiments import common
 from experiments.adaptation import ERRORS, EVERYTHING, GRADIENTS, LINEAR, METHODS, SAME
 
 NORMAL = 1.959964  # standard errors of a 95 % interval
-SCORES = ("accuracy", "nll", "ece", "seconds", "predicting")
+SCORES, TIMES = ("accuracy", "nll", "ece"), ("seconds", "predicting")
 COLORS = {
     LINEAR: common.GRAY,
     GRADIENTS: common.BLUE,
@@ -58,17 +59,19 @@ def paired(runs: Sequence[Mapping[str, Any]], name: str, key: str, *, size: int)
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By set, number of labels and contender: means with standard errors; and differences to the linear one."""
+    """By set, number of labels and contender: means with standard errors, of times on the machine of most runs."""
     out: dict[str, Any] = {}
     for run in runs:
         table = out.setdefault(run["set"], {}).setdefault(run["labels"], {})
         for name in run["contenders"]:
-            table.setdefault(name, [])
-            table[name].append(run["contenders"][name])
+            table.setdefault(name, []).append((run.get("machine"), run["contenders"][name]))
     for tables in out.values():
         for table in tables.values():
             for name, rows in table.items():
-                table[name] = {key: common.spread([row[key] for row in rows]) for key in SCORES}
+                most = Counter(machine for machine, _ in rows).most_common(1)[0][0]
+                there = [row for machine, row in rows if machine == most]
+                table[name] = {key: common.spread([row[key] for _, row in rows]) for key in SCORES}
+                table[name] |= {key: common.spread([row[key] for row in there]) for key in TIMES}
     return out
 
 

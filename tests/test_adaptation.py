@@ -99,7 +99,7 @@ def test_one_logit_is_two_classes():
 
 def draws(values):
     """Runs whose contenders have these accuracies, by name."""
-    others = dict.fromkeys(gains.SCORES, 1.0)
+    others = dict.fromkeys((*gains.SCORES, *gains.TIMES), 1.0)
     return [
         {
             "set": "a",
@@ -126,6 +126,15 @@ def test_contenders_of_some_draws_are_compared_where_they_are():
     del runs[2]["contenders"]["rare"]
     assert gains.paired(runs, "rare", "accuracy", size=10)["count"] == 2
     assert gains.summary(runs)["a"][10]["rare"]["accuracy"]["mean"] == pytest.approx(0.6)
+
+
+def test_times_are_those_of_one_machine():
+    runs = draws({LINEAR: [0.5, 0.6, 0.7]})
+    for run, machine, seconds in zip(runs, ("slow", "fast", "fast"), (100.0, 1.0, 3.0), strict=True):
+        run["machine"] = machine
+        run["contenders"][LINEAR]["seconds"] = seconds
+    found = gains.summary(runs)["a"][10][LINEAR]
+    assert found["seconds"]["mean"] == 2.0 and found["accuracy"]["mean"] == pytest.approx(0.6)
 
 
 def test_draws_of_every_label_have_an_interval_over_test_examples():
