@@ -180,6 +180,7 @@ def test_inversion_runs(tmp_path):
         assert found[way]["squared error of a pixel"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_table_1_runs(tmp_path):
     needs("cifar10_test.npz")
     found = run(tmp_path, "table1_mu", "--tops", "1")

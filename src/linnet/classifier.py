@@ -162,8 +162,8 @@ class TangentClassifier(ClassifierMixin, Tangent):
             return
         warnings.warn(
             f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "
-            "with mean='zero' all inputs then have the same probabilities: the features tell none apart, or they "
-            "are too few. Use mean='network', more labels, or a variance of your own as prior=.",
+            "with mean='zero' all inputs then have the same probabilities: the features tell no classes apart, or the "
+            "labels are too few. Use mean='network', more labels, or a variance of your own as prior=.",
             stacklevel=3,
         )
 

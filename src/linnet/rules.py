@@ -93,6 +93,7 @@ class LayoutError(ValueError):
 def arrange(t: Tensor, layout: str, n: int) -> Tensor:
     """The tensor as a view (n, r, ...) with the example axis first.
 
+    >>> import torch
     >>> arrange(torch.zeros(6, 4), "major", 3).shape, arrange(torch.zeros(7, 3, 4), "second", 3).shape
     (torch.Size([3, 2, 4]), torch.Size([3, 1, 7, 4]))
     """
