@@ -55,7 +55,7 @@ def paired(runs: Sequence[Mapping[str, Any]], name: str, key: str, *, size: int)
     if not squares:
         return found
     half = NORMAL * math.sqrt(sum(squares) / len(squares))
-    return {**found, "low": found["mean"] - half, "high": found["mean"] + half, "over test examples": 1.0}
+    return {**found, "low": found["mean"] - half, "high": found["mean"] + half, "over test examples": True}
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -99,5 +99,5 @@ def test_all_labels_are_no_draws_of_labels():
     text = "paired over 3 draws with 6 test sentences, 95 % interval"
     same = "; all labels there are, so that draws differ in their order alone"
     assert sst2.differs(how, runs, {}) == f"{text}{same}; some"
-    assert sst2.differs(how, runs, {"over test examples": 1.0}) == f"{text} over the sentences{same}; some"
+    assert sst2.differs(how, runs, {"over test examples": True}) == f"{text} over the sentences{same}; some"
     assert sst2.differs(how, [{**one, "labels": 50} for one in runs], {}) == f"{text}; some"

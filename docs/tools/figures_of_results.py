@@ -112,16 +112,17 @@ def heads_times(device: str) -> str:
     found = _read(f"heads-{device}.json")
     keys = ["epoch, as read", "epoch, activations kept", "epoch, factors kept", "pass, as read", "pass, factors kept"]
     other = "fine-tuning, channels last"
-    keys += [other] if all(other in one["ratio"] for one in found["epochs"]) else []
+    both = all(other in one["ratio"] for one in found["epochs"])
     rows = [
         [
-            f"{one['top']}, {one['p']:,} parameters, {one['precision']}, minibatches of {one['minibatch']:,}",
-            _ms(one["ms"]["fine-tuning"]),
+            f"{one['top']}, {one['precision']}, {one['minibatch']:,}",
+            _ms(one["ms"]["fine-tuning"]) + (f" ({one['ratio'][other]:.2f})" if both else ""),
             *(f"{one['ratio'][k]:.2f}" for k in keys),
         ]
         for one in found["epochs"]
     ]
-    return _with_machine(found["machine"], _table(["top layers", "fine-tuning", *keys], rows))
+    titles = ["layers, precision, minibatch", "fine-tuning (channels last)" if both else "fine-tuning", *keys]
+    return _with_machine(found["machine"], _table(titles, rows))
 
 
 def heads_passes(device: str) -> str:
