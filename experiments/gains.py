@@ -16,8 +16,8 @@ from scipy.stats import t as student
 
 from experiments import common
 from experiments.adaptation import ERRORS, EVERYTHING, GRADIENTS, LINEAR, METHODS, SAME
+from linnet.metrics import Z95
 
-NORMAL = 1.959964  # standard errors of a 95 % interval
 SCORES, TIMES = ("accuracy", "nll", "ece"), ("seconds", "predicting")
 COLORS = {
     LINEAR: common.GRAY,
@@ -54,7 +54,7 @@ def paired(runs: Sequence[Mapping[str, Any]], name: str, key: str, *, size: int)
     squares = [one[key] ** 2 for one in known if key in one]
     if not squares:
         return found
-    half = NORMAL * math.sqrt(sum(squares) / len(squares))
+    half = Z95 * math.sqrt(sum(squares) / len(squares))
     return {**found, "low": found["mean"] - half, "high": found["mean"] + half, "over test examples": True}
 
 

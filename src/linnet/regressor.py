@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -22,6 +20,7 @@ from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.matrices import Stack
+from linnet.own_data import warn_of_own_data
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver
@@ -184,7 +183,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             )
         self.prior_ = make_prior(lin, self.prior, J=jacobians[0] if len(jacobians) == 1 else Stack(jacobians))
         if self._mean == "network":
-            _warn_of_own_data(tasks, self.prior_.base)
+            warn_of_own_data(tasks, self.prior_.base)
         fits = gaussian.condition(tasks, self.prior_, replace(settings, solver=solver))
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
@@ -318,7 +317,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         task, choice = self._task(J, y, X), self._fit_.choice
         task = replace(task, noise=replace(task.noise, value=choice.noise))
         if self._mean == "network":
-            _warn_of_own_data([task], self.prior_variance_)
+            warn_of_own_data([task], self.prior_variance_)
         prior = Prior("given", self.prior_variance_)
         (fit,) = gaussian.condition([task], prior, self._settings(J.dtype))
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
@@ -475,43 +474,3 @@ def _check_noise(noise: Any, floor: Any) -> None:
             f"noise is a variance and must be positive; got {noise!r}. Without noise the kernel of equal or dependent "
             "examples is singular: give a small one, or 'evidence'."
         )
-
-
-OWN_DATA = 0.25
-"""Below this ratio of `own_data_ratio` the network must have been trained on the data."""
-
-OWN_ROWS = (100, 500)
-"""Fewer rows say nothing, since the ratio of pure noise falls below the limit once in a hundred times; more are not
-needed."""
-
-
-def own_data_ratio(task: Task, base: Tensor) -> float:
-    """Energy of the residuals where the network could have followed them, relative to where it could hardly.
-
-    The median energy along the leading quarter of the kernel's eigenvectors, relative to what the mean of the others
-    would make it: about one for noise, more where there is something to learn, and little for data that the network
-    was trained on, even where an optimizer's last steps have left some gradient along the first few of them.
-    """
-    J, r, scale = task.J, task.r, task.noise.base.rsqrt()
-    if len(r) > OWN_ROWS[1]:
-        if not J.by_position:
-            return math.inf
-        index = torch.linspace(0, J.n - 1, max(1, OWN_ROWS[1] // J.c)).long()
-        J, r, scale = J.subset(index), r.view(J.n, -1)[index].flatten(), scale.view(J.n, -1)[index].flatten()
-    Q = torch.linalg.eigh(scale[:, None] * J.gram(scale=base) * scale)[1]
-    energy = (Q.T @ (scale * r)).square().flip(0)
-    q = len(r) // 4
-    rest = 0.455 * energy[q:].mean()  # 0.455 is the median of the square of a standard normal number
-    return float(energy[:q].median() / rest) if float(rest) > 0 else math.inf
-
-
-def _warn_of_own_data(tasks: Sequence[Task], base: Tensor) -> None:
-    for task in tasks:
-        if len(task.r) >= OWN_ROWS[0] and own_data_ratio(task, base) < OWN_DATA:
-            warnings.warn(
-                "The network's residuals on these data hold almost nothing that it could still learn, as if it had "
-                "been trained on them: they are smaller than its errors on new data, and with mean='network' the error "
-                "bars will be too. Use mean='zero', or data that the network has not seen.",
-                stacklevel=4,
-            )
-            return
