@@ -343,7 +343,6 @@ def test_layers_that_the_first_examples_do_not_show():
     x[3:, 0, 0] = torch.linspace(2, 3, 6)
     lin = linnet.linearize(model)
     J = lin.jacobian(x, 3, engine="rows")
-    assert lin.last_structure.unproven == {"inner.weight", "inner.bias", "head.weight", "head.bias"}
     with pytest.warns(UserWarning, match=r"gradients of inner\.weight, inner\.bias \("):
         check(J, dense_jacobian(model, x))
 

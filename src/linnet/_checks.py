@@ -485,6 +485,28 @@ def changed_parameter(name: str) -> RuntimeError:
     )
 
 
+def original_is_read(name: str) -> ValueError:
+    return ValueError(
+        f"The forward pass reads the parameter {name!r} past the attribute that holds it: through a closure, a "
+        "hook, a replaced forward or a list. Its derivative would be lost. Read the parameter as an attribute of the "
+        "module that is called (self.weight), or leave it out with params=."
+    )
+
+
+def renormalizes(name: str) -> ValueError:
+    return ValueError(
+        f"The embedding {name!r} has rows longer than its max_norm, and its forward pass would shorten them in place. "
+        "linnet changes no weights: shorten the rows first (torch.renorm), or build the embedding without max_norm."
+    )
+
+
+def parameter_is_written(name: str) -> ValueError:
+    return ValueError(
+        f"The forward pass writes into the parameter {name!r}, so the network is not a function of its parameters. "
+        "Write into a copy of the parameter instead."
+    )
+
+
 def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Whether two tensors agree relative to their largest entry."""
     scale = max(float(a.detach().abs().max()), float(b.detach().abs().max()))
@@ -498,10 +520,13 @@ def random_output() -> ValueError:
     )
 
 
-def examples_interact() -> ValueError:
+def examples_interact(start: int = 0, n: int = 0) -> ValueError:
+    where = f" (examples {start} to {start + n - 1})" if n else ""
     return ValueError(
-        "The output of an example changes with the other examples of its batch, so the Jacobian has no rows by "
-        "example. Look for statistics over the batch (batch norm without running ones, normalization over axis 0)."
+        f"The output of an example changes with the other examples of its batch{where}, so the Jacobian has no rows by "
+        "example. Look for statistics over the batch (batch norm without running ones, normalization over axis 0), "
+        "for time or attention along the batch axis (batch_first=False), for capacities shared by the batch and for "
+        "padding to its longest example."
     )
 
 

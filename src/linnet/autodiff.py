@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from linnet.batch import Batch
 from linnet.factors import Factor, Rows, Size
 from linnet.params import Layout
+from linnet.proofs import Disproved, Truth
 from linnet.shared import Shared
 
 Forward = Callable[..., Tensor]
@@ -41,6 +42,8 @@ class Autodiff(Factor):
         dtype: Dtype of the columns.
         vectorize: Says whether rows may be vectorized over examples, when they are needed.
         columns: Whether products go column by column (else through the rows).
+        judge: Gives what reverse mode says, if products and rows are to be compared with that; None if not.
+        deny: Called with the name of an ability that gave other numbers, or failed.
         graph: The outputs (n, c) with the parameters, by name, that they were computed from: the first ``rmatmul``
             differentiates them instead of running the network.
         known: A tensor V (p, k) that the columns will be multiplied by, and the product with its first column (n, c).
@@ -59,6 +62,8 @@ class Autodiff(Factor):
         dtype: torch.dtype,
         vectorize: Callable[[], bool],
         columns: bool,
+        judge: Callable[[], Truth] | None = None,
+        deny: Callable[[str], None] = lambda ability: None,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         shared: Shared | None = None,
@@ -68,6 +73,7 @@ class Autodiff(Factor):
         self._forward, self._layout, self._batch = forward, layout, batch
         self._theta = {name: theta[name] for name in names}
         self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
+        self._judge, self._deny = judge, deny
         self._graph, self._known, self._shared = graph, known, shared
         self._rows: Rows | None = None
 
@@ -80,10 +86,28 @@ class Autodiff(Factor):
 
     def expand(self) -> Rows:
         if self._rows is None:
-            found = rows(self._forward, self._theta, self._batch, vectorize=self._vectorize())
-            parts = [found[name].to(self._dtype).reshape(self.n, self.c, -1) for name in self._theta]
+            parts = self._vectorized() if self._vectorize() else None
+            if parts is None:
+                parts = self._parts(vectorize=False)
             self._rows = Rows(self.ranges, parts)
         return self._rows
+
+    def _parts(self, *, vectorize: bool) -> list[Tensor]:
+        found = rows(self._forward, self._theta, self._batch, vectorize=vectorize)
+        return [found[name].detach().to(self._dtype).reshape(self.n, self.c, -1) for name in self._theta]
+
+    def _vectorized(self) -> list[Tensor] | None:
+        """The rows vectorized over the examples, or None where that fails or gives other numbers than reverse mode."""
+        try:
+            parts = self._parts(vectorize=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, ValueError):
+            parts = None
+        if parts is None or (self._judge is not None and not self._judge().has_rows(self.ranges, parts)):
+            self._deny("vectorize")
+            return None
+        return parts
 
     def matmul(self, V: Tensor) -> Tensor:
         if not self._columns:
@@ -98,11 +122,19 @@ class Autodiff(Factor):
         def f(th: dict[str, Tensor]) -> Tensor:
             return self._forward(th, self._batch, nullcontext() if shared is None else shared.begin())
 
-        for column in columns:
-            tangent = {name: self._part(column, name) for name in self._theta}
-            products.append(jvp_of(f, self._theta, tangent))
+        try:
+            for column in columns:
+                tangent = {name: self._part(column, name) for name in self._theta}
+                products.append(jvp_of(f, self._theta, tangent))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise Disproved("forward_mode") from error
         # Parameters that are not selected may ask for gradients of their own.
-        return torch.stack(products, -1).detach().to(self._dtype)
+        out = torch.stack(products, -1).detach().to(self._dtype)
+        if self._judge is not None and not self._judge().has_product(self.ranges, V, out):
+            raise Disproved("forward_mode")
+        return out
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
         if not self._columns and self._graph is None:

@@ -4,6 +4,9 @@ The calls are seen through a torch function mode, so no hook is ever put on a mo
 leaves nothing behind. The gradient of a call's output is taken at its gradient edge, which stays the layer's own
 output even if later code overwrites it in place; an input that is overwritten later is noticed by its version
 counter, and the pass is made again with that input copied.
+
+A pass runs with leaves in place of the selected parameters. Code that reaches the module's own parameters past them, by
+a closure or a list, would give wrong columns, so that such a pass is refused.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from linnet import _checks
 from linnet.layers import RULES
 from linnet.params import Layout
 from linnet.rules import Call, Rule, Slot
 
-REORDERING: frozenset[Callable[..., Any]] = frozenset(
-    function
-    for name in ("index_select", "masked_select", "gather", "take", "take_along_dim", "sort", "topk", "unique")
-    for function in (getattr(torch, name), getattr(Tensor, name))
-) | {Tensor.__getitem__, torch._C._VariableFunctions._pack_padded_sequence}
-"""Functions with which the order of the examples inside a batch can come to depend on the data."""
+READERS = frozenset(
+    getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__")
+)
+"""Functions that hand out a tensor's values as something other than a tensor."""
+
+
+EMBEDDINGS = (F.embedding, F.embedding_bag)
+"""Functions whose fourth argument ``max_norm`` makes them write into their weight."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,26 @@ class Recorder(TorchFunctionMode):
         layout: Their places in the flat vector.
         n: Examples.
         changes: What is done to the calls.
+        originals: Names of the module's own parameters, by their ``id``: nothing may read them.
+
+    Attributes:
+        uses: The calls, in order.
+        draws: Whether a function was given a random generator of its own.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], layout: Layout, *, n: int, changes: Changes) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        layout: Layout,
+        *,
+        n: int,
+        changes: Changes,
+        originals: Mapping[int, str],
+    ) -> None:
         super().__init__()
         self.uses: list[Use] = []
-        self.reorders = False
+        self.draws = False
+        self._originals = originals
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
         self._n, self._changes = n, changes
@@ -105,12 +125,16 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _open_attention(*args, **kwargs)
-        self.reorders = self.reorders or (func in REORDERING and _moves_numbers(func, args))
+        self.draws = self.draws or kwargs.get("generator") is not None
+        if func in EMBEDDINGS and (kwargs.get("max_norm") if len(args) < 4 else args[3]) is not None:
+            raise _checks.renormalizes("F.embedding")
         rule = RULES.get(func)
         call = None if rule is None else rule.read(args, kwargs, self._known)
         slots = {} if call is None else self._slots(call)
         if rule is None or call is None or not slots:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._check_originals(func, args, kwargs, result)
+            return result
         number, x, changes = len(self.uses), call.x, self._changes
         if x is not None and number in changes.inputs:
             copied = x.clone()
@@ -120,6 +144,7 @@ class Recorder(TorchFunctionMode):
         given = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         source = not any(a.requires_grad and not self._known(a) for a in given)
         y = func(*args, **kwargs)
+        self._check_originals(func, args, kwargs, y)
         if number in changes.outputs:
             y = y.clone()
         if number in changes.spread:
@@ -131,6 +156,15 @@ class Recorder(TorchFunctionMode):
             view = y if y._is_view() and y._base is not None and not y._base.is_leaf else None
             self._versions.append((x, -1 if x is None else x._version, view, y._version))
         return y
+
+    def _check_originals(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], y: Any
+    ) -> None:
+        """Raise if a call read a parameter of the module itself; asking for a shape or a device is no reading."""
+        for given in (*args, *kwargs.values()):
+            for t in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(t, Tensor) and id(t) in self._originals and reads_values(func, y):
+                    raise _checks.original_is_read(self._originals[id(t)])
 
     def overwritten(self) -> Changes:
         """The changes, and copies of what was overwritten in place after its call."""
@@ -164,14 +198,10 @@ class Recorder(TorchFunctionMode):
         return Slot(name, where, shape, origin, swapped=True) if t.ndim == 2 and t.T.is_contiguous() else None
 
 
-def _moves_numbers(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether numbers, not masks or positions, are picked by a tensor."""
-    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-        return False
-    if func is not Tensor.__getitem__:
-        return True
-    index = args[1] if isinstance(args[1], tuple | list) else (args[1],)
-    return any(isinstance(part, Tensor) for part in index)
+def reads_values(func: Callable[..., Any], result: Any) -> bool:
+    """Whether a call read the values of its arguments, given what the call returned."""
+    found = result if isinstance(result, list | tuple) else (result,)
+    return func in READERS or any(isinstance(t, Tensor) for t in found)
 
 
 def _spread(t: Tensor, n: int) -> Tensor:
@@ -205,14 +235,14 @@ class Recording:
         leaves: The parameters as the leaves of that graph.
         uses: The calls that use them, in order.
         changes: What was done to them.
-        reorders: Whether the order of the examples inside the pass may depend on the data.
+        draws: Whether the pass used a random generator of its own.
     """
 
     out: Tensor
     leaves: dict[str, Tensor]
     uses: list[Use]
     changes: Changes
-    reorders: bool = False
+    draws: bool = False
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -227,6 +257,7 @@ def record(
     *,
     n: int,
     changes: Changes = NO_CHANGES,
+    originals: Mapping[int, str] | None = None,
 ) -> Recording:
     """A forward pass at theta.
 
@@ -236,15 +267,20 @@ def record(
         layout: Their places in the flat vector.
         n: Examples.
         changes: What earlier passes have found necessary.
+        originals: Names of the module's own parameters, by their ``id``: a pass that reads one of them is refused.
     """
     for _ in range(4):
         leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
-        recorder = Recorder(leaves, layout, n=n, changes=changes)
+        recorder = Recorder(leaves, layout, n=n, changes=changes, originals=originals or {})
+        versions = {name: leaf._version for name, leaf in leaves.items()}
         with torch.enable_grad(), recorder:
             out = forward(leaves)
+        for name, leaf in leaves.items():
+            if leaf._version != versions[name]:
+                raise _checks.parameter_is_written(name)
         needed = recorder.overwritten()
         if needed == changes:
-            return Recording(out, leaves, recorder.uses, changes, recorder.reorders)
+            return Recording(out, leaves, recorder.uses, changes, recorder.draws)
         changes = needed
     raise RuntimeError(
         "The model overwrites the inputs of its layers in place, differently at each call. "

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from torch import Tensor
 from linnet import autodiff
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch
-from linnet.capture import Recording, Use
+from linnet.capture import NO_CHANGES, Recording, Use
 from linnet.compound import Lazy, combine
 from linnet.contexts import Precision, forward_mode
 from linnet.factors import Factor, Recipe
 from linnet.inspection import Inspected
+from linnet.proofs import Truth
 from linnet.rules import Call, LayoutError, Rule, Slot
 from linnet.shared import Shared
-from linnet.structure import TOLERANCE, Kept, Structure, factors_of, gradients, misplaced, streamed, warn_fallback
+from linnet.structure import Kept, Structure, factors_of, gradients, streamed, warn_fallback
 
 NOTHING = nullcontext()
+
+Judge = Callable[[], Truth]
+"""Gives what reverse mode says of a chunk."""
 
 Prepare = Callable[[Factor], Factor]
 """From a factor to the form that it is wanted in."""
@@ -36,10 +41,16 @@ class Chunk:
     Attributes:
         f: Outputs (n, c).
         factors: Columns; those that are missing are zero.
+        truth: What the columns by layer rules must agree with, if the chunk is to be proved.
+        signature: The calls that the network made.
+        draws: Whether the network used a random generator of its own.
     """
 
     f: Tensor
     factors: list[Factor]
+    truth: Truth | None = None
+    signature: tuple[Any, ...] = ()
+    draws: bool = False
 
 
 class Chunks(Inspected):
@@ -55,6 +66,7 @@ class Chunks(Inspected):
         graph: bool = False,
         along: Tensor | None = None,
         prepare: Prepare = lambda factor: factor,
+        prove: bool = False,
     ) -> Chunk:
         """The Jacobian of a batch in factors.
 
@@ -67,6 +79,8 @@ class Chunks(Inspected):
             along: (p, k), what the factors will be multiplied by; with ``columns`` and ``graph`` the forward pass gives
                 the product with its first column too.
             prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
+            prove: Whether the columns are compared with reverse mode: those of autodiff when they are used, those of
+                layer rules by the caller, with the chunk's ``truth``.
         """
         if autodiff_only:
             leaves = {name: t.detach().requires_grad_(graph) for name, t in self.theta.items()}
@@ -83,7 +97,9 @@ class Chunks(Inspected):
                         f, product = autodiff.dual(lambda theta: self.forward(theta, batch), leaves, tangent)
                     known = along, product.detach().to(self.dtype)
             kept = (f, leaves) if graph else None
-            factor = self._autodiff(tuple(self.theta), batch, f.shape[1], precision, columns, kept, known, shared)
+            judge: Judge | None = partial(self.plain_truth, batch, precision) if prove else None
+            names, c = tuple(self.theta), f.shape[1]
+            factor = self._autodiff(names, batch, c, precision, columns, judge, kept, known, shared)
             return Chunk(f.detach().to(self.dtype), [prepare(factor)])
         prepare = self._without_autocast(prepare)
         with self._setting(precision):
@@ -91,14 +107,23 @@ class Chunks(Inspected):
             structure = self._structure(recording, batch)
             if structure.changes.spread != recording.changes.spread:
                 recording = self._record(batch, structure.changes)
+            truth = self._truth(recording, batch, precision) if prove else None
+            signature, draws = recording.signature, recording.draws
             f, factors = recording.out.detach().to(self.dtype), self._streamed(recording, structure, batch, prepare)
             if factors is None:
                 if not recording.uses:  # emptied by a stream that broke off
                     recording = self._record(batch, structure.changes)
                 factors, structure = self._captured(recording, structure, batch, prepare)
         if structure.rest:
-            factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns)))
-        return Chunk(f, factors)
+            judge = None if truth is None else lambda: truth
+            factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns, judge)))
+        return Chunk(f, factors, truth, signature, draws)
+
+    def _truth(self, recording: Recording, batch: Batch, precision: Precision) -> Truth:
+        """What reverse mode gives, on the recorded pass or, where calls were changed by it, on one without changes."""
+        if recording.changes.spread:
+            recording = self._record(batch, NO_CHANGES)
+        return self.truth(recording, batch, precision)
 
     def _without_autocast(self, prepare: Prepare) -> Prepare:
         """The same outside of bf16's autocast: products of factors are float32."""
@@ -113,8 +138,7 @@ class Chunks(Inspected):
         self, recording: Recording, structure: Structure, batch: Batch, prepare: Prepare
     ) -> list[Factor] | None:
         """The factors of a chunk with one output, each prepared during the backward pass; None if that cannot be."""
-        doubtful = structure.unused or structure.unproven or recording.reorders or not structure.streams
-        if doubtful or recording.out.shape[1] > 1 or not recording.out.requires_grad:
+        if not structure.streams or recording.out.shape[1] > 1 or not recording.out.requires_grad:
             return None
         if self.device.type != "cpu":  # a GPU would wait for Python between the layers
             return None
@@ -145,26 +169,8 @@ class Chunks(Inspected):
     ) -> tuple[list[Factor], Structure]:
         out = recording.out
         pairs = [(use, kept) for use, kept in zip(recording.uses, structure.kept, strict=True) if kept]
-        if structure.unused and out.requires_grad:
-            leaves = [recording.leaves[name] for name in structure.unused]
-            found = torch.autograd.grad(out, leaves, torch.ones_like(out), True, allow_unused=True)
-            late = [name for name, g in zip(structure.unused, found, strict=True) if g is not None]
-            if late:  # used for some examples only
-                return self._demoted(recording, structure, late, batch, prepare)
         seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
         grads = gradients(out, [use for use, _ in pairs], seeds, batched=structure.batched)
-        doubtful = [
-            (use, kept, g)
-            for (use, kept), g in zip(pairs, grads, strict=True)
-            if g is not None
-            and (recording.reorders or any(slot.name in structure.unproven for slot in kept.slots.values()))
-        ]
-        if doubtful and batch.n > 1:
-            half = torch.is_autocast_enabled(self.device.type)
-            names = misplaced(out, doubtful, TOLERANCE[torch.bfloat16 if half else self.model_dtype])
-            if names:
-                warn_fallback(names)
-                return self._demoted(recording, structure, names, batch, prepare)
         factors: list[Factor] = []
         for (use, kept), g in zip(pairs, grads, strict=True):
             if g is None:
@@ -191,6 +197,7 @@ class Chunks(Inspected):
         c: int,
         precision: Precision,
         columns: bool,
+        judge: Judge | None = None,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         shared: Shared | None = None,
@@ -211,6 +218,8 @@ class Chunks(Inspected):
             dtype=self.dtype,
             vectorize=lambda: self.can("vectorize", batch),
             columns=columns and self.can("forward_mode", batch),
+            judge=judge,
+            deny=self.deny,
             graph=graph,
             known=known,
             shared=shared,

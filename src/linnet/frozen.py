@@ -2,8 +2,9 @@
 
 A module that holds no selected parameter and is called before any of them matters returns the same in every pass. One
 pass keeps what is needed of that, and on a copy of the network these calls return it at once: they are not made again.
-On a few examples it is found out which calls these are, and which of their results the rest of the network reads at
-all; and that nothing changes when all others are replaced by NaN.
+A few examples show which calls these are, and which of their results reach the output of the network at all, by
+arithmetic or by a decision. All others are replaced by NaN. The pass that keeps the results compares, on every example,
+the outputs and one random combination of the rows of the Jacobian with those of the whole network.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from linnet import _checks
 from linnet.batch import Batch, Source, moved
-from linnet.capture import NO_CHANGES
+from linnet.capture import NO_CHANGES, READERS, Recording
 from linnet.linearize import Linearization
-from linnet.structure import PROBE, TOLERANCE, Structure
+from linnet.proofs import TOLERANCE
+from linnet.structure import PROBE, Structure
+from linnet.uses import tensors
 
 Key = tuple[str, int]
 """A call: the name of the module, and how many calls of it came before."""
@@ -103,6 +107,8 @@ class _State:
         self.kept: list[Tensor] | None = None
         self.counts: dict[str, int] = {}
         self.inside = self.written = False
+        self.reach: _Reach | None = None
+        self.number = 0  # how many kept tensors were handed out in this pass
 
     def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         if self.inside or (self.noted is None and self.kept is None):
@@ -128,13 +134,16 @@ class _State:
                 found.append(leaf.shared.clone())
             elif leaf.needed:
                 found.append(self.kept.pop(0).clone())  # a copy, since the network may go on in place
+                if self.reach is not None:
+                    self.reach.follow(found[-1], self.number)
+                    self.number += 1
             else:
                 empty = leaf.empty(self.n, self.device)
                 found.append(empty.clone() if self.written else empty)
         return pytree.tree_unflatten(found, result.spec)
 
     def replaying(self, kept: Sequence[Tensor]) -> _State:
-        self.kept, self.counts = list(kept), {}
+        self.kept, self.counts, self.number = list(kept), {}, 0
         self.n, self.device = len(kept[0]), kept[0].device
         return self
 
@@ -178,11 +187,8 @@ class Frozen:
             )
         self._state.results = self._described(found, probe)
         self.top = self._above()
-        if not self._agrees(found, probe, reference):
-            raise ValueError(
-                "The network cannot be started above its frozen layers: what it computes there depends on more than "
-                "what modules return. Keep the factors instead (J.cached), or pass the top as a network of its own."
-            )
+        if not self._agrees(found, probe, reference.out):
+            raise _cannot_start()
 
     def _agrees(self, found: dict[Key, Any], probe: Batch, reference: Tensor) -> bool:
         """Whether the network above gives the same outputs; finds out what has to be kept for that."""
@@ -207,12 +213,15 @@ class Frozen:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
     def record(self, batch: Batch) -> list[Tensor]:
-        """What is kept of a batch, each (n, ...): one forward pass."""
-        _, noted = self._recorded(batch, grad=False)
+        """What is kept of a batch, each (n, ...), compared with the whole network."""
+        recording, noted = self._recorded(batch, grad=True)
         missing = [key for key in self._state.results if key not in noted]
         if missing:
             raise ValueError(f"Not every example calls {missing[0][0]!r}; keep the factors instead (J.cached).")
-        return self.of(noted)
+        kept = self.of(noted)
+        with self.lin._setting("highest"):
+            self._check(batch, recording, kept)
+        return kept
 
     def of(self, noted: dict[Key, Any]) -> list[Tensor]:
         """The tensors that are kept, from what calls have returned."""
@@ -231,12 +240,12 @@ class Frozen:
         """The batch as the network above takes it."""
         return replace(batch, args=(kept, batch.args, batch.kwargs), kwargs={})
 
-    def _recorded(self, batch: Batch, *, grad: bool) -> tuple[Tensor, dict[Key, Any]]:
+    def _recorded(self, batch: Batch, *, grad: bool) -> tuple[Recording, dict[Key, Any]]:
         leaves = {name: t.detach().requires_grad_(grad) for name, t in self.lin.theta.items()}
         with torch.set_grad_enabled(grad), self.lin._setting("highest"), self._state.recording() as state:
             out = self._whole.forward(leaves, batch)
             assert state.noted is not None
-            return out.detach(), dict(state.noted)
+            return Recording(out, leaves, [], NO_CHANGES), dict(state.noted)
 
     def _described(self, found: dict[Key, Any], probe: Batch) -> dict[Key, Result]:
         """Which tensors have an axis of examples: those whose first axis follows the number of examples."""
@@ -275,22 +284,30 @@ class Frozen:
         for key, result in results.items():
             results[key] = replace(result, leaves=tuple(replace(leaf, needed=True) for leaf in result.leaves))
         kept = self.of(found)
-        moving = [t.clone().requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in kept]
-        with torch.enable_grad(), self.lin._setting("highest"):
-            out = self.top.forward({}, self.with_kept(probe, moving))
-        asked = [t for t in moving if t.requires_grad]
-        grads: Sequence[Tensor | None] = [None] * len(asked)
-        if out.requires_grad and asked:
-            grads = torch.autograd.grad(out.sum(), asked, allow_unused=True)
-        read = iter(grads)
+        self._state.reach = reach = _Reach()
+        try:
+            with torch.no_grad(), self.lin._setting("highest"), reach:
+                out = self.top.forward({}, self.with_kept(probe, kept))
+        finally:
+            self._state.reach = None
+        needed = iter([number in reach.of(out) for number in range(len(kept))])
         for key, result in results.items():
-            leaves = [
-                replace(leaf, needed=next(read) is not None)
-                if leaf.shared is None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-                else leaf
-                for leaf in result.leaves
-            ]
+            leaves = [leaf if leaf.shared is not None else replace(leaf, needed=next(needed)) for leaf in result.leaves]
             results[key] = replace(result, leaves=tuple(leaves))
+
+    def _check(self, batch: Batch, whole: Recording, kept: list[Tensor]) -> None:
+        """Raise unless the network above the frozen layers is the whole network on a batch, in value and derivative.
+
+        Args:
+            batch: The examples.
+            whole: A pass of the whole network.
+            kept: What is kept of the examples.
+        """
+        top = self.top._record(self.with_kept(batch, kept), NO_CHANGES)
+        truths = [lin.truth(of, batch, "highest") for lin, of in ((self._whole, whole), (self.top, top))]
+        same = _checks.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
+        if not same or truths[0].differs_from(truths[1]):
+            raise _cannot_start()
 
 
 @final
@@ -346,6 +363,53 @@ def _on_disk(leaf: Leaf, n: int, folder: str | os.PathLike[str]) -> Tensor:
     t = torch.from_file(path, shared=True, size=count, dtype=leaf.dtype).view(n, *leaf.shape)
     os.unlink(path)  # the file stays as long as it is mapped
     return t
+
+
+def _cannot_start() -> ValueError:
+    return ValueError(
+        "The network cannot be started above its frozen layers: what it computes there depends on more than "
+        "what modules return. Keep the factors instead (J.cached), or pass the top as a network of its own."
+    )
+
+
+@final
+class _Reach(TorchFunctionMode):
+    """Follows numbered tensors through a forward pass: whose values a result depends on, in whatever way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sources: dict[int, set[int]] = {}
+        self._held: list[Tensor] = []  # a freed tensor's id would be given to another
+        self._decided: set[int] = set()  # sources whose values left the tensors, as a number or a truth value
+
+    def follow(self, t: Tensor, number: int) -> None:
+        """Number a tensor."""
+        self._add(t, {number})
+
+    def of(self, t: Tensor) -> set[int]:
+        """The numbers that a tensor depends on."""
+        return self._sources.get(id(t), set()) | self._decided
+
+    def _add(self, t: Tensor, sources: set[int]) -> None:
+        for part in (t, t._base if t._is_view() else None):  # what is written into a view is in its base
+            if part is not None:
+                self._held.append(part)
+                self._sources[id(part)] = self._sources.get(id(part), set()) | sources
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = list(tensors((args, kwargs or {})))
+        versions = [t._version for t in given]
+        out = func(*args, **(kwargs or {}))
+        bases = [t._base for t in given if t._is_view() and t._base is not None]
+        sources = set().union(*(self._sources.get(id(t), set()) for t in (*given, *bases)))
+        if sources:
+            made = list(tensors(out))
+            changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+            for t in (*made, *changed):
+                self._add(t, sources)
+            if not made and not changed and func in READERS:
+                self._decided |= sources
+        return out
 
 
 def _depends(out: Any) -> bool:

@@ -50,6 +50,7 @@ class Functional:
         self._cast: torch.dtype | None = None  # what floating inputs are cast to
         selected = select(model, params)
         self._model = _shadow(model, selected)
+        self._originals = list(selected.items())  # nothing may read them: a pass has leaves in their place
         self._places = _places(self._model, selected)
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
         self.has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
@@ -69,7 +70,7 @@ class Functional:
 
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""
-        batch = batch if self._cast is None else batch.with_inputs(partial(as_dtype, dtype=self._cast))
+        batch = batch.with_inputs(partial(_copied, dtype=self._cast))  # the network may write into its inputs
         full = {place: theta.get(name, self.theta[name]) for place, name in self._places.items()}
         try:
             raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
@@ -109,12 +110,30 @@ def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:
         for t in model.parameters()
     }
     try:
-        return copy.deepcopy(model, memo).eval()
+        shadow = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
             f"linnet works on a copy of the module's structure, and {type(model).__name__} cannot be copied "
             f"({error}). Remove what copy.deepcopy cannot handle, such as tensors with a graph kept as attributes."
         ) from error
+    own = {id(module) for module in model.modules()}
+    for name, module in shadow.named_modules():
+        if id(module) in own:
+            raise TypeError(
+                f"linnet works on a copy of the module's structure, and copy.deepcopy returns the module "
+                f"{name or type(model).__name__!r} itself. Remove its __deepcopy__, so that linnet leaves it as it is."
+            )
+        if getattr(module, "max_norm", None) is not None:
+            _release_max_norm(name, module)
+    return shadow.eval()
+
+
+def _release_max_norm(name: str, module: nn.Module) -> None:
+    """Switch off an embedding's ``max_norm``, which would write into the weights, where it has nothing to do."""
+    weight, limit, kind = module.weight, float(module.max_norm), float(getattr(module, "norm_type", 2.0))  # type: ignore[arg-type]
+    if bool((weight.detach().norm(p=kind, dim=1) > limit).any()):  # type: ignore[operator]
+        raise _checks.renormalizes(name)
+    module.max_norm = None  # type: ignore[assignment]
 
 
 def _places(model: nn.Module, selected: Mapping[str, Tensor]) -> dict[str, str]:
@@ -126,6 +145,12 @@ def _places(model: nn.Module, selected: Mapping[str, Tensor]) -> dict[str, str]:
         for key, t in module._parameters.items()
         if t is not None and id(t) in names
     }
+
+
+def _copied(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy of a tensor, in a dtype if one is given."""
+    cast = t if dtype is None else as_dtype(t, dtype)
+    return t.clone() if cast is t else cast
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:

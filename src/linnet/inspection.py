@@ -1,8 +1,11 @@
-"""What is found out about a network once, on a few examples: which rules serve its calls, what torch can do with it."""
+"""Checks of a network on its first few examples: which rules serve its calls, and what torch can do with it.
+
+What these checks find is a first guess: `linnet.proofs` compares every chunk with reverse mode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +15,11 @@ from torch import Tensor, nn
 from linnet import _checks, autodiff
 from linnet.batch import Batch
 from linnet.capture import NO_CHANGES, Changes, Recording, record
-from linnet.contexts import forward_mode
+from linnet.contexts import Precision, forward_mode
 from linnet.functional import Functional, Output
 from linnet.params import Params
-from linnet.structure import PROBE, TOLERANCE, Structure, inspect, warn_of
+from linnet.proofs import TOLERANCE, Truth, random_signs, tolerance_of
+from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
 
 
 class Inspected(Functional):
@@ -86,12 +90,117 @@ class Inspected(Functional):
 
     def _check_independent(self, out: Tensor, probe: Batch) -> None:
         """Raise if the outputs are random, or change with the other examples of the batch."""
-        tolerance = TOLERANCE[self.model_dtype]
+        n, tolerance = probe.n, TOLERANCE[self.model_dtype]
         with torch.no_grad():
             if not _checks.close(self.forward({}, probe), out, tolerance):
                 raise _checks.random_output()
-            if probe.n > 1 and not _checks.close(self.forward({}, probe.part(0, probe.n - 1)), out[:-1], tolerance):
-                raise _checks.examples_interact()
+            # Other examples beside each one, in another order: as many of them, with which kernels round alike.
+            orders = [[*reversed(range(n))], [i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
+            alone = [[i] for i in range(n)] if self.model_dtype == self.dtype else []
+            for index in (orders + alone) if n > 1 else []:
+                try:
+                    found = self._of_some(probe, index)
+                except (RuntimeError, ValueError, TypeError, IndexError):
+                    continue  # the network takes no single example, or its examples in one order only
+                if not _checks.close(found, out[index], tolerance):
+                    raise _checks.examples_interact()
+
+    def _of_some(self, batch: Batch, index: Sequence[int] | Tensor) -> Tensor:
+        return self.forward({}, batch.take(torch.as_tensor(index)))
+
+    def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, *, random: bool) -> None:
+        """Raise if the outputs of a chunk are random, or change with the other examples of the batch.
+
+        A sixteenth of the examples is run again without the others. Half-precision kernels round in another way with
+        every number of examples: there, half of the examples are run twice each.
+
+        Args:
+            batch: The chunk.
+            f: Its outputs, (n, c).
+            precision: Precision of the network's passes.
+            random: Whether the network has drawn random numbers for this chunk.
+        """
+        if not f.isfinite().all():
+            return  # another check says which example it is
+        with torch.no_grad(), self._setting(precision):
+            if random:
+                self._check_not_random(batch, f)
+            if batch.n == 1:
+                return
+            order = torch.randperm(batch.n, generator=torch.Generator().manual_seed(batch.start))
+            if self.model_dtype == self.dtype and precision != "bf16":
+                index = order[: max(2, batch.n // 16) if batch.n > 2 else 1]
+            else:
+                index = order[torch.arange(batch.n) // 2]
+            index = index.sort().values
+            if not self._alike(batch, f, index, precision):
+                if not _checks.close(self.forward({}, batch).to(f), f, tolerance_of(self.model_dtype, precision)):
+                    raise _checks.random_output()
+                raise _checks.examples_interact(batch.start, batch.n)
+
+    def _alike(self, batch: Batch, f: Tensor, index: Tensor, precision: Precision) -> bool:
+        """Whether examples have the same outputs in another batch."""
+        tolerance = tolerance_of(self.model_dtype, precision)
+        scale = float(f.abs().max())
+
+        def differs(index: Tensor) -> Tensor:
+            found = self._of_some(batch, index).to(f)
+            return ((found - f[index.to(f.device)]).abs().amax(1) > tolerance * scale).cpu()
+
+        apart = differs(index)
+        if not apart.any():
+            return True
+        if self.model_dtype == torch.float64 or apart.float().mean() > 0.5:
+            return False
+        # A few examples may sit on a hard decision that rounds either way with another number of examples. With the
+        # same number in the same places, rounding is the same, and other examples must not matter.
+        doubtful = index[apart]
+        beside = torch.full((batch.n,), int(doubtful[0]))
+        beside[doubtful] = doubtful
+        return not differs(beside)[doubtful].any() and not differs(torch.arange(batch.n).flip(0)).any()
+
+    def _check_not_random(self, batch: Batch, f: Tensor) -> None:
+        """Raise if outputs change from draw to draw, in eight passes over at least 64 examples each."""
+        index = torch.arange(max(batch.n, 64)) % batch.n
+        bound = 1e3 * torch.finfo(self.model_dtype).eps * float(f.abs().max())
+        for _ in range(8):
+            if float((self._of_some(batch, index).to(f) - f[index.to(f.device)]).abs().max()) > bound:
+                raise _checks.random_output()
+
+    def truth(self, recording: Recording, batch: Batch, precision: Precision) -> Truth:
+        """``J^T u`` of a recorded pass for a random u, by reverse mode; the recording keeps its graph."""
+        out, leaves = recording.out, recording.leaves
+        u = random_signs(*out.shape, seed=batch.start, like=out.detach())
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if out.requires_grad:
+            found = torch.autograd.grad(out, list(leaves.values()), u, True, allow_unused=True)
+        parts = [
+            t.new_zeros(t.numel(), dtype=self.dtype) if g is None else g.detach().to_dense().flatten().to(self.dtype)
+            for t, g in zip(leaves.values(), found, strict=True)
+        ]
+        return Truth(u.to(self.dtype), torch.cat(parts), self.layout, tolerance_of(self.model_dtype, precision))
+
+    def plain_truth(self, batch: Batch, precision: Precision) -> Truth:
+        """`truth` of the network as it is, by a forward and a backward pass of its own."""
+        with self._setting(precision):
+            return self.truth(self._record(batch, NO_CHANGES), batch, precision)
+
+    def doubt(self, signature: tuple[Any, ...], names: Sequence[str]) -> None:
+        """Make chunks with these calls in a slower way from now on: their columns of some parameters were wrong."""
+        known = self._structures[signature]
+        ruled = [name for name in names if name in known.rules]
+        if ruled and known.batched:
+            changed = replace(known, batched=False)  # the batched backward pass may be to blame
+        else:
+            changed = known.without(names)
+            if ruled:  # the others are used by some examples only, and no rule serves them
+                warn_fallback(ruled)
+        self._structures[signature] = self.last_structure = changed
+
+    def deny(self, ability: str) -> None:
+        """Never use an ability again: it gave other numbers than reverse mode, or failed."""
+        for few in (1, 2):
+            self._abilities[ability, few] = False
 
     def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
         if changes is None and self._changes.spread:
@@ -102,6 +211,7 @@ class Inspected(Functional):
             self.layout,
             n=batch.n,
             changes=self._changes if changes is None else changes,
+            originals={id(t): name for name, t in self._originals},
         )
 
     def _record_like_last(self, batch: Batch) -> Recording:

@@ -30,6 +30,7 @@ from linnet.kron import Rotation
 from linnet.operator_checks import by_block, check_fn_result, check_weight
 from linnet.operators import LinearOperator, RowFn
 from linnet.passes import Piece
+from linnet.proofs import Proofs
 from linnet.row_weights import add_symmetric_, weigh
 from linnet.structure import PROBE
 
@@ -213,7 +214,7 @@ class Jacobian(Grams):
     def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian of the same examples around other weights, as `linnet.Linearization.at`."""
         moved = copy.copy(self)
-        moved.lin = self.lin.at(theta)
+        moved.lin, moved._proofs = self.lin.at(theta), Proofs()
         return moved
 
     def in_precision(self, precision: Precision) -> Jacobian:
@@ -227,6 +228,7 @@ class Jacobian(Grams):
         check_precision(precision)
         other = copy.copy(self)
         other._settings = replace(self._settings, precision=precision)
+        other._proofs = Proofs()
         return other
 
     def steady(self) -> Jacobian:
@@ -238,7 +240,7 @@ class Jacobian(Grams):
             return self
         other = copy.copy(self)
         other.lin = copy.copy(self.lin)
-        other.lin.steady = True
+        other.lin.steady, other._proofs = True, Proofs()
         return other
 
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -332,6 +334,7 @@ class Jacobian(Grams):
         part = object.__new__(Jacobian)
         part._settings, part.lin, part._sample = self._settings, self.lin, self._sample
         part._source, part._rotation, part._probe = source, self._rotation, self._probe
+        part._proofs = self._proofs
         part.n, part.c = part._source.n, self.c
         LinearOperator.__init__(part, (part.n * part.c, self.lin.p), dtype=self.dtype, device=self.device)
         part.block = part.c
@@ -395,9 +398,7 @@ class Jacobian(Grams):
             held = 0
             with bar(self.n, "factors", progress=self._settings.progress) as tick:
                 for batch in self._batches(self._kept_chunk(), 0, self.n):
-                    chunk = self.lin.chunk(
-                        batch, self._settings.precision, autodiff_only=self._settings.engine == "autodiff"
-                    )
+                    chunk = self._whole_chunk(batch)
                     _checks.check_outputs_finite(chunk.f, batch.start)
                     factors = keep(chunk.factors, self._settings.engine)
                     kept.append(Kept(batch.without_inputs(), chunk.f.clone(), factors))

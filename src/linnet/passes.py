@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from linnet import _checks
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Source
-from linnet.chunks import Chunk
+from linnet.chunks import Chunk, Prepare
 from linnet.compound import Lazy, pack
 from linnet.contexts import Precision, arithmetic, check_precision
 from linnet.data import bar
@@ -43,6 +44,7 @@ from linnet.plan import (
     prepare,
     working_size,
 )
+from linnet.proofs import Disproved, Proofs, RandomState
 from linnet.structure import PROBE
 from linnet.tokens import Tokens
 
@@ -77,6 +79,7 @@ class Passing:
     halved: int = 0  # how often there was one
     room: int = 0  # bytes that a chunk could have when they were asked for last
     used: int = 0  # examples per chunk of the last pass
+    sizes: dict[str, int] = field(default_factory=dict)  # examples per chunk that were chosen, by kind of pass
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Passes(LinearOperator):
 
     _rotation: Rotation | None = None  # of the columns
     _late: Deferred | None = None  # where outputs are checked, if not in every pass
+    _proofs: Proofs  # which chunks have been compared with reverse mode
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class Passes(LinearOperator):
         budget(memory, lin.device)
         self._settings = Passing(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
         self.lin, self._source = lin, source
+        self._proofs = Proofs()
         self.n = source.n
         first = next(iter(source.batches(min(PROBE, source.n)))).to(lin.device)
         chunk = self._first(first)
@@ -221,11 +226,63 @@ class Passes(LinearOperator):
         forward = autodiff and product and not backward and lin.can("forward_mode", batch)
         if s.engine == "autodiff" or (autodiff and (backward or forward)):
             graph = backward or (forward and request == "fused")
-            return lin.chunk(
-                batch, s.precision, autodiff_only=True, columns=forward, graph=graph, along=along, prepare=ready
-            )
+            way = "backward" if backward else "forward" if forward else "rows"
+
+            def make(prove: bool) -> Chunk:
+                return lin.chunk(
+                    batch,
+                    s.precision,
+                    autodiff_only=True,
+                    columns=forward,
+                    graph=graph,
+                    along=along,
+                    prepare=ready,
+                    prove=prove and not backward,
+                )
+
+            return self._proved(way, batch, make)
         few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
-        return lin.chunk(batch, s.precision, columns=few, prepare=ready)
+        return self._by_rules(batch, ready, columns=few)
+
+    def _whole_chunk(self, batch: Batch) -> Chunk:
+        """A chunk in the parameters' own coordinates, prepared for nothing."""
+        if self._settings.engine != "autodiff":
+            return self._by_rules(batch)
+        make = partial(self.lin.chunk, batch, self._settings.precision, autodiff_only=True)
+        return self._proved("rows", batch, lambda prove: make(prove=prove))
+
+    def _by_rules(self, batch: Batch, ready: Prepare | None = None, *, columns: bool = False) -> Chunk:
+        """A chunk by layer rules, without those that gave other numbers than reverse mode."""
+        rotation = None if ready is None else self._rotation
+        make_chunk = partial(self.lin.chunk, batch, self._settings.precision, columns=columns)
+        if ready is not None:
+            make_chunk = partial(make_chunk, prepare=ready)
+
+        def make(prove: bool) -> Chunk:
+            while True:
+                chunk = make_chunk(prove=prove)
+                if chunk.truth is None or not chunk.f.isfinite().all():
+                    return chunk
+                rest = self.lin.last_structure.rest  # autodiff's columns are compared when they are used
+                own = {self.lin.layout.offsets[name] for name in rest}
+                ruled = [f for f in chunk.factors if f.ranges[0][0] not in own]
+                wrong = [name for name in chunk.truth.disagreeing(ruled, rotation) if name not in rest]
+                if not wrong:
+                    return replace(chunk, truth=None)
+                self.lin.doubt(chunk.signature, wrong)
+
+        return self._proved("rules, columns" if columns else "rules", batch, make)
+
+    def _proved(self, way: str, batch: Batch, make: Callable[[bool], Chunk]) -> Chunk:
+        """A chunk that is compared with reverse mode, and its outputs with those of another batch, where it is new."""
+        fresh = self._source.changes
+        watch = self._proofs.claim("outputs", batch) or fresh
+        before = RandomState(self.device) if watch else None
+        chunk = make(self._proofs.claim(way, batch) or fresh)
+        if before is not None:
+            random = chunk.draws or before.moved()
+            self.lin.check_outputs(batch, chunk.f, self._settings.precision, random=random)
+        return chunk
 
     def _ready(self, request: Request, k: int) -> Callable[[Factor], Factor]:
         """Prepares a factor for a request, in the coordinates of this Jacobian."""
@@ -262,10 +319,17 @@ class Passes(LinearOperator):
             each = min(s.per_example, 3 * s.graph) if columns else s.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.device)
-            size = chunk_size(self.n, each, s.room)
+            size = self._settled(f"{columns} {self.n}", chunk_size(self.n, each, s.room))
             if columns and self.lin.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
+
+    def _settled(self, kind: str, size: int) -> int:
+        """The size that chunks had before, unless memory has shrunk or doubled: the same chunks are proved once."""
+        known = self._settings.sizes.get(kind, 0)
+        if not known <= size < 2 * known:
+            self._settings.sizes[kind] = size
+        return self._settings.sizes[kind]
 
     @property
     def _convolved(self) -> int:
@@ -282,6 +346,7 @@ class Passes(LinearOperator):
         else:
             room = budget(s.memory, self.device) if room is None else room
             size = min(chunk_size(self.n, self._gram_example, int(GRAM[0] * room)), max(512, ceil(self.n / 16)))
+            size = self._settled(f"gram {self.n}", size)
         return size if s.largest is None else min(size, s.largest)
 
     @property
@@ -300,6 +365,9 @@ class Passes(LinearOperator):
             try:
                 with arithmetic(self._settings.precision, self.device):
                     return run()
+            except Disproved as found:
+                self.lin.deny(found.ability)
+                self._proofs.forget()
             except torch.OutOfMemoryError:
                 size = self._settings.used or self._chunk()
                 if size == 1 or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -314,6 +382,9 @@ class Passes(LinearOperator):
                     other._settings.largest = max(1, other._chunk() // 2)
                 self._settings.largest = self._settings.used = max(1, size // 2)
                 self._settings.halved += 1
+            except BaseException:
+                self._proofs.forget()
+                raise
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 

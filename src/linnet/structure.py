@@ -2,7 +2,8 @@
 
 The first examples are run once with recording. Each use of a parameter is tried with the layouts its rule allows,
 until the per-example gradients agree with autodiff's; a parameter for which they never do, or that no rule sees,
-is left to autodiff. The result, a `Structure`, is valid for every batch that makes the same calls.
+is left to autodiff. The result, a `Structure`, is tried on every batch that makes the same calls; `linnet.proofs` says
+whether it holds there.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from torch import Tensor
 from linnet.capture import NO_CHANGES, Changes, Recording, Use
 from linnet.factors import Factor
 from linnet.layers import Elementwise
+from linnet.proofs import TOLERANCE
 from linnet.rules import LayoutError, Slot, arrange
 
 PROBE = 3
 """Examples on which the rules are checked."""
-
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-"""Largest relative disagreement with autodiff that is rounding, by the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Structure:
         failed: Numbers of the calls whose rule did not agree with autodiff.
         changes: What has to be done to the calls.
         examples: How many examples it was checked on; one example alone does not show where examples lie.
-        unproven: Parameters whose gradients were all zero, which any layout agrees with.
         streams: Whether one backward pass reaches every use (see `streamed`); False once it has not.
     """
 
@@ -60,7 +58,6 @@ class Structure:
     failed: frozenset[int] = frozenset()
     changes: Changes = NO_CHANGES
     examples: int = 0
-    unproven: frozenset[str] = frozenset()
     streams: bool = True
 
     def without(self, names: Iterable[str]) -> Structure:
@@ -166,33 +163,6 @@ def streamed(out: Tensor, uses: list[Use | None], take: Callable[[int, Use, Tens
     return reached == len(uses)
 
 
-def misplaced(out: Tensor, uses: Sequence[tuple[Use, Kept, Tensor]], tolerance: float) -> list[str]:
-    """Parameters whose uses do not have the examples where their layout says, by one more backward pass.
-
-    With every example's output weighted by its own number, the gradient at an entry of a call's output is
-    multiplied by the number of the example that the entry belongs to.
-
-    Args:
-        out: (n, c) with its graph.
-        uses: Each with what is kept of it, and the gradients of the c outputs there.
-        tolerance: Relative disagreement that is rounding.
-    """
-    n = len(out)
-    w = torch.rand(n, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add(0.5).to(out)
-    weighted = gradients(out, [use for use, _, _ in uses], w.expand_as(out)[None], batched=False)
-    wrong: list[str] = []
-    for (_, kept, g), found in zip(uses, weighted, strict=True):
-        assert found is not None
-        try:
-            plain, scaled = arrange(g.sum(0), kept.layout, n), arrange(found[0], kept.layout, n)
-        except LayoutError:  # the caller meets it too
-            continue
-        expected = plain * w.view(n, *(1,) * (plain.ndim - 1))
-        if (scaled - expected).abs().max() > tolerance * expected.abs().max():
-            wrong += [slot.name for slot in kept.slots.values()]
-    return wrong
-
-
 def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -> Structure:
     """Check every use of every parameter against autodiff, on the few examples of a recording.
 
@@ -247,8 +217,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
         failed |= {i for i in cluster if {slot.name for slot in uses[i].slots.values()} & (members - right)}
     rest = tuple(name for name in names if name in truth and name not in served)
     batched = _batches(out, [use for use, k in zip(uses, kept, strict=True) if k is not None])
-    unproven = frozenset(name for name, t in truth.items() if not t.count_nonzero())
-    return Structure(kept, rest, unused, batched, served, frozenset(failed), recording.changes, unproven=unproven)
+    return Structure(kept, rest, unused, batched, served, frozenset(failed), recording.changes)
 
 
 def _autodiff(out: Tensor, leaves: Mapping[str, Tensor], u: Tensor) -> dict[str, Tensor]:
