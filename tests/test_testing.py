@@ -280,6 +280,72 @@ def test_dense_jacobian_takes_names():
         dense_jacobian(model, x, names=[])
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_dense_jacobian_is_right_where_vectorized_reverse_mode_is_not(p):
+    """torch's batched backward pass of `torch.cdist` is wrong: the reference is held against differences."""
+
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centers = nn.Parameter(matrix(4, 3, seed=5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cdist(x, self.centers, p=p)
+
+    model, x, h = Distances(), matrix(3, 3), 1e-6
+    J = dense_jacobian(model, x)
+    columns = []
+    with torch.no_grad():
+        for i in range(12):
+            step = h * torch.eye(12, dtype=torch.float64)[i].view(4, 3)
+            sides = [torch.cdist(x, model.centers + s * step, p=p).flatten() for s in (1, -1)]
+            columns.append((sides[0] - sides[1]) / (2 * h))
+    torch.testing.assert_close(J, torch.stack(columns, 1), rtol=1e-7, atol=1e-8)
+
+
+def test_dense_jacobian_sees_parameters_that_a_closure_reads():
+    layer = nn.Linear(3, 2).double()
+    model = nn.Sequential(layer)
+    model.forward = lambda x: layer(x)
+    torch.testing.assert_close(dense_jacobian(model, matrix(4, 3)), dense_jacobian(layer, matrix(4, 3)))
+
+
+def test_dense_jacobian_leaves_model_and_data_as_they_were():
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 2).double()
+            self.register_buffer("calls", torch.zeros(()))
+            self.a.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x -= x.mean(1, keepdim=True)
+            return self.a(x)
+
+    model, x = Careless(), matrix(4, 3)
+    J = dense_jacobian(model, x, names=["a.weight"])
+    assert model.calls == 0
+    assert not model.a.weight.requires_grad
+    assert torch.equal(x, matrix(4, 3))
+    torch.testing.assert_close(J[0, :3], x[0] - x[0].mean())
+
+
+def test_dense_jacobian_of_a_model_that_needs_several_examples():
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) < 2:
+                raise ValueError("two or more")
+            return self.a(x)
+
+    model = Pairs()
+    torch.testing.assert_close(dense_jacobian(model, matrix(4, 3)), dense_jacobian(model.a, matrix(4, 3)))
+
+
 def test_call_understands_logits_and_vectors():
     class Output:
         logits = torch.ones(3, 2)

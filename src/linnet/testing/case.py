@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 Data = Callable[[int, int], Any]
 
@@ -79,10 +78,12 @@ def dense_jacobian(
     output: Callable[[Any], Tensor] | None = None,
     names: Iterable[str] | None = None,
 ) -> Tensor:
-    """The Jacobian as one dense matrix `(n*c, p)`, by `torch.func.jacrev`: slow, simple, the reference.
+    """The Jacobian as one dense matrix `(n*c, p)`, by plain reverse mode, example by example: slow, the reference.
 
-    Rows are example-major (row `i*c + j` is output j of example i), columns follow
-    `model.named_parameters()`, tied parameters once.
+    Each example runs alone, as a batch of one, through the module itself, and each of its outputs is differentiated by
+    `torch.autograd.grad`: no vectorization, no transform of `torch.func`, no forward mode. A model that cannot run one
+    example alone runs on the whole batch instead. Rows are example-major (row `i*c + j` is output j of example i),
+    columns follow `model.named_parameters()`, tied parameters once. Parameters, buffers and data stay as they are.
 
     Args:
         model: The network, used in the mode it is in.
@@ -98,32 +99,78 @@ def dense_jacobian(
     parameters = dict(model.named_parameters())
     if names is None:
         names = [name for name, tensor in parameters.items() if tensor.requires_grad]
-    theta = {name: parameters[name].detach() for name in names}
+    theta = [parameters[name] for name in names]
     if not theta:
         raise ValueError("dense_jacobian needs at least one parameter to differentiate by; got none.")
+    # A model that differentiates inside its forward needs attention kernels with a second derivative.
+    with differentiable(theta), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        try:
+            ones = [_rows(model, one, theta, output) for one in examples(data)]
+            alone = all(len(one) == 1 for one in ones)
+        except Exception:  # whatever the model raises for one example alone
+            alone = False
+        rows = torch.cat(ones) if alone else _rows(model, _copied(data), theta, output)
+    return rows.flatten(0, 1)
 
-    # Each place a parameter sits in, once: functional_call's own way of tying weights leaves a module that
-    # is registered under two names changed (pytorch issue 164759).
-    first = {tensor: name for name, tensor in parameters.items()}
-    places = {
-        f"{path}.{attribute}".lstrip("."): first[tensor]
-        for path, module in model.named_modules()
-        for attribute, tensor in module._parameters.items()
-        if tensor is not None and first[tensor] in theta
-    }
 
-    def f(theta: dict[str, Tensor]) -> Tensor:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            values = {place: theta[name] for place, name in places.items()}
-            return functional_call(model, values, args, kwargs, tie_weights=False)
+def _rows(model: nn.Module, data: Any, theta: Sequence[Tensor], output: Callable[[Any], Tensor] | None) -> Tensor:
+    """The Jacobian `(n, c, p)` of a batch: one backward pass for each number that the model returns."""
+    with preserved(model):
+        f = call(model, data, output=output)
+        rows = []
+        for value in f.flatten() if f.requires_grad else ():
+            found = torch.autograd.grad(value, theta, retain_graph=True, allow_unused=True)
+            dense = [torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(theta, found, strict=True)]
+            rows.append(torch.cat([g.detach().flatten() for g in dense]))
+    p = sum(t.numel() for t in theta)
+    return torch.stack(rows).view(*f.shape, p) if rows else theta[0].detach().new_zeros(*f.shape, p)
 
-        return call(run, data, output=output).flatten()
 
-    # Fused attention kernels have no rule for batched cotangents; other operations fall back to a loop.
-    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        blocks = jacrev(f)(theta)
-    return torch.cat([block.detach().reshape(len(block), -1) for block in blocks.values()], dim=1)
+def examples(data: Any) -> list[Any]:
+    """Each example alone, as a batch of one with memory of its own.
+
+    Example:
+        >>> [one.shape for one in examples(torch.ones(2, 3))]
+        [torch.Size([1, 3]), torch.Size([1, 3])]
+    """
+    leaves, spec = pytree.tree_flatten(data)
+    n = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+
+    def one(leaf: Any, i: int) -> Any:
+        by_example = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == n
+        return leaf[i : i + 1].clone() if by_example else leaf
+
+    return [pytree.tree_unflatten([one(leaf, i) for leaf in leaves], spec) for i in range(n)]
+
+
+def _copied(data: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.clone, data)
+
+
+@contextlib.contextmanager
+def differentiable(theta: Iterable[Tensor]) -> Iterator[None]:
+    """Make tensors ask for gradients inside the block."""
+    frozen = [t for t in theta if not t.requires_grad]
+    try:
+        for t in frozen:
+            t.requires_grad_()
+        yield
+    finally:
+        for t in frozen:
+            t.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Leave the values of parameters and buffers after the block as they were before the block."""
+    state = [(t, t.detach().clone(), t._version) for t in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    finally:
+        for t, value, version in state:
+            if t._version != version:
+                with torch.no_grad():
+                    t.copy_(value)
 
 
 @contextlib.contextmanager
