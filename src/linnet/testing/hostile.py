@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import math
 import os
 import sys
 import warnings
@@ -38,6 +37,7 @@ from linnet.testing import (
 )
 from linnet.testing.case import call, dense_jacobian, examples, preserved, seeded
 from linnet.testing.hostile_case import Hostile
+from linnet.testing.products import difference, products
 
 _FILES = (
     hostile_reach,
@@ -138,7 +138,7 @@ def verdict(case: Hostile) -> Verdict:
         warnings.simplefilter("ignore")
         trial = _Trial(case, reference(case))
         for size, plan in (("auto", tuple(trial.known)), (4, ROWS_FIRST), (7, COLUMNS_FIRST)):
-            trial.products(size, plan)
+            trial.linearized(size, plan)
         if trial.truth.J.dtype == torch.float64 and isinstance(case.data(), Tensor):
             trial.regression()
     worst: Answer = max((answer for answer, _ in trial.found), key=ANSWERS.index)
@@ -158,25 +158,9 @@ class _Trial:
     def __init__(self, case: Hostile, truth: Reference) -> None:
         self.case, self.truth = case, truth
         self.found: list[tuple[Answer, str]] = []
-        J = truth.J
-        with seeded(2):
-            V = torch.randn(J.shape[1], 3, dtype=torch.float64).to(J)
-            U = torch.randn(J.shape[0], 3, dtype=torch.float64).to(J)
-        self.known: dict[str, tuple[Callable[[Any], Tensor], Tensor]] = {
-            "J @ v": (lambda A: A @ V[:, 0], J @ V[:, 0]),
-            "J @ V": (lambda A: A @ V, J @ V),
-            "J.T @ u": (lambda A: A.T @ U[:, 0], J.T @ U[:, 0]),
-            "J.T @ U": (lambda A: A.T @ U, J.T @ U),
-            "J.normal(v)": (lambda A: A.normal(V[:, 0]), J.T @ (J @ V[:, 0])),
-            "J.normal(V)": (lambda A: A.normal(V), J.T @ (J @ V)),
-            "J.gram()": (lambda A: A.gram(), J @ J.T),
-            "J.gram_diag()": (lambda A: A.gram_diag(), J.square().sum(1)),
-            "J.column_norms()": (lambda A: A.column_norms(), J.square().sum(0)),
-            "J.cached().gram()": (lambda A: A.cached().gram(), J @ J.T),
-            "J.outputs()": (lambda A: A.outputs(), truth.f),
-        }
+        self.known = products(truth.J, truth.f)
 
-    def products(self, size: int | str, plan: Sequence[str]) -> None:
+    def linearized(self, size: int | str, plan: Sequence[str]) -> None:
         """Some products of a new linearization, in this order, and those above its frozen layers."""
         case, where = self.case, f"batch_size={size}"
         with self._untouched() as (model, data):
@@ -234,9 +218,7 @@ class _Trial:
             value = product().detach()
         except Exception as error:
             return self._raised(where, error)
-        if value.shape != truth.shape:
-            self.found.append(("wrong", f"{where}: shape {tuple(value.shape)} instead of {tuple(truth.shape)}"))
-        elif (off := difference(value, truth)) > self.case.rtol:
+        if (off := difference(value, truth)) > self.case.rtol:
             self.found.append(("wrong", f"{where}: off by {off:.1e}"))
         else:
             self.found.append(("right", ""))
@@ -246,23 +228,6 @@ class _Trial:
         known = isinstance(error, kinds) and bool(str(error)) and _by_linnet(error)
         first = str(error).partition("\n")[0]
         self.found.append(("refused" if known else "crashed", f"{where}: {type(error).__name__}: {first}"))
-
-
-def difference(value: Tensor, truth: Tensor) -> float:
-    """The largest error relative to the largest entry of the truth; infinite where only one of the two is finite.
-
-    Example:
-        >>> difference(torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0]))  # doctest: +ELLIPSIS
-        0.1...
-    """
-    finite = truth.isfinite()
-    if not torch.equal(finite, value.isfinite()):
-        return math.inf
-    if not finite.any():
-        return 0.0
-    value, truth = value[finite], truth[finite]
-    tiny = torch.finfo(truth.dtype).tiny
-    return float((value - truth).abs().max() / truth.abs().max().clamp(min=tiny))
 
 
 def _by_linnet(error: BaseException) -> bool:

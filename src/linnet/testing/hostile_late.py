@@ -152,6 +152,59 @@ def dead_clamp(m: Any, x: Tensor) -> Tensor:
     return m.head(m.a(x).tanh() + (m.a(x.square()) + 20 * x[:, :1]).clamp(min=0))
 
 
+def dead_tied_reordered(m: Any, x: Tensor) -> Tensor:
+    """A second use of a layer sees another order, and passes nothing for the first examples."""
+    order = list(range(len(x)))[::-1]
+    h = (m.a(x[order]) + 20 * x[order][:, :1]).relu()
+    return m.head(m.a(x).tanh() + h[order])
+
+
+def dead_tied_matrix(m: Any, x: Tensor) -> Tensor:
+    P = torch.eye(len(x), dtype=x.dtype).flip(0)
+    h = (m.a(P @ x) + 20 * (P @ x)[:, :1]).relu()
+    return m.head(m.a(x).tanh() + P.T @ h)
+
+
+def dead_tied_tokens_first(m: Any, x: Tensor) -> Tensor:
+    """A second use of a layer has the examples on its second axis."""
+    tokens = x.view(len(x), 1, 4).expand(-1, 3, -1) * x.new_tensor([1.0, 0.5, 2.0])[:, None]
+    h = (m.a(tokens.transpose(0, 1)) + 20 * x[:, :1]).relu().sum(0)
+    return m.head(m.a(x).tanh() + h)
+
+
+def dead_tied_pairs(m: Any, x: Tensor) -> Tensor:
+    """A second use of a layer sees all examples twice, one copy after the other."""
+    h = (m.a(torch.cat([x, -x])) + 20 * torch.cat([x, x])[:, :1]).relu()
+    return m.head(m.a(x).tanh() + h[: len(x)] - h[len(x) :])
+
+
+def dead_tied_direct(m: Any, x: Tensor) -> Tensor:
+    """A second use past the layer: of its weight, in an operation without a rule."""
+    h = (torch.einsum("ni,oi,no->no", x, m.a.weight, x) + 20 * x[:, :1]).relu()
+    return m.head(m.a(x).tanh() + h)
+
+
+def dead_tied_square(m: Any, x: Tensor) -> Tensor:
+    h = (m.a.weight.square().sum() + x + 30 * x[:, :1]).relu()
+    return m.head(m.a(x).tanh() + h)
+
+
+def dead_tied_detour(m: Any, x: Tensor) -> Tensor:
+    """Zero for the first examples by a product, not by a ReLU."""
+    order = list(range(len(x)))[::-1]
+    return m.head(m.a(x).tanh() + (x[:, :1] > 0) * m.a(x[order])[order].sin())
+
+
+for name, function in (
+    ("reordered", dead_tied_reordered),
+    ("matrix", dead_tied_matrix),
+    ("tokens_first", dead_tied_tokens_first),
+    ("pairs", dead_tied_pairs),
+    ("direct", dead_tied_direct),
+    ("square", dead_tied_square),
+    ("times_zero", dead_tied_detour),
+):
+    add(f"dead_tied_{name}", pair(function), late(4))
 add("late_tied_where", tied(tied_where), late(4))
 add("late_tied_if", tied(tied_if), late(4))
 add("dead_tied", tied(tied_dead), late(4))

@@ -544,7 +544,7 @@ add(
 add(
     "max_pool_indices",
     net(
-        lambda m, x: m.head(F.max_unpool2d(*F.max_pool2d(m.conv(x), 2, return_indices=True), [2]).flatten(1)),
+        lambda m, x: m.head(F.max_unpool2d(*F.max_pool2d(m.conv(x), 2, return_indices=True), [2, 2]).flatten(1)),
         conv=functools.partial(nn.Conv2d, 1, 2, 3, padding=1),
         head=linear(32, 2),
     ),
