@@ -1,11 +1,11 @@
-"""python -m benchmarks NAME: passes, adapt, sampling, heads, command, laplace, peers or startup."""
+"""python -m benchmarks NAME: passes, proofs, adapt, sampling, heads, command, laplace, peers or startup."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, sampling, startup
+from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, startup
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -69,7 +69,15 @@ def main() -> None:
     eight.add_argument("--only", default="all", choices=("all", *jobs.PACKAGES))
     eight.add_argument("--rounds", type=int, default=3)
     eight.add_argument("--quick", action="store_true", help="small and once; no file, unless --out names one")
+    nine = commands.add_parser("proofs", help="what comparing new chunks with reverse mode adds to a first pass")
+    nine.add_argument("--device", default="cpu")
+    nine.add_argument("--out", type=Path, default=None, help="JSON file (default: results/proofs-DEVICE.json)")
+    nine.add_argument("--rounds", type=int, default=3)
+    nine.add_argument("--n", type=int, default=None, help="another number of examples")
     args = parser.parse_args()
+    if args.command == "proofs":
+        proofs.run(args.device, args.out, args.rounds, args.n)
+        return
     if args.command == "peers":
         kept = args.out or (None if args.quick else Path(__file__).parent / "results" / "peers-cpu.json")
         compare.run(kept, peer=args.peer, venv=args.venv, only=args.only, rounds=args.rounds, quick=args.quick)

@@ -485,23 +485,50 @@ def changed_parameter(name: str) -> RuntimeError:
     )
 
 
-def original_is_read(name: str) -> ValueError:
-    return ValueError(
+class Refusal(ValueError):
+    """A network that has no Jacobian by examples, or that linnet cannot run without doing harm."""
+
+
+def original_is_read(name: str) -> Refusal:
+    return Refusal(
         f"The forward pass reads the parameter {name!r} past the attribute that holds it: through a closure, a "
         "hook, a replaced forward or a list. Its derivative would be lost. Read the parameter as an attribute of the "
         "module that is called (self.weight), or leave it out with params=."
     )
 
 
-def renormalizes(name: str) -> ValueError:
-    return ValueError(
+def renormalizes(name: str) -> Refusal:
+    return Refusal(
         f"The embedding {name!r} has rows longer than its max_norm, and its forward pass would shorten them in place. "
         "linnet changes no weights: shorten the rows first (torch.renorm), or build the embedding without max_norm."
     )
 
 
-def parameter_is_written(name: str) -> ValueError:
-    return ValueError(
+def scaled_by_frequency() -> Refusal:
+    return Refusal(
+        "An embedding with scale_grad_by_freq=True divides gradients by the number of times that a token occurs in the "
+        "batch. Such gradients are no derivatives of the outputs. Build the embedding without scale_grad_by_freq."
+    )
+
+
+def keeps_state() -> Refusal:
+    return Refusal(
+        "The outputs of the model depend on its earlier calls: the forward pass leaves something behind in a buffer or "
+        "an attribute (a running statistic, a counter, a cache), and later calls read it. Switch it off in eval mode, "
+        "or run the model once before it is linearized if it only prepares itself."
+    )
+
+
+def not_linear() -> Refusal:
+    return Refusal(
+        "The backward pass of the model is not linear in the gradient that it is given, or mixes examples: a hook or "
+        "an autograd.Function clips, scales or normalizes gradients. Such gradients are no derivatives of the outputs. "
+        "Remove what changes gradients."
+    )
+
+
+def parameter_is_written(name: str) -> Refusal:
+    return Refusal(
         f"The forward pass writes into the parameter {name!r}, so the network is not a function of its parameters. "
         "Write into a copy of the parameter instead."
     )
@@ -513,16 +540,16 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return float((a.detach() - b.detach()).abs().max()) <= tolerance * scale
 
 
-def random_output() -> ValueError:
-    return ValueError(
+def random_output() -> Refusal:
+    return Refusal(
         "The model gives different outputs for the same input, even in eval mode, so it has no Jacobian. Remove what "
         "is random in its forward (functional dropout without training=self.training, sampled noise), or fix the seed."
     )
 
 
-def examples_interact(start: int = 0, n: int = 0) -> ValueError:
+def examples_interact(start: int = 0, n: int = 0) -> Refusal:
     where = f" (examples {start} to {start + n - 1})" if n else ""
-    return ValueError(
+    return Refusal(
         f"The output of an example changes with the other examples of its batch{where}, so the Jacobian has no rows by "
         "example. Look for statistics over the batch (batch norm without running ones, normalization over axis 0), "
         "for time or attention along the batch axis (batch_first=False), for capacities shared by the batch and for "

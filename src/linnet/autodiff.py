@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
+from linnet import _checks
 from linnet.batch import Batch
 from linnet.factors import Factor, Rows, Size
 from linnet.params import Layout
@@ -89,6 +90,8 @@ class Autodiff(Factor):
             parts = self._vectorized() if self._vectorize() else None
             if parts is None:
                 parts = self._parts(vectorize=False)
+                if self._judge is not None and not self._judge().has_rows(self.ranges, parts):
+                    raise _checks.not_linear()
             self._rows = Rows(self.ranges, parts)
         return self._rows
 

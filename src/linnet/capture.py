@@ -4,9 +4,6 @@ The calls are seen through a torch function mode, so no hook is ever put on a mo
 leaves nothing behind. The gradient of a call's output is taken at its gradient edge, which stays the layer's own
 output even if later code overwrites it in place; an input that is overwritten later is noticed by its version
 counter, and the pass is made again with that input copied.
-
-A pass runs with leaves in place of the selected parameters. Code that reaches the module's own parameters past them, by
-a closure or a list, would give wrong columns, so that such a pass is refused.
 """
 
 from __future__ import annotations
@@ -22,19 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet import _checks
 from linnet.layers import RULES
 from linnet.params import Layout
 from linnet.rules import Call, Rule, Slot
-
-READERS = frozenset(
-    getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__")
-)
-"""Functions that hand out a tensor's values as something other than a tensor."""
-
-
-EMBEDDINGS = (F.embedding, F.embedding_bag)
-"""Functions whose fourth argument ``max_norm`` makes them write into their weight."""
+from linnet.watch import Calls
 
 
 @dataclass(frozen=True)
@@ -89,11 +77,10 @@ class Recorder(TorchFunctionMode):
         layout: Their places in the flat vector.
         n: Examples.
         changes: What is done to the calls.
-        originals: Names of the module's own parameters, by their ``id``: nothing may read them.
+        calls: Checks every call; see `linnet.watch`.
 
     Attributes:
         uses: The calls, in order.
-        draws: Whether a function was given a random generator of its own.
     """
 
     def __init__(
@@ -103,12 +90,11 @@ class Recorder(TorchFunctionMode):
         *,
         n: int,
         changes: Changes,
-        originals: Mapping[int, str],
+        calls: Calls,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
-        self.draws = False
-        self._originals = originals
+        self._calls = calls
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
         self._n, self._changes = n, changes
@@ -125,15 +111,13 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _open_attention(*args, **kwargs)
-        self.draws = self.draws or kwargs.get("generator") is not None
-        if func in EMBEDDINGS and (kwargs.get("max_norm") if len(args) < 4 else args[3]) is not None:
-            raise _checks.renormalizes("F.embedding")
+        self._calls.before(func, args, kwargs)
         rule = RULES.get(func)
         call = None if rule is None else rule.read(args, kwargs, self._known)
         slots = {} if call is None else self._slots(call)
         if rule is None or call is None or not slots:
             result = func(*args, **kwargs)
-            self._check_originals(func, args, kwargs, result)
+            self._calls.after(func, args, kwargs, result)
             return result
         number, x, changes = len(self.uses), call.x, self._changes
         if x is not None and number in changes.inputs:
@@ -144,7 +128,7 @@ class Recorder(TorchFunctionMode):
         given = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         source = not any(a.requires_grad and not self._known(a) for a in given)
         y = func(*args, **kwargs)
-        self._check_originals(func, args, kwargs, y)
+        self._calls.after(func, args, kwargs, y)
         if number in changes.outputs:
             y = y.clone()
         if number in changes.spread:
@@ -156,15 +140,6 @@ class Recorder(TorchFunctionMode):
             view = y if y._is_view() and y._base is not None and not y._base.is_leaf else None
             self._versions.append((x, -1 if x is None else x._version, view, y._version))
         return y
-
-    def _check_originals(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], y: Any
-    ) -> None:
-        """Raise if a call read a parameter of the module itself; asking for a shape or a device is no reading."""
-        for given in (*args, *kwargs.values()):
-            for t in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(t, Tensor) and id(t) in self._originals and reads_values(func, y):
-                    raise _checks.original_is_read(self._originals[id(t)])
 
     def overwritten(self) -> Changes:
         """The changes, and copies of what was overwritten in place after its call."""
@@ -198,12 +173,6 @@ class Recorder(TorchFunctionMode):
         return Slot(name, where, shape, origin, swapped=True) if t.ndim == 2 and t.T.is_contiguous() else None
 
 
-def reads_values(func: Callable[..., Any], result: Any) -> bool:
-    """Whether a call read the values of its arguments, given what the call returned."""
-    found = result if isinstance(result, list | tuple) else (result,)
-    return func in READERS or any(isinstance(t, Tensor) for t in found)
-
-
 def _spread(t: Tensor, n: int) -> Tensor:
     """A tensor that all examples share, repeated for each: along its first axis of one, or a new one."""
     shared = t if t.shape[:1] == (1,) else t[None]
@@ -235,14 +204,12 @@ class Recording:
         leaves: The parameters as the leaves of that graph.
         uses: The calls that use them, in order.
         changes: What was done to them.
-        draws: Whether the pass used a random generator of its own.
     """
 
     out: Tensor
     leaves: dict[str, Tensor]
     uses: list[Use]
     changes: Changes
-    draws: bool = False
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -257,7 +224,7 @@ def record(
     *,
     n: int,
     changes: Changes = NO_CHANGES,
-    originals: Mapping[int, str] | None = None,
+    calls: Callable[[frozenset[int]], Calls] = lambda current: Calls({}, {}, current),
 ) -> Recording:
     """A forward pass at theta.
 
@@ -267,20 +234,17 @@ def record(
         layout: Their places in the flat vector.
         n: Examples.
         changes: What earlier passes have found necessary.
-        originals: Names of the module's own parameters, by their ``id``: a pass that reads one of them is refused.
+        calls: Gives what checks the calls, from the ``id`` of the leaves; see `linnet.watch`.
     """
     for _ in range(4):
         leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
-        recorder = Recorder(leaves, layout, n=n, changes=changes, originals=originals or {})
-        versions = {name: leaf._version for name, leaf in leaves.items()}
+        current = frozenset(map(id, leaves.values()))
+        recorder = Recorder(leaves, layout, n=n, changes=changes, calls=calls(current))
         with torch.enable_grad(), recorder:
             out = forward(leaves)
-        for name, leaf in leaves.items():
-            if leaf._version != versions[name]:
-                raise _checks.parameter_is_written(name)
         needed = recorder.overwritten()
         if needed == changes:
-            return Recording(out, leaves, recorder.uses, changes, recorder.draws)
+            return Recording(out, leaves, recorder.uses, changes)
         changes = needed
     raise RuntimeError(
         "The model overwrites the inputs of its layers in place, differently at each call. "

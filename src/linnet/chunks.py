@@ -43,14 +43,12 @@ class Chunk:
         factors: Columns; those that are missing are zero.
         truth: What the columns by layer rules must agree with, if the chunk is to be proved.
         signature: The calls that the network made.
-        draws: Whether the network used a random generator of its own.
     """
 
     f: Tensor
     factors: list[Factor]
     truth: Truth | None = None
     signature: tuple[Any, ...] = ()
-    draws: bool = False
 
 
 class Chunks(Inspected):
@@ -108,7 +106,7 @@ class Chunks(Inspected):
             if structure.changes.spread != recording.changes.spread:
                 recording = self._record(batch, structure.changes)
             truth = self._truth(recording, batch, precision) if prove else None
-            signature, draws = recording.signature, recording.draws
+            signature = recording.signature
             f, factors = recording.out.detach().to(self.dtype), self._streamed(recording, structure, batch, prepare)
             if factors is None:
                 if not recording.uses:  # emptied by a stream that broke off
@@ -117,7 +115,7 @@ class Chunks(Inspected):
         if structure.rest:
             judge = None if truth is None else lambda: truth
             factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns, judge)))
-        return Chunk(f, factors, truth, signature, draws)
+        return Chunk(f, factors, truth, signature)
 
     def _truth(self, recording: Recording, batch: Batch, precision: Precision) -> Truth:
         """What reverse mode gives, on the recorded pass or, where calls were changed by it, on one without changes."""

@@ -25,11 +25,12 @@ from torch.utils import _pytree as pytree
 
 from linnet import _checks
 from linnet.batch import Batch, Source, moved
-from linnet.capture import NO_CHANGES, READERS, Recording
+from linnet.capture import NO_CHANGES, Recording
 from linnet.linearize import Linearization
 from linnet.proofs import TOLERANCE
 from linnet.structure import PROBE, Structure
 from linnet.uses import tensors
+from linnet.watch import READERS
 
 Key = tuple[str, int]
 """A call: the name of the module, and how many calls of it came before."""
@@ -275,6 +276,7 @@ class Frozen:
         self._whole._model = copy.copy(top._model)
         self._whole._model.__dict__.pop("forward")
         top._structures, top._abilities, top._changes = {}, {}, NO_CHANGES
+        top._at_first = None  # what its passes leave behind is their own business
         top.last_structure = Structure([], (), ())
         return top
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from linnet.batch import Batch, leaves
 from linnet.contexts import Precision, arithmetic, network, of_network
 from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select
+from linnet.watch import address
 
 Output = Callable[[Any], Tensor]
 """From what a model returns to a tensor (n, c) or (n,)."""
@@ -50,7 +51,9 @@ class Functional:
         self._cast: torch.dtype | None = None  # what floating inputs are cast to
         selected = select(model, params)
         self._model = _shadow(model, selected)
-        self._originals = list(selected.items())  # nothing may read them: a pass has leaves in their place
+        self._originals = list(selected.items())  # nothing may read them: a pass has other tensors in their place
+        self._unused = copy.deepcopy(self._model, {id(t): t for t in self._model.parameters()})  # as it was at first
+        self._at_first: list[tuple[Any, ...]] | None = _state(self._model)
         self._places = _places(self._model, selected)
         self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
         self.has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
@@ -79,6 +82,27 @@ class Functional:
             raise
         out = _checks.output_tensor(raw) if self._output is None else self._output(raw)
         return _checks.output_matrix(out, batch.n)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether forward passes have left something behind in the modules: buffers, counters, caches."""
+        if self._at_first is None:
+            return False
+        now = _state(self._model)
+        pairs = zip(now, self._at_first, strict=False)
+        same = all(a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in pairs)
+        return not same or len(now) != len(self._at_first)
+
+    def _as_at_first(self) -> Functional:
+        """The same function by a copy of the network that has never run."""
+        fresh = copy.copy(self)
+        fresh._model = copy.deepcopy(self._unused, {id(t): t for t in self._unused.parameters()})
+        return fresh
+
+    def _storages(self) -> dict[int, str]:
+        """Names of all parameters of the network, by the address of their memory."""
+        tensors = (*self._model.named_parameters(), *self.theta.items())
+        return {address(t): name for name, t in tensors}
 
     def check_unchanged(self) -> None:
         """Raise if a parameter of the model has changed since it was linearized."""
@@ -134,6 +158,16 @@ def _release_max_norm(name: str, module: nn.Module) -> None:
     if bool((weight.detach().norm(p=kind, dim=1) > limit).any()):  # type: ignore[operator]
         raise _checks.renormalizes(name)
     module.max_norm = None  # type: ignore[assignment]
+
+
+def _state(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What the modules hold besides parameters: to see whether a forward pass has changed any of it."""
+    return [
+        (key, value, value._version if isinstance(value, Tensor) else len(value) if isinstance(value, Sized) else 0)
+        for module in model.modules()
+        for held in (module.__dict__, module._buffers)
+        for key, value in held.items()
+    ]
 
 
 def _places(model: nn.Module, selected: Mapping[str, Tensor]) -> dict[str, str]:

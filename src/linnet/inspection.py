@@ -18,8 +18,9 @@ from linnet.capture import NO_CHANGES, Changes, Recording, record
 from linnet.contexts import Precision, forward_mode
 from linnet.functional import Functional, Output
 from linnet.params import Params
-from linnet.proofs import TOLERANCE, Truth, random_signs, tolerance_of
+from linnet.proofs import TOLERANCE, Apart, Truth, random_signs, tolerance_of
 from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
+from linnet.watch import Calls, Guard, Watch, address
 
 
 class Inspected(Functional):
@@ -38,8 +39,11 @@ class Inspected(Functional):
 
     def structure(self, batch: Batch) -> Structure:
         """Which rules serve a batch, checked on its first examples if its calls are new."""
+        probe = batch.part(0, min(PROBE, batch.n))
+        if not self._structures:
+            self.apart(probe, "highest")  # before anything else, since the network may write into its parameters
         with self._setting("highest"):
-            recording = self._record(batch.part(0, min(PROBE, batch.n)))
+            recording = self._record(probe)
         return self._structure(recording, batch)
 
     @property
@@ -62,6 +66,7 @@ class Inspected(Functional):
         small = self._record(probe, recording.changes)
         _checks.check_outputs_finite(small.out, probe.start)
         self._check_independent(small.out, probe)
+        self._check_linear(small)
         if small.signature != recording.signature:
             # The calls depend on the data beyond the first examples: trust no rule with them.
             return Structure([None] * len(recording.uses), tuple(self.theta), ())
@@ -88,66 +93,113 @@ class Inspected(Functional):
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
         return trial if same and _checks.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
 
+    def _check_linear(self, small: Recording) -> None:
+        """Raise if gradients do not grow with their seed, or those of single examples do not add up."""
+        if not small.out.requires_grad or self.model_dtype != self.dtype:
+            return
+        u = random_signs(*small.out.shape, seed=0, like=small.out.detach())
+        alone = torch.eye(len(u), dtype=u.dtype, device=u.device).view(len(u), len(u), *(1,) * (u.ndim - 1)) * u
+
+        def gradient(seed: Tensor) -> Tensor:
+            found = torch.autograd.grad(small.out, list(small.leaves.values()), seed, True, allow_unused=True)
+            return torch.cat([small.out.new_zeros(1), *(g.to_dense().flatten() for g in found if g is not None)])
+
+        whole = gradient(u)
+        others = [gradient(1024 * u) / 1024, gradient(u / 1024) * 1024, torch.stack([*map(gradient, alone)]).sum(0)]
+        scale, finite = float(whole.norm()), bool(whole.isfinite().all())
+        if finite and any(float((g - whole).norm()) > TOLERANCE[self.model_dtype] * scale for g in others):
+            raise _checks.not_linear()
+
     def _check_independent(self, out: Tensor, probe: Batch) -> None:
         """Raise if the outputs are random, or change with the other examples of the batch."""
         n, tolerance = probe.n, TOLERANCE[self.model_dtype]
         with torch.no_grad():
             if not _checks.close(self.forward({}, probe), out, tolerance):
                 raise _checks.random_output()
-            # Other examples beside each one, in another order: as many of them, with which kernels round alike.
-            orders = [[*reversed(range(n))], [i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
-            alone = [[i] for i in range(n)] if self.model_dtype == self.dtype else []
-            for index in (orders + alone) if n > 1 else []:
+        # Other examples beside each one, in another order: as many of them, with which kernels round alike.
+        orders = [[*reversed(range(n))], [i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
+        alone = [[i] for i in range(n)] if self.model_dtype == self.dtype else []
+        apart = self.apart(probe, "highest", [torch.tensor(index) for index in orders + alone] if n > 1 else [])
+        for index, found in apart.outputs:
+            if not _checks.close(found, out[index], tolerance):
+                raise _checks.examples_interact()
+
+    def _of_some(self, batch: Batch, index: Tensor) -> Tensor:
+        return self.forward({}, batch.take(index))
+
+    def apart(self, batch: Batch, precision: Precision, indices: Sequence[Tensor] | None = None) -> Apart:
+        """The outputs of a chunk's examples in other batches; see `linnet.watch` for what is refused on the way.
+
+        By default the chunk is cut in two at random, and two examples are taken alone. Half-precision kernels round in
+        another way with every number of examples: there, each half fills the whole chunk.
+
+        Args:
+            batch: The chunk.
+            precision: Precision of the network's passes.
+            indices: The batches, by places in the chunk.
+        """
+        n = batch.n
+        if indices is None:
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(batch.start))
+            halves = [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
+            if self.model_dtype == self.dtype and precision != "bf16":
+                indices = [*(half.sort().values for half in halves), *(order[:2, None] if n > 2 else ())]
+            else:
+                indices = [half[torch.arange(n) % len(half)].sort().values for half in halves]
+        calls = self._calls(frozenset(map(id, self.theta.values())))
+        outputs = []
+        with torch.no_grad(), self._setting(precision), Watch(calls), Guard(self._storages()):
+            for index in indices:
                 try:
-                    found = self._of_some(probe, index)
+                    outputs.append((index, self._of_some(batch, index)))
+                except (_checks.Refusal, torch.OutOfMemoryError):
+                    raise
                 except (RuntimeError, ValueError, TypeError, IndexError):
-                    continue  # the network takes no single example, or its examples in one order only
-                if not _checks.close(found, out[index], tolerance):
-                    raise _checks.examples_interact()
+                    if len(index) >= n // 2 > 1 and n > PROBE:
+                        raise
+                    # The network takes no single example, or its examples in one order only.
+        return Apart(outputs, calls.draws)
 
-    def _of_some(self, batch: Batch, index: Sequence[int] | Tensor) -> Tensor:
-        return self.forward({}, batch.take(torch.as_tensor(index)))
+    def _calls(self, current: frozenset[int]) -> Calls:
+        """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
+        known = [(id(t), name) for name, t in (*self._originals, *self.theta.items())]
+        storages = {address(t): name for name, t in self.theta.items()}
+        return Calls({key: name for key, name in known if key not in current}, storages, current)
 
-    def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, *, random: bool) -> None:
-        """Raise if the outputs of a chunk are random, or change with the other examples of the batch.
-
-        A sixteenth of the examples is run again without the others. Half-precision kernels round in another way with
-        every number of examples: there, half of the examples are run twice each.
+    def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, apart: Apart, *, random: bool) -> None:
+        """Raise if the outputs of a chunk are random, or change with the other examples or with earlier passes.
 
         Args:
             batch: The chunk.
             f: Its outputs, (n, c).
             precision: Precision of the network's passes.
+            apart: The outputs in other batches.
             random: Whether the network has drawn random numbers for this chunk.
         """
         if not f.isfinite().all():
             return  # another check says which example it is
+        tolerance = tolerance_of(self.model_dtype, precision)
         with torch.no_grad(), self._setting(precision):
             if random:
                 self._check_not_random(batch, f)
-            if batch.n == 1:
-                return
-            order = torch.randperm(batch.n, generator=torch.Generator().manual_seed(batch.start))
-            if self.model_dtype == self.dtype and precision != "bf16":
-                index = order[: max(2, batch.n // 16) if batch.n > 2 else 1]
-            else:
-                index = order[torch.arange(batch.n) // 2]
-            index = index.sort().values
-            if not self._alike(batch, f, index, precision):
-                if not _checks.close(self.forward({}, batch).to(f), f, tolerance_of(self.model_dtype, precision)):
-                    raise _checks.random_output()
-                raise _checks.examples_interact(batch.start, batch.n)
+            for index, found in apart.outputs:
+                if not self._alike(batch, f, index, found, tolerance):
+                    if not _checks.close(self.forward({}, batch).to(f), f, tolerance):
+                        raise _checks.random_output()
+                    raise _checks.examples_interact(batch.start, batch.n)
+            if self.stateful and apart.outputs:
+                index, found = apart.outputs[0]
+                if not _checks.close(self._as_at_first().forward({}, batch.take(index)), found, tolerance):
+                    raise _checks.keeps_state()
 
-    def _alike(self, batch: Batch, f: Tensor, index: Tensor, precision: Precision) -> bool:
+    def _alike(self, batch: Batch, f: Tensor, index: Tensor, found: Tensor, tolerance: float) -> bool:
         """Whether examples have the same outputs in another batch."""
-        tolerance = tolerance_of(self.model_dtype, precision)
-        scale = float(f.abs().max())
+        bound = tolerance * float(f.abs().max())
 
-        def differs(index: Tensor) -> Tensor:
-            found = self._of_some(batch, index).to(f)
-            return ((found - f[index.to(f.device)]).abs().amax(1) > tolerance * scale).cpu()
+        def differ(index: Tensor, found: Tensor) -> Tensor:
+            return ((found.to(f) - f[index.to(f.device)]).abs().amax(1) > bound).cpu()
 
-        apart = differs(index)
+        apart = differ(index, found)
         if not apart.any():
             return True
         if self.model_dtype == torch.float64 or apart.float().mean() > 0.5:
@@ -157,7 +209,9 @@ class Inspected(Functional):
         doubtful = index[apart]
         beside = torch.full((batch.n,), int(doubtful[0]))
         beside[doubtful] = doubtful
-        return not differs(beside)[doubtful].any() and not differs(torch.arange(batch.n).flip(0)).any()
+        turned = torch.arange(batch.n).flip(0)
+        same = not differ(beside, self._of_some(batch, beside))[doubtful].any()
+        return same and not differ(turned, self._of_some(batch, turned)).any()
 
     def _check_not_random(self, batch: Batch, f: Tensor) -> None:
         """Raise if outputs change from draw to draw, in eight passes over at least 64 examples each."""
@@ -211,7 +265,7 @@ class Inspected(Functional):
             self.layout,
             n=batch.n,
             changes=self._changes if changes is None else changes,
-            originals={id(t): name for name, t in self._originals},
+            calls=self._calls,
         )
 
     def _record_like_last(self, batch: Batch) -> Recording:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -254,8 +255,11 @@ class Jacobian(Grams):
                 bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick,
             ):
                 for batch in self._batches(self._chunk(columns=True)):
-                    with self.lin._setting(self._settings.precision):
+                    proved: AbstractContextManager[list[Tensor]]
+                    proved = nullcontext([]) if theta else self._outputs_proved(batch)
+                    with proved as made, self.lin._setting(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
+                        made.append(f)
                     _checks.check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)

@@ -132,7 +132,7 @@ class Linearization(Chunks):
         memo: dict[int, Any] = {
             id(t): nn.Parameter(cast(t.detach()), requires_grad=t.requires_grad) for t in self._model.parameters()
         }
-        model = copy.deepcopy(self._model, memo)._apply(cast)
+        model = copy.deepcopy(self._unused, memo)._apply(cast)
         other = Linearization(model, list(self.theta), output=self._output)
         other._watched, other._cast = self._watched, dtype
         other._originals += self._originals

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -226,7 +227,7 @@ class Passes(LinearOperator):
         forward = autodiff and product and not backward and lin.can("forward_mode", batch)
         if s.engine == "autodiff" or (autodiff and (backward or forward)):
             graph = backward or (forward and request == "fused")
-            way = "backward" if backward else "forward" if forward else "rows"
+            way = "backward" if backward else f"forward, {request}, {k > 1}" if forward else "rows"
 
             def make(prove: bool) -> Chunk:
                 return lin.chunk(
@@ -276,13 +277,23 @@ class Passes(LinearOperator):
     def _proved(self, way: str, batch: Batch, make: Callable[[bool], Chunk]) -> Chunk:
         """A chunk that is compared with reverse mode, and its outputs with those of another batch, where it is new."""
         fresh = self._source.changes
-        watch = self._proofs.claim("outputs", batch) or fresh
-        before = RandomState(self.device) if watch else None
-        chunk = make(self._proofs.claim(way, batch) or fresh)
-        if before is not None:
-            random = chunk.draws or before.moved()
-            self.lin.check_outputs(batch, chunk.f, self._settings.precision, random=random)
+        with self._outputs_proved(batch) as made:
+            chunk = make(self._proofs.claim(way, batch) or fresh)
+            made.append(chunk.f)
         return chunk
+
+    @contextmanager
+    def _outputs_proved(self, batch: Batch) -> Iterator[list[Tensor]]:
+        """Compares the outputs that are put into the list with those in other batches, if the chunk is new."""
+        made: list[Tensor] = []
+        if not self._proofs.claim("outputs", batch) and not self._source.changes:
+            yield made
+            return
+        before = RandomState(self.device)
+        apart = self.lin.apart(batch, self._settings.precision)
+        yield made
+        random = apart.draws or before.moved()
+        self.lin.check_outputs(batch, made[0], self._settings.precision, apart, random=random)
 
     def _ready(self, request: Request, k: int) -> Callable[[Factor], Factor]:
         """Prepares a factor for a request, in the coordinates of this Jacobian."""

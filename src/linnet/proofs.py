@@ -121,6 +121,19 @@ class Truth:
         return [name for name, error, size in pairs if not error <= self.tolerance * max(size, floor)]
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Outputs of a chunk's examples in other batches.
+
+    Attributes:
+        outputs: Places in the chunk, with the outputs of the examples there.
+        draws: Whether the network used a random generator of its own.
+    """
+
+    outputs: list[tuple[Tensor, Tensor]]
+    draws: bool
+
+
 class Proofs:
     """Which chunks have been compared, and by which way they were made."""
 
