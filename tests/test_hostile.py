@@ -1,7 +1,10 @@
 """Hostile networks: right numbers or an error by name, never a wrong number in silence."""
 
 import pytest
+import torch
 
+import linnet
+from linnet.jacobian import Jacobian
 from linnet.testing.hostile import Verdict, cases, main, table, verdict
 
 CASES = cases()
@@ -14,6 +17,37 @@ def test_no_wrong_number_in_silence(case):
     found = verdict(case)
     assert found.answer != "wrong", f"{case.kind}: {found.details}"
     assert found.meets(case), f"{case.kind}: {found.answer} instead of {case.expects}: {found.details}"
+
+
+def sabotage(monkeypatch, change):
+    original = Jacobian.gram_diag
+    monkeypatch.setattr(Jacobian, "gram_diag", lambda J, *args: change(J, original(J, *args)))
+
+
+def test_judge_names_a_wrong_product(monkeypatch):
+    sabotage(monkeypatch, lambda J, diagonal: 1.001 * diagonal)
+    found = verdict(CASES["scatter_add"])
+    assert found.answer == "wrong"
+    assert "batch_size=auto, J.gram_diag(): off by 1.0e-03; batch_size=7, J.gram_diag()" in found.details
+
+
+def test_judge_tells_a_refusal_from_a_crash(monkeypatch):
+    sabotage(monkeypatch, lambda J, diagonal: torch.ones(2) @ torch.ones(3))
+    found = verdict(CASES["scatter_add"])
+    assert found.answer == "crashed"
+    assert "batch_size=auto, J.gram_diag(): RuntimeError" in found.details
+    assert verdict(CASES["batch_softmax"]).answer == "refused"
+
+
+def test_judge_sees_changed_data_and_modules(monkeypatch):
+    model_of = linnet.linearize
+
+    def careless(model, *args):
+        model.train()
+        return model_of(model, *args)
+
+    monkeypatch.setattr(linnet, "linearize", careless)
+    assert verdict(CASES["scatter_add"]) == Verdict("wrong", "linnet changed the mode of a module of the user's")
 
 
 def test_every_class_has_several_cases():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linnet.testing.case import Net, parameter
 from linnet.testing.hostile_case import Hostile, Register, draw, integers, late, normal
 
-add = Register("interacting examples", expects="refused")
+add = Register("interacting examples", expects="refused", predicts=True)
 
 
 def net(function: Any) -> Any:
@@ -386,6 +386,85 @@ add(
     "batch_instance_norm_over_batch",
     lambda: Net(lambda m, x: m.head(F.instance_norm(m.a(x).T[None])[0].T), a=nn.Linear(4, 5), head=nn.Linear(5, 2)),
     normal(4),
+)
+
+
+# Gradients that interact while outputs do not.
+def gradient_of_mean(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    return m.head(h + h.mean(0) - h.mean(0).detach())
+
+
+def gradient_of_mean_late(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    mean = (h * (x[:, :1] > 0)).sum(0)
+    return m.head(h + (x[:, :1] > 0) * (mean - mean.detach()))
+
+
+def gradient_by_size(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    if h.requires_grad:
+        h.register_hook(lambda g: g / len(g))
+    return m.head(h.tanh())
+
+
+class Balanced(torch.autograd.Function):
+    """The identity, whose gradients are centered over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] - grads[0].mean(0)
+
+
+# Sizes.
+def one_is_special(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.head(h.tanh() if len(x) > 1 else h)
+
+
+def even_is_special(m: Any, x: Tensor) -> Tensor:
+    return m.head(m.a(x).tanh() * (1 + len(x) % 2))
+
+
+def late_and_large(m: Any, x: Tensor) -> Tensor:
+    """Flagged examples of large batches are centered together."""
+    h, on = m.a(x), x[:, :1] > 0
+    if len(x) > 8 and bool(on.any()):
+        h = torch.where(on, h - (h * on).sum(0) / on.sum(), h)
+    return m.head(h.tanh())
+
+
+def two_of_them(m: Any, x: Tensor) -> Tensor:
+    """The largest two examples of a batch are exchanged in part."""
+    h = m.a(x).tanh()
+    if len(x) > 3:
+        i, j = x[:, 0].topk(2).indices
+        mean = 0.5 * (h[i] + h[j])
+        h = h.index_copy(0, torch.stack([i, j]), torch.stack([mean, mean]))
+    return m.head(h)
+
+
+for name, function, data in (
+    ("gradient_of_mean", gradient_of_mean, normal(4)),
+    ("gradient_of_mean_late", gradient_of_mean_late, late(4)),
+    ("gradient_by_size", gradient_by_size, normal(4)),
+    ("gradient_centered", lambda m, x: m.head(Balanced.apply(m.a(x)).tanh()), normal(4)),
+    ("one_is_special", one_is_special, normal(4)),
+    ("even_is_special", even_is_special, normal(4)),
+    ("late_and_large", late_and_large, late(4)),
+    ("two_of_them", two_of_them, normal(4)),
+):
+    add(f"batch_{name}", net(function), data)
+add("batch_in_output", net(lambda m, x: m.head(m.a(x).tanh())), normal(4), output=lambda raw: raw - raw.mean(0))
+add(
+    "batch_in_output_late",
+    net(lambda m, x: torch.cat([m.head(m.a(x).tanh()), x[:, :1]], 1)),
+    late(4),
+    output=lambda raw: raw[:, :2] * (raw[:, 2:] > 0).sum(),
 )
 
 CASES: list[Hostile] = add.cases

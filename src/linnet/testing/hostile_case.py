@@ -28,6 +28,7 @@ class Hostile:
         output: From the model's raw output to `(n, c)` or `(n,)`; None where the raw output already is.
         params: The selected parameters, as `linnet.linearize` takes them.
         frozen: Whether the case is also tried with the results of its frozen layers kept.
+        predicts: Whether the predictions of a regressor are tried too.
         rtol: The largest relative error of a right number.
         needs: An optional package without which `build` fails, or None.
     """
@@ -40,6 +41,7 @@ class Hostile:
     output: Callable[[Any], Tensor] | None = None
     params: Any = None
     frozen: bool = False
+    predicts: bool = False
     rtol: float = 1e-7
     needs: str | None = None
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from linnet.testing.case import Net, parameter
 from linnet.testing.hostile_case import Hostile, Register, draw, integers, late, normal, tokens
 
-add = Register("operations")
+add = Register("operations", predicts=True)
 
 
 def net(function: Any, **parts: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnet.testing.case import Net
 from linnet.testing.hostile_case import Hostile, Register, late, normal
 
-add = Register("random outputs", expects="refused")
+add = Register("random outputs", expects="refused", predicts=True)
 
 
 def wide(function: Any, width: int = 64) -> Any:
@@ -174,6 +174,42 @@ class RandomAttention(nn.Module):
 add("always_training", AlwaysTraining, normal(4, n=24))
 add("monte_carlo_dropout", Mixture, normal(4))
 add("attention_dropout", RandomAttention, normal(4, 4))
+
+
+def random_gradient(m: Any, x: Tensor) -> Tensor:
+    """Outputs are fixed, gradients are not."""
+    h = m.a(x).tanh()
+    noise = torch.rand_like(h)
+    return m.head(h + noise * (h - h.detach()))
+
+
+def random_hook(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    if h.requires_grad:
+        h.register_hook(lambda g: F.dropout(g, 0.2))
+    return m.head(h)
+
+
+class Generated(nn.Module):
+    """Noise by a generator that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head, self.source = nn.Linear(4, 5), nn.Linear(5, 2), torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x).tanh() + torch.randn(len(x), 1, generator=self.source, dtype=x.dtype))
+
+
+add("random_gradient", wide(random_gradient), normal(4))
+add("random_hook", wide(random_hook), normal(4))
+add("own_generator_attribute", Generated, normal(4))
+add(
+    "random_output_function",
+    wide(lambda m, x: m.head(m.a(x).tanh())),
+    normal(4),
+    output=lambda f: f + torch.randn_like(f),
+)
 
 
 # Random numbers that do no harm.

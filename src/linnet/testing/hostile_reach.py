@@ -213,4 +213,74 @@ def _registered(model: Any) -> nn.Module:
     return model
 
 
+class Reads(nn.Module):
+    """A forward that looks at what its parameters are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a, self.head = kind, nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.a.weight
+        if self.kind == "type":
+            w = w if isinstance(w, nn.Parameter) else w.detach()
+        elif self.kind == "leaf":
+            w = w if w.is_leaf else 2 * w
+        elif self.kind == "requires_grad":
+            w = w if w.requires_grad else 2 * w
+        elif self.kind == "grad_mode":
+            w = w if torch.is_grad_enabled() else 2 * w
+        elif self.kind == "all":
+            return self.head(self.a(x).tanh()) + torch.stack([t.square().sum() for t in self.parameters()]).sum()
+        elif self.kind == "by_name":
+            w = dict(self.named_parameters())["a.weight"] + self.get_parameter("a.weight").sin()
+        elif self.kind == "inner_table":
+            w = 2 * torch.as_tensor(self.a._parameters["weight"])
+        elif self.kind == "state":
+            w = w * self.state_dict()["a.weight"].sum()
+        return self.head(F.linear(x, w, self.a.bias).tanh())
+
+
+for way in ("type", "leaf", "requires_grad", "grad_mode", "all", "by_name", "inner_table", "state"):
+    add(f"reads_{way}", functools.partial(Reads, way), normal(4))
+
+
+class Remembers(nn.Module):
+    """Answers from memory when it sees the same input again."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.a, self.head = by, nn.Linear(4, 5), nn.Linear(5, 2)
+        self.known: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = id(x) if self.by == "id" else x.data_ptr() if self.by == "place" else float(x.sum())
+        if key not in self.known:
+            self.known[key] = x, self.head(self.a(x).tanh())
+        return self.known[key][1]
+
+
+for way in ("id", "place", "sum"):
+    add(f"remembers_by_{way}", functools.partial(Remembers, way), normal(4))
+add("output_reads_weight", in_a_global, normal(4), output=lambda raw: raw * GLOBAL["weight"].square().sum())
+add("captured_unselected", functools.partial(Lambda, "lambda"), normal(4), params="head.*", expects="right")
+add("hook_unselected", functools.partial(hooked, "forward"), normal(4), params="2.*", expects="right")
+
+
+class Buffered(nn.Module):
+    """A lambda captures a buffer, which is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.register_buffer("mean", torch.ones(5))
+        mean = self.get_buffer("mean")
+        self.step = lambda h: h - mean.to(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.step(self.a(x)).tanh())
+
+
+add("captured_buffer", Buffered, normal(4), expects="right")
+
 CASES: list[Hostile] = add.cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -281,5 +282,38 @@ add(
     lambda: draw(13, 4).requires_grad_(),
     expects="either",
 )
+
+
+class Stateful(nn.Module):
+    """A recurrent network that goes on where the last batch ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 5), nn.Linear(5, 2)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x.new_zeros(5) if self.hidden is None else self.hidden
+        h = self.cell(x, start.expand(len(x), -1))
+        self.hidden = h[-1].detach()
+        return self.head(h)
+
+
+class Holding(nn.Module):
+    """Holds something that cannot be copied."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
+        made: dict[str, Any] = {"lock": threading.Lock(), "graph": self.a.weight * 2, "generator": (i for i in (1, 2))}
+        self.held = made[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x).tanh())
+
+
+add("stateful_rnn", Stateful, normal(4), expects="refused")
+for kind in ("lock", "graph", "generator"):
+    add(f"holds_{kind}", functools.partial(Holding, kind), normal(4))
 
 CASES: list[Hostile] = add.cases

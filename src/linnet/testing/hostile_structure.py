@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
@@ -315,6 +316,42 @@ add(
     lambda: draw(13, 4).float(),
     dtype=torch.float32,
     rtol=1e-4,
+)
+
+
+add(
+    "no_gradient",
+    lambda: Net(
+        lambda m, x: torch.cat([(m.head(x) > 0).to(x.dtype), m.a(x)], 1), a=nn.Linear(4, 1), head=nn.Linear(4, 2)
+    ),
+    normal(4),
+)
+add(
+    "not_a_number_late",
+    lambda: Net(lambda m, x: m.head((-x[:, :1]).sqrt() * m.a(x)), a=nn.Linear(4, 5), head=nn.Linear(5, 2)),
+    late(4),
+    expects="refused",
+)
+add(
+    "slope_without_end_late",
+    lambda: Net(
+        lambda m, x: m.head(torch.where(x > 0, 0.0, (x * m.w).abs().clamp(min=0).sqrt())),
+        w=parameter(4),
+        head=nn.Linear(4, 2),
+    ),
+    lambda: draw(13, 4) * (torch.arange(13) < 6)[:, None],
+    expects="either",
+)
+add(
+    "graph_module",
+    lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))),
+    normal(4),
+)
+add(
+    "traced_module",
+    lambda: torch.jit.trace(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.ones(3, 4)),
+    normal(4),
+    expects="either",
 )
 
 
