@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def first_passes(device: str, n: int, rounds: int, name: str = "resnet-20") -> l
             times: list[tuple[float, float]] = []
             for i in range(rounds + 1):
                 J = lin.jacobian(x, progress=False)
-                first, second = (timed(lambda J=J: run(J, V), device)[0] for _ in range(2))
+                first, second = (timed(partial(run, J, V), device)[0] for _ in range(2))
                 if i:
                     times.append((first, second))
             ratio = statistics.median(a / b for a, b in times)
