@@ -436,7 +436,11 @@ def output_matrix(out: object, n: int) -> Tensor:
 
 
 def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: Mapping[str, Tensor]) -> None:
-    """Add a note to an error of the model's forward where dtypes explain it."""
+    """Add a note to an error of the model's forward where dtypes explain it; refuse what cannot run in linnet's way."""
+    if "is not an nn.Parameter" in str(error):
+        raise not_functional() from error
+    if "does not require grad" in str(error):
+        raise differentiates_itself() from error
     first, parameter = next(iter(theta.items()))
     for name, leaf in inputs:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype:
@@ -508,6 +512,20 @@ def scaled_by_frequency() -> Refusal:
     return Refusal(
         "An embedding with scale_grad_by_freq=True divides gradients by the number of times that a token occurs in the "
         "batch. Such gradients are no derivatives of the outputs. Build the embedding without scale_grad_by_freq."
+    )
+
+
+def not_functional() -> Refusal:
+    return Refusal(
+        "The model gives other outputs when tensors stand in the places of its parameters: its forward pass asks for "
+        "nn.Parameter by type or by get_parameter, or looks at how a parameter is stored. Use parameters as tensors."
+    )
+
+
+def differentiates_itself() -> Refusal:
+    return Refusal(
+        "The forward pass of the model differentiates something with respect to the parameters of the model, which "
+        "works only while gradients are recorded. linnet cannot linearize a model that trains itself in its forward."
     )
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
@@ -44,6 +44,7 @@ class Autodiff(Factor):
         vectorize: Says whether rows may be vectorized over examples, when they are needed.
         columns: Whether products go column by column (else through the rows).
         judge: Gives what reverse mode says, if products and rows are to be compared with that; None if not.
+        seed: Gradients of some examples in other batches, if those of reverse mode are to be compared with them.
         deny: Called with the name of an ability that gave other numbers, or failed.
         graph: The outputs (n, c) with the parameters, by name, that they were computed from: the first ``rmatmul``
             differentiates them instead of running the network.
@@ -64,6 +65,7 @@ class Autodiff(Factor):
         vectorize: Callable[[], bool],
         columns: bool,
         judge: Callable[[], Truth] | None = None,
+        seed: Truth | None = None,
         deny: Callable[[str], None] = lambda ability: None,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
@@ -74,7 +76,7 @@ class Autodiff(Factor):
         self._forward, self._layout, self._batch = forward, layout, batch
         self._theta = {name: theta[name] for name in names}
         self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
-        self._judge, self._deny = judge, deny
+        self._judge, self._seed, self._deny = judge, seed, deny
         self._graph, self._known, self._shared = graph, known, shared
         self._rows: Rows | None = None
 
@@ -88,12 +90,15 @@ class Autodiff(Factor):
     def expand(self) -> Rows:
         if self._rows is None:
             parts = self._vectorized() if self._vectorize() else None
-            if parts is None:
-                parts = self._parts(vectorize=False)
-                if self._judge is not None and not self._judge().has_rows(self.ranges, parts):
-                    raise _checks.not_linear()
-            self._rows = Rows(self.ranges, parts)
+            self._rows = Rows(self.ranges, self._one_by_one() if parts is None else parts)
         return self._rows
+
+    def _one_by_one(self) -> list[Tensor]:
+        """The rows of each example alone, by reverse mode."""
+        parts = self._parts(vectorize=False)
+        if not all(self._judged(lambda truth: truth.has_rows(self.ranges, parts))):
+            raise _checks.not_linear()
+        return parts
 
     def _parts(self, *, vectorize: bool) -> list[Tensor]:
         found = rows(self._forward, self._theta, self._batch, vectorize=vectorize)
@@ -107,10 +112,15 @@ class Autodiff(Factor):
             raise
         except (RuntimeError, NotImplementedError, ValueError):
             parts = None
-        if parts is None or (self._judge is not None and not self._judge().has_rows(self.ranges, parts)):
+        if parts is None or not all(self._judged(lambda truth: truth.has_rows(self.ranges, parts))):
             self._deny("vectorize")
             return None
         return parts
+
+    def _judged(self, question: Callable[[Truth], list[bool]]) -> list[bool]:
+        """What reverse mode says to a question, if there is a judge and its gradients are finite."""
+        truth = None if self._judge is None else self._judge()
+        return question(truth) if truth is not None and truth.judges else []
 
     def matmul(self, V: Tensor) -> Tensor:
         if not self._columns:
@@ -135,8 +145,11 @@ class Autodiff(Factor):
             raise Disproved("forward_mode") from error
         # Parameters that are not selected may ask for gradients of their own.
         out = torch.stack(products, -1).detach().to(self._dtype)
-        if self._judge is not None and not self._judge().has_product(self.ranges, V, out):
+        right = self._judged(lambda truth: truth.has_product(self.ranges, V, out))
+        if not all(right[:1]):
             raise Disproved("forward_mode")
+        if not all(right):
+            raise _checks.examples_interact(self._batch.start, self._batch.n)
         return out
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
@@ -161,16 +174,27 @@ class Autodiff(Factor):
         """For each column of U one for each parameter, or None where these examples do not use it."""
         f, leaves = self._recorded()
         wanted = [leaves[name] for name in self._theta]
+        if self._seed is not None and f.requires_grad:
+            self._check_seed(f, wanted, self._seed)
         for j, u in enumerate(U.to(f.dtype).unbind(2)):
             more = j + 1 < U.shape[2]
             used = f.requires_grad
             yield torch.autograd.grad(f, wanted, u, more, allow_unused=True) if used else [None] * len(wanted)
 
+    def _check_seed(self, f: Tensor, wanted: Sequence[Tensor], seed: Truth) -> None:
+        """Raise if the gradients of some examples are others than in a batch of their own."""
+        found = seed.G.clone()
+        grads = torch.autograd.grad(f, wanted, seed.U[..., 0].to(f.dtype), True, allow_unused=True)
+        for (start, stop), g in zip(self.ranges, grads, strict=True):
+            found[start:stop, 0] = 0.0 if g is None else g.to_dense().flatten().to(found)
+        if seed.judges and found.isfinite().all() and seed.different(found)[0]:
+            raise _checks.examples_interact(self._batch.start, self._batch.n)
+
     def _recorded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Outputs and the parameters that they depend on, to be differentiated once."""
         graph, self._graph = self._graph, None
         if graph is None:
-            leaves = {name: t.detach().requires_grad_() for name, t in self._theta.items()}
+            leaves = {name: nn.Parameter(t.detach()) for name, t in self._theta.items()}
             with torch.enable_grad():
                 graph = self._forward(leaves, self._batch), leaves
         return graph
@@ -207,7 +231,7 @@ def rows(forward: Forward, theta: Mapping[str, Tensor], batch: Batch, *, vectori
 
 
 def _jacobian_of_one(forward: Forward, theta: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
+    leaves = {name: nn.Parameter(t.detach()) for name, t in theta.items()}
     with torch.enable_grad():
         out = forward(leaves, batch)[0]
         values = out.unbind()

@@ -23,6 +23,7 @@ from linnet.jacobian import Jacobian
 from linnet.kron import Kronecker
 from linnet.operators import LinearOperator
 from linnet.plan import PRODUCTS, Engine, Request, budget
+from linnet.proofs import Proofs
 from linnet.structure import PROBE
 
 Held = tuple[Recipe, tuple[Tensor, ...]]
@@ -43,7 +44,7 @@ class Cached(Jacobian):
 
     def __init__(self, J: Jacobian, kept: Sequence[Kept]) -> None:
         self.lin, self._settings, self._kept = J.lin, replace(J._settings, largest=None, halved=0), list(kept)
-        self._rotation = J._rotation
+        self._rotation, self._proofs = J._rotation, Proofs()
         self.n, self.c = sum(piece.batch.n for piece in kept), J.c
         LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
         self.block = self.c

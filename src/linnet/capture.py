@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from linnet.guard import Calls
 from linnet.layers import RULES
 from linnet.params import Layout
 from linnet.rules import Call, Rule, Slot
-from linnet.watch import Calls
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         layout: Their places in the flat vector.
         n: Examples.
         changes: What is done to the calls.
-        calls: Checks every call; see `linnet.watch`.
+        calls: Checks every call; see `linnet.guard`.
 
     Attributes:
         uses: The calls, in order.
@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
-        self._calls = calls
+        self.calls = calls
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
         self._n, self._changes = n, changes
@@ -111,13 +111,13 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _open_attention(*args, **kwargs)
-        self._calls.before(func, args, kwargs)
+        self.calls.before(func, args, kwargs)
         rule = RULES.get(func)
         call = None if rule is None else rule.read(args, kwargs, self._known)
         slots = {} if call is None else self._slots(call)
         if rule is None or call is None or not slots:
             result = func(*args, **kwargs)
-            self._calls.after(func, args, kwargs, result)
+            self.calls.after(func, args, kwargs, result)
             return result
         number, x, changes = len(self.uses), call.x, self._changes
         if x is not None and number in changes.inputs:
@@ -128,7 +128,7 @@ class Recorder(TorchFunctionMode):
         given = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         source = not any(a.requires_grad and not self._known(a) for a in given)
         y = func(*args, **kwargs)
-        self._calls.after(func, args, kwargs, y)
+        self.calls.after(func, args, kwargs, y)
         if number in changes.outputs:
             y = y.clone()
         if number in changes.spread:
@@ -204,12 +204,16 @@ class Recording:
         leaves: The parameters as the leaves of that graph.
         uses: The calls that use them, in order.
         changes: What was done to them.
+        draws: Whether the pass used a random generator of its own.
+        coarsest: The floating dtype with the fewest digits in the pass.
     """
 
     out: Tensor
     leaves: dict[str, Tensor]
     uses: list[Use]
     changes: Changes
+    draws: bool = False
+    coarsest: torch.dtype = torch.float64
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -234,17 +238,17 @@ def record(
         layout: Their places in the flat vector.
         n: Examples.
         changes: What earlier passes have found necessary.
-        calls: Gives what checks the calls, from the ``id`` of the leaves; see `linnet.watch`.
+        calls: Gives what checks the calls, from the ``id`` of the leaves; see `linnet.guard`.
     """
     for _ in range(4):
-        leaves = {name: t.detach().requires_grad_() for name, t in theta.items()}
+        leaves: dict[str, Tensor] = {name: nn.Parameter(t.detach()) for name, t in theta.items()}
         current = frozenset(map(id, leaves.values()))
         recorder = Recorder(leaves, layout, n=n, changes=changes, calls=calls(current))
         with torch.enable_grad(), recorder:
             out = forward(leaves)
         needed = recorder.overwritten()
         if needed == changes:
-            return Recording(out, leaves, recorder.uses, changes)
+            return Recording(out, leaves, recorder.uses, changes, recorder.calls.draws, recorder.calls.coarsest)
         changes = needed
     raise RuntimeError(
         "The model overwrites the inputs of its layers in place, differently at each call. "

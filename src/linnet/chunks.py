@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet import autodiff
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch
-from linnet.capture import NO_CHANGES, Recording, Use
+from linnet.capture import Recording, Use
 from linnet.compound import Lazy, combine
 from linnet.contexts import Precision, forward_mode
 from linnet.factors import Factor, Recipe
 from linnet.inspection import Inspected
-from linnet.proofs import Truth
+from linnet.proofs import Apart, Truth
 from linnet.rules import Call, LayoutError, Rule, Slot
 from linnet.shared import Shared
 from linnet.structure import Kept, Structure, factors_of, gradients, streamed, warn_fallback
@@ -64,7 +64,7 @@ class Chunks(Inspected):
         graph: bool = False,
         along: Tensor | None = None,
         prepare: Prepare = lambda factor: factor,
-        prove: bool = False,
+        prove: Apart | None = None,
     ) -> Chunk:
         """The Jacobian of a batch in factors.
 
@@ -77,11 +77,13 @@ class Chunks(Inspected):
             along: (p, k), what the factors will be multiplied by; with ``columns`` and ``graph`` the forward pass gives
                 the product with its first column too.
             prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
-            prove: Whether the columns are compared with reverse mode: those of autodiff when they are used, those of
-                layer rules by the caller, with the chunk's ``truth``.
+            prove: Some of the examples in other batches, if the columns are to be compared with reverse mode: those of
+                autodiff are when they are used, those of layer rules by the caller, with the chunk's ``truth``.
         """
         if autodiff_only:
-            leaves = {name: t.detach().requires_grad_(graph) for name, t in self.theta.items()}
+            leaves: dict[str, Tensor] = {
+                name: nn.Parameter(t.detach(), requires_grad=graph) for name, t in self.theta.items()
+            }
             known = shared = None
             with self._setting(precision), torch.set_grad_enabled(graph):
                 if along is None or not along.shape[1] or not (columns and graph):
@@ -95,9 +97,10 @@ class Chunks(Inspected):
                         f, product = autodiff.dual(lambda theta: self.forward(theta, batch), leaves, tangent)
                     known = along, product.detach().to(self.dtype)
             kept = (f, leaves) if graph else None
-            judge: Judge | None = partial(self.plain_truth, batch, precision) if prove else None
+            judge: Judge | None = None if prove is None else partial(self.judge, None, batch, precision, prove)
             names, c = tuple(self.theta), f.shape[1]
-            factor = self._autodiff(names, batch, c, precision, columns, judge, kept, known, shared)
+            seed = None if prove is None else prove.truth
+            factor = self._autodiff(names, batch, c, precision, columns, judge, seed, kept, known, shared)
             return Chunk(f.detach().to(self.dtype), [prepare(factor)])
         prepare = self._without_autocast(prepare)
         with self._setting(precision):
@@ -105,7 +108,7 @@ class Chunks(Inspected):
             structure = self._structure(recording, batch)
             if structure.changes.spread != recording.changes.spread:
                 recording = self._record(batch, structure.changes)
-            truth = self._truth(recording, batch, precision) if prove else None
+            truth = None if prove is None else self.judge(recording, batch, precision, prove)
             signature = recording.signature
             f, factors = recording.out.detach().to(self.dtype), self._streamed(recording, structure, batch, prepare)
             if factors is None:
@@ -113,15 +116,10 @@ class Chunks(Inspected):
                     recording = self._record(batch, structure.changes)
                 factors, structure = self._captured(recording, structure, batch, prepare)
         if structure.rest:
-            judge = None if truth is None else lambda: truth
-            factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns, judge)))
+            judge = None if truth is None else partial(_same, truth)
+            seed = None if prove is None else prove.truth
+            factors.append(prepare(self._autodiff(structure.rest, batch, f.shape[1], precision, columns, judge, seed)))
         return Chunk(f, factors, truth, signature)
-
-    def _truth(self, recording: Recording, batch: Batch, precision: Precision) -> Truth:
-        """What reverse mode gives, on the recorded pass or, where calls were changed by it, on one without changes."""
-        if recording.changes.spread:
-            recording = self._record(batch, NO_CHANGES)
-        return self.truth(recording, batch, precision)
 
     def _without_autocast(self, prepare: Prepare) -> Prepare:
         """The same outside of bf16's autocast: products of factors are float32."""
@@ -196,6 +194,7 @@ class Chunks(Inspected):
         precision: Precision,
         columns: bool,
         judge: Judge | None = None,
+        seed: Truth | None = None,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         shared: Shared | None = None,
@@ -217,11 +216,16 @@ class Chunks(Inspected):
             vectorize=lambda: self.can("vectorize", batch),
             columns=columns and self.can("forward_mode", batch),
             judge=judge,
+            seed=seed,
             deny=self.deny,
             graph=graph,
             known=known,
             shared=shared,
         )
+
+
+def _same(truth: Truth) -> Truth:
+    return truth
 
 
 def _factors(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:

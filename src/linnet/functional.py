@@ -15,9 +15,9 @@ from torch.func import functional_call
 from linnet import _checks
 from linnet.batch import Batch, leaves
 from linnet.contexts import Precision, arithmetic, network, of_network
+from linnet.guard import address
 from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select
-from linnet.watch import address
 
 Output = Callable[[Any], Tensor]
 """From what a model returns to a tensor (n, c) or (n,)."""
@@ -52,6 +52,7 @@ class Functional:
         selected = select(model, params)
         self._model = _shadow(model, selected)
         self._originals = list(selected.items())  # nothing may read them: a pass has other tensors in their place
+        self._elsewhere: list[tuple[str, Tensor]] = []  # the same of the network that this one was cast from
         self._unused = copy.deepcopy(self._model, {id(t): t for t in self._model.parameters()})  # as it was at first
         self._at_first: list[tuple[Any, ...]] | None = _state(self._model)
         self._places = _places(self._model, selected)
@@ -77,11 +78,24 @@ class Functional:
         full = {place: theta.get(name, self.theta[name]) for place, name in self._places.items()}
         try:
             raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             _checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
+        return self._matrix(raw, batch.n)
+
+    def _matrix(self, raw: Any, n: int) -> Tensor:
+        """What the network returned, as (n, c)."""
         out = _checks.output_tensor(raw) if self._output is None else self._output(raw)
-        return _checks.output_matrix(out, batch.n)
+        return _checks.output_matrix(out, n)
+
+    def plain_outputs(self, batch: Batch) -> Tensor | None:
+        """Outputs (n, c) by the network with its own parameters; None if this is a linearization around other ones."""
+        moved = any(address(t) != address(self.theta[name]) for name, t in self._originals if name in self.theta)
+        if self._at_first is None or moved:
+            return None
+        fresh = self._as_at_first()
+        batch = batch.with_inputs(partial(_copied, dtype=self._cast))
+        return fresh._matrix(fresh._model(*batch.args, **batch.kwargs), batch.n)
 
     @property
     def stateful(self) -> bool:

@@ -17,10 +17,13 @@ from linnet.batch import Batch
 from linnet.capture import NO_CHANGES, Changes, Recording, record
 from linnet.contexts import Precision, forward_mode
 from linnet.functional import Functional, Output
+from linnet.guard import DIGITS, Calls
 from linnet.params import Params
 from linnet.proofs import TOLERANCE, Apart, Truth, random_signs, tolerance_of
 from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
-from linnet.watch import Calls, Guard, Watch, address
+
+SMALL = 64
+"""Examples of a chunk up to which all of them are run once more in other batches: costs against certainty."""
 
 
 class Inspected(Functional):
@@ -36,12 +39,11 @@ class Inspected(Functional):
         self._structures: dict[tuple[Any, ...], Structure] = {}
         self.last_structure = Structure([], (), ())
         self._abilities: dict[tuple[str, int], bool] = {}
+        self._coarsest = self.model_dtype  # the floating dtype with the fewest digits that was seen in a pass
 
     def structure(self, batch: Batch) -> Structure:
         """Which rules serve a batch, checked on its first examples if its calls are new."""
         probe = batch.part(0, min(PROBE, batch.n))
-        if not self._structures:
-            self.apart(probe, "highest")  # before anything else, since the network may write into its parameters
         with self._setting("highest"):
             recording = self._record(probe)
         return self._structure(recording, batch)
@@ -65,7 +67,7 @@ class Inspected(Functional):
     def _inspected(self, recording: Recording, probe: Batch) -> Structure:
         small = self._record(probe, recording.changes)
         _checks.check_outputs_finite(small.out, probe.start)
-        self._check_independent(small.out, probe)
+        self._check_independent(small, probe)
         self._check_linear(small)
         if small.signature != recording.signature:
             # The calls depend on the data beyond the first examples: trust no rule with them.
@@ -88,7 +90,7 @@ class Inspected(Functional):
         """The recording with calls spread over the examples, if the model takes it and gives the same output."""
         try:
             trial = self._record(probe, replace(small.changes, spread=numbers))
-        except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
             return None
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
         return trial if same and _checks.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
@@ -98,73 +100,98 @@ class Inspected(Functional):
         if not small.out.requires_grad or self.model_dtype != self.dtype:
             return
         u = random_signs(*small.out.shape, seed=0, like=small.out.detach())
-        alone = torch.eye(len(u), dtype=u.dtype, device=u.device).view(len(u), len(u), *(1,) * (u.ndim - 1)) * u
-
-        def gradient(seed: Tensor) -> Tensor:
-            found = torch.autograd.grad(small.out, list(small.leaves.values()), seed, True, allow_unused=True)
-            return torch.cat([small.out.new_zeros(1), *(g.to_dense().flatten() for g in found if g is not None)])
-
-        whole = gradient(u)
-        others = [gradient(1024 * u) / 1024, gradient(u / 1024) * 1024, torch.stack([*map(gradient, alone)]).sum(0)]
-        scale, finite = float(whole.norm()), bool(whole.isfinite().all())
-        if finite and any(float((g - whole).norm()) > TOLERANCE[self.model_dtype] * scale for g in others):
+        alone = [u * (torch.arange(len(u), device=u.device) == i)[:, None] for i in range(len(u))]
+        truth = self.truth(small, u, "highest")
+        others = [self.truth(small, 1024 * u, "highest").G / 1024, self.truth(small, u / 1024, "highest").G * 1024]
+        others.append(torch.stack([self.truth(small, seed, "highest").G for seed in alone]).sum(0))
+        if truth.judges and any(truth.different(g)[0] for g in others):
             raise _checks.not_linear()
 
-    def _check_independent(self, out: Tensor, probe: Batch) -> None:
-        """Raise if the outputs are random, or change with the other examples of the batch."""
-        n, tolerance = probe.n, TOLERANCE[self.model_dtype]
+    def _check_independent(self, small: Recording, probe: Batch) -> None:
+        """Raise if the outputs are random, or outputs or gradients change with the other examples of the batch."""
+        n, tolerance, out = probe.n, self._tolerance(), small.out.detach()
         with torch.no_grad():
             if not _checks.close(self.forward({}, probe), out, tolerance):
                 raise _checks.random_output()
+            plain = self.plain_outputs(probe)
+            if plain is not None and not _checks.close(plain, out, tolerance):
+                raise _checks.not_functional()
         # Other examples beside each one, in another order: as many of them, with which kernels round alike.
         orders = [[*reversed(range(n))], [i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
         alone = [[i] for i in range(n)] if self.model_dtype == self.dtype else []
-        apart = self.apart(probe, "highest", [torch.tensor(index) for index in orders + alone] if n > 1 else [])
-        for index, found in apart.outputs:
-            if not _checks.close(found, out[index], tolerance):
+        for index in orders + alone if n > 1 else ():
+            apart = self.apart(probe, "highest", [torch.tensor(index)])
+            if any(not _checks.close(found, out[i], tolerance) for i, found in apart.outputs):
                 raise _checks.examples_interact()
+            if apart.truth is not None and apart.outputs:
+                truth = self.truth(small, apart.truth.U[..., 0].to(out), "highest")
+                if truth.judges and apart.truth.different(truth.G)[0]:
+                    raise _checks.examples_interact()
 
     def _of_some(self, batch: Batch, index: Tensor) -> Tensor:
         return self.forward({}, batch.take(index))
 
-    def apart(self, batch: Batch, precision: Precision, indices: Sequence[Tensor] | None = None) -> Apart:
-        """The outputs of a chunk's examples in other batches; see `linnet.watch` for what is refused on the way.
+    def apart(
+        self, batch: Batch, precision: Precision, indices: Sequence[Tensor] | None = None, *, derivatives: bool = True
+    ) -> Apart:
+        """Examples of a chunk in other batches; see `linnet.guard` for what is refused on the way.
 
-        By default the chunk is cut in two at random, and two examples are taken alone. Half-precision kernels round in
-        another way with every number of examples: there, each half fills the whole chunk.
+        A small chunk is cut in two at random, of a large one a sixteenth is taken; two examples are also run alone.
+        Half-precision kernels round in another way with every number of examples: there, the examples that are taken
+        fill a batch of the same size.
 
         Args:
             batch: The chunk.
             precision: Precision of the network's passes.
-            indices: The batches, by places in the chunk.
+            indices: The batches, by places in the chunk; by default as above.
+            derivatives: Whether gradients are wanted too.
         """
-        n = batch.n
+        n, alone = batch.n, []
         if indices is None:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(batch.start))
-            halves = [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
+            few = max(SMALL, n // 16)
+            parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
             if self.model_dtype == self.dtype and precision != "bf16":
-                indices = [*(half.sort().values for half in halves), *(order[:2, None] if n > 2 else ())]
+                indices, alone = parts, [*order[:2, None]] if n > 2 else []
             else:
-                indices = [half[torch.arange(n) % len(half)].sort().values for half in halves]
-        calls = self._calls(frozenset(map(id, self.theta.values())))
-        outputs = []
-        with torch.no_grad(), self._setting(precision), Watch(calls), Guard(self._storages()):
-            for index in indices:
+                indices = [part[torch.arange(n) % len(part)] for part in parts]
+        outputs: list[tuple[Tensor, Tensor]] = []
+        truth: Truth | None = None
+        draws = False
+        with self._setting(precision):
+            for index in (*(index.sort().values if n > PROBE else index for index in indices), *alone):
                 try:
-                    outputs.append((index, self._of_some(batch, index)))
+                    recording = self._record(batch.take(index), NO_CHANGES)
                 except (_checks.Refusal, torch.OutOfMemoryError):
                     raise
-                except (RuntimeError, ValueError, TypeError, IndexError):
-                    if len(index) >= n // 2 > 1 and n > PROBE:
+                except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                    if n > PROBE and len(index) > 1:
                         raise
-                    # The network takes no single example, or its examples in one order only.
-        return Apart(outputs, calls.draws)
+                    continue  # the network takes no single example, or its examples in one order only
+                outputs.append((index, recording.out.detach()))
+                draws = draws or recording.draws
+                if derivatives and len(outputs) <= len(indices):
+                    found = self._truth_of_some(recording, index, batch, precision)
+                    truth = found if truth is None else replace(truth, U=truth.U + found.U, G=truth.G + found.G)
+        return Apart(outputs, truth, draws)
+
+    def _truth_of_some(self, recording: Recording, index: Tensor, batch: Batch, precision: Precision) -> Truth:
+        """``J^T u`` of some examples of a batch in a pass of their own, with u (n, c) zero for the others."""
+        out = recording.out.detach()
+        u = random_signs(*out.shape, seed=batch.start, like=out)
+        first = torch.tensor([i == 0 or bool((index[:i] != index[i]).all()) for i in range(len(index))])
+        u = u * first.to(u)[:, None]  # an example that fills the batch again does not count
+        found = self.truth(recording, u, precision)
+        U = found.U.new_zeros(batch.n, *found.U.shape[1:]).index_add_(0, index.to(u.device), found.U)
+        # Rounding can move an example across a kink, and its gradient with it.
+        loose = {torch.float64: TOLERANCE[torch.float64], torch.float32: 0.1}.get(self._coarsest, 0.5)
+        loose = max(loose, 0.5) if precision == "bf16" else loose
+        return replace(found, U=U, tolerances=(loose,))
 
     def _calls(self, current: frozenset[int]) -> Calls:
         """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
-        known = [(id(t), name) for name, t in (*self._originals, *self.theta.items())]
-        storages = {address(t): name for name, t in self.theta.items()}
-        return Calls({key: name for key, name in known if key not in current}, storages, current)
+        known = [(id(t), name) for name, t in (*self._originals, *self._elsewhere, *self.theta.items())]
+        return Calls({key: name for key, name in known if key not in current}, self._storages(), current)
 
     def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, apart: Apart, *, random: bool) -> None:
         """Raise if the outputs of a chunk are random, or change with the other examples or with earlier passes.
@@ -178,7 +205,7 @@ class Inspected(Functional):
         """
         if not f.isfinite().all():
             return  # another check says which example it is
-        tolerance = tolerance_of(self.model_dtype, precision)
+        tolerance = self._tolerance(precision)
         with torch.no_grad(), self._setting(precision):
             if random:
                 self._check_not_random(batch, f)
@@ -202,7 +229,7 @@ class Inspected(Functional):
         apart = differ(index, found)
         if not apart.any():
             return True
-        if self.model_dtype == torch.float64 or apart.float().mean() > 0.5:
+        if self._coarsest == torch.float64 or apart.float().mean() > 0.5:
             return False
         # A few examples may sit on a hard decision that rounds either way with another number of examples. With the
         # same number in the same places, rounding is the same, and other examples must not matter.
@@ -216,15 +243,14 @@ class Inspected(Functional):
     def _check_not_random(self, batch: Batch, f: Tensor) -> None:
         """Raise if outputs change from draw to draw, in eight passes over at least 64 examples each."""
         index = torch.arange(max(batch.n, 64)) % batch.n
-        bound = 1e3 * torch.finfo(self.model_dtype).eps * float(f.abs().max())
+        bound = 1e3 * torch.finfo(self._coarsest).eps * float(f.abs().max())
         for _ in range(8):
             if float((self._of_some(batch, index).to(f) - f[index.to(f.device)]).abs().max()) > bound:
                 raise _checks.random_output()
 
-    def truth(self, recording: Recording, batch: Batch, precision: Precision) -> Truth:
-        """``J^T u`` of a recorded pass for a random u, by reverse mode; the recording keeps its graph."""
+    def truth(self, recording: Recording, u: Tensor, precision: Precision) -> Truth:
+        """``J^T u`` of a recorded pass for one u (n, c), by reverse mode; the recording keeps its graph."""
         out, leaves = recording.out, recording.leaves
-        u = random_signs(*out.shape, seed=batch.start, like=out.detach())
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if out.requires_grad:
             found = torch.autograd.grad(out, list(leaves.values()), u, True, allow_unused=True)
@@ -232,12 +258,25 @@ class Inspected(Functional):
             t.new_zeros(t.numel(), dtype=self.dtype) if g is None else g.detach().to_dense().flatten().to(self.dtype)
             for t, g in zip(leaves.values(), found, strict=True)
         ]
-        return Truth(u.to(self.dtype), torch.cat(parts), self.layout, tolerance_of(self.model_dtype, precision))
+        sizes = torch.stack([t.detach().float().norm() for t in (out, *leaves.values())])
+        natural = float(sizes[0] / sizes[1:].norm().clamp(min=torch.finfo(torch.float32).tiny))
+        bounds = (self._tolerance(precision),)
+        return Truth(u[..., None].to(self.dtype), torch.cat(parts)[:, None], self.layout, bounds, natural)
 
-    def plain_truth(self, batch: Batch, precision: Precision) -> Truth:
-        """`truth` of the network as it is, by a forward and a backward pass of its own."""
+    def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: Apart) -> Truth:
+        """What a chunk must agree with: a pass over all of its examples, and passes over some of them in other batches.
+
+        Args:
+            recording: A pass over the chunk; None to make one.
+            batch: The chunk.
+            precision: Precision of the network's passes.
+            apart: The other passes.
+        """
         with self._setting(precision):
-            return self.truth(self._record(batch, NO_CHANGES), batch, precision)
+            plain = self._record(batch, NO_CHANGES) if recording is None or recording.changes.spread else recording
+            u = random_signs(*plain.out.shape, seed=batch.start + 1, like=plain.out.detach())
+            whole = self.truth(plain, u, precision)
+        return whole if apart.truth is None else whole.beside(apart.truth)
 
     def doubt(self, signature: tuple[Any, ...], names: Sequence[str]) -> None:
         """Make chunks with these calls in a slower way from now on: their columns of some parameters were wrong."""
@@ -259,7 +298,7 @@ class Inspected(Functional):
     def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
         if changes is None and self._changes.spread:
             return self._record_like_last(batch)
-        return record(
+        recording = record(
             lambda theta: self.forward(theta, batch),
             self.theta,
             self.layout,
@@ -267,6 +306,13 @@ class Inspected(Functional):
             changes=self._changes if changes is None else changes,
             calls=self._calls,
         )
+        if DIGITS[recording.coarsest] < DIGITS[self._coarsest]:
+            self._coarsest = recording.coarsest
+        return recording
+
+    def _tolerance(self, precision: Precision = "highest") -> float:
+        """The largest relative disagreement between two passes that is rounding."""
+        return tolerance_of(self._coarsest, precision)
 
     def _record_like_last(self, batch: Batch) -> Recording:
         """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
@@ -317,7 +363,7 @@ class Inspected(Functional):
                 product = combined(autodiff.jvp_of(lambda theta: outputs(theta, probe), self.theta, tangent))
                 along = [(exact[name] * tangent[name]).reshape(probe.n, 1, -1).sum(2) for name in exact]
                 pairs = [(product, torch.stack(along).sum(0))]
-        except (RuntimeError, NotImplementedError, ValueError):
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
         return all(_checks.close(a, b, TOLERANCE[self.model_dtype]) for a, b in pairs)
 

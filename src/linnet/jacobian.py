@@ -255,9 +255,9 @@ class Jacobian(Grams):
                 bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick,
             ):
                 for batch in self._batches(self._chunk(columns=True)):
-                    proved: AbstractContextManager[list[Tensor]]
-                    proved = nullcontext([]) if theta else self._outputs_proved(batch)
-                    with proved as made, self.lin._setting(self._settings.precision):
+                    proved: AbstractContextManager[tuple[list[Tensor], Any]]
+                    proved = nullcontext(([], None)) if theta else self._outputs_proved(batch)
+                    with proved as (made, _), self.lin._setting(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                         made.append(f)
                     _checks.check_outputs_finite(f, batch.start)

@@ -135,7 +135,7 @@ class Linearization(Chunks):
         model = copy.deepcopy(self._unused, memo)._apply(cast)
         other = Linearization(model, list(self.theta), output=self._output)
         other._watched, other._cast = self._watched, dtype
-        other._originals += self._originals
+        other._elsewhere = self._originals + self._elsewhere
         return other
 
     def at(self, theta: Mapping[str, Tensor]) -> Linearization:

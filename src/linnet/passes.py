@@ -45,7 +45,7 @@ from linnet.plan import (
     prepare,
     working_size,
 )
-from linnet.proofs import Disproved, Proofs, RandomState
+from linnet.proofs import Apart, Disproved, Proofs, RandomState
 from linnet.structure import PROBE
 from linnet.tokens import Tokens
 
@@ -144,8 +144,13 @@ class Passes(LinearOperator):
             return t.detach()  # an output that its own graph saved would never be freed
 
         self.lin.structure(batch)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            chunk = self.lin.chunk(batch, self._settings.precision)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+                chunk = self.lin.chunk(batch, self._settings.precision)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            chunk = self.lin.chunk(batch, self._settings.precision)  # torch.func inside the network takes no hooks
         _checks.check_outputs_finite(chunk.f, batch.start)
         self._settings.graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
@@ -229,19 +234,8 @@ class Passes(LinearOperator):
             graph = backward or (forward and request == "fused")
             way = "backward" if backward else f"forward, {request}, {k > 1}" if forward else "rows"
 
-            def make(prove: bool) -> Chunk:
-                return lin.chunk(
-                    batch,
-                    s.precision,
-                    autodiff_only=True,
-                    columns=forward,
-                    graph=graph,
-                    along=along,
-                    prepare=ready,
-                    prove=prove and not backward,
-                )
-
-            return self._proved(way, batch, make)
+            make = partial(lin.chunk, batch, s.precision, autodiff_only=True, columns=forward, graph=graph, along=along)
+            return self._proved(way, batch, partial(make, prepare=ready))
         few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
         return self._by_rules(batch, ready, columns=few)
 
@@ -249,8 +243,7 @@ class Passes(LinearOperator):
         """A chunk in the parameters' own coordinates, prepared for nothing."""
         if self._settings.engine != "autodiff":
             return self._by_rules(batch)
-        make = partial(self.lin.chunk, batch, self._settings.precision, autodiff_only=True)
-        return self._proved("rows", batch, lambda prove: make(prove=prove))
+        return self._proved("rows", batch, partial(self.lin.chunk, batch, self._settings.precision, autodiff_only=True))
 
     def _by_rules(self, batch: Batch, ready: Prepare | None = None, *, columns: bool = False) -> Chunk:
         """A chunk by layer rules, without those that gave other numbers than reverse mode."""
@@ -259,39 +252,44 @@ class Passes(LinearOperator):
         if ready is not None:
             make_chunk = partial(make_chunk, prepare=ready)
 
-        def make(prove: bool) -> Chunk:
+        def make(prove: Apart | None) -> Chunk:
             while True:
                 chunk = make_chunk(prove=prove)
-                if chunk.truth is None or not chunk.f.isfinite().all():
+                if chunk.truth is None or not chunk.truth.judges:
                     return chunk
                 rest = self.lin.last_structure.rest  # autodiff's columns are compared when they are used
                 own = {self.lin.layout.offsets[name] for name in rest}
                 ruled = [f for f in chunk.factors if f.ranges[0][0] not in own]
-                wrong = [name for name in chunk.truth.disagreeing(ruled, rotation) if name not in rest]
+                wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
                 if not wrong:
+                    if any(mixed):
+                        raise _checks.examples_interact(batch.start, batch.n)
                     return replace(chunk, truth=None)
-                self.lin.doubt(chunk.signature, wrong)
+                self.lin.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 
         return self._proved("rules, columns" if columns else "rules", batch, make)
 
-    def _proved(self, way: str, batch: Batch, make: Callable[[bool], Chunk]) -> Chunk:
-        """A chunk that is compared with reverse mode, and its outputs with those of another batch, where it is new."""
-        fresh = self._source.changes
-        with self._outputs_proved(batch) as made:
-            chunk = make(self._proofs.claim(way, batch) or fresh)
+    def _proved(self, way: str, batch: Batch, make: Callable[..., Chunk]) -> Chunk:
+        """A chunk that is compared with reverse mode and with other batches where it is new."""
+        new = self._source.changes or self._proofs.claim(way, batch)
+        with self._outputs_proved(batch, derivatives=new) as (made, apart):
+            chunk = make(prove=apart if new else None)
             made.append(chunk.f)
         return chunk
 
     @contextmanager
-    def _outputs_proved(self, batch: Batch) -> Iterator[list[Tensor]]:
+    def _outputs_proved(
+        self, batch: Batch, *, derivatives: bool = False
+    ) -> Iterator[tuple[list[Tensor], Apart | None]]:
         """Compares the outputs that are put into the list with those in other batches, if the chunk is new."""
         made: list[Tensor] = []
-        if not self._proofs.claim("outputs", batch) and not self._source.changes:
-            yield made
+        if not derivatives and not self._proofs.claim("outputs", batch):
+            yield made, None
             return
+        self._proofs.claim("outputs", batch)
         before = RandomState(self.device)
-        apart = self.lin.apart(batch, self._settings.precision)
-        yield made
+        apart = self.lin.apart(batch, self._settings.precision, derivatives=derivatives)
+        yield made, apart
         random = apart.draws or before.moved()
         self.lin.check_outputs(batch, made[0], self._settings.precision, apart, random=random)
 

@@ -5,8 +5,9 @@ show which way serves a network. The other examples may still take another branc
 with one backward pass through the network, whose seed u (n, c) is random: the pass gives ``J^T u``, and the columns of
 the chunk must give the same. Where they do not, the chunk is made again in a slower way.
 
-The outputs of each chunk are compared once with those of some of its examples in another batch, since a row of the
-Jacobian means nothing where examples interact or outputs are random.
+A row of the Jacobian means nothing where examples interact or outputs are random. So some examples of each chunk, all
+of them where the chunk is small, are run once more in another batch. Their outputs, and ``J^T u`` for a u that is zero
+for the others, must be the same. Where they are not, the network is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,70 +68,82 @@ def random_signs(*shape: int, seed: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Truth:
-    """``J^T u`` of a chunk by one backward pass through the network.
+    """``J^T u`` of a chunk by reverse mode, for a few u.
 
     Attributes:
-        u: The seed, (n, c).
-        g: ``J^T u``, (p,).
+        U: The seeds, (n, c, m).
+        G: ``J^T U``, (p, m).
         layout: Places of the parameters.
-        tolerance: Largest relative disagreement that is rounding.
+        tolerances: Largest relative disagreement that is rounding, for each of the m.
+        natural: A size that gradients have where nothing cancels: outputs over parameters.
     """
 
-    u: Tensor
-    g: Tensor
+    U: Tensor
+    G: Tensor
     layout: Layout
-    tolerance: float
+    tolerances: tuple[float, ...]
+    natural: float
 
-    def disagreeing(self, factors: Sequence[Factor], rotation: Rotates | None = None) -> list[str]:
-        """Parameters whose columns in the factors, or without a factor their zeros, are not the truth."""
-        found = self.g.new_zeros(len(self.g), 1)
+    @property
+    def judges(self) -> bool:
+        """Whether the gradients are numbers that others can be compared with."""
+        return bool(self.G.isfinite().all())
+
+    def beside(self, other: Truth) -> Truth:
+        """Both, one beside the other."""
+        U, G = torch.cat([self.U, other.U], 2), torch.cat([self.G, other.G], 1)
+        return replace(self, U=U, G=G, tolerances=self.tolerances + other.tolerances)
+
+    def disagreeing(self, factors: Sequence[Factor], rotation: Rotates | None = None) -> list[set[str]]:
+        """Parameters whose columns in the factors, or without a factor their zeros, are not the truth; for each u."""
+        found = torch.zeros_like(self.G)
         for factor in factors:
-            factor.rmatmul(self.u[..., None].to(found), found)
-        truth = self.g if rotation is None else rotation.rows(self.g[None])[0]
-        return self._different(found[:, 0], truth, self.layout.names)
+            factor.rmatmul(self.U, found)
+        return self.different(found, self.G if rotation is None else rotation.rows(self.G.T).T)
 
-    def differs_from(self, other: Truth) -> bool:
-        """Whether another network has another ``J^T u`` for the same u."""
-        return bool(self._different(other.g, self.g, self.layout.names))
-
-    def has_rows(self, ranges: Sequence[Range], parts: Sequence[Tensor]) -> bool:
-        """Whether explicit rows, one (n, c, q) tensor for each range, give the truth."""
-        found = self.g.new_zeros(len(self.g))
+    def has_rows(self, ranges: Sequence[Range], parts: Sequence[Tensor]) -> list[bool]:
+        """Whether explicit rows, one (n, c, q) tensor for each range, give the truth; for each u."""
+        found = self.G.clone()
         for (start, stop), part in zip(ranges, parts, strict=True):
-            found[start:stop] = torch.einsum("nc,ncq->q", self.u.to(part), part)
-        names = [n for n in self.layout.names if any(r[0] == self.layout.slices[n].start for r in ranges)]
-        return not self._different(found, self.g, names)
+            found[start:stop] = part.flatten(0, 1).T @ self.U.to(part).flatten(0, 1)
+        return [not names for names in self.different(found)]
 
-    def has_product(self, ranges: Sequence[Range], V: Tensor, JV: Tensor) -> bool:
-        """Whether ``J V`` (n, c, k) over some columns has the right inner product with u: <u, J V r> = <J^T u, V r>."""
-        r = random_signs(V.shape[1], seed=1, like=self.g).double()
-        along = JV.double() @ r
-        expected = sum(((self.g[a:b].double() @ V[a:b].double()) @ r for a, b in ranges), start=r.new_zeros(()))
-        error = (self.u.double() * along).sum() - expected
+    def has_product(self, ranges: Sequence[Range], V: Tensor, JV: Tensor) -> list[bool]:
+        """Whether ``J V`` (n, c, k) over some columns has <u, J V r> = <J^T u, V r> for a random r; for each u."""
+        r = random_signs(V.shape[1], seed=1, like=self.G).double()
+        along, U = JV.double() @ r, self.U.double()
+        expected = sum((self.G[a:b].double().T @ (V[a:b].double() @ r) for a, b in ranges), start=r.new_zeros(()))
+        errors = (torch.einsum("nc,ncm->m", along, U) - expected).abs().tolist()
         # Both sides round by about eps of each entry of J V r, with random signs.
-        size = max(float(along.norm()), float(expected.abs()) / max(1, self.u.numel()) ** 0.5)
-        return float(error.abs()) <= self.tolerance * size or not size
+        sizes = (along[..., None] * U).flatten(0, 1).norm(dim=0)
+        least = expected.abs() / max(1, along.numel()) ** 0.5 + self.natural * torch.finfo(JV.dtype).eps
+        bounds = torch.maximum(sizes, least).tolist()
+        return [not e > t * size for e, t, size in zip(errors, self.tolerances, bounds, strict=True)]
 
-    def _different(self, found: Tensor, truth: Tensor, names: Sequence[str]) -> list[str]:
-        parts = [self.layout.slices[name] for name in names]
-        errors = torch.stack([(found[s] - truth[s]).norm() for s in parts]).tolist() if parts else []
-        sizes = torch.stack([truth[s].norm() for s in parts]).tolist() if parts else []
-        # A parameter whose gradient is zero but for rounding is held against the others.
-        floor = 1e-3 * max(sizes, default=0.0)
-        pairs = zip(names, errors, sizes, strict=True)
-        return [name for name, error, size in pairs if not error <= self.tolerance * max(size, floor)]
+    def different(self, found: Tensor, truth: Tensor | None = None) -> list[set[str]]:
+        """Parameters for which other gradients (p, m) are not the truth; for each u."""
+        truth = self.G if truth is None else truth
+        slices = self.layout.slices
+        errors = torch.stack([(found[s] - truth[s]).norm(dim=0) for s in slices.values()])
+        sizes = torch.stack([truth[s].norm(dim=0) for s in slices.values()])
+        # A parameter whose gradient is zero but for rounding is held against the others, or against the outputs.
+        floors = 1e-3 * sizes.amax(0).clamp(min=self.natural)
+        wrong = errors > torch.maximum(sizes, floors) * errors.new_tensor(self.tolerances)
+        return [{name for name, bad in zip(slices, column, strict=True) if bad} for column in wrong.T.tolist()]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Outputs of a chunk's examples in other batches.
+    """Examples of a chunk in other batches.
 
     Attributes:
         outputs: Places in the chunk, with the outputs of the examples there.
+        truth: ``J^T u`` of those examples; None where nobody asked for that.
         draws: Whether the network used a random generator of its own.
     """
 
     outputs: list[tuple[Tensor, Tensor]]
+    truth: Truth | None
     draws: bool
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnet import _checks
 
@@ -22,6 +21,12 @@ READERS = frozenset(
     getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__")
 )
 """Functions that hand out a tensor's values as something other than a tensor."""
+
+WRITERS = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow"))})
+"""Names of functions that write into their first argument, besides those that end in an underscore."""
+
+DIGITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+"""Binary digits after the first one."""
 
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 """Functions whose arguments 3 and 5 are ``max_norm`` and ``scale_grad_by_freq``."""
@@ -32,20 +37,26 @@ class Calls:
 
     Args:
         originals: Names of tensors that nothing may read, by their ``id``.
-        storages: Names of the selected parameters, by the address of their memory.
+        storages: Names of all parameters, by the address of their memory.
         current: ``id`` of the tensors that stand for them in this pass.
 
     Attributes:
         draws: Whether a function was given a random generator of its own.
+        coarsest: The floating dtype with the fewest digits among the results.
     """
 
     def __init__(self, originals: Mapping[int, str], storages: Mapping[int, str], current: frozenset[int]) -> None:
         self._originals, self._storages, self._current = originals, storages, current
         self.draws = False
+        self.coarsest = torch.float64
 
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise if a call must not be made."""
         self.draws = self.draws or kwargs.get("generator") is not None
+        if _writes(func):
+            for t in _tensors((*args[:1], kwargs.get("out"))):
+                if (name := self._storages.get(address(t))) is not None:
+                    raise _checks.parameter_is_written(name)
         if func in EMBEDDINGS:
             if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
                 raise _checks.renormalizes("F.embedding")
@@ -54,6 +65,8 @@ class Calls:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Raise if a call read a parameter past its attribute; asking for a shape or a device is no reading."""
+        if isinstance(result, Tensor) and result.dtype in DIGITS and DIGITS[result.dtype] < DIGITS[self.coarsest]:
+            self.coarsest = result.dtype
         for t in _tensors((*args, *kwargs.values())):
             name = self._name(t)
             if name is not None and (func in READERS or next(_tensors((result,)), None) is not None):
@@ -67,54 +80,12 @@ class Calls:
         return None
 
 
-@final
-class Watch(TorchFunctionMode):
-    """Checks a pass that is not recorded; see `Calls`."""
-
-    def __init__(self, calls: Calls) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def __torch_function__(
-        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.calls.before(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self.calls.after(func, args, kwargs, result)
-        return result
-
-
-@final
-class Guard(TorchDispatchMode):
-    """Refuses operations that would write into parameters, before they do.
-
-    Args:
-        storages: Names of the parameters, by the address of their memory.
-    """
-
-    def __init__(self, storages: Mapping[int, str]) -> None:
-        super().__init__()
-        self._storages = storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for place in _written(func):
-            given = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(place)
-            for t in _tensors((given,)):
-                if (name := self._storages.get(address(t))) is not None:
-                    raise _checks.parameter_is_written(name)
-        return func(*args, **kwargs)
-
-
 @lru_cache(maxsize=4096)
-def _written(func: Any) -> tuple[int | str, ...]:
-    """Places and names of the arguments that an operation writes into."""
-    found: list[int | str] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [argument.name] if argument.kwarg_only else [i, argument.name]
-    return tuple(found)
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function writes into its first argument or into ``out``."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in WRITERS or func is Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def address(t: Tensor) -> int:
