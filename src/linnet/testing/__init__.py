@@ -7,6 +7,10 @@ A new operator, layer rule or engine is right when `check_operator` is silent ab
     >>> case = zoo()["mlp"]
     >>> dense = case.dense(case.build(), case.data(4, 0))
     >>> check_operator(Matrix(dense), dense, blocks=3)
+
+`linnet.testing.hostile` has unusual networks, to which only right numbers or an error by name are honest answers, and
+`linnet.testing.fuzz` makes random ones. Both are commands too: `python -m linnet.testing.hostile` and
+`python -m linnet.testing.fuzz --count 1000`.
 """
 
 from __future__ import annotations
