@@ -119,9 +119,9 @@ def _project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
 def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
     """An orthonormal basis of what X (m, b) has outside the span of ``against``, without directions of no length.
 
-    Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor 1e6 in the lengths of
-    directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is not, and each
-    rank makes those of its share of the rows.
+    Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor of about 1e6 in the
+    lengths of directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is
+    not, and each rank makes those of its share of the rows.
 
     Args:
         X: (m, b); overwritten.
@@ -158,7 +158,7 @@ def _orthonormal(X: Tensor, against: Sequence[Tensor], noise: float, m: int) -> 
         longest = float(g[0].clamp_min(0)) ** 0.5 if len(g) else 0.0
         if step == 0:
             shortest = max(shortest, ROUNDING * eps * longest)
-        floor = 1e-6 * longest
+        floor = (64 * fine * m**0.5) ** 0.5 * longest  # entries of G are rounded by about sqrt(m) eps of the largest
         length = g.clamp_min(0).sqrt()
         # What float64 does not resolve in this round is left for the next one, lengthened as far as is known.
         kept = (length > shortest) | (length <= floor) if shortest < floor else length > shortest
