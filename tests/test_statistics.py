@@ -272,10 +272,11 @@ def test_rounding_is_told_from_signals_of_the_same_size():
 
 
 def test_columns_that_are_constant_but_for_rounding_are_dropped():
-    # Class probabilities add up to one, in an order of its own for each example.
+    # Class probabilities add up to one, but for rounding of their own at each example.
     net = Net(
-        lambda m, x: (m.shift + m.fc(x).softmax(1).sum(1, keepdim=True) * m.scale) + m.fc(x),
-        **{"fc": nn.Linear(4, 7), "shift": nn.Parameter(torch.zeros(1)), "scale": nn.Parameter(torch.ones(1))},
+        lambda m, x: m.fc(x) + m.fc(x).softmax(1).sum(1, keepdim=True) * m.scale,
+        fc=nn.Linear(4, 50),
+        scale=nn.Parameter(torch.ones(1)),
     )
     for dtype in (torch.float32, torch.float64):
         lin = linnet.linearize(double(net).to(dtype), output=lambda f: f[:, 0])
@@ -285,26 +286,41 @@ def test_columns_that_are_constant_but_for_rounding_are_dropped():
         assert bool(found.kept[lin.layout.slices["fc.weight"]][:4].all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_of_examples_with_larger_gradients_is_noise(dtype):
+    # The examples that are judged, every other one, have a hundredth of the others' gradients.
+    net = Net(lambda m, x: m.inner(x[:, :16]) * x[:, 16:], inner=double(free()))
+    x = torch.cat([normal(32, 16), torch.tensor([1.0, 100.0]).double().repeat(16)[:, None]], 1)
+    lin = linnet.linearize(net.to(dtype), output=lambda f: f.sum(1))
+    found = fisher_statistics(lin.jacobian(x.to(dtype)), centered=True)
+    bias = lin.layout.slices["inner.conv.bias"]
+    assert not bool(found.kept[bias].any()) and bool(found.kept[lin.layout.slices["inner.conv.weight"]].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_signal_of_examples_that_are_not_judged_is_kept(dtype):
+    # The biases change nothing but at one example, where they come after the normalization.
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = x[:, :16].view(-1, 1, 4, 4)
+        shifted = m.norm(m.conv(h)) + x[:, 16, None, None, None] * m.conv(h)
+        return m.fc(shifted.tanh().flatten(1))
+
+    net = Net(forward, conv=nn.Conv2d(1, 4, 3), norm=nn.GroupNorm(4, 4), fc=nn.Linear(16, 3))
+    lin = linnet.linearize(double(net).to(dtype), output=energy)
+    x = torch.cat([normal(32, 16), torch.zeros(32, 1).double()], 1)
+    assert fisher_statistics(lin.jacobian(x.to(dtype)), centered=True).dropped == 4
+    x[31, 16] = 1.0
+    assert fisher_statistics(lin.jacobian(x.to(dtype)), centered=True).dropped == 0
+
+
 def test_an_example_at_a_kink_drops_nothing():
-    # A unit that one example alone reaches, in one precision and not in the other.
-    net = Net(lambda m, x: m.out(m.first(x).relu()), first=nn.Linear(3, 2), out=nn.Linear(2, 1))
-    with torch.no_grad():
-        net.first.weight.copy_(torch.tensor([[0.1, 0.2, -1.0], [1.0, 1.0, 1.0]]))
-        net.first.bias.zero_()
-        net.out.weight.fill_(1.0)
-    weight = net.first.weight[0].double()
-    x = normal(32, 3).abs().float()
-    x[:, 2] = 10.0
-    a = torch.rand(20_000, 2, generator=torch.Generator().manual_seed(0))
-    at = torch.cat([a, (a.double() @ weight[:2]).float()[:, None]], 1)
-    with torch.no_grad():
-        coarse, fine = net.first(at)[:, 0], at.double() @ weight
-    odd = at[(coarse > 0) & (fine <= 0)]
-    assert len(odd) > 0
-    x[16] = odd[0]
-    found = fisher_statistics(linnet.linearize(net, "first.*").jacobian(x), centered=False)
-    assert bool((found.I[:3] > 0).all())
-    assert bool(found.kept.all())
+    # 1 + 0.75 ulp is rounded up in float32, so that one example alone reaches a unit, and in float64 none does.
+    net = Net(lambda m, x: m.first(x[:, 3:]).tanh() * (x[:, :1] + x[:, 1:2] >= x[:, 2:3]).to(x), first=nn.Linear(3, 1))
+    x = torch.cat([torch.tensor([0.0, 0.0, 1.0]).expand(32, 3), normal(32, 3).float()], 1)
+    x[16, :3] = torch.tensor([1.0, 0.75 * 2**-23, 1 + 2**-23])
+    assert x[16].double()[:2].sum() < x[16, 2]
+    found = fisher_statistics(linnet.linearize(net).jacobian(x), centered=False)
+    assert bool((found.I > 0).all()) and bool(found.kept.all())
 
 
 def test_a_model_that_has_one_precision_only_keeps_its_columns():

@@ -85,8 +85,10 @@ def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
         \sum_i (E_{ij} - \bar E_j)^2 > \tfrac{1}{4} \sum_i (J_{ij} - \bar J_j)^2
 
     in each half of the examples: there, leaving the column out changes the kernel less than keeping it does. One
-    example that crosses a kink of the network only because of rounding is in one half alone. Where J is in float64, E
-    is how far rows in float32 are from J's, times the ratio of the two eps and, as that is a forecast, times 64.
+    example that crosses a kink of the network only because of rounding is in one half alone. A column is kept, too,
+    where ``I_j`` is more than 1 / eps times the mean square of E: examples that are not among the 16 carry a signal.
+    Where J is in float64, E is how far rows in float32 are from J's, times the ratio of the two eps and, as that is a
+    forecast, times 64.
 
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
@@ -110,12 +112,12 @@ def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
     Z, I = J.moments(centered=centered)  # noqa: E741
     layout = J.lin.layout
     check_finite(Z, I, layout)
-    kept = (I > 0) & ~rounding(J, centered=centered)
+    kept = (I > 0) & ~rounding(J, I, centered=centered)
     return Statistics(Z, I, kept, int((~kept).sum()), J.n)
 
 
-def rounding(J: Jacobian, *, centered: bool) -> Tensor:
-    """Which columns of J are rounding noise, (p,); see `fisher_statistics`."""
+def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
+    """Which columns of J, with the mean squares I (p,), are rounding noise, (p,); see `fisher_statistics`."""
     count = min(JUDGED, J.n)
     if J.by_position:
         index = torch.arange(count) * J.n // count
@@ -137,8 +139,10 @@ def rounding(J: Jacobian, *, centered: bool) -> Tensor:
         return torch.zeros(J.shape[1], dtype=torch.bool, device=J.device)
     small, large = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
     share = 1.0 if finer else (UNSURE * small / large) ** 2
-    noise = [share * off > 0.25 * squares for squares, off in found]
-    return noise[0] & noise[-1]
+    noise = count * I <= share * sum(off for _, off in found) / torch.finfo(J.lin.model_dtype).eps
+    for squares, off in found:
+        noise &= share * off > 0.25 * squares
+    return noise
 
 
 def _squares(J: Jacobian, judge: Jacobian, index: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
