@@ -31,7 +31,7 @@ ENTRIES = 2**24
 ADDED = 4096
 """Rows whose products are added up one after another on a CPU, where long sums round more on some than on others."""
 ROUNDING = 8
-"""Products are trusted to this many eps of the largest."""
+"""Products are trusted to this many eps of the largest: sums in blocks leave one or two, however long they are."""
 
 
 # Pieces.
