@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet import start
+from linnet import krylov, start
 from linnet.krylov import State, both, combine, expected, inner, orthonormal
 from linnet.lowrank import Decomposition, choose_method, low_rank, squared_norm
 from linnet.matrices import LowRank, Matrix, Stack
 from linnet.operators import LinearOperator
+from linnet.precondition import orthonormality
 from linnet.start import landmark_block, landmark_count, mixed_block, random_normal, rows_of
 from linnet.statistics import fisher_statistics
 from linnet.testing.case import Net
@@ -586,6 +587,43 @@ def test_long_inner_products_are_rounded_little():
     off = inner(X, X) - torch.tensor(exact, dtype=X.dtype)
     assert float(off.abs().max()) <= 4 * torch.finfo(X.dtype).eps * len(X)
     assert orthonormal(X.clone()).shape == X.shape
+
+
+def added_otherwise(A: Tensor, B: Tensor) -> Tensor:
+    """``A^T B`` with the largest errors that sums in some order may have: m u of the sum of absolute values."""
+    u = torch.finfo(torch.float64).eps / 2
+    errors = len(A) * u * (A.double().abs().T @ B.double().abs())
+    out = A.double().T @ B.double() + errors * torch.sign(normal(*errors.shape, seed=errors.numel()))
+    return out if A is not B else 0.5 * (out + out.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decades", [0, 9])
+def test_orthonormal_whatever_the_order_of_sums(dtype, decades, monkeypatch):
+    X = normal(3000, 60) @ (torch.logspace(0, -decades, 60)[:, None].double() * normal(60, 60, seed=1))
+    Q = orthogonal(3000, 20, 2)
+    monkeypatch.setattr(krylov, "_inner", added_otherwise)
+    found = orthonormal(X.to(dtype), against=[Q.to(dtype)]).double()
+    assert found.shape[1] == 60 if decades == 0 else found.shape[1] > 1
+    limit = orthonormality(3000, 60, dtype)
+    assert float((found.T @ found - torch.eye(found.shape[1])).abs().max()) <= limit
+    assert float((Q.T @ found).abs().max()) <= limit
+
+
+def test_a_basis_that_is_not_orthonormal_is_refused(monkeypatch):
+    # Products that lose more digits than float64 rounding explains.
+    monkeypatch.setattr(krylov, "combine", lambda blocks, Y: (blocks[0].float() @ Y.float()).double())
+    with pytest.raises(ArithmeticError, match=r"9 columns and 300 rows could not be made orthonormal in torch.float64"):
+        orthonormal(normal(300, 9))
+
+
+def test_embeddings_do_not_depend_on_the_order_of_sums(monkeypatch):
+    model = double(nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3)), 0)
+    X = normal(200, 6)
+    wanted = linnet.FisherEmbedding(model, 5, method="krylov").fit(X).eigenvalues_
+    monkeypatch.setattr(krylov, "_inner", added_otherwise)
+    found = linnet.FisherEmbedding(model, 5, method="krylov").fit(X).eigenvalues_
+    assert float((found / wanted - 1).abs().max()) <= 1e-7
 
 
 def test_orthonormal_leaves_out_what_is_not_there():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linnet import linearize, spaces
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.line import Line
 from linnet.matrices import Matrix
 from linnet.newton import function_space, inner_matrix, matrix_free, weight_space
 from linnet.precondition import Preconditioner
@@ -149,6 +150,19 @@ def test_logits_that_are_large_and_wrong(likelihood: Likelihood) -> None:
         assert u is not None
         gradient = u - math.sqrt(scale) * (Phi.T @ likelihood.residual(mode.f, wrong).flatten())
         assert float(gradient.norm()) <= 1e-5 * math.sqrt(scale) * float(Phi.norm())
+
+
+def test_values_whose_terms_cancel_are_rounded_as_the_terms_are() -> None:
+    # A penalty of 1e4 and log densities of 1e4 in all: the value is zero, and its rounding is not.
+    def terms(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return 10 - 0.5 * (f - 1).square(), 1 - f, torch.ones_like(f)
+
+    for seed in range(20):
+        off = 1e-8 * normal(1000, 1, seed=seed)
+        products = 2 * float(terms(1 - off)[0].sum()), 0.0, 0.0
+        line = Line(terms, 1 - off, df=off, products=products)
+        assert abs(line.value) < 1e-9 and line.flat
+        assert line.search() == pytest.approx(1.0)
 
 
 def test_data_that_the_mean_fits_take_no_step() -> None:

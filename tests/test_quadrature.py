@@ -185,6 +185,25 @@ def test_invariant_subspaces_end_a_column_exactly(dtype: torch.dtype) -> None:
     assert torch.isfinite(nodes).all() and (nodes > 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_invariant_subspaces_end_a_column_whatever_the_order_of_sums(dtype: torch.dtype) -> None:
+    m, eps = 900, torch.finfo(dtype).eps
+    Q = torch.linalg.qr(normal(m, 3))[0]
+    lam = torch.tensor([1.0, 2.0, 5.0]).double()
+    calls = 0
+
+    def product(V: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        out = Q * lam @ (Q.T @ V.double())
+        noise = normal(*out.shape, seed=calls)
+        return (out + 0.1 * m**0.5 * eps * out.norm(dim=0) * noise / noise.norm(dim=0)).to(dtype)
+
+    nodes, weights, norms2 = lanczos(product, Q.sum(1, keepdim=True).to(dtype), steps=10)
+    assert calls == nodes.shape[1] == 3
+    close(norms2 * (weights * nodes.log()).sum(1), lam.log().sum()[None], rtol=m**0.5 * eps)
+
+
 def test_it_stops_when_all_columns_have_ended() -> None:
     calls = []
 

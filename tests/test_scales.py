@@ -163,6 +163,18 @@ def test_single_precision(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.log(single.scales[0]) == pytest.approx(math.log(exact.scales[0]), abs=0.2)
 
 
+def test_scales_of_parts_in_single_precision() -> None:
+    n = 40
+    A, B = normal(n * C, 5), normal(n * C, 20, seed=1)
+    f = 2.0 * (A @ normal(5, seed=2)).view(n, C)
+    y = Categorical().sample(f, torch.Generator().manual_seed(0))
+    parts, mean = {"a": A @ A.T, "b": B @ B.T}, torch.zeros(n, C).double()
+    exact = best_scales(parts, y, mean=mean, likelihood=Categorical())
+    few = {name: K.float() for name, K in parts.items()}
+    single = best_scales(few, y, mean=mean.float(), likelihood=Categorical())
+    assert single.log_evidence == pytest.approx(exact.log_evidence, abs=0.02)
+
+
 def test_scales_whose_mode_rounding_hides_are_no_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     Phi, mean, y = many(Bernoulli(), 1, n=40)
     given: dict[str, Any] = {"mean": mean, "likelihood": Bernoulli()}

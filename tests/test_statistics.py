@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import linnet
 from linnet import moments
@@ -187,16 +191,19 @@ def test_statistics_serve_other_data():
     assert abs(squared_norm(found.vectors(other)) - float(expected.square().sum())) < 1e-9 * float(expected.norm()) ** 2
 
 
-def test_columns_of_rounding_are_dropped_and_counted():
-    # The bias before a normalization over each channel changes nothing: its gradient is zero but for rounding.
-    net = Net(
+def free() -> nn.Module:
+    """The bias before a normalization over each channel changes nothing: its gradient is zero but for rounding."""
+    return Net(
         lambda m, x: m.fc(torch.tanh(m.norm(m.conv(x.view(-1, 1, 4, 4)))).flatten(1)),
         conv=nn.Conv2d(1, 4, 3),
         norm=nn.GroupNorm(4, 4),
         fc=nn.Linear(16, 3),
     )
+
+
+def test_columns_of_rounding_are_dropped_and_counted():
     for dtype in (torch.float64, torch.float32):
-        lin = linnet.linearize(double(net).to(dtype), output=energy)
+        lin = linnet.linearize(double(free()).to(dtype), output=energy)
         J = lin.jacobian(normal(40, 16).to(dtype))
         found = fisher_statistics(J, centered=True)
         bias = lin.layout.slices["conv.bias"]
@@ -206,24 +213,132 @@ def test_columns_of_rounding_are_dropped_and_counted():
         assert bool(found.kept[lin.layout.slices["conv.weight"]].all())
 
 
-def test_the_threshold_is_that_of_the_columns_own_module():
-    # Two modules whose gradients differ by 1e-20 in size: each is held against itself.
+def test_small_signals_are_kept_however_small():
+    # Two modules whose gradients differ by 1e-20 in size, and two columns of one module that do.
     net = Net(lambda m, x: m.large(x) + 1e-20 * m.small(x), large=nn.Linear(3, 1), small=nn.Linear(3, 1))
     J = linnet.linearize(double(net)).jacobian(normal(9, 3))
     found = fisher_statistics(J, centered=True)
     layout = J.lin.layout
     assert bool(found.kept[layout.slices["small.weight"]].all())
     assert not bool(found.kept[layout.slices["small.bias"]].any())  # constant
-    x = torch.cat([normal(9, 1), 1e-20 * normal(9, 1, seed=1)], 1)
-    kept = fisher_statistics(linnet.linearize(nn.Linear(2, 1).double()).jacobian(x), centered=True).kept
-    assert kept.tolist() == [True, False, False]
+    for dtype in (torch.float32, torch.float64):
+        x = torch.cat([normal(9, 1), 1e-20 * normal(9, 1, seed=1)], 1).to(dtype)
+        lin = linnet.linearize(nn.Linear(2, 1).to(dtype))
+        assert fisher_statistics(lin.jacobian(x), centered=True).kept.tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize(("size", "kept"), [(2 * 64 * 2**-52, True), (64 * 2**-52, False)])
-def test_the_threshold_is_64_eps(size, kept):
-    x = torch.tensor([[1.0, size], [-1.0, -size]], dtype=torch.float64)
-    found = fisher_statistics(linnet.linearize(nn.Linear(2, 1).double()).jacobian(x), centered=True)
-    assert found.kept.tolist() == [True, kept, False]
+def normalized() -> nn.Module:
+    """Channels of sizes 1 to 1e-7, and three ways in which a parameter changes nothing."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        size = torch.tensor([1.0, 1e-5, 1e-6, 1e-7], dtype=x.dtype)[:, None, None]
+        h = m.norm(m.conv(x.view(-1, 4, 6, 6) * size)).tanh().flatten(2)  # the bias is normalized away
+        h = h + m.attend(h, h, h, need_weights=False)[0]  # keys that are all shifted attend alike
+        h = F.layer_norm(h + m.shift, h.shape[1:])  # a shift of all entries
+        return m.fc(h.tanh().flatten(1))
+
+    return Net(
+        forward,
+        conv=nn.Conv2d(4, 6, 3),
+        norm=nn.GroupNorm(6, 6),
+        attend=nn.MultiheadAttention(16, 2, batch_first=True),
+        shift=nn.Parameter(torch.zeros(1)),
+        fc=nn.Linear(96, 3),
+    )
+
+
+def test_rounding_is_told_from_signals_of_the_same_size():
+    model, X = double(normalized()), normal(60, 144)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.float())  # so that both precisions have the same network
+    X = X.float().double()
+    fine = linnet.linearize(model, output=energy).jacobian(X)
+    coarse = linnet.linearize(copy.deepcopy(model).float(), output=energy).jacobian(X.float())
+    exact, found = (fisher_statistics(J, centered=True) for J in (fine, coarse))
+    s = fine.lin.layout.slices
+    noise = torch.zeros(fine.shape[1], dtype=torch.bool)
+    noise[s["conv.bias"]] = noise[s["shift"]] = True
+    noise[s["attend.in_proj_bias"]][16:32] = True
+    # No size tells the biases, which are noise, from the weights on the smallest channel, which are not.
+    small = found.I[s["conv.weight"]].view(6, 4, 9)[:, 3]
+    assert float(found.I[s["conv.bias"]].max()) > float(small.min())
+    for statistics in (exact, found):
+        assert torch.equal(statistics.kept, ~noise)
+        assert statistics.dropped == 6 + 16 + 1
+    limit = torch.finfo(torch.float32).eps * fine.shape[1] ** 0.5  # of sums over the columns
+    values = [torch.linalg.eigvalsh(t.vectors(J).gram().double()) for t, J in ((exact, fine), (found, coarse))]
+    assert float((values[1] - values[0]).abs().max() / values[0].max()) <= limit
+
+
+def test_columns_that_are_constant_but_for_rounding_are_dropped():
+    # Class probabilities add up to one, but for rounding of their own at each example.
+    net = Net(
+        lambda m, x: m.fc(x) + m.fc(x).softmax(1).sum(1, keepdim=True) * m.scale,
+        fc=nn.Linear(4, 50),
+        scale=nn.Parameter(torch.ones(1)),
+    )
+    for dtype in (torch.float32, torch.float64):
+        lin = linnet.linearize(double(net).to(dtype), output=lambda f: f[:, 0])
+        found = fisher_statistics(lin.jacobian(normal(50, 4).to(dtype)), centered=True)
+        assert float(found.I[lin.layout.slices["scale"]]) > 0
+        assert not bool(found.kept[lin.layout.slices["scale"]])
+        assert bool(found.kept[lin.layout.slices["fc.weight"]][:4].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_of_examples_with_larger_gradients_is_noise(dtype):
+    # The examples that are judged, every other one, have a hundredth of the others' gradients.
+    net = Net(lambda m, x: m.inner(x[:, :16]) * x[:, 16:], inner=double(free()))
+    x = torch.cat([normal(32, 16), torch.tensor([1.0, 100.0]).double().repeat(16)[:, None]], 1)
+    lin = linnet.linearize(net.to(dtype), output=lambda f: f.sum(1))
+    found = fisher_statistics(lin.jacobian(x.to(dtype)), centered=True)
+    bias = lin.layout.slices["inner.conv.bias"]
+    assert not bool(found.kept[bias].any()) and bool(found.kept[lin.layout.slices["inner.conv.weight"]].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_signal_of_examples_that_are_not_judged_is_kept(dtype):
+    # The biases change nothing but at one example, where they come after the normalization.
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = x[:, :16].view(-1, 1, 4, 4)
+        shifted = m.norm(m.conv(h)) + x[:, 16, None, None, None] * m.conv(h)
+        return m.fc(shifted.tanh().flatten(1))
+
+    net = Net(forward, conv=nn.Conv2d(1, 4, 3), norm=nn.GroupNorm(4, 4), fc=nn.Linear(16, 3))
+    lin = linnet.linearize(double(net).to(dtype), output=energy)
+    x = torch.cat([normal(32, 16), torch.zeros(32, 1).double()], 1)
+    assert fisher_statistics(lin.jacobian(x.to(dtype)), centered=True).dropped == 4
+    x[31, 16] = 1.0
+    assert fisher_statistics(lin.jacobian(x.to(dtype)), centered=True).dropped == 0
+
+
+def test_an_example_at_a_kink_drops_nothing():
+    # 1 + 0.75 ulp is rounded up in float32, so that one example alone reaches a unit, and in float64 none does.
+    net = Net(lambda m, x: m.first(x[:, 3:]).tanh() * (x[:, :1] + x[:, 1:2] >= x[:, 2:3]).to(x), first=nn.Linear(3, 1))
+    x = torch.cat([torch.tensor([0.0, 0.0, 1.0]).expand(32, 3), normal(32, 3).float()], 1)
+    x[16, :3] = torch.tensor([1.0, 0.75 * 2**-23, 1 + 2**-23])
+    assert x[16].double()[:2].sum() < x[16, 2]
+    found = fisher_statistics(linnet.linearize(net).jacobian(x), centered=False)
+    assert bool((found.I > 0).all()) and bool(found.kept.all())
+
+
+def test_a_model_that_has_one_precision_only_keeps_its_columns():
+    fixed = torch.ones(3, 1)
+    net = Net(lambda m, x: m.fc(x) @ fixed, fc=nn.Linear(4, 3))
+    J = linnet.linearize(net).jacobian(normal(9, 4).float())
+    with pytest.warns(UserWarning, match=r"cannot be run in float64 .* no column is left out"):
+        found = fisher_statistics(J, centered=True)
+    assert found.dropped == 3  # the constant biases
+
+
+def test_examples_that_come_in_order_are_judged():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(inputs("convolutional", 20))
+
+    found = fisher_statistics(linnet.linearize(double(free()), output=energy).jacobian(Stream()), centered=True)
+    assert found.dropped == 4
 
 
 def test_unused_parameters_are_dropped():
@@ -257,7 +372,7 @@ def test_scores_without_any_spread_have_no_vectors():
 
 
 def test_a_gradient_that_is_not_finite_names_the_parameter():
-    net = Net(lambda m, x: m.head(m.root(x).clamp_min(0).sqrt()), root=nn.Linear(2, 2), head=nn.Linear(2, 1))
+    net = Net(lambda m, x: m.head(m.root(x).sqrt()), root=nn.Linear(2, 2), head=nn.Linear(2, 1))
     with torch.no_grad():
         net.root.weight.fill_(1.0)
         net.root.bias.fill_(0.0)

@@ -92,7 +92,8 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         n_components_: Their number.
         right_vectors_: P, one row for each column that was kept.
         statistics_: Z, I and the kept columns; None for "ntk".
-        dropped_columns_: How many parameters the scores do not depend on, and are left out.
+        dropped_columns_: How many parameters are left out: the scores do not depend on them, or by rounding only; see
+            `linnet.statistics.fisher_statistics`.
         passes_: Passes over the data, without the one for the statistics.
         method_: The method used; ``residuals_`` are the errors that it left.
         lin_: The linearized model.

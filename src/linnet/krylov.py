@@ -24,13 +24,14 @@ from torch import Tensor
 
 from linnet.distributed import add_up, rank_and_world, shard
 from linnet.operators import LinearOperator
+from linnet.precondition import orthonormality
 
 ENTRIES = 2**24
 """Numbers that a temporary in float64 may hold."""
 ADDED = 4096
 """Rows whose products are added up one after another on a CPU, where long sums round more on some than on others."""
 ROUNDING = 8
-"""Products are trusted to this many eps of the largest."""
+"""Products are trusted to this many eps of the largest: sums in blocks leave one or two, however long they are."""
 
 
 # Pieces.
@@ -118,9 +119,9 @@ def _project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
 def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
     """An orthonormal basis of what X (m, b) has outside the span of ``against``, without directions of no length.
 
-    Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor 1e6 in the lengths of
-    directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is not, and each
-    rank makes those of its share of the rows.
+    Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor of about 1e6 in the
+    lengths of directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is
+    not, and each rank makes those of its share of the rows.
 
     Args:
         X: (m, b); overwritten.
@@ -132,33 +133,41 @@ def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0
             [0.]])
     """
     rows = own_rows(len(X))
-    return whole(_orthonormal(X[rows], [block[rows] for block in against], noise), len(X))
+    return whole(_orthonormal(X[rows], [block[rows] for block in against], noise, len(X)), len(X))
 
 
-def _orthonormal(X: Tensor, against: Sequence[Tensor], noise: float) -> Tensor:
-    """`orthonormal`, of and with each rank's own rows."""
-    eps = torch.finfo(X.dtype).eps
-    # Inner products of millions of rows are themselves rounded, in float64.
-    close = 16 * eps + 0.1 * torch.finfo(torch.float64).eps * len(X) ** 0.5
+def _orthonormal(X: Tensor, against: Sequence[Tensor], noise: float, m: int) -> Tensor:
+    """`orthonormal`, of and with each rank's own rows out of m."""
+    eps, fine = torch.finfo(X.dtype).eps, torch.finfo(torch.float64).eps
+    off, limit, settled = math.inf, 0.0, False
     shortest = noise
     for step in range(8):
         _project_out(X, against)
         G = _inner(X, X)
-        eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
-        if step and (not len(G) or float((G - eye).abs().max()) <= close):
+        b = len(G)
+        off = float((G - torch.eye(b, dtype=G.dtype, device=G.device)).abs().max()) if b else 0.0
+        # Rounding adds up as the root of the number of terms where it is random: b in X E, m in G.
+        goal = eps * b**0.5 + fine * m**0.5
+        # Another processor may add up less luckily. A round from a G of condition 3 or less leaves rounding alone, and
+        # a further round would leave as much.
+        limit = orthonormality(m, b, X.dtype) + eps * len(against)
+        if step and (off <= goal or (settled and off <= limit)):
             return X
+        settled = off * b <= 0.5  # by Gershgorin's theorem
         g, E = eigh(G)
         longest = float(g[0].clamp_min(0)) ** 0.5 if len(g) else 0.0
         if step == 0:
             shortest = max(shortest, ROUNDING * eps * longest)
-        floor = 1e-6 * longest
+        floor = (64 * fine * m**0.5) ** 0.5 * longest  # entries of G are rounded by about sqrt(m) eps of the largest
         length = g.clamp_min(0).sqrt()
         # What float64 does not resolve in this round is left for the next one, lengthened as far as is known.
         kept = (length > shortest) | (length <= floor) if shortest < floor else length > shortest
         X = combine([X], E[:, kept] / length[kept].clamp_min(floor))
         shortest = shortest / floor if shortest < floor else 0.5
     raise ArithmeticError(
-        f"A block of {X.shape[1]} columns could not be made orthonormal in {X.dtype}. Use float64, or a smaller block."
+        f"A block of {X.shape[1]} columns and {m} rows could not be made orthonormal in {X.dtype}: X^T X is off the "
+        f"identity by {off:.1g}, and rounding explains {limit:.1g}. "
+        + ("Use float64, or a smaller block." if X.dtype != torch.float64 else "Use a smaller block.")
     )
 
 
@@ -278,7 +287,7 @@ class State:
         values = eigh(side[m:])[0]
         rest = float(values[0 if m else -1]) if m or self.rest is None else self.rest
         found = ritz(self.T, _inner(R, R), rest=rest, eps=eps)
-        self.X = whole(_orthonormal(R, basis, noise), len(X)) if grow else X[:, :0]
+        self.X = whole(_orthonormal(R, basis, noise, len(X)), len(X)) if grow else X[:, :0]
         return found
 
     def restart(self, found: Ritz, keep: int) -> None:

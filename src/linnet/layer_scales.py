@@ -55,13 +55,15 @@ def best_scales(
         raise ValueError(f"There are {len(kernels)} parts, so start needs as many scales; got {len(start)}.")
     alpha: Tensor | None = None
     path: list[float] = []
+    # The evidence is off by about the square of the relative gradient, which then is rounding.
+    tolerance = torch.finfo(mean.dtype).eps ** 0.5
 
     def negative(x: Sequence[float]) -> tuple[float, list[float]]:
         nonlocal alpha
         scales = [math.exp(t) for t in x]
         K = _mixed(kernels, scales)
         try:
-            mode = function_space(K, y, mean=mean, likelihood=likelihood, start=alpha, tolerance=1e-8).checked()
+            mode = function_space(K, y, mean=mean, likelihood=likelihood, start=alpha, tolerance=tolerance).checked()
         except ArithmeticError:  # rounding hides the mode: a finite wall, at which the line search turns back
             if not path:
                 raise

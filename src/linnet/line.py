@@ -31,7 +31,9 @@ class Line:
     def __init__(self, terms: Terms, f: Tensor, *, df: Tensor, products: tuple[float, float, float]) -> None:
         self.terms, self.f, self.df, self.products = terms, f, df, products
         self.value, self.slope, _ = self.at(0.0)
-        rounding = 64 * torch.finfo(f.dtype).eps * abs(self.value)
+        # Of the terms, which may cancel: sums in pairs of n of them round by log2(n) eps, up to 64.
+        size = 0.5 * products[0] + float(terms(f)[0].abs().sum())
+        rounding = 64 * torch.finfo(f.dtype).eps * size
         self.highest = self.value + rounding
         self.flat = -self.slope < rounding
 

@@ -60,7 +60,10 @@ class Preconditioner:
         v = torch.arange(1, len(lam) + 1, dtype=U.dtype, device=U.device).sqrt().cos()
         with _full_precision(U.device):
             off = torch.linalg.vector_norm(U.T @ (U @ v) - v) / torch.linalg.vector_norm(v).clamp_min(1e-30)
-        if not float(off) <= 10 * _orthonormality(U.dtype):
+        # Rounding of the two products, as the root of m; of the entries of U; and of what made them orthonormal.
+        limit = 4 * torch.finfo(U.dtype).eps * (self.m**0.5 + self.rank)
+        limit += self.rank * orthonormality(self.m, self.rank, torch.float64)
+        if not float(off) <= limit:
             raise ValueError(f"The columns of U must be orthonormal; U^T U is off the identity by {float(off):.1g}.")
 
     @staticmethod
@@ -290,8 +293,19 @@ def _weighed(X: Tensor, weight: Tensor | None, rows: slice) -> Tensor:
     return weigh(X, weight[rows.start // c : rows.stop // c].double(), slice(0, len(X)))
 
 
-def _orthonormality(dtype: torch.dtype) -> float:
-    return 1e-5 if dtype == torch.float32 else 1e-10
+def orthonormality(m: int, r: int, dtype: torch.dtype) -> float:
+    r"""How far rounding may take an entry of ``U^T U`` from the identity, for U (m, r) made orthonormal in a dtype.
+
+    ``U = X C`` adds up r terms, so that a column of U is off by at most ``(r + 1) u |X|_F |c|``, ``u = eps / 2``, which
+    is ``(r + 1)^(3/2) eps`` where the condition of ``X^T X`` is at most 3, and an entry of ``U^T U`` by twice as much;
+    the eigenvectors behind C are allowed the same again. ``U^T U``, and ``X^T X`` behind C, add up m terms in float64,
+    which leaves at most ``m u`` each (Higham 2002, section 3.1), here times the condition. The bounds hold for every
+    order of the sums.
+
+    >>> orthonormality(4000, 100, torch.float64) < 3e-12
+    True
+    """
+    return 4 * torch.finfo(dtype).eps * (r + 1) ** 1.5 + 2 * torch.finfo(torch.float64).eps * m
 
 
 def _orthonormal(U: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +316,9 @@ def _orthonormal(U: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         for part in chunks:
             G += part.double().T @ part.double()
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
-        if not len(G) or float((G - eye).abs().max()) <= _orthonormality(U.dtype) / len(G) ** 0.5:
+        # Products are in float64; then the entries of U are rounded, which takes at most eps from an inner product.
+        close = torch.finfo(U.dtype).eps + orthonormality(len(U), len(G), torch.float64)
+        if not len(G) or float((G - eye).abs().max()) <= close:
             return U, lam
         # U = Y (g^(1/2) V^T) with Y orthonormal: diagonalize what stands between Y and Y^T.
         g, V = _eigh(G)

@@ -128,8 +128,9 @@ class _Evidence:
         self.A, self.y, self.mean, self.likelihood, self.space = A, y, mean, likelihood, space
         self.solve = function_space if space == "function" else weight_space
         self.unit = math.log(unit_scale(A, mean, likelihood, space))
-        # The gradient at which rounding may stop a mode; each of them goes as far as it can.
-        self.reached = TOLERANCE if mean.dtype == torch.float64 else 1e-4
+        # The gradient at which rounding may stop a mode, which goes as far as it can: its square, the error of the
+        # evidence, is rounding.
+        self.reached = max(TOLERANCE, torch.finfo(mean.dtype).eps ** 0.5)
         self.values: dict[float, float] = {}
         self.path: list[float] = []
         self.best: tuple[float, Mode] | None = None

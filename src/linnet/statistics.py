@@ -8,17 +8,24 @@ with means over the examples, and V over the columns that carry information.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from linnet.batch import Given
+from linnet.factors import Rows
 from linnet.jacobian import Jacobian
+from linnet.moments import Moments
 from linnet.operators import LinearOperator
 from linnet.params import Layout
+from linnet.tiles import TEMPORARY
 
-NOISE = 64
-"""A column whose entries are below this many eps of its module's largest is rounding."""
+JUDGED = 16
+"""Examples whose rows are made in another precision, too."""
+UNSURE = 64
+"""Rounding of float64, foretold from that of float32, may be so many times smaller."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +76,19 @@ class Statistics:
 def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
     r"""Centre and diagonal Fisher information of a score, in one pass over the data.
 
-    Sums are in float64 and of squares about the mean, so that nothing cancels. A column is dropped when
-    ``I_j <= (64 eps)^2 max(mean(J^2))``, the maximum over the columns of its module: exact zeros come out as rounding
-    noise, which the scale would blow up to the size of everything else. ``eps`` is that of J's dtype.
+    Sums are in float64 and of squares about the mean, so that nothing cancels. A column of zeros is dropped, and so is
+    a column that would be constant but for rounding, such as the gradient of a bias before a normalization: the scale
+    would blow up its noise to the size of everything else. The size of a column does not tell noise from a small
+    signal. So the rows of 16 examples are made in float64, too, and E is how far J's rows are from them:
+
+    .. math:: \text{column } j \text{ is dropped where} \quad
+        \sum_i (E_{ij} - \bar E_j)^2 > \tfrac{1}{4} \sum_i (J_{ij} - \bar J_j)^2
+
+    in each half of the examples: there, leaving the column out changes the kernel less than keeping it does. One
+    example that crosses a kink of the network only because of rounding is in one half alone. A column is kept, too,
+    where ``I_j`` is more than 1 / eps times the mean square of E: examples that are not among the 16 carry a signal.
+    Where J is in float64, E is how far rows in float32 are from J's, times the ratio of the two eps and, as that is a
+    forecast, times 64.
 
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
@@ -95,15 +112,48 @@ def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
     Z, I = J.moments(centered=centered)  # noqa: E741
     layout = J.lin.layout
     check_finite(Z, I, layout)
-    kept = torch.zeros_like(I, dtype=torch.bool)
-    eps = torch.finfo(J.dtype).eps
-    whole = I + Z.square()  # the mean of J^2
-    for names in layout.layers.values():
-        columns = [s for s in (layout.slices[name] for name in names) if s.stop > s.start]
-        largest = max((float(whole[s].max()) for s in columns), default=0.0)
-        for s in columns:
-            kept[s] = I[s] > (NOISE * eps) ** 2 * largest
+    kept = (I > 0) & ~rounding(J, I, centered=centered)
     return Statistics(Z, I, kept, int((~kept).sum()), J.n)
+
+
+def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
+    """Which columns of J, with the mean squares I (p,), are rounding noise, (p,); see `fisher_statistics`."""
+    count = min(JUDGED, J.n)
+    if J.by_position:
+        index = torch.arange(count) * J.n // count
+        few, source = J.subset(index), J._source.subset(index)
+    else:
+        source = Given(next(iter(J._source.batches(count, 0, count))), "first examples")
+        few = J._of(source)
+    finer = J.lin.model_dtype != torch.float64
+    halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
+    try:
+        judge = J.lin.to(torch.float64 if finer else torch.float32).jacobian(source, progress=False)
+        found = [_squares(few, judge, half, centered=centered) for half in halves]
+    except (RuntimeError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"The model cannot be run in {'float64' if finer else 'float32'} ({error}), so rounding noise cannot be "
+            "told from small signals: no column is left out of the Fisher vectors but those that are zero.",
+            stacklevel=3,
+        )
+        return torch.zeros(J.shape[1], dtype=torch.bool, device=J.device)
+    small, large = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
+    share = 1.0 if finer else (UNSURE * small / large) ** 2
+    noise = count * I <= share * sum(off for _, off in found) / torch.finfo(J.lin.model_dtype).eps
+    for squares, off in found:
+        noise &= share * off > 0.25 * squares
+    return noise
+
+
+def _squares(J: Jacobian, judge: Jacobian, index: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
+    """Sums of squares, (p,) each, of the columns of J at some examples and of their distance from the judge's."""
+    p = J.shape[1]
+    own, off = (Moments(p, centered=centered, device=J.device) for _ in range(2))
+    for part in index.split(max(1, TEMPORARY // (4 * max(1, p)))):
+        A = J.subset(part).dense().double()
+        own.add([Rows([(0, p)], [A[:, None]])], len(part))
+        off.add([Rows([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
+    return own.squares, off.squares
 
 
 def check_finite(Z: Tensor, I: Tensor, layout: Layout) -> None:  # noqa: E741
