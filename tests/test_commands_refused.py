@@ -118,7 +118,20 @@ def test_interrupted(tmp_path, line, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "_fitted", stop)
-    assert "Interrupted; nothing was written." in refused(*line, code=1)
+    assert "Interrupted; nothing unfinished was written." in refused(*line, code=1)
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
+
+
+def test_networks_that_end_the_program(tmp_path, line):
+    """sys.exit(0) in the code of a network is no success."""
+    path = tmp_path / "ends.py"
+    path.write_text(
+        "import sys\nfrom torch import nn\n\n\nclass Net(nn.Linear):\n    def forward(self, x):\n"
+        "        if len(x) > 2:\n            sys.exit(0)\n        return super().forward(x)\n\n\n"
+        "def build():\n    return Net(4, 1)\n"
+    )
+    said = refused(*line, "--model", f"{path}:build", code=1)
+    assert "The code of the network ended the command" in said
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
 
 
@@ -142,5 +155,5 @@ def test_runs_that_are_none(tmp_path, line):
     assert "is damaged" in refused("predict", "--run", tmp_path, "--data", train, "--out", tmp_path / "p.csv")
     done(*line)
     path = tmp_path / "run" / "run.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
     assert "format 99" in refused("predict", "--run", path.parent, "--data", train, "--out", tmp_path / "p.csv")

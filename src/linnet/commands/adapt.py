@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 import linnet
-from linnet.commands import outputs, planning, reporting
+from linnet.commands import planning, publishing, reporting
 from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
 from linnet.commands.shared import Printer, UsageError, is_first, noted, processes
@@ -26,7 +26,7 @@ measured."""
 
 def run(files: Files, reading: Reading, settings: Settings) -> None:
     """Read, plan, adapt, test, write."""
-    with processes(settings.device), outputs.folder(files.out, force=files.force) as folder:
+    with processes(settings.device), publishing.folder(files.out, force=files.force) as folder:
         printer = Printer()
         with printer.step("Read"):
             loaded = load(files, reading, settings, printer)

@@ -172,17 +172,8 @@ def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Lo
         loaded: How the data were read, and what is predicted.
         more: The classes, and whatever else `Run` keeps.
     """
-    return Run(
-        command=command,
-        file=file,
-        model=files.model,
-        weights=None if files.weights is None else str(files.weights.resolve()),
-        seed=settings.seed,
-        reading=loaded.reading,
-        task=loaded.goal.task,
-        targets=loaded.targets,
-        **more,
-    )
+    given = {"task": loaded.goal.task, "targets": loaded.targets} | more
+    return runs.made(command, file, files.model, files.weights, loaded.reading, seed=settings.seed, **given)
 
 
 def write(
@@ -208,9 +199,16 @@ def write(
     found.save(folder / kept.file)
     if told is not None:
         outputs.write_csv(folder / "predictions.csv", told.columns)
-    runs.save(folder, kept, model)
+    runs.save_head(folder, kept, model)
     device = next(model.parameters()).device
     outputs.write_json(folder / "metrics.json", record(kept.seed, device, **details))
+    return finish(folder, kept, page)
+
+
+def finish(folder: Path, kept: Run, page: Report | None) -> list[str]:
+    """Write report.html and then run.json, which has the checksums of all other files; the names of all."""
+    names = {path.name for path in folder.iterdir()} | {runs.RUN}
     if page is not None:
-        save(folder / REPORT, replace(page, files=sorted(path.name for path in folder.iterdir())))
+        save(folder / REPORT, replace(page, files=sorted(names)))
+    runs.save(folder, kept)
     return sorted(path.name for path in folder.iterdir())
