@@ -85,7 +85,12 @@ class Examples:
 
     def first(self, count: int) -> Any:
         """The inputs of the first few."""
-        return {name: x[:count] for name, x in self.X.items()} if isinstance(self.X, Mapping) else self.X[:count]
+        return self.take(np.arange(min(count, self.n)))
+
+    def take(self, index: np.ndarray) -> Any:
+        """The inputs of some."""
+        at = torch.as_tensor(index)
+        return {name: x[at] for name, x in self.X.items()} if isinstance(self.X, Mapping) else self.X[at]
 
 
 def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:

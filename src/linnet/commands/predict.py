@@ -69,6 +69,7 @@ def run(
 
 def _known(y: np.ndarray, kept: runs.Run) -> bool:
     """Whether the targets in the file are such as the run has seen, so that they can be scored."""
+    columns = y.reshape(len(y), -1).shape[1]
     if kept.task == "classification":
-        return y.size > 0 and set(y.reshape(-1).tolist()) <= set(kept.classes)
-    return y.dtype.kind in "biuf"
+        return columns == 1 and set(y.reshape(-1).tolist()) <= set(kept.classes)
+    return columns == len(kept.targets) and y.dtype.kind in "biuf"

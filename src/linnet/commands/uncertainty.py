@@ -41,6 +41,7 @@ def run(files: Files, reading: Reading, settings: Settings, *, structure: str) -
                 )
             classes = classes_of(goal) if goal.task == "classification" else []
         with printer.step("Plan"):
+            planning.check(model, settings.chosen, settings.prior, train)
             params = settings.chosen.globs(model, train)
             J = planning.jacobian_of(model, params, train)
             planning.show(printer, model, J)
