@@ -118,6 +118,9 @@ def test_cells_that_look_like_formulas(tmp_path):
     assert found.y.tolist() == labels
     said = refused(table(tmp_path, [[1, 2, "=a"], [3, 4, "'=a"]]))
     assert "the target 'y' has both \"'=a\" and '=a'" in said and "Rename one" in said
+    with pytest.raises(ValueError, match="shorter"):
+        write_csv(tmp_path / "p.csv", {"x": [1, 2], "y": [1]})
+    assert len((tmp_path / "p.csv").read_text().splitlines()) > 11  # as it was
 
 
 def test_semicolons_byte_order_marks_and_blank_lines(tmp_path):
@@ -213,6 +216,10 @@ def test_parquet(tmp_path, monkeypatch):
     assert read(path, Reading(targets=("y",), task="regression"), labeled=True).y.tolist() == [1.0, 2.0]
     labels = [1.0, float("nan")]
     assert "line 2: column 'y' is NaN or infinite" in refused(path)
+    labels = ["a", None]
+    assert "has gaps in 'y'" in refused(path)
+    monkeypatch.setattr(Stored, "num_rows", 0)
+    assert "has no rows" in refused(path)
 
 
 def test_arrays(tmp_path):
@@ -279,6 +286,7 @@ def test_image_folders(tmp_path):
     folder = pictures(tmp_path / "p")
     found = read(folder, Reading(channels=1), labeled=True)
     assert found.X.shape == (12, 1, 8, 8) and float(found.X.min()) >= 0 and float(found.X.max()) <= 1
+    assert found.X.dtype == torch.float32
     assert found.y.tolist() == ["across"] * 6 + ["down"] * 6
     assert found.names[0] == "across/0.png"
     small = read(folder, Reading(size=(4, 5), pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3), labeled=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -209,12 +210,21 @@ def test_terminated(tmp_path, line, monkeypatch):
 
     def stop(*_):
         assert list(tmp_path.glob(".run*"))
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # those who are in a hurry do not stop the cleaning up
 
     monkeypatch.setattr(job, "_fitted", stop)
     assert "Terminated; nothing unfinished was written." in refused(*line, code=1)
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_command_in_another_thread(copied):
+    """Only the main thread may handle signals."""
+    with ThreadPoolExecutor(1) as pool:
+        assert "linnet adapt, regression" in pool.submit(done, "info", copied[0]).result()
 
 
 # Which runs are taken.

@@ -147,15 +147,19 @@ def _publish(temporary: Path, place: Path) -> None:
     """Put a finished folder in the place of an earlier one."""
     for path in temporary.iterdir():
         _sync(path)
-    _sync(temporary)
+    _sync_folder(temporary)
     if not place.exists():
         os.rename(temporary, place)
     else:
         shutil.copymode(place, temporary)
         if not _exchange(temporary, place):
             _replace(temporary, place)
-    if os.name == "posix":
-        _sync(place.parent)  # the new name itself
+    _sync_folder(place.parent)  # the new name itself
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "posix":  # other systems do not open folders
+        _sync(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
