@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 import types
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 from command_cases import pictures, write_table
 
-from linnet.commands.examples import Reading, for_network, read, standardization
+from linnet.commands.examples import Reading, for_network, read, settled, standardization
+from linnet.commands.outputs import write_csv
 from linnet.commands.shared import UsageError
 from linnet.commands.targets import task_of
 from linnet.commands.texts import read_texts
@@ -51,6 +53,74 @@ def test_targets_are_what_they_look_like(tmp_path, cells, kind, values):
     found = read(table(tmp_path, [[1, 2, cell] for cell in cells]), Reading(targets=("y",)), labeled=True)
     assert found.y.dtype.kind == kind
     assert found.y.tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("cells", "task", "values"),
+    [
+        (("007", "7", "08"), "auto", ["007", "7", "08"]),  # codes are no numbers
+        (("007", "7"), "regression", [7.0, 7.0]),
+        (("+7", "7"), "auto", ["+7", "7"]),
+        (("-0", "0"), "auto", ["-0", "0"]),
+        (("1_0", "2_0"), "auto", ["1_0", "2_0"]),
+        (("1_0", "10"), "classification", ["1_0", "10"]),
+        (("\u0661", "\u0662"), "auto", ["\u0661", "\u0662"]),  # digits of other scripts
+        (
+            ("123456789012345678901", "123456789012345678902"),
+            "auto",
+            ["123456789012345678901", "123456789012345678902"],
+        ),
+        ((" 7", "-8 "), "auto", [7, -8]),
+        (("1e3", "+.5"), "auto", [1000.0, 0.5]),
+        (("1.0", "2"), "classification", [1.0, 2.0]),
+    ],
+)
+def test_labels_are_the_text_that_they_are(tmp_path, cells, task, values):
+    path = table(tmp_path, [[1, 2, cell] for cell in cells])
+    found = read(path, Reading(targets=("y",), task=task), labeled=True)
+    assert found.y.tolist() == values
+    if values == list(cells):
+        (tmp_path / "t.tsv").write_text("".join(f"some words\t{cell}\n" for cell in cells), encoding="utf-8")
+        assert read_texts(tmp_path / "t.tsv", target="label")[1].tolist() == values
+
+
+def test_numbers_are_plain_decimals(tmp_path):
+    said = refused(table(tmp_path, [[1, "1_0", 0], [3, 4, 1]]))
+    assert "line 2: column 'b' must hold numbers, and has '1_0'" in said
+    said = refused(table(tmp_path, [[1, 2, "1_0"], [3, 4, "7"]]))
+    assert "mixes numbers and text: line 3 has '7' and line 2 has '1_0'" in said
+    for task in ("auto", "classification"):  # a gap is no class
+        said = refused(table(tmp_path, [[1, 2, "nan"], [3, 4, "7"]]), Reading(targets=("y",), task=task))
+        assert "line 2: column 'y' is NaN or infinite" in said
+
+
+def test_labels_are_text_in_all_files_where_they_are_in_one(tmp_path):
+    train = table(tmp_path, [[1, 2, "007"], [3, 4, "10"]])
+    test = table(tmp_path, [[1, 2, "10"], [3, 4, "10"]], name="test.csv")
+    net = torch.nn.Linear(1, 1)
+    found, reading = settled(train, Reading(targets=("y",)), net, labeled=True)
+    assert found.y.tolist() == ["007", "10"] and reading.text
+    found, again = settled(test, reading, net, labeled=True)
+    assert found.y.tolist() == ["10", "10"] and again.text
+    assert settled(test, Reading(targets=("y",)), net, labeled=True)[0].y.tolist() == [10, 10]
+    (tmp_path / "t.tsv").write_text("words\t10\n")
+    assert read_texts(tmp_path / "t.tsv", target="label", text=True)[1].tolist() == ["10"]
+
+
+def test_cells_that_look_like_formulas(tmp_path):
+    labels = ["=1+1", "+a", "-b", "@c", "\td", "\re", "'=quoted", "''+twice", "'plain'", "\uff1dwide", "a=b"]
+    write_csv(tmp_path / "p.csv", {"x": np.array([-1.5] * 11), "y": np.array(labels), "=z": range(11)})
+    with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["x", "y", "'=z"] and rows[0][0] == "-1.5"
+    assert [row[1] for row in rows] == [label if label in ("'plain'", "a=b") else f"'{label}" for label in labels]
+    found = read(tmp_path / "p.csv", Reading(targets=("y",), drop=("'=z",)), labeled=True)
+    assert found.y.tolist() == labels
+    said = refused(table(tmp_path, [[1, 2, "=a"], [3, 4, "'=a"]]))
+    assert "the target 'y' has both \"'=a\" and '=a'" in said and "Rename one" in said
+    with pytest.raises(ValueError, match="shorter"):
+        write_csv(tmp_path / "p.csv", {"x": [1, 2], "y": [1]})
+    assert len((tmp_path / "p.csv").read_text().splitlines()) > 11  # as it was
 
 
 def test_semicolons_byte_order_marks_and_blank_lines(tmp_path):
@@ -125,7 +195,9 @@ def test_parquet(tmp_path, monkeypatch):
         num_rows = 2
 
         def column(self, name):
-            return Column([1.5, 2.5] if name == "a" else ["u", "v"])
+            return Column({"a": [1.5, 2.5], "y": labels}[name])
+
+    labels: list = ["u", "v"]
 
     def read_stored(_):
         return Stored()
@@ -138,6 +210,16 @@ def test_parquet(tmp_path, monkeypatch):
     found = read(path, Reading(targets=("y",)), labeled=True)
     assert found.X.tolist() == [[1.5], [2.5]]
     assert found.y.tolist() == ["u", "v"]
+    for labels in (["007", "7"], ["1", "2"], [1, 2]):
+        assert read(path, Reading(targets=("y",)), labeled=True).y.tolist() == labels  # the file says what is text
+    labels = ["1", "2"]
+    assert read(path, Reading(targets=("y",), task="regression"), labeled=True).y.tolist() == [1.0, 2.0]
+    labels = [1.0, float("nan")]
+    assert "line 2: column 'y' is NaN or infinite" in refused(path)
+    labels = ["a", None]
+    assert "has gaps in 'y'" in refused(path)
+    monkeypatch.setattr(Stored, "num_rows", 0)
+    assert "has no rows" in refused(path)
 
 
 def test_arrays(tmp_path):
@@ -161,6 +243,9 @@ def test_arrays(tmp_path):
         ({"y": np.arange(4)}, "no inputs"),
         ({"x": np.array([["a"], ["b"]]), "y": np.arange(2)}, "must hold numbers"),
         ({"x": np.array([[1.0], [np.nan]]), "y": np.arange(2)}, "example 1 of 'x' has NaN"),
+        ({"x": np.ones((2, 1)), "y": np.array([np.inf, 1.0])}, "example 0 of 'y' has NaN"),
+        ({"x": np.ones((2, 1)), "y": np.array([b"a", b"b"])}, "'y' must hold numbers or text"),
+        ({"x": np.ones((2, 1)), "y": np.ones((2, 1, 1))}, "'y' must hold numbers or text"),
     ],
 )
 def test_arrays_that_do_not_fit(tmp_path, arrays, said):
@@ -201,6 +286,7 @@ def test_image_folders(tmp_path):
     folder = pictures(tmp_path / "p")
     found = read(folder, Reading(channels=1), labeled=True)
     assert found.X.shape == (12, 1, 8, 8) and float(found.X.min()) >= 0 and float(found.X.max()) <= 1
+    assert found.X.dtype == torch.float32
     assert found.y.tolist() == ["across"] * 6 + ["down"] * 6
     assert found.names[0] == "across/0.png"
     small = read(folder, Reading(size=(4, 5), pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3), labeled=True)
@@ -221,6 +307,36 @@ def test_unreadable_images_are_counted_or_stop(tmp_path):
     assert found.n == len(found.y) == len(found.names) == 12
     said = refused(folder, Reading(channels=1, strict=True))
     assert "text.png cannot be read as an image" in said and "Without --strict it is skipped" in said
+
+
+def test_an_image_that_is_too_large_is_left_out_or_stops(tmp_path, monkeypatch):
+    from PIL import Image
+
+    folder = pictures(tmp_path / "p")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)  # 64 pixels are above one limit, 100 above the other
+    assert read(folder, Reading(channels=1), labeled=True).n == 12
+    Image.new("L", (10, 10)).save(folder / "down" / "large.png")
+    with pytest.warns(UserWarning, match=r"1 of 13 images .* save smaller copies: 'down/large.png'"):
+        found = read(folder, Reading(channels=1), labeled=True)
+    assert found.n == 12 and "down/large.png" not in found.names
+    said = refused(folder, Reading(channels=1, strict=True))
+    assert "large.png cannot be read as an image (Image size (100 pixels) exceeds limit" in said
+    assert "Save a smaller copy of it" in said
+
+
+def test_whatever_a_damaged_image_raises(tmp_path, monkeypatch):
+    from linnet.commands import images
+
+    folder, read_one = pictures(tmp_path / "p"), images._read
+
+    def damaged(path, size, mode):
+        if path.name == "0.png":
+            raise EOFError("the file ends")
+        return read_one(path, size, mode)
+
+    monkeypatch.setattr(images, "_read", damaged)
+    with pytest.warns(UserWarning, match="2 of 12 images cannot be read"):
+        assert read(folder, Reading(channels=1), labeled=True).n == 10
 
 
 def test_folders_without_images_and_of_several_sizes(tmp_path):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 
+import numpy as np
 import pytest
-from command_cases import diabetes, done, networks, refused, run
+from command_cases import diabetes, done, networks, read_table, refused, run
 from safetensors import SafetensorError
 
 from linnet.commands import adapt as job
-from linnet.commands import runs
+from linnet.commands import runs, uncertainty
 
 
 @pytest.fixture
@@ -57,6 +58,78 @@ def test_options_that_make_no_sense(tmp_path, line, more, said):
     assert said in output
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob(".run*"))
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Long work fails the test."""
+
+    def work(*_, **__):
+        pytest.fail("This has to be refused before a pass over the data.")
+
+    monkeypatch.setattr(job, "_with_head", work)
+    monkeypatch.setattr(uncertainty, "_fitted", work)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--params", "9.*"], "'9.*'"),
+        (["--top", "7"], "blocks below its head"),
+        (["--prior", "nope.*=1,*=2"], "prior names 'nope.*'"),
+        (["--prior", "0.*=1"], "prior gives no variance for '2.weight', '2.bias'"),
+        (["--params", "0.*", "--prior", "2.*=1"], "prior gives no variance for '0.weight', '0.bias'"),
+        (["--top", "evidence", "--prior", "nope=1"], "prior gives no variance"),
+        (["--features", "nope"], "'nope' names no module"),
+        (["--inference", "vi"], "regression is exact"),
+    ],
+)
+def test_options_are_checked_before_a_head_is_fitted(tmp_path, nets, line, no_work, more, said):
+    assert said in refused(*line, "--model", f"{nets}:three", *more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_priors_of_error_bars_are_checked_first(line, no_work):
+    assert "prior names 'nope.*'" in refused("uncertainty", *line[1:], "--prior", "nope.*=1,*=2")
+
+
+@pytest.mark.parametrize("command", ["adapt", "uncertainty"])
+def test_test_files_are_checked_first(tmp_path, nets, no_work, command):
+    random = np.random.default_rng(0)
+
+    def arrays(name, width, y):
+        np.savez(tmp_path / name, x=random.normal(size=(len(y), width)), y=y)
+        return tmp_path / name
+
+    labels = arrays("labels.npz", 4, np.arange(12) % 3)
+    numbers = arrays("numbers.npz", 4, random.normal(size=(12, 2)))
+
+    def said(model, train, test):
+        line = [command, "--model", f"{nets}:{model}", "--train", train, "--test", test]
+        return refused(*line, "--out", tmp_path / "run")
+
+    test = arrays("test.npz", 5, np.arange(12) % 3)
+    assert f"The network does not take {test}: mat1 and mat2" in said("three", labels, test)
+    test = arrays("test.npz", 4, np.arange(12) % 4)
+    assert f"{test} has labels that are not among the classes: '3'; the classes are '0', '1', '2'" in said(
+        "three", labels, test
+    )
+    for y in (random.normal(size=(12, 3)), random.normal(size=12), np.array(["a"] * 12)):
+        test = arrays("test.npz", 4, y)
+        assert f"{test}: the targets must be numbers of the shape that {numbers} has" in said("two", numbers, test)
+    assert not (tmp_path / "run").exists()
+
+
+def test_targets_of_another_shape_are_not_scored(tmp_path, nets):
+    """New data need no targets, and strange ones must not cost the predictions."""
+    x = np.random.default_rng(0).normal(size=(5, 4))
+    np.savez(tmp_path / "train.npz", x=x, y=x[:, 0])
+    done("adapt", "--model", f"{nets}:numbers", "--train", tmp_path / "train.npz", "--out", tmp_path / "run")
+    for i, y in enumerate((np.ones((5, 2)), np.array(["a"] * 5), np.ones(5))):
+        np.savez(tmp_path / "new.npz", x=x, y=y)
+        out = tmp_path / f"{i}.csv"
+        said = done("predict", "--run", tmp_path / "run", "--data", tmp_path / "new.npz", "--out", out)
+        assert len(read_table(out)["mean"]) == 5 and ("rmse" in said) == (y.shape == (5,) and y.dtype.kind == "f")
 
 
 def test_outputs_that_cannot_be_kept(tmp_path, nets, line):
@@ -118,7 +191,20 @@ def test_interrupted(tmp_path, line, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "_fitted", stop)
-    assert "Interrupted; nothing was written." in refused(*line, code=1)
+    assert "Interrupted; nothing unfinished was written." in refused(*line, code=1)
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
+
+
+def test_networks_that_end_the_program(tmp_path, line):
+    """sys.exit(0) in the code of a network is no success."""
+    path = tmp_path / "ends.py"
+    path.write_text(
+        "import sys\nfrom torch import nn\n\n\nclass Net(nn.Linear):\n    def forward(self, x):\n"
+        "        if len(x) > 2:\n            sys.exit(0)\n        return super().forward(x)\n\n\n"
+        "def build():\n    return Net(4, 1)\n"
+    )
+    said = refused(*line, "--model", f"{path}:build", code=1)
+    assert "The code of the network ended the command" in said
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
 
 
@@ -142,5 +228,5 @@ def test_runs_that_are_none(tmp_path, line):
     assert "is damaged" in refused("predict", "--run", tmp_path, "--data", train, "--out", tmp_path / "p.csv")
     done(*line)
     path = tmp_path / "run" / "run.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
     assert "format 99" in refused("predict", "--run", path.parent, "--data", train, "--out", tmp_path / "p.csv")

@@ -40,6 +40,15 @@ def test_a_function_of_a_file_or_a_module(tmp_path, monkeypatch):
     assert made("linnet_test_nets:net").weight.shape == (3, 2)
 
 
+@pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "raise SystemExit(0)", "raise typer.Exit(0)"])
+def test_models_that_end_the_program(tmp_path, code):
+    path = tmp_path / "ends.py"
+    path.write_text(f"import sys\nimport typer\n{code}\n")
+    assert "ends.py cannot be imported" in refused(f"{path}:build")
+    path.write_text(f"import sys\nimport typer\ndef build():\n    {code}\n")
+    assert "failed; it is called without arguments" in refused(f"{path}:build")
+
+
 def test_the_seed_is_that_of_drawn_weights(tmp_path):
     path = networks(tmp_path)
     before = torch.get_rng_state()

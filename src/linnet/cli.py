@@ -69,6 +69,7 @@ def main(
 
 @app.command()
 def demo(
+    context: typer.Context,
     out: Annotated[Path, Option(help="Folder for two figures and metrics.json.")] = Path("linnet-demo"),
     seed: Annotated[int, Option(min=0, help="Seed of the splits and the networks.")] = 0,
     quick: Annotated[bool, Option("--quick", help="One split; fewer labels, digits and epochs.")] = False,
@@ -78,12 +79,10 @@ def demo(
     Needs no download and takes less than a minute on two CPU cores.
     """
     from linnet import demo as job
+    from linnet.commands.shared import reported
 
-    try:
+    with reported(traceback=context.obj):
         job.run(out, seed=seed, quick=quick)
-    except OSError as error:
-        typer.secho(f"Error: {error}", err=True, fg=typer.colors.RED)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -207,15 +206,22 @@ def predict(
     out: Annotated[Path, Option(help="File for the predictions: .csv; .npz for an embedding.")],
     model: Annotated[str | None, Option(help="The network, where it has moved.")] = None,
     weights: Annotated[Path | None, Option(help="Its weights, where they have moved.")] = None,
+    trust: Annotated[
+        bool, Option("--trust", help="Import the code that the run names, though the run was not made here.")
+    ] = False,
     device: Device = "auto",
     force: Force = False,
 ) -> None:
-    """Predictions with error bars for new data, from a run of adapt or uncertainty; vectors from one of embed."""
+    """Predictions with error bars for new data, from a run of adapt or uncertainty; vectors from one of embed.
+
+    Imports the code that run.json names, as --model was given. A run that this user did not make needs --trust.
+    """
     from linnet.commands import predict as job
     from linnet.commands.shared import device_of, reported
 
     with reported(traceback=context.obj):
-        job.run(run, data, out, model=model, weights=weights, force=force, device=device_of(device))
+        where = device_of(device)
+        job.run(run, data, out, model=model, weights=weights, force=force, trusted=trust, device=where)
 
 
 @app.command()

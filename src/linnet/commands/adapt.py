@@ -9,10 +9,10 @@ import numpy as np
 from torch import nn
 
 import linnet
-from linnet.commands import outputs, planning, reporting
+from linnet.commands import planning, publishing, reporting
 from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
-from linnet.commands.shared import Printer, UsageError, is_first, noted, processes
+from linnet.commands.shared import Printer, UsageError, as_usage, is_first, noted, processes
 from linnet.commands.targets import Goal, classes_of, wanted
 from linnet.heads import head_of
 
@@ -26,7 +26,7 @@ measured."""
 
 def run(files: Files, reading: Reading, settings: Settings) -> None:
     """Read, plan, adapt, test, write."""
-    with processes(settings.device), outputs.folder(files.out, force=files.force) as folder:
+    with processes(settings.device), publishing.folder(files.out, force=files.force) as folder:
         printer = Printer()
         with printer.step("Read"):
             loaded = load(files, reading, settings, printer)
@@ -37,8 +37,9 @@ def run(files: Files, reading: Reading, settings: Settings) -> None:
                     "and a new head is fitted."
                 )
         with printer.step("Plan"):
-            model, classes = _with_head(loaded.model, train, goal, settings, printer)
             settings = _settled(settings, goal, train, printer)
+            planning.check(_outline(loaded.model, train, goal, settings), settings.chosen, settings.prior, train)
+            model, classes = _with_head(loaded.model, train, goal, settings, printer)
             J = planning.jacobian_of(model, settings.chosen.globs(model, train), train)
             planning.show(printer, model, J)
             about = planning.announce(printer, J, goal.task, settings.prior, inference=settings.inference)
@@ -56,6 +57,19 @@ def run(files: Files, reading: Reading, settings: Settings) -> None:
         details = {"test": result.scores, **_details(found, train, J)}
         written = write(folder, found, model, kept, result.told, details, page)
     printer.written(files.out, written)
+
+
+def _outline(model: nn.Module, train: Examples, goal: Goal, settings: Settings) -> nn.Module:
+    """The network with the layers that it will have; a new head is fitted to two examples, so that this is fast."""
+    if not goal.new_head:
+        return model
+    assert train.y is not None
+    y = train.y.reshape(train.n, -1)
+    index = np.array([0, np.flatnonzero(y[:, 0] != y[0, 0])[0]]) if goal.classes else np.arange(min(2, train.n))
+    task: Any = goal.task
+    with as_usage():
+        few = y[index] if goal.task == "regression" else y[index, 0]
+        return linnet.attach_head(model, train.take(index), few, features=settings.features, task=task, penalty=1.0)
 
 
 def _with_head(

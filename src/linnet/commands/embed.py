@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,11 @@ from torch import nn
 
 import linnet
 from linnet import probes, scores
-from linnet.commands import outputs, planning, reporting, runs, sources
+from linnet.commands import outputs, planning, publishing, reporting, runs, sources
 from linnet.commands.examples import Examples, Reading, settled
-from linnet.commands.fitting import REPORT
+from linnet.commands.fitting import finish
 from linnet.commands.planning import Chosen
-from linnet.commands.runs import Run
 from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes, record
-from linnet.report import save
 
 SCORES = {
     "classifier": scores.classifier,
@@ -60,7 +58,7 @@ def run(
     model: str, weights: Path | None, data: Path, out: Path, reading: Reading, settings: Settings, *, force: bool
 ) -> None:
     """Read, plan, find the components, write embedding.npz and the saved embedding."""
-    with processes(settings.device), outputs.folder(out, force=force) as folder:
+    with processes(settings.device), publishing.folder(out, force=force) as folder:
         printer = Printer()
         network, found, reading = _read(model, weights, data, reading, settings, printer)
         embedding = _embedding(network, found, settings)
@@ -92,10 +90,6 @@ def run(
             arrays["names"] = np.array(found.names)
         outputs.write_arrays(folder / "embedding.npz", arrays)
         embedding.save(folder / "embedding.safetensors")
-        where = None if weights is None else str(weights.resolve())
-        runs.save(
-            folder, Run("embed", "embedding.safetensors", model, where, settings.seed, reading, "", [], []), network
-        )
         details = {
             "examples": found.n,
             "parameters": embedding.lin_.p,
@@ -107,9 +101,8 @@ def run(
             "kernel": settings.kernel,
         }
         outputs.write_json(folder / "metrics.json", record(settings.seed, settings.device, **details))
-        if page is not None:
-            save(folder / REPORT, replace(page, files=sorted(path.name for path in folder.iterdir())))
-        written = sorted(path.name for path in folder.iterdir())
+        kept = runs.made("embed", "embedding.safetensors", model, weights, reading, seed=settings.seed)
+        written = finish(folder, kept, page)
     printer.written(out, written)
 
 
@@ -117,11 +110,9 @@ def show_spectrum(
     model: str, weights: Path | None, data: Path, out: Path | None, reading: Reading, settings: Settings, *, force: bool
 ) -> None:
     """The eigenvalues of the kernel: all of them, or the leading ones where ``components`` says how many."""
-    if out is not None:
-        if out.suffix != ".npz":
-            raise UsageError(f"--out must be a .npz file; got {out}.")
-        outputs.check_free(out, force=force)
-    with processes(settings.device):
+    if out is not None and out.suffix != ".npz":
+        raise UsageError(f"--out must be a .npz file; got {out}.")
+    with processes(settings.device), publishing.file(out, force=force):
         printer = Printer()
         network, found, reading = _read(model, weights, data, reading, settings, printer)
         embedding = _embedding(network, found, settings)

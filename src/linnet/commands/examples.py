@@ -40,6 +40,7 @@ class Reading:
         max_length: Tokens of a text; None for 128.
         center: Of each column where they are standardized, and ``spread`` their standard deviations.
         spread: See there.
+        text: Whether the targets of the training data are text, so that labels such as 10 are text in other files too.
     """
 
     targets: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ class Reading:
     max_length: int | None = None
     center: tuple[float, ...] | None = None
     spread: tuple[float, ...] | None = None
+    text: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,12 @@ class Examples:
 
     def first(self, count: int) -> Any:
         """The inputs of the first few."""
-        return {name: x[:count] for name, x in self.X.items()} if isinstance(self.X, Mapping) else self.X[:count]
+        return self.take(np.arange(min(count, self.n)))
+
+    def take(self, index: np.ndarray) -> Any:
+        """The inputs of some."""
+        at = torch.as_tensor(index)
+        return {name: x[at] for name, x in self.X.items()} if isinstance(self.X, Mapping) else self.X[at]
 
 
 def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:
@@ -123,7 +130,8 @@ def settled(
         given = {key: value for key, value in pixels_of(model).items() if getattr(reading, key) is None}
         reading = replace(reading, **given)
     found = read(path, reading, labeled=labeled)
-    reading = replace(reading, columns=found.columns)
+    text = reading.text or (found.y is not None and found.y.dtype.kind == "U")
+    reading = replace(reading, columns=found.columns, text=text)
     if standardize:
         reading = standardization(found, reading)
         found = read(path, reading, labeled=labeled)
@@ -180,6 +188,8 @@ def _array_name(reading: Reading) -> str:
 
 def _arrays(path: Path, reading: Reading) -> Examples:
     X, y = split_arrays(path, read_arrays(path), _array_name(reading))
+    if y is not None:
+        _check_targets(path, _array_name(reading), y)
     named = X if isinstance(X, Mapping) else {"x": X}
     what = f"arrays {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}"
     tensors = {name: _tensor(path, name, x) for name, x in named.items()}
@@ -188,20 +198,34 @@ def _arrays(path: Path, reading: Reading) -> Examples:
     return Examples(tensors["x"] if reading.center is None else _standardized(tensors["x"], reading, path), y, what)
 
 
+def _check_targets(path: Path, name: str, y: np.ndarray) -> None:
+    """Raise where an array of targets holds neither finite numbers nor text."""
+    if y.dtype.kind not in "biufU" or y.ndim not in (1, 2):
+        raise UsageError(
+            f"{path}: the array {name!r} must hold numbers or text, (n,) or (n, c); got {y.dtype}, {y.shape}."
+        )
+    if y.dtype.kind == "f":
+        _check_finite(path, name, y)
+
+
 def _tensor(path: Path, name: str, x: np.ndarray) -> Tensor:
     if x.dtype.kind not in "biuf" or x.ndim == 0:
         raise UsageError(
             f"{path}: the array {name!r} must hold numbers, one row for each example; got {x.dtype}, {x.shape}."
         )
+    _check_finite(path, name, x)
+    return torch.as_tensor(np.ascontiguousarray(x))
+
+
+def _check_finite(path: Path, name: str, x: np.ndarray) -> None:
     bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))
     if len(bad):
         raise UsageError(f"{path}: example {bad[0]} of {name!r} has NaN or infinity, as have {len(bad)} in all.")
-    return torch.as_tensor(np.ascontiguousarray(x))
 
 
 def _texts(path: Path, reading: Reading) -> Examples:
     assert reading.tokenizer is not None
-    texts, y = read_texts(path, target=reading.targets[0] if reading.targets else "label")
+    texts, y = read_texts(path, target=reading.targets[0] if reading.targets else "label", text=reading.text)
     X = tokenized(texts, reading.tokenizer, max_length=reading.max_length or LENGTH)
     longest = next(iter(X.values())).shape[1]
     return Examples(X, y, f"{len(texts):,} texts of up to {longest} tokens", texts=texts)
@@ -238,7 +262,7 @@ def _columns(table: Table, reading: Reading) -> tuple[str, ...]:
 
 def _target(table: Table, reading: Reading) -> np.ndarray:
     if len(reading.targets) == 1:
-        return table.labels(reading.targets[0], as_text=reading.task == "classification")
+        return table.labels(reading.targets[0], reading.task, text=reading.text)
     return table.matrix(reading.targets)
 
 

@@ -16,7 +16,7 @@ from linnet.commands.planning import Chosen
 from linnet.commands.predictions import Predicted, before, outcome_of, predict
 from linnet.commands.runs import Run
 from linnet.commands.shared import Printer, UsageError, record
-from linnet.commands.targets import Goal, classes_of, goal_of, positions
+from linnet.commands.targets import Goal, classes_of, goal_of, outputs_of, positions
 from linnet.priors import PriorSpec
 from linnet.report import Report, save
 from linnet.report.assemble import NO_TEST
@@ -102,15 +102,16 @@ def load(files: Files, reading: Reading, settings: Settings, printer: Printer) -
         test, _ = settled(files.test, reading, model, labeled=True)
         printer.say(f"{files.test}: {test.what}")
     goal = goal_of(model, train, task=asked, head=settings.head)
-    _check_test(goal, train, test, files)
+    _check_test(model, goal, train, test, files)
     printer.say(f"{goal.task}, since {goal.why}; --task says otherwise" if asked == "auto" else goal.task)
     return Loaded(model, train, test, reading, goal)
 
 
-def _check_test(goal: Goal, train: Examples, test: Examples | None, files: Files) -> None:
-    """Raise where the test targets cannot be compared with what is predicted."""
+def _check_test(model: nn.Module, goal: Goal, train: Examples, test: Examples | None, files: Files) -> None:
+    """Raise where the network does not take the test data, or where their targets are not those that it predicts."""
     if test is None or test.y is None or train.y is None:
         return
+    outputs_of(model, test, str(files.test))
     if goal.task == "classification":
         classes = list(goal.classes) if goal.new_head else classes_of(goal)
         positions(test.y.reshape(-1), classes, str(files.test))
@@ -172,17 +173,8 @@ def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Lo
         loaded: How the data were read, and what is predicted.
         more: The classes, and whatever else `Run` keeps.
     """
-    return Run(
-        command=command,
-        file=file,
-        model=files.model,
-        weights=None if files.weights is None else str(files.weights.resolve()),
-        seed=settings.seed,
-        reading=loaded.reading,
-        task=loaded.goal.task,
-        targets=loaded.targets,
-        **more,
-    )
+    given = {"task": loaded.goal.task, "targets": loaded.targets} | more
+    return runs.made(command, file, files.model, files.weights, loaded.reading, seed=settings.seed, **given)
 
 
 def write(
@@ -208,9 +200,16 @@ def write(
     found.save(folder / kept.file)
     if told is not None:
         outputs.write_csv(folder / "predictions.csv", told.columns)
-    runs.save(folder, kept, model)
+    runs.save_head(folder, kept, model)
     device = next(model.parameters()).device
     outputs.write_json(folder / "metrics.json", record(kept.seed, device, **details))
+    return finish(folder, kept, page)
+
+
+def finish(folder: Path, kept: Run, page: Report | None) -> list[str]:
+    """Write report.html and then run.json, which has the checksums of all other files; the names of all."""
+    names = {path.name for path in folder.iterdir()} | {runs.RUN}
     if page is not None:
-        save(folder / REPORT, replace(page, files=sorted(path.name for path in folder.iterdir())))
+        save(folder / REPORT, replace(page, files=sorted(names)))
+    runs.save(folder, kept)
     return sorted(path.name for path in folder.iterdir())

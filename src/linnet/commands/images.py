@@ -15,6 +15,10 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".
 MODES = {1: "L", 3: "RGB"}
 
 
+class TooLarge(ValueError):
+    """An image with more pixels than Pillow takes from a file that may be an attack."""
+
+
 @dataclass(frozen=True)
 class Images:
     """Images in memory.
@@ -44,17 +48,21 @@ def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
     if not paths:
         raise UsageError(f"{folder} has no images in it, nor in its folders ({', '.join(ENDINGS)}).")
-    arrays, kept, skipped = [], [], []
+    arrays, kept = [], []
+    skipped: list[str] = []
+    large: list[str] = []
     for path in paths:
         try:
             arrays.append(_read(path, size, MODES[channels]))
             kept.append(path)
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # whatever a damaged file makes Pillow raise
             if strict:
                 raise UsageError(
                     f"{path} cannot be read as an image ({error}). Without --strict it is skipped."
                 ) from error
             skipped.append(str(path.relative_to(folder)))
+            if isinstance(error, TooLarge):
+                large.append(skipped[-1])
     if not arrays:
         raise UsageError(f"None of the {len(paths)} images below {folder} can be read; the first is {skipped[0]}.")
     shapes = sorted({array.shape[:2] for array in arrays})
@@ -63,7 +71,9 @@ def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3
         raise UsageError(f"The images below {folder} have several sizes ({found}); give one with --size.")
     if skipped:
         warnings.warn(
-            f"{len(skipped)} of {len(paths)} images cannot be read and are left out: {listing(skipped)}.", stacklevel=2
+            f"{len(skipped)} of {len(paths)} images cannot be read and are left out: {listing(skipped)}."
+            + (f" Too large to be safe, so save smaller copies: {listing(large)}." if large else ""),
+            stacklevel=2,
         )
     X = np.stack(arrays).reshape(len(arrays), *shapes[0], channels).transpose(0, 3, 1, 2)
     inside = [path.relative_to(folder) for path in kept]
@@ -75,7 +85,13 @@ def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3
 def _read(path: Path, size: tuple[int, int] | None, mode: str) -> np.ndarray:
     from PIL import Image
 
-    with Image.open(path) as opened:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large, and below the limit
+        try:
+            opened = Image.open(path)
+        except Image.DecompressionBombError as error:
+            raise TooLarge(f"{error} Save a smaller copy of it.") from error
+    with opened:
         image = opened.convert(mode)
         if size is not None:
             image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)

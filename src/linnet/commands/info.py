@@ -27,18 +27,24 @@ def of_file(path: Path) -> None:
         printer.say(
             f"network: {kept.model}{'' if kept.weights is None else f', weights {kept.weights}'}, seed {kept.seed}"
         )
+        whose = "made by this user" if kept.own else "not made by this user here, so that predict asks for --trust"
+        printer.say(f"{len(kept.files)} files, as they were written; {whose}")
         if kept.classes:
             printer.say(f"classes: {', '.join(map(str, kept.classes))}")
         if kept.reading.columns:
             printer.say(f"columns: {', '.join(kept.reading.columns)}")
-        if (path / "metrics.json").is_file():
+        if "metrics.json" in kept.files:
             found = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
             printer.say(f"command: {found['command']}")
             if found.get("test"):
                 printer.scores(found["test"])
         path = path / kept.file
+    else:
+        kept = None
     with as_usage():
         contents = io.contents(path)
+    if kept is not None:
+        runs.check_same(path.parent, kept)
     printer.say(f"{path}: {contents.meta.get('estimator', contents.kind)}, written by linnet {contents.version}")
     for name, value in contents.meta.items():
         if name in ("dtype", "posterior", "base", "structure", "likelihood"):

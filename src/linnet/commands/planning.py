@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from linnet.jacobian import Jacobian
 from linnet.linearize import linearize
 from linnet.params import Params
 from linnet.plan import _bytes
-from linnet.priors import NAMES, PriorSpec, check_prior
+from linnet.priors import NAMES, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.tangent import fast_float64
 
@@ -94,6 +94,14 @@ def prior_of(text: str) -> PriorSpec:
     with as_usage():
         check_prior(spec)
     return spec
+
+
+def check(model: nn.Module, chosen: Chosen, prior: PriorSpec, data: Examples) -> None:
+    """Raise where the parameters or the prior name layers that the network does not have, before any long work."""
+    with as_usage():
+        lin = linearize(model, chosen.globs(model, data))
+        if isinstance(prior, Mapping):
+            make_prior(lin, prior)
 
 
 def jacobian_of(model: nn.Module, params: Params, data: Examples, *, output: Any = None) -> Jacobian:

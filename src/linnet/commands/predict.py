@@ -7,14 +7,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from linnet.commands import outputs, runs
+from linnet.commands import outputs, publishing, runs
 from linnet.commands.examples import for_network, read
 from linnet.commands.predictions import predict
 from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes
 
 
 def run(
-    folder: Path, data: Path, out: Path, *, model: str | None, weights: Path | None, force: bool, device: torch.device
+    folder: Path,
+    data: Path,
+    out: Path,
+    *,
+    model: str | None,
+    weights: Path | None,
+    force: bool,
+    trusted: bool,
+    device: torch.device,
 ) -> None:
     """Load the run, read the data as it did, and write predictions with error bars; for an embedding, its vectors.
 
@@ -25,15 +33,19 @@ def run(
         model: As --model takes it, where the run's own has moved.
         weights: A file, where the run's own has moved.
         force: Whether ``out`` is replaced.
+        trusted: Whether code that the run names is imported though the run was not made here.
         device: Where.
     """
     kept = runs.read(folder)
     ending = ".npz" if kept.command == "embed" else ".csv"
     if out.suffix != ending:
         raise UsageError(f"The run is of linnet {kept.command}, so --out must be a {ending} file; got {out}.")
-    outputs.check_free(out, force=force)
-    with processes(device):
+    if model is None:
+        runs.check_trusted(folder, kept, trusted=trusted)
+    with processes(device), publishing.file(out, force=force):
         printer = Printer()
+        if model is None:
+            printer.say(f"the network is {kept.model}, as {folder / runs.RUN} says; its code is imported")
         found = read(data, kept.reading, labeled=False)
         network = runs.network(folder, kept, found, model=model, weights=weights, device=device)
         found = for_network(found, network)
@@ -57,6 +69,7 @@ def run(
 
 def _known(y: np.ndarray, kept: runs.Run) -> bool:
     """Whether the targets in the file are such as the run has seen, so that they can be scored."""
+    columns = y.reshape(len(y), -1).shape[1]
     if kept.task == "classification":
-        return y.size > 0 and set(y.reshape(-1).tolist()) <= set(kept.classes)
-    return y.dtype.kind in "biuf"
+        return columns == 1 and set(y.reshape(-1).tolist()) <= set(kept.classes)
+    return columns == len(kept.targets) and y.dtype.kind in "biuf"

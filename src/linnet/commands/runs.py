@@ -1,10 +1,16 @@
-"""What a run folder keeps, so that `linnet predict` makes the same network and reads new data alike."""
+"""What a run folder keeps, so that `linnet predict` makes the same network and reads new data alike.
+
+run.json has the checksum of every other file of the run, and of itself. A folder where one of them differs is refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +20,16 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import io
-from linnet.commands import sources
+from linnet.commands import publishing, sources, trust
 from linnet.commands.examples import Examples, Reading, for_network
-from linnet.commands.outputs import write_json
+from linnet.commands.outputs import as_json, write_json
 from linnet.commands.shared import UsageError, as_usage
 from linnet.heads import head_of, put_head
 from linnet.readout import Readout
 
-FORMAT = 1
+FORMAT = 2
+"""Of run.json; format 1 had no checksums and no signature."""
+
 RUN, HEAD = "run.json", "head.safetensors"
 HEAD_KIND = "head"
 
@@ -33,7 +41,7 @@ class Run:
     Attributes:
         command: "adapt", "uncertainty" or "embed".
         file: The saved estimator in the folder.
-        model: As --model was given.
+        model: As --model was given, with the absolute path of a file or a folder.
         weights: The absolute path of --weights, or None.
         seed: With which the network was built.
         reading: How data is read.
@@ -42,6 +50,11 @@ class Run:
         targets: Names of the numbers that are predicted.
         new_head: Whether the folder has a head for the network.
         features: What the head reads, where that was said.
+        home: The folder that modules of ``model`` were looked for in.
+        files: The SHA-256 of every other file of the run, by name; none in format 1.
+        sha256: Of all that run.json says, but for its own checksum and signature.
+        signature: Of the same, by the key of the user who made the run; see `linnet.commands.trust`.
+        own: Whether that is this user; found out when a run is read, and not written.
     """
 
     command: str
@@ -55,33 +68,139 @@ class Run:
     targets: Sequence[str]
     new_head: bool = False
     features: str | None = None
+    home: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    sha256: str | None = None
+    signature: str | None = None
+    own: bool = False
 
 
-def save(folder: Path, run: Run, model: nn.Module) -> None:
-    """Write run.json and, where there is one, the head."""
+def made(command: str, file: str, model: str, weights: Path | None, reading: Reading, *, seed: int, **more: Any) -> Run:
+    """A run of this process, with paths that hold in other folders too.
+
+    Args:
+        command: As in `Run`; and so are the others.
+        file: See there.
+        model: As --model was given.
+        weights: As --weights was given.
+        reading: See there.
+        seed: See there.
+        more: What else `Run` keeps.
+    """
+    if reading.tokenizer is not None:
+        reading = replace(reading, tokenizer=sources.located(f"hf:{reading.tokenizer}").removeprefix("hf:"))
+    path = None if weights is None else str(weights.resolve())
+    given = {"task": "", "classes": [], "targets": []} | more
+    return Run(command, file, sources.located(model), path, seed, reading, home=os.getcwd(), **given)
+
+
+def save_head(folder: Path, run: Run, model: nn.Module) -> None:
+    """Write the network's head, where the run has a new one."""
     if run.new_head:
         head = head_of(model)
         classes = None if head.classes_ is None else head.classes_.tolist()
         meta = {"task": head.task_, "classes": classes}
         io.save(folder / HEAD, {"weight": head.weight, "bias": head.bias}, meta, kind=HEAD_KIND)
-    write_json(folder / RUN, {"format": FORMAT} | asdict(run))
+
+
+def save(folder: Path, run: Run) -> None:
+    """Write run.json, the last file of a run, with the checksums of all others."""
+    files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    found = {"format": FORMAT} | as_json(asdict(replace(run, files=files)))
+    said = _said(found)
+    write_json(folder / RUN, _signed(found) | {"sha256": _sum(said), "signature": trust.sign(said)})
 
 
 def read(folder: Path) -> Run:
-    """The run of a folder."""
+    """The run of a folder, all of whose files are as they were written."""
+    found = _found(folder)
+    path = folder / RUN
+    try:
+        form = found["format"]
+        if form > FORMAT:
+            raise UsageError(f"{path} has format {form}; this linnet reads up to {FORMAT}. Upgrade linnet.")
+        if (form > 1 or "sha256" in found) and found["sha256"] != _sum(_said(found)):
+            raise ValueError("its content does not have the checksum that it states")
+        kept = {name: value for name, value in found.items() if name != "format"}
+        reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.pop("reading").items()}
+        run = Run(reading=Reading(**reading), **kept | {"own": trust.is_own(_said(found), found.get("signature"))})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged ({error}). {_AGAIN}") from error
+    _check_files(folder, run)
+    return run
+
+
+def check_trusted(folder: Path, run: Run, *, trusted: bool) -> None:
+    """Raise unless the run was made by this user, or is said to be trusted: its code is imported next."""
+    if not trusted and not run.own:
+        raise UsageError(
+            f"{folder} was not made by this user on this machine, or was changed since, and `linnet predict` imports "
+            f"the code that its run.json names: {run.model}. Look at this code and at where the run comes from, and "
+            "pass --trust; or name code of your own with --model."
+        )
+
+
+def check_same(folder: Path, run: Run) -> None:
+    """Raise where another run has taken the place of this one while it was read."""
+    if _found(folder).get("sha256") != run.sha256:
+        raise UsageError(f"Another run was written to {folder} while it was read. Run the command again.")
+
+
+_AGAIN = "Copy the folder again from where it was made, or run the command that made it again."
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    """What run.json says."""
     path = folder / RUN
     if not path.is_file():
         what = "has no run.json" if folder.is_dir() else "does not exist"
-        raise UsageError(f"--run needs a folder that linnet adapt, uncertainty or embed has written; {folder} {what}.")
+        aside = publishing.set_aside(folder)
+        more = "" if aside is None else f" A process was killed while it replaced this run; the run is in {aside}."
+        raise UsageError(
+            f"--run needs a folder that linnet adapt, uncertainty or embed has written; {folder} {what}.{more}"
+        )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        form = found.pop("format")
-        reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.pop("reading").items()}
-        if form > FORMAT:
-            raise UsageError(f"{path} has format {form}; this linnet reads up to {FORMAT}. Upgrade linnet.")
-        return Run(reading=Reading(**reading), **found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged ({error}). Run the command again.") from error
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged ({error}). {_AGAIN}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} is damaged (it holds no JSON object). {_AGAIN}")
+    return found
+
+
+def _check_files(folder: Path, run: Run) -> None:
+    """Raise where a file of the run is missing or was changed."""
+    if run.sha256 is None:
+        warnings.warn(f"{folder} was written by an older linnet: its files have no checksums.", stacklevel=3)
+    elif run.file not in run.files or (run.new_head and HEAD not in run.files):
+        raise UsageError(f"{folder / RUN} is damaged (it has no checksum of {run.file}). {_AGAIN}")
+    for name, expected in run.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise UsageError(f"{path} is missing: {folder / RUN} says that it belongs to the run. {_AGAIN}")
+        if _checksum(path) != expected:
+            raise UsageError(
+                f"{path} was changed after it was written: it does not have the checksum in {folder / RUN}. {_AGAIN}"
+            )
+
+
+def _signed(found: Mapping[str, Any]) -> dict[str, Any]:
+    """All that run.json says, but for its own checksum and signature."""
+    return {name: value for name, value in found.items() if name not in ("sha256", "signature", "own")}
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    """The same as text, in one order."""
+    return json.dumps(_signed(found), sort_keys=True, separators=(",", ":"))
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def network(
@@ -89,7 +208,8 @@ def network(
 ) -> nn.Module:
     """The network of a run, with its head; ``model`` and ``weights`` where they have moved."""
     path = weights if weights is not None else None if run.weights is None else Path(run.weights)
-    base = sources.network(model or run.model, path, seed=run.seed, device=device)
+    home = run.home if model is None else None
+    base = sources.network(model or run.model, path, seed=run.seed, device=device, home=home)
     if not run.new_head:
         return base
     tensors, meta = io.load(folder / HEAD, kind=HEAD_KIND)
@@ -100,9 +220,11 @@ def network(
 
 
 def estimator(folder: Path, run: Run, model: nn.Module) -> Any:
-    """The saved estimator around its network."""
+    """The saved estimator around its network; the last file of a run that is read."""
     with as_usage():
-        return linnet.load(folder / run.file, model)
+        found = linnet.load(folder / run.file, model)
+    check_same(folder, run)
+    return found
 
 
 def _on(X: Any, device: torch.device) -> Any:

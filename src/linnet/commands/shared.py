@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,28 +40,53 @@ class UsageError(Exception):
     """Something about the command or its input files has to change."""
 
 
+class Terminated(BaseException):
+    """SIGTERM has come."""
+
+
 @contextmanager
 def reported(*, traceback: bool = False) -> Iterator[None]:
     """Turn errors into one message and an exit code, and warnings into notes.
 
+    SIGTERM ends a command as Ctrl-C does, so that temporary files are removed.
+
     Args:
         traceback: Whether errors that are not about usage are raised as they are.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _terminable():
         warnings.filterwarnings("default", category=UserWarning)  # each once
         warnings.showwarning = _note
         try:
             yield
-        except typer.Exit:
-            raise
         except UsageError as error:
             raise _exit(str(error), USAGE) from error
-        except KeyboardInterrupt as error:
-            raise _exit("Interrupted; nothing was written.", FAILURE) from error
+        except (KeyboardInterrupt, Terminated) as error:
+            what = "Interrupted" if isinstance(error, KeyboardInterrupt) else "Terminated"
+            raise _exit(f"{what}; nothing unfinished was written.", FAILURE) from error
+        except (SystemExit, typer.Exit) as error:  # linnet's own come from here alone
+            raise _exit(f"The code of the network ended the command ({type(error).__name__}).", FAILURE) from error
         except Exception as error:
             if traceback:
                 raise
             raise _exit(_message(error), FAILURE) from error
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise `Terminated` where the process gets SIGTERM, once; signals are for the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one must not stop the cleaning up
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import linnet
-from linnet.commands import outputs, sources
+from linnet.commands import outputs, publishing, sources
 from linnet.commands.examples import Reading, for_network, settled
 from linnet.commands.planning import Chosen
 from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes, record
@@ -30,10 +30,8 @@ def run(
     """Compare every two of the networks; one network with several files of weights is as many networks."""
     if space not in ("function", "parameters"):
         raise UsageError(f"--space must be function or parameters; got {space!r}.")
-    if out is not None:
-        outputs.check_free(out, force=force)
     pairs = _pairs(models, weights)
-    with processes(device):
+    with processes(device), publishing.file(out, force=force):
         printer = Printer()
         with printer.step("Read"):
             networks = [sources.network(spec, path, seed=seed, device=device) for spec, path in pairs]

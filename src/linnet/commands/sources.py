@@ -26,7 +26,19 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which checkpoints keep the weights among other things."""
 
 
-def network(spec: str, weights: Path | None, *, seed: int, device: torch.device) -> nn.Module:
+def located(spec: str) -> str:
+    """What --model says, with the absolute path of a file or a folder; the rest as it is.
+
+    >>> located("timm:resnet18"), located("package.module:build")
+    ('timm:resnet18', 'package.module:build')
+    """
+    head, _, tail = spec.rpartition(":")
+    if head.endswith(".py"):
+        return f"{Path(head).resolve()}:{tail}"
+    return f"hf:{Path(tail).resolve()}" if head == "hf" and Path(tail).is_dir() else spec
+
+
+def network(spec: str, weights: Path | None, *, seed: int, device: torch.device, home: str | None = None) -> nn.Module:
     """The network, in eval mode on the device, with its weights.
 
     Args:
@@ -34,12 +46,13 @@ def network(spec: str, weights: Path | None, *, seed: int, device: torch.device)
         weights: A .safetensors, .pt or .pth file with the state dict; None for what the function gives.
         seed: Set while the function runs, so that weights that it draws are the same next time.
         device: Where it goes.
+        home: The folder that modules are looked for in; by default the folder that the command runs in.
     """
     if weights is not None and not weights.is_file():
         raise UsageError(f"There is no file {weights} with weights.")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = _built(spec, pretrained=weights is None)
+        model = _built(spec, pretrained=weights is None, home=os.getcwd() if home is None else home)
     if weights is not None:
         _load(model, weights)
     if next(model.parameters(), None) is None:
@@ -52,7 +65,7 @@ def network(spec: str, weights: Path | None, *, seed: int, device: torch.device)
         ) from error
 
 
-def _built(spec: str, *, pretrained: bool) -> nn.Module:
+def _built(spec: str, *, pretrained: bool, home: str) -> nn.Module:
     head, _, tail = spec.rpartition(":")
     if not head or not tail:
         raise UsageError(f"{spec!r} names no function. {HELP}")
@@ -60,7 +73,7 @@ def _built(spec: str, *, pretrained: bool) -> nn.Module:
         return _timm(spec.removeprefix("timm:"), pretrained=pretrained)
     if spec.startswith("hf:"):
         return _hugging_face(spec.removeprefix("hf:"))
-    made = _attribute(_module(head), tail, spec)
+    made = _attribute(_module(head, home), tail, spec)
     if isinstance(made, nn.Module):
         return made
     if not callable(made):
@@ -71,9 +84,8 @@ def _built(spec: str, *, pretrained: bool) -> nn.Module:
     return model
 
 
-def _module(name: str) -> ModuleType:
-    """A module by name, or a file; the folder that the command runs in is looked at first."""
-    here = os.getcwd()
+def _module(name: str, here: str) -> ModuleType:
+    """A module by name, looked for in the folder ``here`` first; or a file."""
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -90,7 +102,7 @@ def _module(name: str) -> ModuleType:
         return module
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) is no success: there is no network yet
         raise UsageError(
             f"{name} cannot be imported. {_original(error)}\n{HELP} Modules are looked for in {here} and among what is "
             "installed."
@@ -107,11 +119,11 @@ def _attribute(module: ModuleType, name: str, spec: str) -> Any:
 def _called(function: Callable[[], Any], spec: str) -> Any:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{spec} failed; it is called without arguments. {_original(error)}") from error
 
 
-def _original(error: Exception) -> str:
+def _original(error: BaseException) -> str:
     """The error itself, and the last line of the user's code that it comes from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,17 @@ from typing import Any
 import numpy as np
 
 from linnet._checks import listing
+from linnet.commands.outputs import raw_text
 from linnet.commands.shared import UsageError
+
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
+"""Numbers as tables have them; Python's own, such as 1_0, are more."""
+
+CODE = re.compile(r"[+-]?[0-9]+")
+"""Digits: a whole number, or a code such as 007."""
+
+WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
+"""Whole numbers of which each has one text, within 64 bits: neither 007 nor +7."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +34,13 @@ class Table:
         path: Where they come from.
         columns: (n,) each: text as it stood in the file, or what the file says it is.
         first: The line of the first row, for messages.
+        typed: Whether the file says which columns are text; else all are text, and some of it stands for numbers.
     """
 
     path: Path
     columns: dict[str, np.ndarray]
     first: int = 1
+    typed: bool = False
 
     @property
     def n(self) -> int:
@@ -55,13 +68,16 @@ class Table:
             parsed = [_number(cell) for cell in cells]
             self._check(name, parsed)
             found = np.array(parsed, dtype=np.float64)
+        self._check_finite(name, found)
+        return found
+
+    def _check_finite(self, name: str, found: np.ndarray) -> None:
         bad = np.flatnonzero(~np.isfinite(found))
         if len(bad):
             raise UsageError(
                 f"{self.path}, line {bad[0] + self.first}: column {name!r} is NaN or infinite, as are {len(bad)} rows "
                 "in all. Fill these cells or leave the rows out."
             )
-        return found
 
     def _check(self, name: str, parsed: Sequence[float | None]) -> None:
         cells = self.columns[name]
@@ -83,21 +99,46 @@ class Table:
             "Leave the column out with --drop, name the columns to use with --columns, or make numbers of it."
         )
 
-    def labels(self, name: str, *, as_text: bool) -> np.ndarray:
-        """A target column: whole numbers, numbers, or text; a mix of numbers and text only where ``as_text``."""
+    def labels(self, name: str, task: str, *, text: bool = False) -> np.ndarray:
+        """A target column: numbers, or class labels, which are the text that they are; see `whole_or_text`.
+
+        Args:
+            name: Of the column.
+            task: "auto", "classification" or "regression"; a mix of numbers and text is for classes alone.
+            text: Whether the labels are text whatever they look like.
+        """
         cells = self.columns[name]
         if cells.dtype.kind in "biuf":
+            self._check_finite(name, cells)
             return cells
-        whole, parsed = [_whole(cell) for cell in cells], [_number(cell) for cell in cells]
         if any(not str(cell).strip() for cell in cells):
             self._check(name, [None if not str(cell).strip() else 0.0 for cell in cells])
-        if all(value is not None for value in whole):
-            return np.array(whole, dtype=np.int64)
-        if all(value is not None for value in parsed):
+        texts = [str(cell) for cell in cells]
+        if task == "regression":
             return self.numbers(name)
-        if not as_text and any(value is not None for value in parsed):
+        if self.typed:
+            return np.array(texts)
+        if text:
+            return self._decoded(name, np.array(texts))
+        parsed = [_number(cell) for cell in cells]
+        if all(value is not None for value in parsed) and not all(CODE.fullmatch(text.strip()) for text in texts):
+            return self.numbers(name)
+        if task == "auto" and any(value is not None for value in parsed) and None in parsed:
             self._mixed(name, parsed)
-        return np.array([str(cell) for cell in cells])
+        return self._decoded(name, whole_or_text(texts))
+
+    def _decoded(self, name: str, found: np.ndarray) -> np.ndarray:
+        """Text without the quotation marks that `linnet.commands.outputs.write_csv` puts before formulas."""
+        if found.dtype.kind != "U":
+            return found
+        raw = {text: raw_text(text) for text in found.tolist()}
+        if len(set(raw.values())) < len(raw):
+            merged = next(text for text in raw if raw[text] != text and raw[text] in raw)
+            raise UsageError(
+                f"{self.path}: the target {name!r} has both {merged!r} and {raw[merged]!r}. The quotation mark keeps "
+                "spreadsheets from taking a label for a formula, so that linnet reads both as one label. Rename one."
+            )
+        return np.array([raw[text] for text in found.tolist()])
 
     def _mixed(self, name: str, parsed: Sequence[float | None]) -> None:
         cells = self.columns[name]
@@ -166,7 +207,7 @@ def _parquet(path: Path) -> Table:
     gaps = [name for name, cells in columns.items() if cells.dtype == object and any(cell is None for cell in cells)]
     if gaps:
         raise UsageError(f"{path} has gaps in {listing(gaps)}. Fill them or leave the rows out.")
-    return Table(path, columns)
+    return Table(path, columns, typed=True)
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -197,15 +238,22 @@ def split_arrays(path: Path, arrays: Mapping[str, np.ndarray], target: str) -> t
     return X, y
 
 
+def whole_or_text(texts: Sequence[str]) -> np.ndarray:
+    """Class labels: whole numbers where each has one text alone, otherwise the text as it is.
+
+    >>> whole_or_text(["7", "10"]), whole_or_text(["007", "7"]), whole_or_text(["1_0", "10"])
+    (array([ 7, 10]), array(['007', '7'], dtype='<U3'), array(['1_0', '10'], dtype='<U3'))
+    """
+    if all(WHOLE.fullmatch(text.strip()) for text in texts):
+        return np.array([int(text) for text in texts], dtype=np.int64)
+    return np.array(list(texts))
+
+
 def _number(cell: Any) -> float | None:
+    """A plain decimal number, NaN or infinity; None for all else."""
+    if isinstance(cell, str) and not NUMBER.fullmatch(cell.strip()):
+        return None
     try:
         return float(cell)
-    except (TypeError, ValueError):
-        return None
-
-
-def _whole(cell: Any) -> int | None:
-    try:
-        return int(cell)
     except (TypeError, ValueError):
         return None

@@ -137,10 +137,10 @@ def wanted(goal: Goal, train: Examples) -> str:
     return f"{train.y.shape[1] if train.y.ndim == 2 else 1} numbers"
 
 
-def outputs_of(model: nn.Module, data: Examples) -> int:
-    """How many outputs the network has, from a look at two examples."""
+def outputs_of(model: nn.Module, data: Examples, what: str = "these data") -> int:
+    """How many outputs the network has, from a look at two examples of ``what``."""
     device = next(model.parameters()).device
-    with as_usage("The network does not take these data: "):
+    with as_usage(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
             out = _checks.output_tensor(model(*batch.args, **batch.kwargs))

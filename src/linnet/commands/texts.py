@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 
 from linnet.commands.shared import UsageError
-from linnet.commands.tables import rows_of
+from linnet.commands.tables import rows_of, whole_or_text
 
 TEXT_NAMES = ("text", "sentence")
 """What the first column of a header may be called."""
 
 
-def read_texts(path: Path, *, target: str) -> tuple[list[str], np.ndarray | None]:
+def read_texts(path: Path, *, target: str, text: bool = False) -> tuple[list[str], np.ndarray | None]:
     """Texts and labels of a file of lines ``text<TAB>label``; without tabs there are no labels.
 
     A first line such as ``text<TAB>label``, or with the target's name in it, is a header.
+    ``text`` says that labels are text whatever they look like.
     """
     header, rows = rows_of(path, "\t")
     if len(header) > 2:
@@ -33,10 +34,7 @@ def read_texts(path: Path, *, target: str) -> tuple[list[str], np.ndarray | None
     if len(header) == 1:
         return texts, None
     labels = [line[1].strip() for line in lines]
-    try:
-        return texts, np.array([int(label) for label in labels])
-    except ValueError:
-        return texts, np.array(labels)
+    return texts, np.array(labels) if text else whole_or_text(labels)
 
 
 def tokenized(texts: list[str], tokenizer: str, *, max_length: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import linnet
-from linnet.commands import outputs, planning, reporting
+from linnet.commands import planning, publishing, reporting
 from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
 from linnet.commands.shared import Printer, UsageError, is_first, noted, processes
@@ -29,7 +29,7 @@ def run(files: Files, reading: Reading, settings: Settings, *, structure: str) -
         structure: Of the posterior; see `linnet.Laplace`.
     """
     settings = replace(settings, head="keep")
-    with processes(settings.device), outputs.folder(files.out, force=files.force) as folder:
+    with processes(settings.device), publishing.folder(files.out, force=files.force) as folder:
         printer = Printer()
         with printer.step("Read"):
             loaded = load(files, reading, settings, printer)
@@ -41,6 +41,7 @@ def run(files: Files, reading: Reading, settings: Settings, *, structure: str) -
                 )
             classes = classes_of(goal) if goal.task == "classification" else []
         with printer.step("Plan"):
+            planning.check(model, settings.chosen, settings.prior, train)
             params = settings.chosen.globs(model, train)
             J = planning.jacobian_of(model, params, train)
             planning.show(printer, model, J)

@@ -1,0 +1,75 @@
+"""Which runs were made here: run.json is signed with a key that each user has.
+
+`linnet predict` imports the code that run.json names. A run that this user has not made, or that was changed since, may
+name any code at all, so that the user has to say that the run is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import warnings
+from pathlib import Path
+
+LENGTH = 32
+"""Bytes of a key."""
+
+
+def sign(text: str) -> str | None:
+    """The signature of a text by the user's key, which is made where it is missing; None where it cannot be made."""
+    try:
+        key = _key(make=True)
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"The run is not signed, since the key of this user cannot be kept ({error}): linnet predict will ask for "
+            "--trust.",
+            stacklevel=2,
+        )
+        return None
+    assert key is not None
+    return _signature(key, text)
+
+
+def is_own(text: str, signature: str | None) -> bool:
+    """Whether a signature is that of this user's key."""
+    try:
+        key = _key(make=False)
+    except (OSError, RuntimeError):
+        return False
+    return key is not None and signature is not None and hmac.compare_digest(_signature(key, text), signature)
+
+
+def key_path() -> Path:
+    """Where the user's key is: ``linnet/key`` in the folder of settings, ``~/.config`` by default."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.environ.get("APPDATA") or Path.home() / ".config"
+    return Path(base) / "linnet" / "key"
+
+
+def _signature(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes | None:
+    path = key_path()
+    if make and not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".key.{secrets.token_hex(4)}.tmp")
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(LENGTH))
+            try:
+                os.link(temporary, path)  # whole, and never in the place of a key that another process has just made
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    if not path.exists():
+        return None
+    key = path.read_bytes()
+    if len(key) != LENGTH:
+        raise OSError(f"{path} has {len(key)} bytes, and a key has {LENGTH}; remove the file")
+    return key
