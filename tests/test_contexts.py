@@ -3,7 +3,9 @@
 import gc
 import sys
 import threading
+from dis import opname
 from functools import partial
+from types import FrameType
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from linnet import contexts
 from linnet.contexts import Switch, arithmetic, dual_level, forward_mode, network, noting_saved
 
 CPU = torch.device("cpu")
+SWITCHES = [contexts.PRECISION, contexts.ATTENTION, contexts.FASTPATH, contexts.MKLDNN, contexts.CUDNN]
 
 
 def flags() -> dict[str, object]:
@@ -153,18 +156,26 @@ def test_threads_wait_for_each_other_in_forward_mode():
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the k-th step of Python inside the files named, as a signal could."""
+    """Raises KeyboardInterrupt at the k-th place in the files named where Python looks for signals.
 
-    def __init__(self, k: int, files: tuple[str, ...], *, opcodes: bool) -> None:
-        self.left, self.files, self.opcodes = k, files, opcodes
+    Python does so when a function starts, after a call, and where a loop goes back.
+    """
 
-    def __call__(self, frame, event, arg):
+    def __init__(self, k: int, files: tuple[str, ...]) -> None:
+        self.left, self.files = k, files
+        self.before: dict[FrameType, str] = {}
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> "Interrupt | None":
         if not frame.f_code.co_filename.endswith(self.files):
             return None
-        frame.f_trace_opcodes = self.opcodes
-        self.left -= event in ("call", "line", "opcode")  # at a return Python skips what the frame would catch
-        if self.left == 0:
-            raise KeyboardInterrupt
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self.before[frame] = self.before.get(frame, ""), opname[frame.f_code.co_code[frame.f_lasti]]
+        if event == "call" or (event == "opcode" and before.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))):
+            self.left -= 1
+            if self.left == 0:
+                self.before.clear()
+                raise KeyboardInterrupt
         return self
 
     def run(self, action) -> bool:
@@ -176,6 +187,7 @@ class Interrupt:
             return True
         finally:
             sys.settrace(None)
+            self.before.clear()
         return False
 
 
@@ -196,12 +208,13 @@ def test_an_interrupt_at_any_step_leaves_the_settings_as_they_were(name):
             pass
 
     files = ("contexts.py", "contextlib.py", "graph.py", "mha/__init__.py", "mkldnn/__init__.py", "forward_ad.py")
-    while Interrupt(interrupted + 1, files, opcodes=True).run(action):
+    while Interrupt(interrupted + 1, files).run(action):
         interrupted += 1
         assert flags() == before, f"step {interrupted}"
+        assert not [switch for switch in SWITCHES if switch._lock._is_owned()]
         with forward_ad.dual_level():  # no level was left behind
             pass
-    assert interrupted > 50
+    assert interrupted > 20
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -218,11 +231,12 @@ def test_an_interrupt_of_a_pass_leaves_the_settings_as_they_were():
     action()
     files = tuple(f"linnet/{name}.py" for name in ("contexts", "functional", "chunks", "autodiff", "passes"))
     step, interrupted = 1, 0
-    while Interrupt(step, files, opcodes=False).run(action):
-        step, interrupted = step + 53, interrupted + 1
+    while Interrupt(step, files).run(action):
+        step, interrupted = step + 31, interrupted + 1
         if flags() != before:
             gc.collect()
         assert flags() == before, f"step {step}"
+        assert not [switch for switch in SWITCHES if switch._lock._is_owned()]
     assert interrupted > 10
 
 

@@ -227,7 +227,6 @@ def dual_level() -> Iterator[None]:
 
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_new_lock = threading.Lock()
 
 
 def alone(model: nn.Module) -> AbstractContextManager[Any]:
@@ -235,8 +234,7 @@ def alone(model: nn.Module) -> AbstractContextManager[Any]:
 
     `torch.func.functional_call` writes the parameters into the module, where another thread would find them.
     """
-    with _new_lock:
-        return _locks.setdefault(model, threading.RLock())
+    return _locks.setdefault(model, threading.RLock())
 
 
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
