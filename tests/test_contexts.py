@@ -269,3 +269,13 @@ def test_a_module_runs_in_one_thread_at_a_time():
     assert len(most) == 60
     assert max(most) == 1
     assert contexts.alone(MODEL) is not contexts.alone(Recurrent())
+
+
+def test_a_head_leaves_the_random_numbers_as_they_were():
+    X = torch.randn(30, 4)
+    y = torch.arange(30) % 2
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5))
+    before = torch.get_rng_state()
+    for penalty in ("evidence", 1.0):
+        linnet.attach_head(model, X, y, penalty=penalty)
+        assert torch.equal(torch.get_rng_state(), before)

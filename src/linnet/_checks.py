@@ -6,9 +6,12 @@ stands alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,38 @@ def listing(names: Sequence[str], *, limit: int = 6) -> str:
     """The first few names for an error: ``'a', 'b' and 4 more``."""
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+# ------------------------------------------------------------------------------------------- options
+
+
+def check_memory(memory: object) -> None:
+    """``memory`` is a positive number of bytes, or "auto"."""
+    if isinstance(memory, str) and memory == "auto":
+        return
+    if isinstance(memory, bool) or not isinstance(memory, Real):
+        hint = " For a gigabyte write memory=1e9." if isinstance(memory, str) else ""
+        raise ValueError(f"memory must be a number of bytes or 'auto'; got {memory!r}.{hint}")
+    if not memory > 0:  # type: ignore[operator]
+        raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
+
+
+def check_seed(seed: object) -> None:
+    """``seed`` is a whole number that torch's generators take."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
+        hint = " For other draws in every run take seed=torch.seed()." if seed is None else ""
+        raise ValueError(f"seed must be a whole number, from -2**63 to 2**64 - 1; got {seed!r}.{hint}")
+
+
+def check_writable(path: str | os.PathLike[str], name: str) -> None:
+    """A file can be written at ``path``; ``name`` is the argument that names it."""
+    place = Path(path)
+    if place.is_dir():
+        raise IsADirectoryError(f"{name} names a file to write, and {place} is a folder. Name a file in it.")
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{name} names {place}, and there is no folder {place.parent}. Make the folder first.")
+    if not os.access(place.parent, os.W_OK) or (place.exists() and not os.access(place, os.W_OK)):
+        raise PermissionError(f"{name} names {place}, which cannot be written. Name a file that can be.")
 
 
 # ---------------------------------------------------------------------------------------- parameters

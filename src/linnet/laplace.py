@@ -162,12 +162,13 @@ class Laplace(Predictive):
         check_options(self)
         inputs = checked_inputs(self, X, reset=True)
         self._attach(self.model)
+        check_prior(self.prior, self.lin_)
         J = self._jacobian(inputs)
-        f = J.outputs()
         targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        f = J.outputs()
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         self._J = cached_if_fits(J) if self.structure_ in KEPT and self.draws is None else J

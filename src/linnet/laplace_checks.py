@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet import _checks
 from linnet.likelihoods import Likelihood
 from linnet.plan import dense_budget
 from linnet.priors import check_prior
@@ -40,6 +41,10 @@ def check_options(la: Laplace) -> None:
             raise ValueError(f"{name} must be a positive number; got {value!r}.")
     if la.draws is not None and (not isinstance(la.draws, int) or la.draws < 1):
         raise ValueError(f"draws must be None or a positive number; got {la.draws!r}.")
+    _checks.check_memory(la.memory)
+    _checks.check_seed(la.seed)
+    if not la.tolerance > 0:
+        raise ValueError(f"tolerance must be positive; got {la.tolerance!r}.")
     if isinstance(la.dtype, str) and la.dtype not in ("auto", "float32", "float64"):
         raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {la.dtype!r}.")
 

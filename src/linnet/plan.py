@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import psutil
 import torch
 
+from linnet._checks import check_memory
 from linnet.compound import Lazy, Sum
 from linnet.factors import Factor, Rows
 from linnet.outer import Outer
@@ -100,14 +101,11 @@ def free(device: torch.device) -> int:
 
 def budget(memory: float | str, device: torch.device) -> int:
     """Bytes that a chunk may take: as given, or a fraction of what is free."""
+    check_memory(memory)
     if isinstance(memory, str):
-        if memory != "auto":
-            raise ValueError(f"memory must be a number of bytes or 'auto'; got {memory!r}.")
         if device.type == "cuda":
             return int(0.5 * free(device))
         return int(min(0.25 * psutil.virtual_memory().available, 2**30))
-    if not memory > 0:
-        raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
     return int(memory)
 
 

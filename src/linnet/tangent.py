@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linnet.batch import Batch, Source
 from linnet.blocks import block_names, top_blocks
 from linnet.contexts import forward_mode
-from linnet.data import as_source
+from linnet.data import InMemory, as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select
@@ -351,6 +351,11 @@ def like(X: Any, value: Tensor) -> Any:
         first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
     tensors = isinstance(first, Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source)
     return value if tensors else value.detach().cpu().numpy()
+
+
+def at_hand(y: Any, J: Jacobian) -> bool:
+    """Whether targets are in memory, so that they can be checked before any pass over the data."""
+    return y is not None or isinstance(J._source, InMemory)
 
 
 def as_targets(y: Any, J: Jacobian) -> Tensor:
