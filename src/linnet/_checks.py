@@ -7,6 +7,7 @@ stands alone.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -68,10 +69,26 @@ def check_writable(path: str | os.PathLike[str], name: str) -> None:
 
 
 def check_module(model: object) -> None:
-    """The model is an ``nn.Module``."""
+    """The model is an ``nn.Module`` whose code Python runs."""
+    if isinstance(model, type):
+        raise TypeError(
+            f"linnet needs a model that is a torch.nn.Module; got the class {model.__name__}. Make a network of the "
+            f"class first, as in {model.__name__}(...), and load its weights."
+        )
     if not isinstance(model, nn.Module):
-        hint = " Instantiate the class first." if isinstance(model, type) else ""
-        raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.{hint}")
+        raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.")
+    if type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            "linnet looks at each call inside the network, and torch.compile hides the calls. Pass the module that was "
+            "compiled: model._orig_mod."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"submodule {name!r}" if name else "model"
+            raise TypeError(
+                f"linnet swaps parameters inside the network, and the {what} is a torch.jit script, which does not "
+                "allow it. Pass the module that was scripted or traced."
+            )
 
 
 def check_params_argument(params: object) -> None:
@@ -473,11 +490,20 @@ def output_matrix(out: object, n: int) -> Tensor:
 def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: Mapping[str, Tensor]) -> None:
     """Add a note to an error of the model's forward where dtypes explain it."""
     first, parameter = next(iter(theta.items()))
+    inputs = list(inputs)
     for name, leaf in inputs:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype:
             error.add_note(
                 f"linnet: {name} are {leaf.dtype} and the model's parameters {parameter.dtype} ({first!r}); nothing is "
                 f"cast in silence. Convert the data with .to({parameter.dtype}), or the model."
+            )
+            return
+    for name, leaf in inputs:
+        whole = isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
+        if whole and re.search(r"dtype|scalar type|\b(Long|Int|Short|Char|Byte|Bool)\b", str(error)):
+            error.add_note(
+                f"linnet: {name} are whole numbers ({leaf.dtype}), and the model's parameters are {parameter.dtype} "
+                f"({first!r}); nothing is cast in silence. Convert the data with .to({parameter.dtype})."
             )
             return
 

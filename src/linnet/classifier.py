@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
+from linnet._checks import check_module
 from linnet.data import as_source
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
@@ -253,6 +254,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
+            check_module(self.model)
             return self.model
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")

@@ -21,6 +21,7 @@ StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", 
 
 def check_options(la: Laplace) -> None:
     """Raise unless all options are of their kinds."""
+    _checks.check_module(la.model)
     check_prior(la.prior)
     if la.structure not in get_args(StructureName):
         known = ", ".join(map(repr, get_args(StructureName)))

@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import _checks, conditioned, gaussian, saved
+from linnet._checks import check_module
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -196,6 +197,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
+            check_module(self.model)
             return self.model
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")

@@ -26,7 +26,7 @@ from linnet.portable import Portable
 from linnet.posterior import Posterior
 from linnet.priors import layer_sums
 from linnet.problem import Settings
-from linnet.signature import read_only_welcome
+from linnet.signature import as_tensors, read_only_welcome
 
 Mean = Literal["network", "zero"]
 
@@ -365,8 +365,7 @@ def as_targets(y: Any, J: Jacobian) -> Tensor:
         y = np.asarray(y)
         if y.dtype.kind not in "biuf":
             raise TypeError(f"Unknown label type: targets must be real numbers; got an array of {y.dtype}.")
-        with read_only_welcome():
-            y = torch.as_tensor(y)
+        y = as_tensors(y, "the targets")
     y = y.detach()
     if y.is_complex():
         raise TypeError(f"Targets must be real numbers; got {y.dtype}.")
