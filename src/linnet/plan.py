@@ -118,6 +118,26 @@ def dense_budget(memory: float | str, device: torch.device) -> int:
     return budget(memory, device)
 
 
+def check_fits(needed: float, memory: float | str, device: torch.device, *, what: str, instead: str) -> None:
+    """Raise before dense matrices are made that do not fit.
+
+    Args:
+        needed: Bytes that the matrices take.
+        memory: Bytes that they may take; "auto" is all that is free.
+        device: Where they are.
+        what: What needs them, the subject of "takes".
+        instead: What to choose instead.
+    """
+    if isinstance(memory, str) and memory == "auto":
+        limit = free(device) if device.type == "cuda" else psutil.virtual_memory().available
+        there = f"{_bytes(limit)} are free"
+    else:
+        limit = budget(memory, device)
+        there = f"memory= allows {_bytes(limit)}"
+    if needed > limit:
+        raise MemoryError(f"{what} takes {_bytes(needed)}, and {there}. {instead}, or allow more with memory=.")
+
+
 @dataclass(frozen=True)
 class Line:
     """One layer in the plan.

@@ -23,6 +23,7 @@ from linnet.linearize import Linearization, linearize
 from linnet.matrices import Stack
 from linnet.own_data import warn_of_own_data
 from linnet.params import Params
+from linnet.predictions import check_covariance_fits
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver
 from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like
@@ -350,6 +351,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         if return_std and return_cov:
             raise ValueError("Ask for return_std or return_cov, not both.")
         J = self._new_inputs(X)
+        if return_cov:
+            check_covariance_fits(J, self.memory)
         mean = self._shaped(self._base(J) + self.posterior_.shift(J))
         if not (return_std or return_cov):
             return like(X, mean)
