@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,3 +405,78 @@ def test_trained_resnets_fold_fully(name: str) -> None:
         assert not norms(new)
         assert float((found - reference).abs().max()) < 1e-6 * float(reference.abs().max())
     exact(fold_batchnorm(model)(x.double()), reference)
+
+
+# Hooks and branches.
+
+
+def normalized() -> nn.Sequential:
+    norm = nn.BatchNorm1d(5)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1), norm, nn.Tanh(), nn.Linear(5, 2)).double().eval()
+    with torch.no_grad():
+        for t in (norm.running_mean, norm.weight, norm.bias):
+            t.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+    return model
+
+
+HOOKS = {
+    "after": lambda module: module.register_forward_hook(lambda m, args, out: out * 2),
+    "before": lambda module: module.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+    "another forward": lambda module: setattr(module, "forward", lambda x: torch.ones(len(x), 5).to(x)),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_layer_with_hooks_is_not_folded(name, place, seen):
+    model, x = normalized(), torch.randn(6, 4, dtype=torch.float64)
+    HOOKS[name](model[place])
+    example = x if seen else None
+    with pytest.raises(ValueError, match=r"hooks or a forward of its own|not after a Linear"):
+        linnet.fold_batchnorm(model, example)
+    with pytest.warns(UserWarning, match="stay"):
+        kept = linnet.fold_batchnorm(model, example, strict=False)
+    torch.testing.assert_close(kept(x), model(x))
+
+
+class Branching(nn.Module):
+    """Runs the batch norm, the layer, or the layer twice, as its inputs say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = normalized()
+        self.layer, self.norm, self.head = whole[0], whole[2], whole[4]
+
+    def forward(self, x):
+        first = float(x[0, 0])
+        h = self.layer(x)
+        if first < 1:
+            h = self.norm(h)
+        if first < 0:
+            h = h + self.layer(x)
+        return self.head(h)
+
+
+def test_inputs_that_take_another_way_than_the_example_are_refused():
+    model, x = Branching().eval(), torch.rand(6, 4, dtype=torch.float64)
+    folded = linnet.fold_batchnorm(model, x)
+    assert "norm.weight" not in dict(folded.named_parameters())
+    for network in (folded, copy.deepcopy(folded), pickle.loads(pickle.dumps(folded))):
+        for other in (x + 1, x - 1):
+            with pytest.raises(RuntimeError, match=r"'norm' is folded into 'layer'.*calls one without the other"):
+                network(other)
+            torch.testing.assert_close(network(x), model(x))  # an error leaves nothing behind
+
+
+def test_a_network_that_is_watched_is_linearized_as_any():
+    model, x = Branching().eval(), torch.rand(6, 4, dtype=torch.float64)
+    folded = linnet.fold_batchnorm(model, x)
+    J = linnet.linearize(folded).jacobian(x)
+    v = torch.randn(J.shape[1], dtype=torch.float64)
+    rows = []
+    for out in folded(x).flatten():
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(out, folded.parameters(), retain_graph=True)]))
+    torch.testing.assert_close(J @ v, torch.stack(rows) @ v)
+    torch.testing.assert_close(J.gram(), torch.stack(rows) @ torch.stack(rows).T)

@@ -395,6 +395,48 @@ def test_the_module_takes_tensors() -> None:
         TangentRegressor(model).fit(X, y).to_module()("text")
 
 
+class Stopped(nn.Module):
+    """Without a gradient of the first layer where the first input is large, which forward mode does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        h = self.a(x).tanh()
+        with torch.no_grad():
+            still = self.a(x).tanh()
+        out = self.b(torch.where(x[:, :1] > 1, still, h))
+        return out if factor is None else out * factor
+
+
+def test_the_module_is_differentiated_by_reverse_mode_alone() -> None:
+    model = Stopped().double()
+    X = normal(9, 3).clamp(max=1)
+    reg = TangentRegressor(model, prior=1.0, noise=0.1).fit(X, normal(9, 2, seed=1))
+    module, delta = reg.to_module(), reg.posterior_.delta
+    for Z in (X[:4], X[:4] + 3):  # what the first examples do not show
+        Z = Z.clone().requires_grad_()
+        f = model(Z)
+        rows = [torch.autograd.grad(v, model.parameters(), create_graph=True) for v in f.flatten()]
+        expected = f + torch.stack([torch.cat([g.flatten() for g in row]) @ delta for row in rows]).view_as(f)
+        found = module(Z)
+        torch.testing.assert_close(found, expected)
+        u = normal(4, 2, seed=3)
+        slopes = [torch.autograd.grad((out * u).sum(), Z, retain_graph=True)[0] for out in (found, expected)]
+        torch.testing.assert_close(*slopes)
+
+
+def test_the_module_takes_optional_arguments() -> None:
+    model = Stopped().double()
+    X = normal(9, 3).clamp(max=1)
+    module = TangentRegressor(model, prior=1.0, noise=0.1).fit(X, normal(9, 2, seed=1)).to_module()
+    factor = torch.full((9, 1), 2.0, dtype=torch.float64)
+    torch.testing.assert_close(module(X, factor), 2 * module(X))
+    torch.testing.assert_close(module(X, factor=factor), 2 * module(X))
+    torch.testing.assert_close(module(X.clone().requires_grad_(), factor), 2 * module(X))
+
+
 def test_apply_writes_the_weights_into_a_copy() -> None:
     model = mlp()
     X, y, Z = problem(model, 20)

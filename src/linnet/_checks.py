@@ -6,9 +6,13 @@ stands alone.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,14 +33,62 @@ def listing(names: Sequence[str], *, limit: int = 6) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+# ------------------------------------------------------------------------------------------- options
+
+
+def check_memory(memory: object) -> None:
+    """``memory`` is a positive number of bytes, or "auto"."""
+    if isinstance(memory, str) and memory == "auto":
+        return
+    if isinstance(memory, bool) or not isinstance(memory, Real):
+        hint = " For a gigabyte write memory=1e9." if isinstance(memory, str) else ""
+        raise ValueError(f"memory must be a number of bytes or 'auto'; got {memory!r}.{hint}")
+    if not memory > 0:  # type: ignore[operator]
+        raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
+
+
+def check_seed(seed: object) -> None:
+    """``seed`` is a whole number that torch's generators take."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
+        hint = " For other draws in every run take seed=torch.seed()." if seed is None else ""
+        raise ValueError(f"seed must be a whole number, from -2**63 to 2**64 - 1; got {seed!r}.{hint}")
+
+
+def check_writable(path: str | os.PathLike[str], name: str) -> None:
+    """A file can be written at ``path``; ``name`` is the argument that names it."""
+    place = Path(path)
+    if place.is_dir():
+        raise IsADirectoryError(f"{name} names a file to write, and {place} is a folder. Name a file in it.")
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{name} names {place}, and there is no folder {place.parent}. Make the folder first.")
+    if not os.access(place.parent, os.W_OK) or (place.exists() and not os.access(place, os.W_OK)):
+        raise PermissionError(f"{name} names {place}, which cannot be written. Name a file that can be.")
+
+
 # ---------------------------------------------------------------------------------------- parameters
 
 
 def check_module(model: object) -> None:
-    """The model is an ``nn.Module``."""
+    """The model is an ``nn.Module`` whose code Python runs."""
+    if isinstance(model, type):
+        raise TypeError(
+            f"linnet needs a model that is a torch.nn.Module; got the class {model.__name__}. Make a network of the "
+            f"class first, as in {model.__name__}(...), and load its weights."
+        )
     if not isinstance(model, nn.Module):
-        hint = " Instantiate the class first." if isinstance(model, type) else ""
-        raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.{hint}")
+        raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.")
+    if type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            "linnet looks at each call inside the network, and torch.compile hides the calls. Pass the module that was "
+            "compiled: model._orig_mod."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"submodule {name!r}" if name else "model"
+            raise TypeError(
+                f"linnet swaps parameters inside the network, and the {what} is a torch.jit script, which does not "
+                "allow it. Pass the module that was scripted or traced."
+            )
 
 
 def check_params_argument(params: object) -> None:
@@ -442,11 +494,20 @@ def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: 
     if "does not require grad" in str(error):
         raise differentiates_itself() from error
     first, parameter = next(iter(theta.items()))
+    inputs = list(inputs)
     for name, leaf in inputs:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype:
             error.add_note(
                 f"linnet: {name} are {leaf.dtype} and the model's parameters {parameter.dtype} ({first!r}); nothing is "
                 f"cast in silence. Convert the data with .to({parameter.dtype}), or the model."
+            )
+            return
+    for name, leaf in inputs:
+        whole = isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
+        if whole and re.search(r"dtype|scalar type|\b(Long|Int|Short|Char|Byte|Bool)\b", str(error)):
+            error.add_note(
+                f"linnet: {name} are whole numbers ({leaf.dtype}), and the model's parameters are {parameter.dtype} "
+                f"({first!r}); nothing is cast in silence. Convert the data with .to({parameter.dtype})."
             )
             return
 

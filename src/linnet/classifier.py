@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
+from linnet._checks import check_module
 from linnet.data import as_source
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
@@ -27,7 +28,7 @@ from linnet.newton import Mode
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
-from linnet.tangent import Mean, Tangent, default_network, like
+from linnet.tangent import Mean, Tangent, at_hand, default_network, like
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
@@ -199,13 +200,19 @@ class TangentClassifier(ClassifierMixin, Tangent):
         how, training = self._how(lin.dtype)
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
-        J = self._jacobian(source) if source.changes else cached_if_fits(self._jacobian(source))
-        labels = label_array(J.targets() if y is None else y, J.n)
+        check_prior(self.prior, lin)
+        J = self._jacobian(source)
+        if training is None:  # whether the solver fits memory is known before any pass
+            kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
+            given = {"device": J.device, "kernels": kernels + 1, "inference": how.inference}
+            generalized.choose(*J.shape, how.settings, **given)
+        targets = None
+        if at_hand(y, J):  # labels at hand are checked before any pass
+            targets = self._labels(y, J, classes, refit=prior is not None)
+        J = J if source.changes else cached_if_fits(J)
+        if targets is None:
+            targets = self._labels(y, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
-        if prior is not None and (labels.ndim == 2) != self.multilabel_:
-            needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
-            raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
-        targets = self._encode(labels, J, classes)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
         if training is not None:
             network = self._mean == "network"
@@ -251,6 +258,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
+            check_module(self.model)
             return self.model
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
@@ -262,6 +270,14 @@ class TangentClassifier(ClassifierMixin, Tangent):
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
         outputs = count if labels.ndim == 2 or count > 2 else 1
         return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+
+    def _labels(self, y: Any, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
+        """The likelihood's targets, from labels that are given or come with the data."""
+        labels = label_array(J.targets() if y is None else y, J.n)
+        if refit and (labels.ndim == 2) != self.multilabel_:
+            needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
+            raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
+        return self._encode(labels, J, classes)
 
     def _encode(self, labels: np.ndarray, J: Jacobian, classes: Any) -> Tensor:
         """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``."""

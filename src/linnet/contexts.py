@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Precision = Literal["highest", "products", "high", "bf16"]
 
@@ -29,59 +30,211 @@ def of_network(precision: Precision) -> Precision:
     return "highest" if precision == "products" else precision
 
 
+class Switch:
+    """A setting of the whole process, held at a value while any block of any thread needs that value.
+
+    Torch has no such setting for one thread alone. The first block saves what it found, and the last one to end puts
+    that back, so that blocks of several threads may overlap. Where two threads want different values at the same time,
+    both get the exact one, which is never wrong and at worst slower.
+
+    Args:
+        read: Gives the present value.
+        write: Sets a value.
+        exact: The value that counts where threads disagree.
+
+    Example:
+        >>> found = {"fast": True}
+        >>> switch = Switch(lambda: found["fast"], lambda value: found.update(fast=value), exact=False)
+        >>> with switch.at(False):
+        ...     print(found)
+        {'fast': False}
+        >>> found
+        {'fast': True}
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], *, exact: Any) -> None:
+        self._read, self._write, self._exact = read, write, exact
+        # One thread may come here twice: the garbage collector closes interrupted blocks whenever it runs.
+        self._lock = threading.RLock()
+        self._wants: dict[object, tuple[int, Any]] = {}  # of each block: its thread, and the value
+        self._before: list[Any] = []  # the value to put back, while there is one
+
+    @contextmanager
+    def at(self, value: Any) -> Iterator[None]:
+        """Hold the setting at a value inside the block."""
+        block = object()
+        # Twice: an interrupt that comes before the end of one call of `_end` leaves the work to the next.
+        try:
+            try:
+                self._begin(block, value)
+                yield
+            finally:
+                self._end(block)
+        finally:
+            self._end(block)
+
+    def _begin(self, block: object, value: Any) -> None:
+        with self._lock:
+            if not self._before:
+                self._before.append(self._read())
+            self._wants[block] = threading.get_ident(), value
+            self._apply()
+
+    def _end(self, block: object) -> None:
+        with self._lock:
+            self._wants.pop(block, None)
+            self._apply()
+
+    def _apply(self) -> None:
+        """Set what the blocks want, or what was before them; it may be broken off anywhere and called again."""
+        by_thread = dict(list(self._wants.values()))  # of each thread the last block's
+        if by_thread:
+            values = list(by_thread.values())
+            self._write(self._exact if self._exact in values else values[0])
+        elif self._before:
+            self._write(self._before[0])
+            self._before.clear()
+
+
+def _tf32_read() -> tuple[str, ...]:
+    return tuple(place.fp32_precision for place in _tf32_places())
+
+
+def _tf32_write(values: tuple[str, ...]) -> None:
+    for place, value in zip(_tf32_places(), values, strict=True):
+        place.fp32_precision = value
+
+
+def _tf32_places() -> tuple[Any, ...]:
+    cudnn: Any = torch.backends.cudnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+
+
+def _attention_read() -> tuple[bool, ...]:
+    of = torch.backends.cuda
+    return of.math_sdp_enabled(), of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled()
+
+
+def _attention_write(values: tuple[bool, ...]) -> None:
+    of = torch.backends.cuda
+    writes = of.enable_math_sdp, of.enable_flash_sdp, of.enable_mem_efficient_sdp, of.enable_cudnn_sdp
+    for write, value in zip(writes, values, strict=True):
+        write(value)
+
+
+def _mkldnn_write(enabled: bool) -> None:
+    # set_flags, since the context manager of the same module also writes flags that warn on CPUs
+    torch.backends.mkldnn.set_flags(_enabled=enabled, _fp32_precision=None)
+
+
+IEEE, TF32 = ("ieee",) * 3, ("tf32",) * 3
+MATH = (True, False, False, False)
+PRECISION = Switch(_tf32_read, _tf32_write, exact=IEEE)
+ATTENTION = Switch(_attention_read, _attention_write, exact=MATH)
+FASTPATH = Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, exact=False)
+MKLDNN = Switch(lambda: torch.backends.mkldnn.enabled, _mkldnn_write, exact=False)
+# Not cudnn.flags: it reads the older tf32 flags, which torch refuses beside the newer ones.
+CUDNN = Switch(
+    lambda: torch.backends.cudnn.enabled, lambda value: setattr(torch.backends.cudnn, "enabled", value), exact=False
+)
+
+
 @contextmanager
 def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
     """Float32 products and convolutions at the given precision inside the block, whatever surrounds it."""
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # no gradients could be had there
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            stack.enter_context(_tf32(precision != "highest"))
+    inference = torch.is_inference_mode_enabled()  # no gradients could be had there
+    with (
+        torch.inference_mode(False) if inference else nullcontext(),
+        torch.no_grad() if inference else nullcontext(),
+        torch.autocast(device.type, enabled=False),
+        _tf32(precision != "highest") if device.type == "cuda" else nullcontext(),
+    ):
         yield
 
 
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    cudnn: Any = torch.backends.cudnn
-    places: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = "tf32" if allowed else "ieee"
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+def _tf32(allowed: bool) -> AbstractContextManager[None]:
+    return PRECISION.at(TF32 if allowed else IEEE)
 
 
 @contextmanager
 def network(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
     """For running the network: one attention path, recurrent layers that can be differentiated in eval mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        if device.type == "cuda" and _recurrent(model):
-            # Not cudnn.flags: it reads the older tf32 flags, which torch refuses beside the newer ones.
-            stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
-            torch.backends.cudnn.enabled = False
-        if precision == "bf16":
-            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
+    with (
+        FASTPATH.at(False),
+        CUDNN.at(False) if device.type == "cuda" and _recurrent(model) else nullcontext(),
+        torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext(),
+    ):
         yield
 
 
 @contextmanager
 def forward_mode(model: nn.Module) -> Iterator[None]:
     """For torch.func transforms: kernels that have forward-mode derivatives and batching rules."""
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if _recurrent(model):
-            # set_flags, since the context manager of the same module also writes flags that warn on CPUs
-            before = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)
-            stack.callback(torch.backends.mkldnn.set_flags, _enabled=before[0], _fp32_precision=None)
+    with ATTENTION.at(MATH), MKLDNN.at(False) if _recurrent(model) else nullcontext():
         yield
+
+
+@contextmanager
+def noting_saved(note: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Every tensor that autograd saves inside the block goes through ``note`` first.
+
+    As `torch.autograd.graph.saved_tensors_hooks`, which an interrupt at the wrong moment leaves behind for good.
+    """
+    graph: Any = torch._C._autograd
+    hooks = note, _as_saved
+
+    def end() -> None:
+        if graph._top_saved_tensors_default_hooks(True) == hooks:
+            graph._pop_saved_tensors_default_hooks()
+
+    try:  # twice, as in `Switch.at`
+        try:
+            graph._push_saved_tensors_default_hooks(*hooks)
+            yield
+        finally:
+            end()
+    finally:
+        end()
+
+
+def _as_saved(t: Tensor) -> Tensor:
+    return t
+
+
+_dual = threading.RLock()
+
+
+@contextmanager
+def dual_level() -> Iterator[None]:
+    """As `torch.autograd.forward_ad.dual_level`, of which a process can have one: threads wait for each other."""
+    ad: Any = forward_ad
+    with _dual:
+        outer = ad._current_level
+
+        def end() -> None:
+            with suppress(RuntimeError):  # there is no such level, or no longer
+                torch._C._exit_dual_level(level=outer + 1)
+            ad._current_level = outer
+
+        try:  # twice, as in `Switch.at`
+            try:
+                ad.enter_dual_level()
+                yield
+            finally:
+                end()
+        finally:
+            end()
+
+
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def alone(model: nn.Module) -> AbstractContextManager[Any]:
+    """For running a module with other parameters in place of its own: threads wait for each other.
+
+    `torch.func.functional_call` writes the parameters into the module, where another thread would find them.
+    """
+    return _locks.setdefault(model, threading.RLock())
 
 
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import io, saved, scores
+from linnet import _checks, io, saved, scores
 from linnet.batch import Source
 from linnet.contexts import check_precision
 from linnet.data import as_source
@@ -175,6 +175,10 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """The data, their Fisher vectors with room for so many components, and the trace of V V^T where it is known."""
         if self.kernel not in ("nfk", "ntk"):
             raise ValueError(f"kernel must be 'nfk' or 'ntk'; got {vars(self)['kernel']!r}.")
+        _checks.check_memory(self.memory)
+        _checks.check_seed(self.seed)
+        if self.checkpoint is not None:
+            _checks.check_writable(self.checkpoint, "checkpoint")
         score = scores.as_score(self.score)
         self._attach(score)
         source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)

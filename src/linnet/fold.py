@@ -27,19 +27,69 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
 class Flat(nn.Identity):
-    """In place of a folded BatchNorm1d, which takes inputs of two kinds, of which only one could be folded."""
+    """In place of a folded BatchNorm1d, which takes inputs of two kinds, of which only one could be folded.
 
-    def __init__(self, ndim: int) -> None:
+    Args:
+        ndim: Axes of the inputs; None for any.
+    """
+
+    def __init__(self, ndim: int | None) -> None:
         super().__init__()
         self.ndim = ndim
 
     def forward(self, input: Tensor) -> Tensor:
-        torch._assert(
-            input.ndim == self.ndim,
-            f"The batch norm that was here is folded into the layer before it for inputs with {self.ndim} axes only. "
-            "Call fold_batchnorm with example= of the inputs that are meant.",
-        )
+        if self.ndim is not None:
+            torch._assert(
+                input.ndim == self.ndim,
+                f"The batch norm that was here is folded into the layer before it for inputs with {self.ndim} axes "
+                "only. Call fold_batchnorm with example= of the inputs that are meant.",
+            )
         return input
+
+
+class Watched(Flat):
+    """In place of a batch norm of a network whose order of layers was seen in one run only.
+
+    Its code may branch. Where the layer runs without the batch norm, or the batch norm without the layer, the folded
+    network would compute something else, and an error says so.
+
+    Args:
+        name: Of the batch norm.
+        layer: Name of the layer that the batch norm is folded into.
+        ndim: As in `Flat`.
+    """
+
+    def __init__(self, name: str, layer: str, ndim: int | None) -> None:
+        super().__init__(ndim)
+        self.name, self.layer, self.opened = name, layer, False
+
+    def watch(self, network: nn.Module) -> None:
+        """Look at the network's calls; methods, not closures, so that copies of the network watch themselves."""
+        network.register_forward_pre_hook(self.begin)
+        network.register_forward_hook(self.finish)
+        network.get_submodule(self.layer).register_forward_hook(self.opens)
+
+    def begin(self, network: nn.Module, args: Any) -> None:
+        self.opened = False
+
+    def opens(self, layer: nn.Module, args: Any, out: Any) -> None:
+        self._check(not self.opened)
+        self.opened = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check(self.opened)
+        self.opened = False
+        return super().forward(input)
+
+    def finish(self, network: nn.Module, args: Any, out: Any) -> None:
+        self._check(not self.opened)
+
+    def _check(self, right: bool) -> None:
+        if not right:
+            raise RuntimeError(
+                f"The batch norm {self.name!r} is folded into {self.layer!r}, and for these inputs the network calls "
+                "one without the other, unlike for the example of fold_batchnorm. Use the network as it was."
+            )
 
 
 def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True) -> nn.Module:
@@ -52,8 +102,9 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
     stands where a batch norm was, so that all other names stay. The network is untouched.
 
     A batch norm cannot be folded if what comes before it is not a Linear or a convolution (as in pre-activation
-    networks), if that layer's output is used elsewhere too, if either is called more than once or shares its weights,
-    or if it has no running statistics. Such ones are refused by name. One that is never called stays where it is.
+    networks), if that layer's output is used elsewhere too, if either is called more than once, shares its weights or
+    has hooks, or if it has no running statistics. Such ones are refused by name. One that is never called stays where
+    it is. Where only a run shows the order of the layers, the folded network raises if other inputs take another way.
 
     Args:
         model: The network.
@@ -78,11 +129,18 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
             )
         warnings.warn(f"Batch norms that cannot be folded stay: {text}.", stacklevel=2)
     new = copy.deepcopy(model)
+    branches = example is not None and not _readable(model)
     for name, layer in pairs.items():
         found = new.get_submodule(layer)
         _fold(found, new.get_submodule(name))
         one = isinstance(model.get_submodule(name), nn.BatchNorm1d)
-        new.set_submodule(name, Flat(2 if isinstance(found, nn.Linear) else 3) if one else nn.Identity())
+        axes = (2 if isinstance(found, nn.Linear) else 3) if one else None
+        if branches:
+            watched = Watched(name, layer, axes)
+            new.set_submodule(name, watched)
+            watched.watch(new)
+        else:
+            new.set_submodule(name, nn.Identity() if axes is None else Flat(axes))
     new.eval()
     if example is not None:
         _check_equal(model, new, example)
@@ -159,7 +217,7 @@ def _layer_before(
     result = calls[0].inputs[0] if calls[0].inputs else -1
     source = uses.source(result)
     while source is not None and source.module and type(modules[source.what]) in PASSING and len(source.inputs) == 1:
-        if len(uses.users(result)) > 1:
+        if len(uses.users(result)) > 1 or _changed(modules[source.what]):
             break
         result = source.inputs[0]
         source = uses.source(result)
@@ -176,6 +234,8 @@ def _layer_before(
         other = next((what for what in others if what != name), name)
         return f"comes after {source.what!r}, whose output also goes into {other}"
     for key in (source.what, name):
+        if _changed(modules[key]):
+            return f"comes after {source.what!r}, and {key!r} has hooks or a forward of its own"
         if key in shared:
             return f"comes after {source.what!r}, which {shared[key]}"
         if any(f"{key}.{p}" in uses.read for p in ("weight", "bias")):
@@ -186,12 +246,29 @@ def _layer_before(
     return source.what
 
 
-def _uses(model: nn.Module, example: Any) -> Uses:
-    whole = (*LAYERS, _BatchNorm, *PASSING)
-    if example is not None:
-        return by_example(model, whole, *arguments(example))
+def _changed(module: nn.Module) -> bool:
+    """Whether a call of the module may compute something else than its class does."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+WHOLE = (*LAYERS, _BatchNorm, *PASSING)
+"""Modules that count as one step."""
+
+
+def _readable(model: nn.Module) -> bool:
+    """Whether torch.fx can read the network, which then has no branches that depend on the inputs."""
     try:
-        return by_graph(model, whole)
+        by_graph(model, WHOLE)
+    except Exception:  # whatever torch.fx meets
+        return False
+    return True
+
+
+def _uses(model: nn.Module, example: Any) -> Uses:
+    if example is not None:
+        return by_example(model, WHOLE, *arguments(example))
+    try:
+        return by_graph(model, WHOLE)
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot read the forward of {type(model).__name__} ({error}). Pass example=, a few inputs, so "

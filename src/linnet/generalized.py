@@ -151,7 +151,8 @@ def choose(rows: int, p: int, settings: Settings, *, device: torch.device, kerne
     """
     if settings.solver == "cg-function":
         raise ValueError("A classifier is solved by 'function', 'weight' or 'cg-weight'; got solver='cg-function'.")
-    solver = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=SEARCHED)
+    features = rows if searched(rows, p, device) else 0
+    solver = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=SEARCHED, features=features)
     if solver.startswith("cg") and settings.solver == "auto" and inference == "laplace":
         once = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=ONCE)
         solver = once if once == "weight" else solver

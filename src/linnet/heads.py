@@ -43,6 +43,9 @@ class Head(nn.Linear):
         self.classes_, self.task_ = readout.classes, readout.task
         self.penalty_, self.features_ = readout.penalty, features
 
+    def reset_parameters(self) -> None:
+        """Nothing: the readout gives all values, and the user's random numbers stay where they are."""
+
 
 class Headed(nn.Module):
     """A network up to its features, and a head on them; what comes after the features is not run.

@@ -17,7 +17,7 @@ from linnet import laplace_saved, laplace_search, predictions
 from linnet.combined import combined
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
-from linnet.laplace_checks import StructureName, check_curvature, check_options
+from linnet.laplace_checks import StructureName, check_curvature, check_options, check_structure_fits
 from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
 from linnet.laplace_predict import Predictive
 from linnet.laplace_search import Method, Search, Step
@@ -162,12 +162,14 @@ class Laplace(Predictive):
         check_options(self)
         inputs = checked_inputs(self, X, reset=True)
         self._attach(self.model)
+        check_prior(self.prior, self.lin_)
         J = self._jacobian(inputs)
-        f = J.outputs()
+        check_structure_fits(self, J)
         targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        f = J.outputs()
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         self._J = cached_if_fits(J) if self.structure_ in KEPT and self.draws is None else J

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet import _checks
 from linnet.likelihoods import Likelihood
-from linnet.plan import dense_budget
+from linnet.plan import check_fits, dense_budget
 from linnet.priors import check_prior
 
 if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
     from linnet.laplace import Laplace
 
 StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
@@ -20,6 +22,7 @@ StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", 
 
 def check_options(la: Laplace) -> None:
     """Raise unless all options are of their kinds."""
+    _checks.check_module(la.model)
     check_prior(la.prior)
     if la.structure not in get_args(StructureName):
         known = ", ".join(map(repr, get_args(StructureName)))
@@ -40,8 +43,32 @@ def check_options(la: Laplace) -> None:
             raise ValueError(f"{name} must be a positive number; got {value!r}.")
     if la.draws is not None and (not isinstance(la.draws, int) or la.draws < 1):
         raise ValueError(f"draws must be None or a positive number; got {la.draws!r}.")
+    _checks.check_memory(la.memory)
+    _checks.check_seed(la.seed)
+    if not la.tolerance > 0:
+        raise ValueError(f"tolerance must be positive; got {la.tolerance!r}.")
     if isinstance(la.dtype, str) and la.dtype not in ("auto", "float32", "float64"):
         raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {la.dtype!r}.")
+
+
+def check_structure_fits(la: Laplace, J: Jacobian) -> None:
+    """Raise where the dense matrices of the structure that was asked for do not fit memory."""
+    n, c, p = J.n, J.c, J.shape[1]
+    kernels = len(J.lin.layout.layers) + 1 if la.prior == "layerwise" else 1
+    sides = {  # of the square matrices, and how many of them there are at once
+        "full": (p, 4),
+        "function": (n * (la.draws or c), 2 + kernels),
+        "subnetwork": (min(la.size, p), 4),
+    }
+    if la.structure in sides:
+        side, count = sides[la.structure]
+        check_fits(
+            count * side**2 * J.dtype.itemsize,
+            la.memory,
+            J.device,
+            what=f"structure={la.structure!r} with {n:,} examples, {c:,} outputs and {p:,} parameters",
+            instead="Use structure='samples', 'kron' or 'diag', or fewer parameters (params=)",
+        )
 
 
 def check_curvature(unit: Likelihood, f: Tensor, memory: float | str) -> None:

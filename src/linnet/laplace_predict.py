@@ -71,6 +71,8 @@ class Predictive(Portable, BaseEstimator):
             raise ValueError("Ask for return_std or return_cov, not both.")
         check_is_fitted(self)
         asked = self._ask(X)
+        if return_cov and isinstance(asked, predictions.Streamed):
+            predictions.check_covariance_fits(asked.J, self.memory)
         mean = self._means(asked.f)
         if not (return_std or return_cov):
             return like(X, self._shaped(mean))

@@ -48,7 +48,8 @@ class LinearModel:
     def mode(self, likelihood: Likelihood, variance: Tensor) -> tuple[Mode, Tensor]:
         """The mode, and its theta (p,), for prior variances (p,)."""
         J, d = self.J, variance.sqrt()
-        solver = choose_solver(J.shape[0], J.shape[1], self.settings, device=J.device, kernels=2, steps=30)
+        rows, p = J.shape
+        solver = choose_solver(rows, p, self.settings, device=J.device, kernels=2, steps=30, features=rows)
         if solver == "function":
             K = J.gram(scale=variance)
             found = newton.function_space(K, self.y, mean=self.mean, likelihood=likelihood, factor=False).checked()

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from linnet._checks import check_module
 from linnet.data import as_source
 from linnet.functional import Output
 from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
@@ -148,6 +149,7 @@ def train_with_evidence(
         >>> len(found.path), sorted(found.prior), found.noise > 0
         (2, ['0', '2'], True)
     """
+    check_module(model)
     _check(likelihood, structure, prior, noise, epochs, batch_size, burn_in, every, steps, rate, method, keep)
     source = as_source(data, model)
     chosen = Hyperparameters(

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import psutil
 import torch
 
+from linnet._checks import check_memory
 from linnet.compound import Lazy, Sum
 from linnet.factors import Factor, Rows
 from linnet.outer import Outer
@@ -100,14 +101,11 @@ def free(device: torch.device) -> int:
 
 def budget(memory: float | str, device: torch.device) -> int:
     """Bytes that a chunk may take: as given, or a fraction of what is free."""
+    check_memory(memory)
     if isinstance(memory, str):
-        if memory != "auto":
-            raise ValueError(f"memory must be a number of bytes or 'auto'; got {memory!r}.")
         if device.type == "cuda":
             return int(0.5 * free(device))
         return int(min(0.25 * psutil.virtual_memory().available, 2**30))
-    if not memory > 0:
-        raise ValueError(f"memory must be a positive number of bytes; got {memory!r}.")
     return int(memory)
 
 
@@ -118,6 +116,26 @@ def dense_budget(memory: float | str, device: torch.device) -> int:
             return int(0.9 * free(device))
         return int(0.5 * psutil.virtual_memory().available)
     return budget(memory, device)
+
+
+def check_fits(needed: float, memory: float | str, device: torch.device, *, what: str, instead: str) -> None:
+    """Raise before dense matrices are made that do not fit.
+
+    Args:
+        needed: Bytes that the matrices take.
+        memory: Bytes that they may take; "auto" is all that is free.
+        device: Where they are.
+        what: What needs them, the subject of "takes".
+        instead: What to choose instead.
+    """
+    if isinstance(memory, str) and memory == "auto":
+        limit = free(device) if device.type == "cuda" else psutil.virtual_memory().available
+        there = f"{_bytes(limit)} are free"
+    else:
+        limit = budget(memory, device)
+        there = f"memory= allows {_bytes(limit)}"
+    if needed > limit:
+        raise MemoryError(f"{what} takes {_bytes(needed)}, and {there}. {instead}, or allow more with memory=.")
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,11 @@ class Prior:
         return self.base * (s[0] if self.group is None else s[self.group])
 
 
-def check_prior(spec: PriorSpec) -> None:
-    """Raise unless ``spec`` is a name, a positive number or a dict of positive numbers."""
+def check_prior(spec: PriorSpec, lin: Linearization | None = None) -> None:
+    """Raise unless ``spec`` is a name, a positive number or a dict of positive numbers.
+
+    Where a linearization is given, the dict must have a variance for each of its parameters, and no glob too many.
+    """
     if isinstance(spec, str):
         if spec not in NAMES:
             raise ValueError(
@@ -81,6 +84,8 @@ def check_prior(spec: PriorSpec) -> None:
             _check_variance(value, f"prior[{glob!r}]")
         if not spec:
             raise ValueError("prior is an empty dict; name at least one layer, as in {'*': 1.0}.")
+        if lin is not None:
+            _by_glob(lin.layout, spec, torch.ones(lin.p))
     else:
         _check_variance(spec, "prior")
 

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from linnet import _checks
 from linnet.evidence import Choice
-from linnet.plan import dense_budget
+from linnet.plan import check_fits, dense_budget
 from linnet.posterior import Posterior
 from linnet.solve import Solution
 
@@ -52,6 +53,8 @@ class Settings:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(repr, get_args(known)))}; got {getattr(self, name)!r}."
                 )
+        _checks.check_memory(self.memory)
+        _checks.check_seed(self.seed)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive; got {self.tolerance!r}.")
         for name in ("iterations", "samples", "probes"):
@@ -154,7 +157,7 @@ def work_of_a_minute(device: torch.device) -> float:
 
 
 def choose_solver(
-    rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int = 1, steps: int = 1
+    rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int = 1, steps: int = 1, features: int = 0
 ) -> Solver:
     """The solver for a problem of this size: the cheaper dense one that fits memory and patience, else iterative.
 
@@ -169,19 +172,31 @@ def choose_solver(
         device: Where it runs.
         kernels: Dense kernels that are held at once.
         steps: Decompositions that are made.
+        features: Rows of dense features, p numbers each, that the solver in weight space holds beside its matrix.
+
+    Raises:
+        MemoryError: If the solver that the settings name is a dense one that does not fit.
 
     >>> choose_solver(500, 10_000, Settings(), device=torch.device("cpu"))
     'function'
     >>> choose_solver(10_000, 500, Settings(), device=torch.device("cpu"))
     'weight'
     """
+    function = (8 * (2 + kernels) * rows**2 if rows < 20_000 else 8.4 * kernels * rows**2, rows**3 / 3)
+    weight = (8 * (4 * p**2 + 2 * features * p), p**3 + rows * p**2)
+    dense: dict[Solver, tuple[float, float]] = {"function": function, "weight": weight}
     if settings.solver != "auto":
+        if settings.solver in dense:
+            check_fits(
+                dense[settings.solver][0],
+                settings.memory,
+                device,
+                what=f"solver={settings.solver!r} with {rows:,} rows and {p:,} parameters",
+                instead="Use solver='auto', 'cg-function' or 'cg-weight', fewer parameters (params=) or fewer examples",
+            )
         return settings.solver
     memory = dense_budget(settings.memory, device)
-    function = (8 * (2 + kernels) * rows**2 if rows < 20_000 else 8.4 * kernels * rows**2, rows**3 / 3)
-    weight = (8 * 4 * p**2, p**3 + rows * p**2)
     patience = work_of_a_minute(device) / steps
-    dense: dict[Solver, tuple[float, float]] = {"function": function, "weight": weight}
     fitting = {name: cost for name, (size, cost) in dense.items() if size <= memory and cost <= patience}
     if fitting:
         return min(fitting, key=fitting.__getitem__)

@@ -198,7 +198,7 @@ def _evidence(Z: np.ndarray, y: np.ndarray) -> float:
     """The penalty with the largest Laplace evidence, one over the prior variance of the weights."""
     outputs = y.shape[1] if y.ndim == 2 else int(y.max()) + 1
     outputs = 1 if outputs == 2 and y.ndim == 1 else outputs
-    linear = nn.Linear(Z.shape[1], outputs, dtype=torch.float64)
+    linear = nn.utils.skip_init(nn.Linear, Z.shape[1], outputs, dtype=torch.float64)  # draws no random numbers
     for parameter in linear.parameters():
         nn.init.zeros_(parameter)
     clf = TangentClassifier(linear, inference="map", prior="shared", progress=False).fit(Z, y)

@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import _checks, conditioned, gaussian, saved
+from linnet._checks import check_module
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -22,9 +23,10 @@ from linnet.linearize import Linearization, linearize
 from linnet.matrices import Stack
 from linnet.own_data import warn_of_own_data
 from linnet.params import Params
+from linnet.predictions import check_covariance_fits
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver
-from linnet.tangent import Mean, Tangent, as_targets, default_network, like
+from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like
 
 NOISE_FLOOR = 1e-3
 """What measured best over few-shot sinusoids with noise from 1 % to half of their amplitude."""
@@ -165,12 +167,16 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         self._choose(model, inputs[0])
         self._attach(model, self._dtype(device=device))
         lin = self.lin_
+        check_prior(self.prior, lin)
         settings = self._settings(lin.dtype)
         jacobians = [self._jacobian(X) for X in inputs]
         rows = max(J.shape[0] for J in jacobians)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
-        given = [None if y is None else self._targets(y, J) for (_, y), J in zip(data, jacobians, strict=True)]
+        # Targets at hand are checked before any pass; a stream's are read along with its first pass.
+        given = [self._targets(y, J) if at_hand(y, J) else None for (_, y), J in zip(data, jacobians, strict=True)]
+        if self._noise_name is None:
+            self._given_noise(jacobians[0])
         jacobians = [cached_if_fits(J) for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
         self._one_column = targets[0].ndim == 1
@@ -192,6 +198,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
+            check_module(self.model)
             return self.model
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
@@ -233,10 +240,14 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             return Noise(self._known_variances(X).flatten(), zeros, floor=self.noise_floor)
         if self._noise_name == "per-output":
             return Noise(ones, torch.arange(J.c, device=J.device).repeat(J.n), J.c, floor=self.noise_floor)
+        return Noise(self._given_noise(J).expand(J.c).repeat(J.n), zeros, 1, (1.0,))
+
+    def _given_noise(self, J: Jacobian) -> Tensor:
+        """The variances that the user gave: one, or one for each output."""
         given = torch.as_tensor(self.noise, dtype=J.dtype, device=J.device).flatten()
         if len(given) not in (1, J.c):
             raise ValueError(f"noise needs one variance, or one for each of {J.c} outputs; got {len(given)}.")
-        return Noise(given.expand(J.c).repeat(J.n), zeros, 1, (1.0,))
+        return given
 
     def _known_variances(self, X: Any) -> Tensor:
         assert self._log_variances is not None
@@ -340,6 +351,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         if return_std and return_cov:
             raise ValueError("Ask for return_std or return_cov, not both.")
         J = self._new_inputs(X)
+        if return_cov:
+            check_covariance_fits(J, self.memory)
         mean = self._shaped(self._base(J) + self.posterior_.shift(J))
         if not (return_std or return_cov):
             return like(X, mean)

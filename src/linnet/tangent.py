@@ -15,10 +15,10 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from linnet.batch import Batch, Source
+from linnet.batch import Batch, Given, Source
 from linnet.blocks import block_names, top_blocks
 from linnet.contexts import forward_mode
-from linnet.data import as_source
+from linnet.data import InMemory, as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select
@@ -26,7 +26,7 @@ from linnet.portable import Portable
 from linnet.posterior import Posterior
 from linnet.priors import layer_sums
 from linnet.problem import Settings
-from linnet.signature import read_only_welcome
+from linnet.signature import as_tensors, read_only_welcome
 
 Mean = Literal["network", "zero"]
 
@@ -317,15 +317,33 @@ class LinearizedModule(nn.Module):
         if not leaves:
             raise TypeError("The linearized module takes the tensors that the network takes.")
         batch = Batch(args, kwargs, None, start=0, n=len(leaves[0])).to(self.lin.device)
-        if not self.lin.can("forward_mode", batch):
-            J = self.lin.jacobian(kwargs if kwargs else args)
-            shift = (J @ self.delta).view(J.n, J.c)
-            return self.level + (J.outputs() + shift if self.with_network else shift)
-        tangent = self.lin.layout.unflatten(self.delta)
-        with self.lin._setting("highest"), forward_mode(self.lin.module):
-            found = torch.func.jvp(lambda theta: self.lin.forward(theta, batch), (dict(self.lin.theta),), (tangent,))
-        f, shift = found[0], found[1]
+        asks = torch.is_grad_enabled() and any(x.requires_grad for x in (*leaves, self.delta))
+        f, shift = self._by_reverse(batch) if asks else self._by_products(batch)
         return self.level + (f + shift if self.with_network else shift)
+
+    def _by_products(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """f and J delta, without a graph."""
+        J = Jacobian(self.lin, Given(batch, "a batch"), progress=False)
+        return J.outputs(), (J @ self.delta).view(J.n, J.c)
+
+    def _by_reverse(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same with a graph to the inputs: J delta is the derivative of delta^T J^T u in u."""
+        self.lin.check_unchanged()
+        theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
+        # The kernels that forward mode takes are also those that can be differentiated twice.
+        with self.lin._setting("highest"), forward_mode(self.lin.module):
+            f = self.lin.forward(theta, batch)
+            if not f.requires_grad:
+                return f, torch.zeros_like(f)
+            u = torch.zeros_like(f, requires_grad=True)
+            pulled = torch.autograd.grad(f, list(theta.values()), u, create_graph=True, allow_unused=True)
+            steps = self.lin.layout.unflatten(self.delta).values()
+            pairs = [(g, step) for g, step in zip(pulled, steps, strict=True) if g is not None]
+            along = sum((g * step.to(g.dtype)).sum() for g, step in pairs)
+            if not isinstance(along, Tensor) or not along.requires_grad:
+                return f, torch.zeros_like(f)
+            (shift,) = torch.autograd.grad(along, u, create_graph=True)
+        return f, shift
 
 
 def fast_float64(device: torch.device) -> bool:
@@ -353,6 +371,11 @@ def like(X: Any, value: Tensor) -> Any:
     return value if tensors else value.detach().cpu().numpy()
 
 
+def at_hand(y: Any, J: Jacobian) -> bool:
+    """Whether targets are in memory, so that they can be checked before any pass over the data."""
+    return y is not None or isinstance(J._source, InMemory)
+
+
 def as_targets(y: Any, J: Jacobian) -> Tensor:
     """Targets as a tensor, from what the user gave or from what came with the data."""
     y = J.targets() if y is None else y
@@ -360,8 +383,7 @@ def as_targets(y: Any, J: Jacobian) -> Tensor:
         y = np.asarray(y)
         if y.dtype.kind not in "biuf":
             raise TypeError(f"Unknown label type: targets must be real numbers; got an array of {y.dtype}.")
-        with read_only_welcome():
-            y = torch.as_tensor(y)
+        y = as_tensors(y, "the targets")
     y = y.detach()
     if y.is_complex():
         raise TypeError(f"Targets must be real numbers; got {y.dtype}.")

@@ -1,0 +1,281 @@
+"""Torch settings of the whole process: as they were after every call, whatever threads and interrupts do."""
+
+import gc
+import sys
+import threading
+from dis import opname
+from functools import partial
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import linnet
+from linnet import contexts
+from linnet.contexts import Switch, arithmetic, dual_level, forward_mode, network, noting_saved
+
+CPU = torch.device("cpu")
+SWITCHES = [contexts.PRECISION, contexts.ATTENTION, contexts.FASTPATH, contexts.MKLDNN, contexts.CUDNN]
+
+
+def flags() -> dict[str, object]:
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    cuda = torch.backends.cuda
+    return {
+        "fastpath": torch.backends.mha.get_fastpath_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": torch.backends.cudnn.enabled,
+        "tf32": [place.fp32_precision for place in places],
+        "attention": [
+            cuda.math_sdp_enabled(),
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ],
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "level": forward_ad._current_level,
+    }
+
+
+class Recurrent(nn.Module):
+    """A network that needs every setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, batch_first=True)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.rnn(x)[0]
+        return self.head(self.attend(h, h, h, need_weights=False)[0].mean(1))
+
+
+MODEL = Recurrent()
+SETTINGS = {
+    "network": lambda: network(MODEL, "highest", CPU),
+    "network on a GPU": lambda: network(MODEL, "highest", torch.device("cuda")),
+    "forward mode": lambda: forward_mode(MODEL),
+    "IEEE": lambda: contexts._tf32(False),
+    "tf32": lambda: contexts._tf32(True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_threads_that_overlap_leave_the_settings_as_they_were(name):
+    """Each enters before the other leaves, and the first to enter is the first to leave."""
+    before = flags()
+    inside: list[dict[str, object]] = []
+    one, two = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with SETTINGS[name]():
+            one.set()
+            two.wait(10)
+            inside.append(flags())
+
+    thread = threading.Thread(target=other)
+    with SETTINGS[name]():
+        wanted = flags()
+        thread.start()
+        assert one.wait(10)
+    two.set()
+    thread.join()
+    assert wanted != before
+    assert inside == [wanted]
+    assert flags() == before
+
+
+def test_threads_that_want_different_values_both_get_the_exact_one():
+    state = ["before"]
+    switch = Switch(lambda: state[0], lambda value: state.__setitem__(0, value), exact="exact")
+    one, two = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with switch.at("exact"):
+            one.set()
+            two.wait(10)
+
+    thread = threading.Thread(target=other)
+    with switch.at("fast"):
+        assert state == ["fast"]
+        thread.start()
+        assert one.wait(10)
+        assert state == ["exact"]
+        two.set()
+        thread.join()
+        assert state == ["fast"]
+        with switch.at("exact"):  # in one thread the innermost block counts
+            with switch.at("fast"):
+                assert state == ["fast"]
+            assert state == ["exact"]
+    assert state == ["before"]
+
+
+def test_threads_at_work_leave_the_settings_as_they_were():
+    before = flags()
+    x = torch.randn(4, 5, 3)
+    each = [linnet.linearize(Recurrent().float()).jacobian(x, 2, progress=False) for _ in range(3)]
+    U = torch.randn(each[0].shape[0], 3)
+    expected, found = [J.T @ U for J in each], []
+
+    def work(i: int) -> None:
+        for _ in range(2):
+            found.append((i, each[i].T @ U))
+
+    in_threads([partial(work, i) for i in range(3)])
+    assert len(found) == 6
+    for i, product in found:
+        torch.testing.assert_close(product, expected[i])
+    assert flags() == before
+
+
+def in_threads(works) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_wait_for_each_other_in_forward_mode():
+    x, v = torch.randn(2, 5)
+    found = []
+
+    def work() -> None:
+        for _ in range(20):
+            with dual_level():
+                found.append(forward_ad.unpack_dual(forward_ad.make_dual(x, v).sin()).tangent)
+
+    in_threads([work] * 3)
+    assert len(found) == 60
+    for tangent in found:
+        torch.testing.assert_close(tangent, v * x.cos())
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the k-th place in the files named where Python looks for signals.
+
+    Python does so when a function starts, after a call, and where a loop goes back.
+    """
+
+    def __init__(self, k: int, files: tuple[str, ...]) -> None:
+        self.left, self.files = k, files
+        self.before: dict[FrameType, str] = {}
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> "Interrupt | None":
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self.before[frame] = self.before.get(frame, ""), opname[frame.f_code.co_code[frame.f_lasti]]
+        if event == "call" or (event == "opcode" and before.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))):
+            self.left -= 1
+            if self.left == 0:
+                self.before.clear()
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, action) -> bool:
+        """Whether the action was interrupted."""
+        sys.settrace(self)
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+            self.before.clear()
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", [*SETTINGS, "saved tensors", "arithmetic", "forward mode of autograd"])
+def test_an_interrupt_at_any_step_leaves_the_settings_as_they_were(name):
+    more = {
+        "saved tensors": lambda: noting_saved(lambda t: t),
+        "arithmetic": lambda: arithmetic("highest", torch.device("cuda")),
+        "forward mode of autograd": dual_level,
+    }
+    make = (SETTINGS | more)[name]
+    assert contexts._recurrent(MODEL)
+    before, interrupted = flags(), 0
+
+    def action() -> None:
+        with make():
+            pass
+
+    files = ("contexts.py", "contextlib.py", "graph.py", "mha/__init__.py", "mkldnn/__init__.py", "forward_ad.py")
+    while Interrupt(interrupted + 1, files).run(action):
+        interrupted += 1
+        assert flags() == before, f"step {interrupted}"
+        assert not [switch for switch in SWITCHES if switch._lock._is_owned()]
+        with forward_ad.dual_level():  # no level was left behind
+            pass
+    assert interrupted > 20
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_of_a_pass_leaves_the_settings_as_they_were():
+    before = flags()
+    x = torch.randn(4, 5, 3)
+    lin = linnet.linearize(Recurrent().float())
+    v = torch.randn(lin.p)
+
+    def action() -> None:
+        J = lin.jacobian(x, 2, progress=False)
+        J @ v
+
+    action()
+    files = tuple(f"linnet/{name}.py" for name in ("contexts", "functional", "chunks", "autodiff", "passes"))
+    step, interrupted = 1, 0
+    while Interrupt(step, files).run(action):
+        step, interrupted = step + 31, interrupted + 1
+        if flags() != before:
+            gc.collect()
+        assert flags() == before, f"step {step}"
+        assert not [switch for switch in SWITCHES if switch._lock._is_owned()]
+    assert interrupted > 10
+
+
+def test_what_is_saved_is_noted():
+    seen = []
+
+    def note(t: Tensor) -> Tensor:
+        seen.append(t.shape)
+        return t.detach()
+
+    x = torch.randn(3, requires_grad=True)
+    with noting_saved(note):
+        y = x.exp()
+    x.sin()
+    assert seen == [(3,)]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], x.detach().exp())
+
+
+def test_a_module_runs_in_one_thread_at_a_time():
+    inside, most = [], []
+
+    def work() -> None:
+        for _ in range(20):
+            with contexts.alone(MODEL), contexts.alone(MODEL):  # a network may call itself
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+    in_threads([work] * 3)
+    assert len(most) == 60
+    assert max(most) == 1
+    assert contexts.alone(MODEL) is not contexts.alone(Recurrent())
+
+
+def test_a_head_leaves_the_random_numbers_as_they_were():
+    X = torch.randn(30, 4)
+    y = torch.arange(30) % 2
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5))
+    before = torch.get_rng_state()
+    for penalty in ("evidence", 1.0):
+        linnet.attach_head(model, X, y, penalty=penalty)
+        assert torch.equal(torch.get_rng_state(), before)

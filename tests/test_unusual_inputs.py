@@ -1,0 +1,82 @@
+"""Models and arrays of unusual kinds: each works, or the error says what to do."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import linnet
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+labels = torch.arange(12) % 2
+USES = {
+    "linearize": lambda model: linnet.linearize(model),
+    "regressor": lambda model: linnet.TangentRegressor(model).fit(X, X[:, :2]),
+    "classifier": lambda model: linnet.TangentClassifier(model).fit(X, labels),
+    "laplace": lambda model: linnet.Laplace(model).fit(X, labels),
+    "embedding": lambda model: linnet.FisherEmbedding(model, n_components=1).fit(X),
+    "head": lambda model: linnet.attach_head(model, X, labels),
+    "fold": lambda model: linnet.fold_batchnorm(model),
+    "similarity": lambda model: linnet.similarity(model, net(), X),
+    "training": lambda model: linnet.train_with_evidence(model, (X, labels)),
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_class_is_not_a_network(name):
+    with pytest.raises(TypeError, match=r"got the class Net. Make a network of the class first, as in Net\(...\)"):
+        USES[name](Net)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_weights_are_not_a_network(name):
+    with pytest.raises(TypeError, match=r"a model that is a torch.nn.Module; got an OrderedDict"):
+        USES[name](net().state_dict())
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_compiled_network_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=r"torch.compile hides the calls. Pass .* model._orig_mod"):
+        USES[name](torch.compile(net(), backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("name", USES)
+def test_a_scripted_network_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=r"the model is a torch.jit script"):
+        USES[name](torch.jit.script(net()))
+    with pytest.raises(TypeError, match=r"the submodule '0' is a torch.jit script"):
+        USES[name](nn.Sequential(torch.jit.trace(nn.Linear(4, 2), X), nn.Tanh()))
+
+
+@pytest.mark.parametrize("given", [torch.ones(5, 4).long(), np.ones((5, 4), dtype=int), np.ones((5, 4), dtype=bool)])
+def test_whole_numbers_where_a_network_takes_floats_are_named(given):
+    with pytest.raises(RuntimeError) as caught:
+        linnet.linearize(net())(given)
+    assert "are whole numbers" in caught.value.__notes__[0]
+    assert "Convert the data with .to(torch.float32)" in caught.value.__notes__[0]
+
+
+def test_arrays_that_run_backwards_are_taken():
+    backwards = X.numpy()[::-1]
+    model = net()
+    torch.testing.assert_close(linnet.linearize(model)(backwards), linnet.linearize(model)(X.flip(0)))
+    y = X[:, :2].numpy().astype(np.float64)
+    one = linnet.TangentRegressor(model, seed=0).fit(backwards, y[::-1])
+    two = linnet.TangentRegressor(model, seed=0).fit(backwards.copy(), y[::-1].copy())
+    np.testing.assert_allclose(one.predict(X.numpy()), two.predict(X.numpy()), rtol=1e-9)
+    la = linnet.Laplace(model, "regression").fit(backwards, y[::-1])
+    assert la.predict(X.numpy()).shape == (12, 2)
