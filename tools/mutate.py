@@ -46,12 +46,19 @@ class Trees:
     """Copies of the checkout, one for each worker, in which mutants are made and tests run."""
 
     def __init__(self, workers: int, end: float) -> None:
-        self.end, self.free = end, queue.SimpleQueue[Path]()
+        self.end, self.free, self.running = end, queue.SimpleQueue[Path](), set[int]()
         self.memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (workers + 1)
         shutil.rmtree(WORK / "trees", ignore_errors=True)
         skipped = shutil.ignore_patterns(".*cache*", ".git", ".venv*", "venv", ".hypothesis", "build", "__pycache__")
         for number in range(workers):
             self.free.put(Path(shutil.copytree(ROOT, WORK / "trees" / str(number), ignore=skipped)))
+
+    def stop(self, *_: object) -> None:
+        """End all that runs, and the program: what was found is in its file."""
+        for pid in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(1)
 
     def pytest(self, tree: Path, tests: list[str], limit: float, *, trace: bool = False) -> tuple[int | None, dict]:
         """Exit status, None where the time was over, and what the tests said."""
@@ -65,6 +72,7 @@ class Trees:
         command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, *([] if trace else ["-x", "--tb=no"]), *tests]
         with (WORK / f"{tree.name}.log").open("w") as log:
             child = subprocess.Popen(command, cwd=tree, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.running.add(child.pid)
             try:
                 status: int | None = child.wait(max(0.0, min(limit, self.end - time.monotonic())))
             except subprocess.TimeoutExpired:
@@ -73,6 +81,7 @@ class Trees:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)  # it and what it started
                 child.wait()
+                self.running.discard(child.pid)
         shutil.rmtree(tree / ".hypothesis", ignore_errors=True)  # examples that failed with this mutant
         return status, json.loads(out.read_text()) if out.exists() else {}
 
@@ -121,25 +130,36 @@ class Suite:
 
     seconds: dict[str, float]
     executed: dict[tuple[str, int], set[str]]
+    near: dict[str, set[str]]
     sound: dict[str, bool]
 
     @classmethod
     def read(cls, names: list[str]) -> Suite:
-        suite = cls({}, defaultdict(set), {})
+        suite = cls({}, defaultdict(set), defaultdict(set), {})
         for name in names:
             for test, seen in json.loads((WORK / "map" / f"{name}.json").read_text()).items():
                 if seen["passed"] and not seen["failed"]:
                     suite.seconds[test] = seen["seconds"]
                     for file, numbers in seen["lines"].items():
+                        suite.near[file].add(test)
                         for number in numbers:
                             suite.executed[file, number].add(test)
         return suite
 
     def of(self, mutant: Mutant, most: int) -> list[str]:
-        """Tests that execute the statement: those of its own module first, then the fastest."""
+        """Tests that execute the statement: those of its own module first, then the fastest.
+
+        What is kept in a cache is computed by the first test of a process alone: few tests are filled up with others
+        that execute the same file.
+        """
         found = set().union(*(self.executed[mutant.file, n] for n in range(mutant.lines[0], mutant.lines[1] + 1)))
         own = re.compile(rf"{re.escape(mutant.file)}|tests/(.*/)?test_{Path(mutant.file).stem}\.py")
-        return sorted(found, key=lambda test: (not own.match(test), self.seconds[test], test))[:most]
+
+        def ordered(tests: set[str]) -> list[str]:
+            return sorted(tests, key=lambda test: (not own.match(test), self.seconds[test], test))
+
+        more = ordered(self.near[mutant.file] - found)[: max(0, FIRST - len(found))] if found else []
+        return [*ordered(found)[:most], *more]
 
 
 def judge(trees: Trees, suite: Suite, most: int, mutant: Mutant) -> dict[str, Any]:
@@ -205,6 +225,8 @@ def main() -> None:
         sys.exit(f"No file of src differs from {options.base}. Name files with --files, or take --all.")
     (WORK / "map").mkdir(parents=True, exist_ok=True)
     trees, wanted = Trees(options.workers, end), units(options.suite)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, trees.stop)
     missing = [name for name in wanted if not (WORK / "map" / f"{name}.json").exists()]
     with ThreadPoolExecutor(options.workers) as pool:
         list(pool.map(partial(trace, trees, wanted), missing))
