@@ -547,3 +547,20 @@ def test_coarse_products_are_compared_with_exact_ones_on_the_way() -> None:
     looks = math.ceil(math.log(1e-9) / math.log(COARSE))
     assert looks - 1 <= len(exact.blocks) <= looks + 2 and looks > 1
     assert plain.iterations <= found.iterations
+
+
+@pytest.mark.parametrize("trouble", ["rough", "indefinite"])
+def test_exact_products_finish_what_coarse_ones_cannot(trouble: str) -> None:
+    """Products that are far off stall, or stop a column at once; the exact ones take over, for all columns."""
+    A = spd(30)
+    lam, Q = torch.linalg.eigh(A)
+    B = normal(30, 2, seed=1)
+    if trouble == "rough":
+        E = normal(30, 30, seed=2)
+        coarse = A + 0.2 * lam[0] * (E + E.T)
+    else:
+        coarse = A - 1.1 * lam[-1] * torch.outer(Q[:, -1], Q[:, -1])
+        B[:, 0], B[:, 1] = Q[:, -1], Q[:, :6].sum(1)
+    found = cg(times(coarse), B, exact=times(A), tolerance=1e-10).checked()
+    assert not found.breakdown
+    close(found.value, torch.linalg.solve(A, B), rtol=1e-8)

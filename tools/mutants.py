@@ -35,6 +35,8 @@ SHARP = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE
 ORDER = {ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt: (">", "<="), ast.GtE: (">=", "<")}
 EQUAL = {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")}
 EQUAL |= {ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")}
+UNSEEN = {"device", "progress", "strict", "desc", "total", "unit", "disable", "stacklevel"}
+"""Keywords without an effect on a CPU, on numbers, or on what is right."""
 COUNTS = re.compile(r"\blen\(|shape|ndim|numel|size|count|(?<![\w.])\d+(?![\w.])")
 """A comparison of whole numbers, where the bound itself occurs; of two floats the bound is never met."""
 
@@ -181,11 +183,15 @@ class Finder(ast.NodeVisitor):
         if isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED and not node.args:
             self.put(self.at(node.func.value)[1], self.at(node)[1], "")
         for keyword in node.keywords:
-            if keyword.arg and keyword.arg not in ("device", "progress", "strict", "desc", "total", "unit", "disable"):
+            if keyword.arg in UNSEEN:
+                continue
+            if keyword.arg:
                 start, stop = self.at(keyword)
                 after = re.match(rb"\s*,\s*", self.source[stop:])
                 self.put(start, stop + (after.end() if after else 0), "")
-        self.generic_visit(node)
+            self.visit(keyword.value)
+        for part in (node.func, *node.args):
+            self.visit(part)
 
 
 def sample(sources: Mapping[str, bytes], seed: int, count: int) -> list[Mutant]:
