@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -321,3 +324,15 @@ def test_adam_without_a_first_step():
     J = linnet.linearize(double(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))), "1.bias").jacobian(x)
     with pytest.raises(ValueError, match="No first step makes the objective smaller"):
         stochastic.adam(J, torch.ones(20), variance=torch.zeros(1).double(), likelihood=Bernoulli())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"rate": rate} for rate in (0, 0.0, -1.0, math.inf, math.nan, True, "fast")]
+    + [{name: value} for name in ("epochs", "size") for value in (0, -1, 1.5, True)],
+    ids=str,
+)
+def test_settings_at_and_beyond_their_bounds(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be .*positive number; got"):
+        stochastic.Training(**given)
+    assert stochastic.Training(1, 1, 1e-300).rate == 1e-300 and stochastic.Training(rate=2).rate == 2
