@@ -13,13 +13,13 @@ from linnet.own_data import own_data_ratio
 from linnet.problem import Noise, Task
 
 
-def task(energy: torch.Tensor, noise: float = 1.0) -> Task:
+def task(energy: torch.Tensor, noise: float | torch.Tensor = 1.0) -> Task:
     """Residuals whose energies lie along the eigenvectors of a diagonal kernel, the largest eigenvalue first."""
     n = len(energy)
     model = nn.Linear(n, 1, bias=False).double()
     X = torch.diag(torch.linspace(2, 1, n, dtype=torch.float64))
     J, r = linnet.linearize(model).jacobian(X), energy.sqrt()
-    known = Noise(torch.full((n,), noise, dtype=torch.float64), torch.zeros(n, dtype=torch.long))
+    known = Noise(torch.ones(n, dtype=torch.float64) * noise, torch.zeros(n, dtype=torch.long))
     return Task(J, r, known, torch.zeros(n, 1))
 
 
@@ -32,6 +32,15 @@ def test_the_leading_quarter_is_compared_with_the_rest() -> None:
     assert own_data_ratio(task(energy, noise=7.0), S) == pytest.approx(wanted, rel=1e-9)
     assert own_data_ratio(task(energy), 3 * S) == pytest.approx(wanted, rel=1e-9)
     assert own_data_ratio(task(energy * (torch.arange(12) < 3)), S) == math.inf
+
+
+def test_rows_count_by_their_noise() -> None:
+    """With noise that falls faster than the kernel the last rows come first; energies are those of whitened rows."""
+    energy = torch.tensor([1.0, 2.0, 4.0, 1.0, 1.0, 3.0, 5.0, 7.0]).double()
+    noise = torch.linspace(2, 1, 8, dtype=torch.float64) ** 4
+    white = (energy / noise).flip(0)
+    wanted = float(white[:2].min() / (0.455 * white[2:].mean()))  # torch takes the lower of two as their median
+    assert own_data_ratio(task(energy, noise), torch.ones(8, dtype=torch.float64)) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_of_many_rows_some_are_looked_at() -> None:
