@@ -439,3 +439,17 @@ def test_an_assumed_noise_is_part_of_what_is_maximized(space: str) -> None:
     assert found.floored == (True,)
     noisy = [(Phi, r + 3 * normal(30, seed=8))]
     assert searched(noisy, space, assumed=(1e-9,)).floored == (False,)
+
+
+def test_scales_are_sought_again_where_noise_stops() -> None:
+    """They are close to those of the weights, and not where the noise was kept from them."""
+    found = searched(interpolated((60,)), "function")
+    for scale, seed in zip(found.scales, (5, 6), strict=True):
+        assert 0.5 < scale / float(normal(3, seed=seed).square().mean()) < 2
+
+
+def test_a_start_with_too_little_noise_bounds_no_scale() -> None:
+    features = [normal(20, 15, seed=i) for i in range(2)]
+    r = features[0] @ normal(15, seed=5) + 0.3 * features[1] @ normal(15, seed=6) + 0.5 * normal(20, seed=7)
+    p = Problem({str(i): A @ A.T for i, A in enumerate(features)}, 30 * r, torch.zeros(20, dtype=torch.long))
+    assert max(best_dense([p], start=Choice((1.0, 1.0), (1e-13,), math.nan)).scales) > 5
