@@ -4,10 +4,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+MUTANTS ?= 300
+BASE ?= main
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test lint types pytest format bench docs docs-serve figures clean
+.PHONY: help venv demo test lint types pytest mutate format bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +17,7 @@ help:
 	@echo "make test    lint, types, doctests and tests (WORKERS=$(WORKERS) processes)"
 	@echo "make docs    the documentation site, in build/site; 'make docs-serve' shows it while you write"
 	@echo "make figures runs the code of the pages, and writes what it prints and draws"
+	@echo "make mutate  small wrong changes in the files that differ from BASE=$(BASE): which of them no test notices"
 	@echo "make lint | types | pytest | format | bench | venv | clean"
 
 # Installed again whenever the requirements change.
@@ -44,6 +47,10 @@ types: $(STAMP)
 # One thread in each process: more would compete for the same cores.
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
+
+# All of src: make mutate BASE= (any revision otherwise).
+mutate: $(STAMP)
+	$(BIN)/python tools/mutate.py $(if $(BASE),--base $(BASE),--all) --count $(MUTANTS) --workers $(WORKERS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

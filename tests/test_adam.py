@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -321,3 +324,34 @@ def test_adam_without_a_first_step():
     J = linnet.linearize(double(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))), "1.bias").jacobian(x)
     with pytest.raises(ValueError, match="No first step makes the objective smaller"):
         stochastic.adam(J, torch.ones(20), variance=torch.zeros(1).double(), likelihood=Bernoulli())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"rate": rate} for rate in (0, 0.0, -1.0, math.inf, math.nan, True, "fast")]
+    + [{name: value} for name in ("epochs", "size") for value in (0, -1, 1.5, True)],
+    ids=str,
+)
+def test_settings_at_and_beyond_their_bounds(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be .*positive number; got"):
+        stochastic.Training(**given)
+    assert stochastic.Training(1, 1, 1e-300).rate == 1e-300 and stochastic.Training(rate=2).rate == 2
+
+
+def test_where_adam_ends_is_measured_in_full():
+    """Outputs, log likelihood, penalty and the gradient relative to that of zero, from the dense Jacobian."""
+    x, w = normal(60, 5), normal(5, seed=2)
+    y = (x @ w + 0.5 * normal(60, seed=3) > 0).double()
+    J = linnet.linearize(double(nn.Linear(5, 1))).jacobian(x).cached()
+    S, likelihood = torch.linspace(0.5, 2, 6).double(), Bernoulli()
+    mode = stochastic.adam(J, y, variance=S, likelihood=likelihood, training=stochastic.Training(3, 16)).mode
+    Phi, f0 = J.dense() * S.sqrt(), J.outputs()
+    f = f0 + (Phi @ mode.u)[:, None]
+    close(mode.f, f)
+    close(mode.alpha, likelihood.residual(f, y[:, None]).flatten())
+    assert mode.log_likelihood == pytest.approx(float(likelihood.log_prob(f, y[:, None]).sum()), rel=1e-9)
+    assert mode.penalty == pytest.approx(0.5 * float(mode.u @ mode.u), rel=1e-9)
+    at_end = (mode.u - Phi.T @ mode.alpha).norm()
+    at_start = (Phi.T @ likelihood.residual(f0, y[:, None]).flatten()).norm()
+    assert mode.gradient == pytest.approx(float(at_end / at_start), rel=1e-8)
+    assert mode.converged and mode.log_det is None

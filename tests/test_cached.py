@@ -435,3 +435,20 @@ def test_says_what_it_is(model, x):
     assert "factors in memory" in str(J.plan)
     with pytest.raises(ValueError, match=r"Jacobian has shape \(15, 43\), so J @ V needs"):
         J @ torch.zeros(2)
+
+
+def test_batches_whose_targets_do_not_stack_stay_apart(model, x):
+    """Targets are padded to the longest of their batch: rows of several batches come in the order asked for."""
+
+    def pad(items):
+        width = max(i for _, i in items) + 1
+        return torch.stack([row for row, _ in items]), torch.stack([torch.arange(width) % (i + 1) for _, i in items])
+
+    data = DataLoader([(row, i) for i, row in enumerate(x)], batch_size=2, collate_fn=pad)
+    kept = linnet.linearize(model).jacobian(data).cached()
+    index = torch.tensor([4, 0, 3, 1])
+    part = kept.subset(index)
+    close(part.dense(), dense_jacobian(model, x[index]))
+    close(part.outputs(), model(x[index]).detach())
+    assert part.index.tolist() == index.tolist()
+    close(part.subset(torch.tensor([2, 1])).dense(), dense_jacobian(model, x[[3, 0]]))

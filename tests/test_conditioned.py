@@ -267,3 +267,16 @@ def test_iterative_samples(solver: str) -> None:
     torch.testing.assert_close(centered.T @ centered / 50, C, rtol=1e-9, atol=1e-10)
     with pytest.raises(ValueError, match="holds 50 samples; 51 were asked for"):
         reg.sample(Z, 51)
+
+
+@pytest.mark.parametrize("n", [12, 60])  # fewer and more rows than parameters
+def test_the_path_ends_at_least_squares_where_examples_repeat(n: int) -> None:
+    """Directions without an eigenvalue do not move, however long the time: rounding would blow them up."""
+    model = mlp()
+    X, y = problem(model, n)
+    X = X[:4].repeat(n // 4, 1)
+    reg = TangentRegressor(model, **GIVEN).fit(X, y)
+    J, N, Z = dense_jacobian(model, X), dense_jacobian(model, normal(4, 3, seed=9)), normal(4, 3, seed=9)
+    want = model(Z).detach() + (N @ (torch.linalg.pinv(J, rtol=1e-10) @ (y - model(X).detach()).flatten())).view(4, 2)
+    for t in (1e14, 1e20, math.inf):
+        torch.testing.assert_close(reg.path(Z, t), want, rtol=1e-6, atol=1e-6)

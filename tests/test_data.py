@@ -33,6 +33,7 @@ from torch.utils.data import (
 
 from linnet.batch import first_bad
 from linnet.data import Batch, Source, as_source, bar
+from linnet.streams import checksum
 
 N = 11
 # Python 3.12 says this whenever a worker process is forked.
@@ -658,3 +659,41 @@ def test_bar_lets_interrupts_through() -> None:
     with pytest.raises(KeyboardInterrupt), bar(10, progress=None) as tick:
         tick(3)
         raise KeyboardInterrupt
+
+
+# ------------------------------------------------------------------------------- data that may change
+
+
+class Noisy(Pairs):
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i] + torch.rand(3), i
+
+
+@FORKS
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_may_change_is_drawn_anew_in_every_pass(workers: int) -> None:
+    """Workers get their seeds from one generator, which goes on from pass to pass; the global one is left alone."""
+    loader: Any = DataLoader(Noisy(), batch_size=4, num_workers=workers)
+    source = as_source(loader, forward).changing()
+    assert source.changes
+    state = torch.get_rng_state()
+    first, second = (torch.cat([batch.args[0] for batch in source.batches(4, 0, 8)]) for _ in range(2))
+    assert bool((first != second).any(1).all())
+    assert not workers or torch.equal(state, torch.get_rng_state())
+
+
+def test_a_streams_lists_of_numbers_are_refused() -> None:
+    class Lists(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from ({"x": [1.0, 2.0], "y": i} for i in range(3))
+
+    with pytest.raises(TypeError, match="Field 'x' of the Dataset's examples is a list of numbers"):
+        as_source(Lists(), forward)
+
+
+@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
+def test_a_checksum_counts_shapes_values_and_order(kind: Any) -> None:
+    codes = [checksum(kind(shape)) for shape in ((2, 3), (3, 2), (6,), (1, 6))]
+    assert len(set(codes)) == 4
+    one = kind(2) + 1
+    assert len({checksum(value) for value in ((one, kind(2)), (kind(2), one), {"a": one}, {"b": one}, one)}) == 5

@@ -118,3 +118,17 @@ def test_where_a_sketch_has_no_memory(monkeypatch):
     assert isinstance(found.preconditioner, Direct) and columns < found.preconditioner.rank <= 30
     exact = posterior_samples(J, S, L, 3, space="function")
     torch.testing.assert_close(found.Z, exact.Z, rtol=1e-7, atol=1e-7)
+
+
+def test_what_tau_does():
+    """P = I + Phi^T Phi / tau for a tau other than one: the inverse, the determinant and the draws are those of P."""
+    Phi, tau = normal(3, 5), 4.0
+    P = Direct(Matrix(Phi), torch.linalg.cholesky(tau * torch.eye(3).double() + Phi @ Phi.T), tau)
+    exact = torch.eye(5).double() + Phi.T @ Phi / tau
+    torch.testing.assert_close(P.solve(torch.eye(5).double()), torch.linalg.inv(exact), rtol=1e-10, atol=1e-10)
+    assert float(P.log_det) == pytest.approx(float(torch.logdet(exact)), rel=1e-10)
+    k = 100_000
+    draws = P.sample(k, torch.Generator().manual_seed(3))
+    variance = exact.diagonal()
+    error = ((exact.square() + torch.outer(variance, variance)) / k).sqrt()
+    assert bool(((draws @ draws.T / k - exact).abs() < 5 * error).all())

@@ -150,3 +150,18 @@ def test_training_that_cannot_go_well() -> None:
         distill(student(), x, y, target=target[:5])
     with pytest.raises(ArithmeticError, match="Lower lr=1e"):
         distill(student(), x, y, target=target, lr=1e200, epochs=5)
+
+
+def test_the_rate_falls_tenfold_after_60_and_80_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, float, float]] = []
+
+    def epoch(loss: Any, batches: Any, optimizer: torch.optim.Optimizer) -> float:
+        group = optimizer.param_groups[0]
+        seen.append((round(group["lr"], 9), group["momentum"], group["weight_decay"]))
+        optimizer.step()
+        return 0.0
+
+    monkeypatch.setattr("linnet.distill.epoch", epoch)
+    x, y, target = normal(6, 5), torch.zeros(6, dtype=torch.long), normal(6, 2, seed=1)
+    distill(student(), x, y, target=target, epochs=10, lr=0.2, momentum=0.7, weight_decay=0.03)
+    assert seen == [(0.2, 0.7, 0.03)] * 6 + [(0.02, 0.7, 0.03)] * 2 + [(0.002, 0.7, 0.03)] * 2

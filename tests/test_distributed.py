@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import linnet
-from linnet.distributed import add_up, rank_and_world, shard, share_rows
+from linnet.distributed import add_up, rank_and_world, shard, share_rows, smallest
 from linnet.likelihoods import Categorical
 from linnet.sketch import Sketch
 from linnet.stochastic import Training, adam
@@ -174,7 +174,8 @@ def work(rank: int, folder: str) -> None:
         start, stop = shard(3, rank, WORLD)
         rows[2 * start : 2 * stop] = rank + 1
         share_rows(rows, 3, 2)
-        found = {"parts": {"sum": t, "rows": rows}}
+        least = [smallest(value, torch.device("cpu")) for value in (5.0 - rank, 5.0 + rank)]
+        found = {"parts": {"sum": t, "rows": rows, "least": torch.tensor(least)}}
         for scenario in SCENARIOS:
             found["/".join(map(str, scenario))] = results(*scenario)
         net = linnet.linearize(nn.Linear(D, C).double()).jacobian(normal(3, D))
@@ -226,6 +227,11 @@ def test_parts(ranks):
     assert int(ranks[0]["parts"]["plan"]) == 1
 
 
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_all_ranks_have_the_smallest_value(ranks, rank):
+    assert ranks[rank]["parts"]["least"].tolist() == [4.0, 5.0]
+
+
 @pytest.mark.parametrize(("n", "world"), [(10, 3), (2, 5), (1, 2), (8, 4)])
 def test_shards_cover_all_examples_in_order(n, world):
     parts = [shard(n, rank, world) for rank in range(world)]
@@ -236,6 +242,7 @@ def test_shards_cover_all_examples_in_order(n, world):
 
 def test_alone_there_is_one_rank():
     assert rank_and_world() == (0, 1)
+    assert smallest(3.5, torch.device("cpu")) == 3.5
     t = torch.ones(2)
     add_up(t)
     share_rows(t, 2, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -375,3 +376,80 @@ def test_a_spectrum_is_what_it_says() -> None:
     spectrum = Spectrum(3 * one, 2 * one, one, 5 * one)
     want = -0.5 * (4 * math.log(2 * 3 + 0.5) + 10 / (2 * 1 + 0.5) + 4 * math.log(2 * math.pi))
     assert spectrum.log_evidence(2.0, 0.5) == pytest.approx(want)
+
+
+# Floors of the search.
+
+
+def interpolated(rows: tuple[int, ...], unit: float = 1.0) -> list[tuple[list[Tensor], Tensor]]:
+    """Features of two scales and residuals without noise, for each task."""
+    found = []
+    for i, m in enumerate(rows):
+        Phi = [unit * normal(m, 3, seed=10 * i + j) for j in range(2)]
+        found.append((Phi, Phi[0] @ normal(3, seed=5) + Phi[1] @ normal(3, seed=6)))
+    return found
+
+
+def searched(tasks: list[tuple[list[Tensor], Tensor]], space: str, **given: Any) -> Choice:
+    """Two scales and one noise, from a start in the middle."""
+    start = Choice((1.0, 1.0), (float(tasks[0][1].square().mean()),), math.nan)
+    if space == "function":
+        problems = [
+            Problem({str(j): A @ A.T for j, A in enumerate(Phi)}, r, torch.zeros(len(r), dtype=torch.long))
+            for Phi, r in tasks
+        ]
+        return best_dense(problems, start=start, **given)
+    whole = [(torch.cat(Phi, 1), r) for Phi, r in tasks]
+    moments = [[(A.T @ A, A.T @ r, float(r @ r), len(r))] for A, r in whole]
+    return best_weight(moments, torch.arange(6) // 3, start=start, **given)
+
+
+@pytest.mark.parametrize("space", ["function", "weight"])
+@pytest.mark.parametrize("unit", [1e-5, 1.0, 1e5])
+@pytest.mark.parametrize("rows", [(20,), (20, 40), (40, 20)])
+def test_noise_stops_at_its_share_of_the_largest_trace(space: str, unit: float, rows: tuple[int, ...]) -> None:
+    tasks = interpolated(rows, unit)
+    found = searched(tasks, space, scales=(1.0, 1.0))
+    traces = [max(float(Phi[j].square().sum()) for Phi, _ in tasks) for j in range(2)]
+    assert found.noise[0] == pytest.approx(dense_floor(max(rows), torch.float64) * sum(traces), rel=1e-6)
+    assert found.scales == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("space", ["function", "weight"])
+def test_scales_stop_where_a_given_noise_would_be_rounding(space: str) -> None:
+    [(Phi, r)] = interpolated((20,))
+    found = searched([(Phi, 1e8 * r)], space, noise=(1e-4,))
+    assert found.noise == (1e-4,)
+    for scale, A in zip(found.scales, Phi, strict=True):
+        share = scale * 16 * torch.finfo(torch.float64).eps * 2 * float(A.square().sum()) / 1e-4
+        assert share == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("space", ["function", "weight"])
+def test_an_assumed_noise_is_part_of_what_is_maximized(space: str) -> None:
+    """At the maximum of log p - a / (2 v) the derivative of the evidence is -a / (2 v); half of it is floored."""
+    tasks, a = interpolated((30,)), 0.7
+    found = searched(tasks, space, assumed=(a,))
+    [(Phi, r)] = tasks
+    p = Problem({str(j): A @ A.T for j, A in enumerate(Phi)}, r, torch.zeros(30, dtype=torch.long))
+    value, ds, dv = dense_gradient(p, found.scales, found.noise)
+    assert dv[0] == pytest.approx(-a / (2 * found.noise[0]), rel=1e-4)
+    assert ds == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert found.log_evidence == pytest.approx(value, rel=1e-8)
+    assert found.floored == (True,)
+    noisy = [(Phi, r + 3 * normal(30, seed=8))]
+    assert searched(noisy, space, assumed=(1e-9,)).floored == (False,)
+
+
+def test_scales_are_sought_again_where_noise_stops() -> None:
+    """They are close to those of the weights, and not where the noise was kept from them."""
+    found = searched(interpolated((60,)), "function")
+    for scale, seed in zip(found.scales, (5, 6), strict=True):
+        assert 0.5 < scale / float(normal(3, seed=seed).square().mean()) < 2
+
+
+def test_a_start_with_too_little_noise_bounds_no_scale() -> None:
+    features = [normal(20, 15, seed=i) for i in range(2)]
+    r = features[0] @ normal(15, seed=5) + 0.3 * features[1] @ normal(15, seed=6) + 0.5 * normal(20, seed=7)
+    p = Problem({str(i): A @ A.T for i, A in enumerate(features)}, 30 * r, torch.zeros(20, dtype=torch.long))
+    assert max(best_dense([p], start=Choice((1.0, 1.0), (1e-13,), math.nan)).scales) > 5

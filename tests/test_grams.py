@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import grams
-from linnet.factors import Rows
+from linnet.factors import Rows, Scale
 from linnet.matrices import Stack
 from linnet.passes import GRAM, Passes
 
@@ -107,3 +107,58 @@ def test_progress_counts_every_pair_of_rows_once(monkeypatch: pytest.MonkeyPatch
     [(total, done, ticks, how)] = shown
     assert total == done == K.numel() and ticks > 10
     assert how == {"progress": False, "unit": "pairs of rows"}
+
+
+def test_sums_over_chunks_are_made_in_float64() -> None:
+    """One large row, then rows of ones in chunks of their own, which a sum in float32 would round away."""
+    lin = linnet.linearize(nn.Linear(1, 1, bias=False))
+    X = torch.ones(65, 1)
+    X[0] = 1e4
+    J = lin.jacobian(X, 1)
+    assert J.column_norms().tolist() == [1e8 + 64]
+    assert J.gram_normal(lin.jacobian(torch.ones(1, 1))).tolist() == [[1e8 + 64]]
+
+
+def test_the_same_columns_in_other_forms_meet_where_they_overlap() -> None:
+    """Columns of one side are cut elsewhere than those of the other, and some are missing there."""
+
+    def factors(seed: int, *pieces: list[tuple[int, int]]) -> tuple[list[Rows], Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        found, dense = [], torch.zeros(2, 3, 12, dtype=torch.float64)
+        for ranges in pieces:
+            parts = [torch.randn(2, 3, b - a, dtype=torch.float64, generator=generator) for a, b in ranges]
+            for (a, b), part in zip(ranges, parts, strict=True):
+                dense[..., a:b] = part
+            found.append(Rows(ranges, parts))
+        return found, dense.flatten(0, 1)
+
+    left, A = factors(0, [(0, 4), (6, 9)], [(9, 11)])
+    right, B = factors(1, [(1, 3)], [(3, 8)], [(9, 11)])
+    out = torch.zeros(6, 6, dtype=torch.float64)
+    for name, x, y in grams._matched(left, right, lambda factor: [("all", factor)]):
+        assert name == "all"
+        x.gram(y, Scale(), out)
+    torch.testing.assert_close(out, A @ B.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_stack_of_other_precisions_is_not_one_gram_matrix(monkeypatch: pytest.MonkeyPatch, precision: Any) -> None:
+    lin, X = linnet.linearize(network()), inputs(9)
+    parts = [lin.jacobian(X[:4]), lin.jacobian(X[4:], precision=precision)]
+    together: list[int] = []
+    symmetric = grams._symmetric
+    monkeypatch.setattr(grams, "_symmetric", lambda all_, *given: together.append(len(all_)) or symmetric(all_, *given))
+    K = Stack(parts).gram()
+    torch.testing.assert_close(K, lin.jacobian(X).gram(), rtol=1e-10, atol=1e-10)
+    assert (2 in together) == (parts[0]._settings.precision == precision)
+
+
+@pytest.mark.parametrize("centers", [(False, False), (True, False), (False, True), (True, True)])
+def test_normal_products_of_gram_matrices_with_a_center(centers: tuple[bool, bool]) -> None:
+    lin, X = linnet.linearize(network()), inputs(9)
+    z = torch.linspace(-1, 1, lin.p, dtype=torch.float64)
+    weight = torch.linspace(1, 2, 18, dtype=torch.float64)
+    parts = [lin.jacobian(X[:6]).scaled(2 + z), lin.jacobian(X[6:]).scaled(3 - z)]
+    A, B = (J.centered(z) if center else J for J, center in zip(parts, centers, strict=True))
+    K = A.dense() @ B.dense().T
+    torch.testing.assert_close(A.gram_normal(B, weight), K.T @ (weight[:, None] * K), rtol=1e-10, atol=1e-10)

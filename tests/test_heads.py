@@ -723,3 +723,38 @@ def test_a_vision_transformer_by_its_class_token() -> None:
     new = attach_head(model, X, y, penalty=1.0)
     other = attach_head(model, X, y, features="norm", pool="cls", penalty=1.0)
     close(new(X), other(X))
+
+
+def test_classes_name_every_label_once() -> None:
+    X, y = normal(12, 4), [0, 1, 2] * 4
+    for classes in ([0, 1, 2, 1], [2, 0, 0, 1]):
+        with pytest.raises(ValueError, match=r"classes= needs every label once; got \[[0-2, ]*\]\."):
+            attach_head(mlp(), X, y, classes=classes)
+    with pytest.raises(ValueError, match=r"classes= needs every label once; got \[0, 1\] without \[2\]"):
+        attach_head(mlp(), X, y, classes=[0, 1])
+    with pytest.raises(ValueError, match=r"no example of 1 of them \(\[3\]\)"):
+        attach_head(mlp(), X, y, classes=[0, 1, 2, 3])
+    found, wanted = (head_of(attach_head(mlp(), X, y, classes=classes)) for classes in ([2, 0, 1], None))
+    assert list(found.classes_) == [2, 0, 1]
+    torch.testing.assert_close(found.weight, wanted.weight[[2, 0, 1]], rtol=1e-5, atol=1e-7)
+
+
+class Aliased(nn.Module):
+    """Its last layer has two names, and the second one is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.classifier = self.fc
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("features", [None, "input of fc", "input of classifier"])
+def test_a_last_layer_with_two_names_is_replaced_under_both(features: str | None) -> None:
+    model, X, y = Aliased().double(), normal(12, 4), [0, 1, 2] * 4
+    new = attach_head(model, X, y, features=features)
+    assert isinstance(new, Aliased) and new.fc is new.classifier is head_of(new)
+    torch.testing.assert_close(new(X), head_of(new)(torch.tanh(model.body(X))))
+    assert model.fc is model.classifier and model.fc.out_features == 2

@@ -294,3 +294,15 @@ def test_meta_that_json_cannot_hold(path: Path, meta: Any, error: type[Exception
 def test_tensors_that_are_not(path: Path) -> None:
     with pytest.raises(TypeError, match=r"tensors\['x'\] is a list; move it to meta"):
         io.save(path, {"x": [1.0]}, {}, kind="test")  # type: ignore[dict-item]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are synchronized on POSIX systems alone")
+def test_a_file_is_on_disk_before_its_name_and_the_name_before_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(("sync", os.fstat(fd).st_ino)) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda *names: steps.append(("name", 0)) or replace(*names))
+    io.save(path, {"a": torch.ones(3)}, {}, kind="test")
+    assert steps == [("sync", path.stat().st_ino), ("name", 0), ("sync", path.parent.stat().st_ino)]

@@ -272,3 +272,21 @@ def test_factors_that_are_not_finite_are_refused() -> None:
     found.pairs[0, 20].A[0, 0, 0] = float("nan")
     with pytest.raises(ArithmeticError, match=r"0\.weight.*not finite"):
         found.decomposed()
+
+
+def test_eigenvalues_belong_to_their_directions_in_every_layout() -> None:
+    """With one output gradient for all examples the two factors are exact, also for a weight stored as (in, out)."""
+    for model in (nn.Linear(4, 3), Transposed()):
+        J = linnet.linearize(double(model)).jacobian(normal(9, 4), batch_size=4)
+        rotation, values = J.kronecker().decomposed()
+        Q = rotation.back(torch.eye(15, dtype=torch.float64))
+        D = J.dense()
+        torch.testing.assert_close(((Q * values) @ Q.T)[:12, :12], (D.T @ D)[:12, :12], rtol=1e-9, atol=1e-9)
+
+
+def test_factors_are_added_up_in_float64() -> None:
+    """One large input, then ones in chunks of their own, which a sum in float32 would round away."""
+    X = torch.ones(65, 1)
+    X[0] = 1e4
+    J = linnet.linearize(nn.Linear(1, 1, bias=False)).jacobian(X, 1)
+    assert float(J.kronecker().pairs[0, 1].A) * 65 == pytest.approx(1e8 + 64, rel=1e-12)

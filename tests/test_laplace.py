@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
-from linnet.laplace_search import Search, best, largest_factor
+from linnet.laplace_search import Search, best, best_factor, largest_factor
 from linnet.likelihoods import Categorical, Gaussian, Likelihood
 from linnet.newton import function_space
 
@@ -742,3 +742,41 @@ def test_float32_is_close() -> None:
         assert math.isfinite(one.log_evidence())
         if structure == "kron":
             assert one.log_evidence() == pytest.approx(exact.log_evidence(), rel=1e-5)
+
+
+@pytest.mark.parametrize("t", [-7.6, -3.3, 0.0, 0.45, 2.8])
+def test_the_best_factor_is_found_between_the_decades(t: float) -> None:
+    found = best_factor(lambda factor: -((math.log10(factor) - t) ** 2))
+    assert math.log10(found) == pytest.approx(t, abs=0.05)
+
+
+def test_the_best_factor_stays_between_its_ends() -> None:
+    assert best_factor(lambda factor: factor) == pytest.approx(1e3)
+    assert best_factor(lambda factor: -factor) == pytest.approx(1e-8)
+
+
+@pytest.mark.parametrize("size", [12.0, 1000.0])
+@pytest.mark.parametrize("sites", [False, True])
+def test_narrowing_spends_all_that_the_training_labels_bear(size: float, sites: bool) -> None:
+    """The standard error of the network's loss, or 0.005 nats a label where the network is surer than that."""
+    model = nn.Sequential(double(nn.Conv2d(3, 4, 1) if sites else nn.Linear(3, 4), 2), Times(size))
+    x = normal(40, 3, 2, 2, seed=3) if sites else normal(40, 3, seed=3)
+    y = model(x).argmax(1)
+    la = Laplace(model, "classification", "full").fit(x, y)
+    each = -model(x).detach().log_softmax(1).gather(1, y[:, None]).flatten(1).mean(1)  # of an example
+    limit = max(0.005, float(each.std(correction=0)) / 40**0.5)
+    assert la.narrowed_ < 1 and (limit > 0.005) == (size == 12.0)
+    spent = float(-la.predict_proba(x).log().gather(1, y[:, None]).mean() - each.mean())
+    assert 0.85 * limit <= spent <= limit * (1 + 1e-6)
+    assert la.scales_["all"] == pytest.approx(la.narrowed_ * la.tune_path_[-2].scales[0], rel=1e-9)
+
+
+class Times(nn.Module):
+    """Its input times a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x

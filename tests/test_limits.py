@@ -18,6 +18,7 @@ from torch import Tensor
 
 import linnet
 from linnet.limits import InfiniteWidth, infinite_width
+from linnet.priors import make_prior
 
 CASES = [(activation, kernel) for activation in ("relu", "erf") for kernel in ("ntk", "nngp")]
 
@@ -200,7 +201,7 @@ def test_outputs_of_wide_networks_have_the_nngp_covariance():
 def test_unit_variances_are_the_ntk_prior():
     kernel = InfiniteWidth(1, "erf", weight_variance=1.0, bias_variance=1.0)
     lin = linnet.linearize(kernel.network(3, 7))
-    torch.testing.assert_close(kernel.prior(lin), linnet.priors.make_prior(lin, "ntk").base)
+    torch.testing.assert_close(kernel.prior(lin), make_prior(lin, "ntk").base)
 
 
 # As a GPyTorch kernel.

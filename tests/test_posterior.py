@@ -261,3 +261,27 @@ def test_answers_in_parts_are_the_same(what, monkeypatch):
     monkeypatch.setattr(module.FunctionPosterior, "half", lambda self, J: asked.append(J.n) or half(self, J))
     torch.testing.assert_close(getattr(post, what)(new), whole, rtol=1e-12, atol=1e-14)
     assert asked == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_draws_of_the_weights_have_their_mean_and_covariance(name: str) -> None:
+    case, k = Case(), 20_000
+    posterior = case.posteriors[name]
+    draws = posterior.draw(k, generator=generator()) - case.delta[:, None]
+    variance = case.covariance.diagonal()
+    error = ((case.covariance.square() + torch.outer(variance, variance)) / k).sqrt()
+    assert bool(((draws @ draws.T / k - case.covariance).abs() < 5 * error).all())
+    assert bool((draws.mean(1).abs() < 5 * (variance / k).sqrt()).all())
+    # The same numbers move the weights and the outputs, each to its own side.
+    if name == "weight":
+        f = posterior.sample(case.new, 3, generator=generator(1))
+        weights = posterior.draw(3, generator=generator(1))
+        torch.testing.assert_close((case.new @ weights).T.view(3, M, C), f, rtol=1e-10, atol=1e-10)
+
+
+def test_draws_of_independent_parameters_are_scaled_normal_numbers() -> None:
+    case = Case()
+    posterior = DiagonalPosterior(case.delta, case.S)
+    z = torch.randn(len(case.S), 4, dtype=torch.float64, generator=generator(3))
+    wanted = case.delta[:, None] + case.S.sqrt()[:, None] * z
+    torch.testing.assert_close(posterior.draw(4, generator=generator(3)), wanted, rtol=1e-12, atol=1e-12)

@@ -405,3 +405,17 @@ def test_on_a_gpu(dtype: torch.dtype, space: str) -> None:
         close(matrix(found).double().cpu(), matrix(wanted), rtol=rtol)
         z = found.sample(2, torch.Generator().manual_seed(0))
         assert z.device.type == "cuda"
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+@pytest.mark.parametrize("kind", ["none", "blocks"])
+def test_directions_below_the_least_eigenvalue_are_left_out(space: str, kind: str) -> None:
+    A, root = Matrix(decaying(ROWS, COLS)), roots(kind)
+    whole = nystrom(A, landmarks=A, root=root, space=space)
+    assert whole.rank > 6 and bool((whole.lam.diff() <= 0).all())
+    least = float((whole.lam[3] * whole.lam[4]).sqrt())
+    some = nystrom(A, landmarks=A, root=root, space=space, least=least)
+    assert some.rank == 4
+    close(some.lam, whole.lam[:4])
+    if kind == "none":
+        assert nystrom(A, landmarks=A, root=root, space=space, least=2 * float(whole.lam[0])).rank == 0

@@ -241,3 +241,52 @@ def test_the_number_of_scales_is_checked() -> None:
         Prior("shared", torch.ones(3), ("all",)).variance([1.0, 2.0])
     with pytest.raises(ValueError, match="'unit' has 0 scales; got 1"):
         Prior("unit", torch.ones(3)).variance([1.0])
+
+
+class Conv1D(nn.Module):
+    """Named and stored as Hugging Face does it: (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(3))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.table = nn.Parameter(torch.zeros(1, 4, 6)), nn.Parameter(torch.zeros(3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("module", "wanted"),
+    [
+        (nn.Linear(5, 3), {"weight": 5, "bias": 1}),
+        (nn.Conv2d(4, 6, (2, 3), groups=2), {"weight": 2 * 6, "bias": 1}),
+        (nn.ConvTranspose2d(4, 6, (2, 3), groups=2), {"weight": 2 * 6, "bias": 1}),
+        (nn.Bilinear(2, 3, 4), {"weight": 6, "bias": 1}),
+        (nn.Embedding(7, 3), {"weight": 1}),
+        (nn.LayerNorm((2, 3)), {"weight": 1, "bias": 1}),
+        (Conv1D(), {"weight": 5, "bias": 1}),
+        (nn.GRU(3, 4), {"weight_ih_l0": 3, "weight_hh_l0": 4, "bias_ih_l0": 1, "bias_hh_l0": 1}),
+        (
+            nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            {
+                "in_proj_weight": 4,
+                "in_proj_bias": 1,
+                "bias_k": 1,
+                "bias_v": 1,
+                "out_proj.weight": 4,
+                "out_proj.bias": 1,
+            },
+        ),
+        (Own(), {"token": 1, "table": 20}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_fan_in_of_every_kind_of_layer(module: nn.Module, wanted: dict[str, int]) -> None:
+    lin = linearize(nn.ModuleDict({"layer": module}))
+    found = ntk_variances(lin)
+    assert set(lin.layout.slices) == {f"layer.{name}" for name in wanted}
+    for name, inputs in wanted.items():
+        part = found[lin.layout.slices[f"layer.{name}"]]
+        assert part.tolist() == pytest.approx([1 / inputs] * len(part)), name

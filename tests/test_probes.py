@@ -10,6 +10,7 @@ import torch
 from drawn import double, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor, nn
 
 import linnet
@@ -180,3 +181,10 @@ def test_the_spectrum_of_an_embedding_is_its_own() -> None:
     found = probes.spectrum(embedding)
     np.testing.assert_allclose(found.eigenvalues, embedding.eigenvalues_)
     np.testing.assert_allclose(found.explained, embedding.explained_variance_ratio_.cumsum(0))
+
+
+def test_a_probe_says_when_its_iterations_do_not_suffice() -> None:
+    E, y = normal(60, 5), (normal(60, seed=1) > 0).long()
+    with pytest.warns(ConvergenceWarning):
+        probes.linear_probe(E, y, iterations=1)
+    probes.linear_probe(E, y)  # silent

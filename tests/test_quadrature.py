@@ -290,3 +290,15 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     wanted = lanczos(times(A.cpu().double()), normal(M, 2), steps=5)
     for one, other in zip((nodes, weights, norms2), wanted, strict=True):
         close(one.cpu(), other, rtol=1e-8 if dtype == torch.float64 else 1e-3)
+
+
+def test_the_estimate_and_its_standard_error_by_hand() -> None:
+    """Probes that ended after one step: each says m log t, and three of them have a mean and a standard error."""
+    t = torch.tensor([2.0, 3.0, 5.0]).double()
+    each = 7 * t.log()
+    found, error = log_det_from(t[:, None, None], None, 7)
+    assert found == pytest.approx(float(each.mean()), rel=1e-12)
+    assert error == pytest.approx(float(((each - each.mean()).square().sum() / 2 / 3).sqrt()), rel=1e-12)
+    P = Preconditioner(torch.eye(7, 1).double(), torch.tensor([3.0]).double())
+    shifted, same = log_det_from(t[:, None, None], P, 7)
+    assert shifted == pytest.approx(found + math.log(4), rel=1e-12) and same == error

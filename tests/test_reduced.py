@@ -13,7 +13,7 @@ from linnet.combined import combined
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Categorical
 from linnet.matrices import Stack
-from linnet.reduced import SMALL, reduced
+from linnet.reduced import SMALL, _groups, reduced
 from linnet.sampling import posterior_samples
 
 
@@ -132,3 +132,17 @@ def test_the_gram_matrix_of_all_parts_is_one_pass(monkeypatch, memory):
         K = stack.gram(scale=scale)
         torch.testing.assert_close(K, dense * (1 if scale is None else scale) @ dense.T, rtol=1e-9, atol=1e-9)
         assert sum(formed) == 12 if memory == "auto" else sum(formed) > 12
+
+
+def test_examples_go_together_by_the_rows_that_they_need():
+    """With 0 to 7 rows each: groups of 1, 2, 3, 4, 6 and the most that any needs."""
+    squares = 1e-9 + (torch.arange(7) < torch.tensor([3, 0, 7, 1, 5, 2, 6, 4, 1])[:, None]).double()
+    found = {q: index.tolist() for index, q in _groups(squares, 1e-4)}
+    assert found == {1: [3, 8], 2: [5], 3: [0], 4: [7], 6: [4, 6], 7: [2]}
+    assert list(found) == sorted(found)
+
+
+def test_a_share_of_the_trace_is_left_out_and_no_more():
+    squares = torch.tensor([[8.0, 1.0], [7.0, 2.0], [2.0, 0.0]]).double()
+    for share, kept in ((0.0, 5), (0.04, 5), (0.051, 4), (0.24, 4), (0.251, 2), (0.61, 1)):
+        assert sum(len(index) * q for index, q in _groups(squares, share)) == kept

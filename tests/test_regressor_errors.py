@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from linnet import TangentRegressor, linearize
 from linnet.gaussian import check_conditioning
+from linnet.problem import Settings
 from linnet.testing import dense_jacobian
 
 DENSE = ["function", "weight"]
@@ -456,3 +457,30 @@ def test_noise_alone_earns_no_warning() -> None:
         for seed in range(20):
             X = normal(400, 3, seed=100 + seed)
             TangentRegressor(model, prior=1.0, noise=1.0).fit(X, lin(X)[:, 0] + normal(400, seed=200 + seed))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tolerance": 0.0}, "tolerance must be positive; got 0.0"),
+        ({"tolerance": float("nan")}, "tolerance must be positive; got nan"),
+        ({"iterations": 0}, "iterations must be a positive number; got 0"),
+        ({"samples": 0}, "samples must be a positive number; got 0"),
+        ({"probes": 0}, "probes must be a positive number; got 0"),
+        ({"rank": 0}, "rank must be a positive number or 'auto'; got 0"),
+        ({"rank": "most"}, "rank must be a positive number or 'auto'; got 'most'"),
+        ({"solver": "qr"}, "solver must be one of .*; got 'qr'"),
+        ({"preconditioner": "jacobi"}, "preconditioner must be one of .*; got 'jacobi'"),
+    ],
+)
+def test_settings_of_solvers_at_their_bounds(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**given)
+    least = Settings(tolerance=1e-300, iterations=1, samples=1, probes=1, rank=1)
+    assert (least.iterations, least.rank) == (1, 1)
+    # Every purpose has draws of its own, and the same seed gives the same ones.
+    first, again, other, seeded = (
+        torch.rand(3, generator=settings.generator(step))
+        for settings, step in ((least, 0), (Settings(), 0), (least, 1), (Settings(seed=1), 0))
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, seeded)

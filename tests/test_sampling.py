@@ -379,3 +379,24 @@ def test_a_coarse_jacobian_must_be_of_the_same_data():
         posterior_samples(J, S, L, 2, coarse=jacobian(n=29))
     with pytest.raises(ValueError, match="no probes"):
         posterior_samples(J, S, L, 2, coarse=J, probes=4)
+
+
+def test_the_estimates_of_samples_by_hand():
+    """Means over the draws and their standard errors, which one draw does not have."""
+    J = jacobian(10)
+    S, L = variances(J.shape[1]), Gaussian(0.1).root(J.outputs())
+    found = posterior_samples(J, S, L, 2, seed=2, space="function", progress=False)
+    each = (blocks(L).T @ J.dense() @ found.Z).square().sum(0)
+    gamma, error = effective_dimension(J, L, found.Z)
+    assert (gamma, error) == pytest.approx((float(each.mean()), float(each.std()) / 2**0.5), rel=1e-9)
+    h = draws(J.shape[1], 2, 2, 4)
+    part = h * (h - found.Z / S.sqrt()[:, None])
+    for layer, names in J.lin.layout.layers.items():
+        each = sum(part[J.lin.layout.slices[name]].sum(0) for name in names)
+        wanted = float(each.mean()), float(each.std()) / 2**0.5
+        assert found.effective_dimensions(J.lin.layout)[layer] == pytest.approx(wanted, rel=1e-9)
+    one = posterior_samples(J, S, L, 1, space="function", progress=False)
+    with pytest.raises(ValueError, match="at least 2 samples; got 1"):
+        one.effective_dimensions(J.lin.layout)
+    with pytest.raises(ValueError, match="at least 2 samples; got 1"):
+        effective_dimension(J, L, one.Z)

@@ -138,3 +138,30 @@ class Listed(torch.utils.data.Dataset[tuple[Tensor, ...]]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
         return self.items[i]
+
+
+@pytest.mark.parametrize(("solver", "prior"), [("function", "layerwise"), ("cg-weight", "shared")])
+def test_everything_that_a_fit_says_of_itself_comes_back(tmp_path: Path, solver: str, prior: str) -> None:
+    model = net(1)
+    reg = linnet.TangentRegressor(model, prior=prior, solver=solver, seed=3).fit(X.numpy(), normal(15, seed=1).numpy())
+    reg.save(tmp_path / "a.safetensors")
+    again = linnet.load(tmp_path / "a.safetensors", cloned(model))
+    for name in ("scales_", "log_evidence_", "log_evidence_error_", "solver_", "n_features_in_", "top_", "top_path_"):
+        assert getattr(again, name) == getattr(reg, name), name
+    for name in ("noise", "mean", "prior", "seed", "tolerance"):
+        assert getattr(again, name) == getattr(reg, name), name
+    assert reg.solver_ == solver and reg.n_features_in_ == 3
+    assert bool(reg.log_evidence_error_) == (solver != "function") and len(reg.scales_) == (
+        2 if prior != "shared" else 1
+    )
+    torch.testing.assert_close(again.prior_variance_, reg.prior_variance_, rtol=0, atol=0)
+    assert list(again.lin_.theta) == list(reg.lin_.theta) and again.lin_.dtype == reg.lin_.dtype
+
+
+def test_top_blocks_that_were_chosen_come_back(tmp_path: Path) -> None:
+    model = net(1)
+    reg = linnet.TangentRegressor(model, top="evidence").fit(X, normal(15, seed=1))
+    reg.save(tmp_path / "a.safetensors")
+    again = linnet.load(tmp_path / "a.safetensors", cloned(model))
+    assert reg.top_ is not None and again.top_ == reg.top_
+    assert reg.top_path_ and again.top_path_ == reg.top_path_

@@ -16,7 +16,7 @@ from linnet import scales, spaces
 from linnet.layer_scales import best_scales, scale_gradient
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.newton import Mode, function_space, weight_space
-from linnet.scales import best_mode, best_scale
+from linnet.scales import best_mode, best_scale, unit_scale
 from tests.drawn import normal
 from tests.test_newton import CASES, C, N, problem
 
@@ -211,3 +211,17 @@ def test_errors() -> None:
     mode = weight_space(Phi, y, mean=mean, likelihood=likelihood)
     with pytest.raises(ValueError, match="needs a mode from function_space"):
         scale_gradient([K], [1.0], mode=mode, likelihood=likelihood)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
+def test_the_first_scale_makes_an_average_eigenvalue_one(likelihood: Likelihood) -> None:
+    """Of L^T K L, with the larger curvature of f = 0 and of f = m, in either space."""
+    n, c, p = 5, 3, 7
+    Phi, mean = normal(n * c, p), 3 * normal(n, c, seed=1)
+    K, traces = Phi @ Phi.T, []
+    for f in (torch.zeros_like(mean), mean):
+        B = likelihood.curvature(f)
+        whole = torch.diag(B.flatten()) if B.ndim == 2 else torch.block_diag(*B)
+        traces.append(float((whole * K).sum()))
+    for A, space in ((K, "function"), (Phi, "weight")):
+        assert unit_scale(A, mean, likelihood, space) * max(traces) / (n * c) == pytest.approx(1, rel=1e-10)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linnet import solve
 from linnet.precondition import Preconditioner
 from linnet.quadrature import gauss
-from linnet.solve import Solution, cg, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.solve import COARSE, Solution, cg, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
 from tests.drawn import normal
 
 
@@ -517,3 +517,50 @@ def test_exact_products_are_for_solves_alone() -> None:
     for other in ({"probes": 1}, {"verify": False}):
         with pytest.raises(ValueError, match="without probes"):
             cg(times(A), B, exact=times(A), **other)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_cg_ends_after_as_many_steps_as_there_are_eigenvalues(rank: int) -> None:
+    """Directions are conjugate, so that no step undoes another; descent along gradients alone takes many more."""
+    values = torch.tensor([1.0, 3.0, 10.0, 40.0, 100.0]).double().repeat(6)
+    Q = torch.linalg.qr(normal(30, 30)).Q
+    A = Q * values @ Q.T
+    P = Preconditioner(Q[:, 4::5], torch.full((6,), 99.0).double()) if rank else None
+    found = cg(times(A), normal(30, 2, seed=1), tolerance=1e-10, preconditioner=P)
+    assert found.converged and found.iterations == 5 - rank
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_the_size_of_a_right_hand_side_changes_no_iteration(coarse: bool) -> None:
+    A, B = spd(40), normal(40, 2, seed=1)
+    B[:, 1] *= 1e-5
+    exact = {"exact": times(A)} if coarse else {}
+    counts = [cg(times(A), size * B, tolerance=1e-9, **exact).checked().iterations for size in (1.0, 2.0**-40, 2.0**40)]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_coarse_products_are_compared_with_exact_ones_on_the_way() -> None:
+    A, B = spd(40), normal(40, 2, seed=1)
+    exact = Counted(A)
+    found = cg(times(A), B, tolerance=1e-9, exact=exact).checked()
+    plain = cg(times(A), B, tolerance=1e-9).checked()
+    looks = math.ceil(math.log(1e-9) / math.log(COARSE))
+    assert looks - 1 <= len(exact.blocks) <= looks + 2 and looks > 1
+    assert plain.iterations <= found.iterations
+
+
+@pytest.mark.parametrize("trouble", ["rough", "indefinite"])
+def test_exact_products_finish_what_coarse_ones_cannot(trouble: str) -> None:
+    """Products that are far off stall, or stop a column at once; the exact ones take over, for all columns."""
+    A = spd(30)
+    lam, Q = torch.linalg.eigh(A)
+    B = normal(30, 2, seed=1)
+    if trouble == "rough":
+        E = normal(30, 30, seed=2)
+        coarse = A + 0.2 * lam[0] * (E + E.T)
+    else:
+        coarse = A - 1.1 * lam[-1] * torch.outer(Q[:, -1], Q[:, -1])
+        B[:, 0], B[:, 1] = Q[:, -1], Q[:, :6].sum(1)
+    found = cg(times(coarse), B, exact=times(A), tolerance=1e-10).checked()
+    assert not found.breakdown
+    close(found.value, torch.linalg.solve(A, B), rtol=1e-8)

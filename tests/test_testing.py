@@ -1,6 +1,7 @@
 """The contract catches what is wrong, and the zoo is what it says."""
 
 import importlib
+import re
 
 import pytest
 import torch
@@ -411,3 +412,54 @@ def test_zoo_takes_a_single_example_and_other_seeds():
     gates = {int(model.gate(case.data(1, seed)).argmax()) for seed in range(20)}
     assert gates == {0, 1}, "some batches leave an expert without examples, others do not"
     assert case.dense(model, case.data(1, 0)).shape == (3, 68)
+
+
+class Takes(Matrix):
+    """A dense matrix of which one method cuts its operand to the size that it needs."""
+
+    def __init__(self, A: Tensor, lenient: str) -> None:
+        super().__init__(A, block=BLOCKS)
+        self.lenient = lenient
+
+    def _cut(self, method: str, operand, size: int):
+        return operand[:size] if self.lenient == method and operand is not None else operand
+
+    def __matmul__(self, V):
+        if self.lenient == "columns" and V.ndim == 3:
+            V = V[:, :, 0]
+        return super().__matmul__(V.to(self.dtype) if self.lenient == "dtype" else V)
+
+    def normal(self, V, weight=None):
+        return super().normal(self._cut("normal(V)", V, COLS), self._cut("normal(V, w)", weight, ROWS))
+
+    def gram(self, other=None, scale=None):
+        return super().gram(other, self._cut("gram(scale)", scale, COLS))
+
+    def gram_diag(self, scale=None):
+        return super().gram_diag(self._cut("gram_diag(scale)", scale, COLS))
+
+    def gram_blocks(self, scale=None):
+        return super().gram_blocks(self._cut("gram_blocks(scale)", scale, COLS))
+
+    def column_norms(self, weight=None):
+        return super().column_norms(self._cut("column_norms(w)", weight, ROWS))
+
+
+@pytest.mark.parametrize(
+    ("lenient", "names"),
+    [
+        ("columns", "A @ V with V (5, 1, 1)"),
+        ("dtype", "A @ V with V in torch.float32"),
+        ("normal(V)", "normal(V) with V (6,)"),
+        ("normal(V, w)", "normal(V, w) with w (7,)"),
+        ("gram(scale)", "gram(scale) with scale (6,)"),
+        ("gram_diag(scale)", "gram_diag(scale) with scale (6,)"),
+        ("gram_blocks(scale)", "gram_blocks(scale) with scale (6,)"),
+        ("column_norms(w)", "column_norms(w) with w (7,)"),
+    ],
+)
+def test_each_method_that_takes_any_operand_is_named(lenient, names):
+    A = matrix()
+    check_operator(Takes(A, ""), A, blocks=BLOCKS)
+    with pytest.raises(AssertionError, match=f"^{re.escape(names)} must raise .* it returned a result"):
+        check_operator(Takes(A, lenient), A, blocks=BLOCKS)
