@@ -214,6 +214,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             )
         else:
             fit = generalized.condition(Observed(J, targets, self._base(J), self.likelihood_), prior, how)
+        lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path

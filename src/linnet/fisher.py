@@ -31,6 +31,7 @@ from linnet.portable import Portable
 from linnet.solve import _full_precision
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like
+from linnet.watch import Watch
 
 KIND = "fisher embedding"
 
@@ -193,6 +194,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         sign = torch.where(found.P.gather(0, found.P.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(found.P)
         self.right_vectors_ = found.P * sign
         self.method_, self.residuals_ = found.method, like(X, found.residuals)
+        self.lin_.check_unchanged(contents=True)
         self._set(like(X, found.eigenvalues), found.trace, found.passes)
         return found.U * sign
 
@@ -206,6 +208,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """Linearize the score of the model."""
         module, output = score.bind(self.model)
         lin = linearize(module, self.params, output)
+        lin._watched = Watch(self.model)  # a score may have put another module around it
         names = {"float32": torch.float32, "float64": torch.float64}
         dtype = names.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
         if dtype == "auto":
@@ -310,7 +313,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             "score": scores.as_score(self.score).settings(),
             "parameters": list(self.lin_.theta),
             "dtype": self.dtype if isinstance(self.dtype, str) else str(self.dtype).removeprefix("torch."),
-            "base": saved.checksum(self.model),
+            "base": saved.base_of(self),
             "n": None if self.statistics_ is None else self.statistics_.n,
             "trace": self._trace,
             "passes": self.passes_,

@@ -191,6 +191,7 @@ class Laplace(Predictive):
             self._refresh()
         self._measure_distance()
         self._narrow(search.scales)
+        self.lin_.check_unchanged(contents=True)
         return self
 
     def _attach(self, network: nn.Module) -> None:
@@ -400,6 +401,7 @@ class Laplace(Predictive):
             self._narrow(True)
         else:
             self._measure_width()
+        self.lin_.check_unchanged(contents=True)
         return self
 
     def _accept(self, prior: Prior, log_det: LogDet, path: Sequence[Step]) -> None:
@@ -575,3 +577,4 @@ class Laplace(Predictive):
             raise ValueError(
                 f"{what} needs the training data, which a file does not hold. Fit again: Laplace(...).fit(X, y)."
             )
+        self.lin_.check_unchanged(contents=True)

@@ -191,6 +191,7 @@ class Predictive(Portable, BaseEstimator):
 
     def _ask(self, X: Any) -> predictions.Asked:
         if isinstance(X, Tensor) and X.requires_grad and torch.is_grad_enabled():
+            self.lin_.check_unchanged(contents=True)
             return predictions.Differentiable(self.lin_, self.posterior_, X)
         return predictions.Streamed(self._jacobian(checked_inputs(self, X, reset=False)), self.posterior_)
 

@@ -62,7 +62,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
         "parameters": list(la.lin_.theta),
         "dtype": str(la.lin_.dtype).removeprefix("torch."),
         "posterior": name,
-        "base": saved.checksum(la.model),
+        "base": saved.base_of(la),
         "likelihood": type(inner).__name__,
         "shape": list(la._read.shape),
         "one_column": la._one_column,

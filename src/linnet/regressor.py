@@ -250,6 +250,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         return found
 
     def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
+        self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
@@ -414,6 +415,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _precisions(self) -> Tensor:
         if "precisions" not in self._kept:
+            self.lin_.check_unchanged(contents=True)
             self._kept["precisions"] = conditioned.precisions(self._train, self._fit_)
         return self._kept["precisions"]
 

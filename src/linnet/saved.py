@@ -88,7 +88,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         tensors |= {f"network.{key}": value for key, value in network.state_dict().items()}
         base = None
     else:
-        base = checksum(estimator.model)
+        base = base_of(estimator)
     meta = {
         "estimator": type(estimator).__name__,
         "settings": settings_of(estimator, apart=("model", "params", "top", "output", "dtype")),
@@ -117,6 +117,15 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
     if meta.get("estimator") not in _READERS:
         raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
     return _READERS[meta["estimator"]](path, tensors, meta, model, output=output, score=score)
+
+
+def base_of(estimator: Any) -> str:
+    """The checksum of the weights that an estimator was fitted with; raises where these have changed since."""
+    from sklearn.utils.validation import check_is_fitted
+
+    check_is_fitted(estimator)
+    estimator.lin_.check_unchanged(contents=True)
+    return checksum(estimator.lin_.given)
 
 
 def check_base(path: str | os.PathLike[str], base: str | None, model: nn.Module | None) -> None:

@@ -233,6 +233,7 @@ class Tangent(Portable, BaseEstimator):
     def to_module(self) -> LinearizedModule:
         """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero)."""
         check_is_fitted(self)
+        self.lin_.check_unchanged(contents=True)
         level = getattr(self, "_level", None)
         return LinearizedModule(self.lin_, self.posterior_.delta, with_network=self._mean == "network", level=level)
 
@@ -241,7 +242,8 @@ class Tangent(Portable, BaseEstimator):
         check_is_fitted(self)
         if self.model is None:
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
-        changed = copy.deepcopy(self.model)
+        self.lin_.check_unchanged(contents=True)
+        changed = copy.deepcopy(self.lin_.given)
         with torch.no_grad():
             for name, parameter in select(changed, list(self.lin_.theta)).items():
                 parameter += self.delta_[name].to(parameter)
@@ -294,6 +296,9 @@ class Linearity:
 class LinearizedModule(nn.Module):
     """``f(x; theta0) + J(x) delta`` as a module; its buffers are the displacement.
 
+    Where it shares weights with the network that was given (a fit in that network's own dtype), later training of the
+    network is refused.
+
     Args:
         lin: The linearization.
         delta: (p,).
@@ -309,6 +314,8 @@ class LinearizedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.lin, self.with_network = lin, with_network
+        own, given = ({t.data_ptr() for t in module.parameters()} for module in (lin.module, lin.given))
+        self.shares_weights = not own.isdisjoint(given)
         self.register_buffer("delta", delta)
         self.register_buffer("level", torch.zeros((), dtype=delta.dtype) if level is None else level)
 
@@ -316,6 +323,8 @@ class LinearizedModule(nn.Module):
         leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not leaves:
             raise TypeError("The linearized module takes the tensors that the network takes.")
+        if self.shares_weights:
+            self.lin.check_unchanged(contents=True)
         batch = Batch(args, kwargs, None, start=0, n=len(leaves[0])).to(self.lin.device)
         if not self.lin.can("forward_mode", batch):
             J = self.lin.jacobian(kwargs if kwargs else args)
