@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
+from linnet.behavior import drawn_inputs
 from linnet.data import as_source
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
@@ -199,6 +200,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         how, training = self._how(lin.dtype)
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
+        self._probe = drawn_inputs(source)
         J = self._jacobian(source) if source.changes else cached_if_fits(self._jacobian(source))
         labels = label_array(J.targets() if y is None else y, J.n)
         self._tensors = isinstance(y, Tensor) or y is None

@@ -17,8 +17,9 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import io, saved, scores
-from linnet.batch import Source
+from linnet import behavior, io, saved, scores
+from linnet.batch import Batch, Source
+from linnet.behavior import drawn_inputs
 from linnet.contexts import check_precision
 from linnet.data import as_source
 from linnet.jacobian import Jacobian
@@ -112,6 +113,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
     lin_: Linearization
     statistics_: Statistics | None
     right_vectors_: Tensor
+    _probe: Batch | None
 
     def __init__(
         self,
@@ -179,6 +181,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self._attach(score)
         source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)
         J = self._jacobian(source)
+        self._probe = drawn_inputs(source)
         if at_least > min(J.shape):
             raise ValueError(
                 f"n_components={at_least}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
@@ -307,6 +310,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         }
         if self.statistics_ is not None:
             tensors |= {"Z": self.statistics_.Z, "I": self.statistics_.I, "kept": self.statistics_.kept}
+        kept, seen = behavior.record(self.lin_, self._probe)
         meta = {
             "estimator": "FisherEmbedding",
             "settings": saved.settings_of(self, apart=("model", "params", "score", "dtype", "checkpoint")),
@@ -320,8 +324,9 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             "method": self.method_,
             "arrays": not isinstance(self.eigenvalues_, Tensor),
             "n_features_in": getattr(self, "n_features_in_", None),
+            "behavior": seen,
         }
-        io.save(path, tensors, meta, kind=KIND)
+        io.save(path, tensors | kept, meta, kind=KIND)
 
 
 def _read(
@@ -335,6 +340,7 @@ def _read(
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
     found = FisherEmbedding(model, score=score, **settings)
     found._attach(scores.as_score(score))
+    found._probe = behavior.check(path, found.lin_, tensors, meta.get("behavior"))
     tensors = {name: t.to(found.lin_.device) for name, t in tensors.items()}
     found.statistics_ = None
     if meta["n"] is not None:

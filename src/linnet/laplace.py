@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import laplace_saved, laplace_search, predictions
+from linnet.behavior import drawn_inputs
 from linnet.combined import combined
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -163,6 +164,7 @@ class Laplace(Predictive):
         inputs = checked_inputs(self, X, reset=True)
         self._attach(self.model)
         J = self._jacobian(inputs)
+        self._probe = drawn_inputs(J._source)
         f = J.outputs()
         targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet import predictions
+from linnet.batch import Batch
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
@@ -49,6 +50,7 @@ class Predictive(Portable, BaseEstimator):
     _read: FlatOutput
     _noise_base: Tensor | None
     _one_column: bool
+    _probe: Batch | None
 
     def _jacobian(self, X: Any) -> Jacobian:
         memory = self.memory if isinstance(self.memory, str) else max(self.memory, LEAST)

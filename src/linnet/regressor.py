@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import _checks, conditioned, gaussian, saved
+from linnet.behavior import drawn_inputs
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -167,6 +168,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         lin = self.lin_
         settings = self._settings(lin.dtype)
         jacobians = [self._jacobian(X) for X in inputs]
+        self._probe = drawn_inputs(jacobians[0]._source)
         rows = max(J.shape[0] for J in jacobians)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)

@@ -68,6 +68,7 @@ class Tangent(Portable, BaseEstimator):
     top_: int | None = None
     top_path_: dict[int, float] | None = None
     _train_inputs: list[Any]
+    _probe: Batch | None = None
     _chosen: list[str] | None = None
 
     # Which parameters.
