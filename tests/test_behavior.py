@@ -85,6 +85,35 @@ def test_files_of_older_versions_load_as_they_did(kind: str, tmp_path: Path) -> 
     torch.testing.assert_close(answer(linnet.load(tmp_path / "new.safetensors", net())), answer(fitted))
 
 
+def exact(*shape: int, step: int) -> Tensor:
+    """Numbers that every machine has to the bit."""
+    return (torch.arange(torch.Size(shape).numel()) * step % 17 - 8).view(*shape) / 16
+
+
+@pytest.mark.filterwarnings("ignore:The network is far from a mode")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_an_older_version_wrote(kind: str) -> None:
+    """The files were written before there was anything but a checksum of the weights in them."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(exact(*p.shape, step=5 + 2 * i))
+    inputs, y, quiet = exact(12, 3, step=7), exact(12, step=3), {"prior": 1.0, "progress": False}
+    path = Path(__file__).parent / "files" / f"{kind}.safetensors"
+    assert "behavior" not in io.contents(path).meta
+    found = linnet.load(path, model)
+    if kind == "regressor":
+        again: Any = linnet.TangentRegressor(model, noise=0.125, **quiet).fit(inputs, y)
+    elif kind == "classifier":
+        again = linnet.TangentClassifier(model, inference="map", **quiet).fit(inputs, (y > 0).long())
+    elif kind == "laplace":
+        again = linnet.Laplace(model, "regression", noise=0.125, **quiet).fit(inputs, y)
+    else:
+        score = linnet.scores.energy()
+        again = linnet.FisherEmbedding(model, 2, score=score, dtype="float64", progress=False).fit(inputs)
+    torch.testing.assert_close(answer(found, inputs), answer(again, inputs), rtol=1e-6, atol=1e-9)
+
+
 class Reordered(nn.Module):
     """The same function with its sums in another order, as another device has them."""
 
