@@ -10,7 +10,7 @@ and safe also against changes on purpose.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from functools import lru_cache
 from typing import Any
 
@@ -30,13 +30,19 @@ def row_codes(t: Tensor) -> Tensor:
     (True, False)
     """
     words = _words(t)
+    # Words at once: on a CPU what fits its cache, on a GPU what makes few calls.
+    most = 2**24 if words.is_cuda else 2**16
+    parts = [_row_codes(part, most) for part in words.split(max(1, most // max(1, words.shape[1])))]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _row_codes(words: Tensor, most: int) -> Tensor:
     n, m = words.shape
     codes = torch.zeros(n, dtype=torch.int64, device=words.device)
     whole = m // BLOCK * BLOCK
     if whole:
         blocks = words[:, :whole].unflatten(1, (-1, BLOCK))
-        # On a CPU what fits its cache, on a GPU what makes few calls.
-        step = max(1, 2 ** (24 if words.is_cuda else 16) // (n * BLOCK))
+        step = max(1, most // (n * BLOCK))
         for start in range(0, blocks.shape[1], step):
             part = _mixed(blocks[:, start : start + step], BLOCK).sum(2)
             codes += (part * odd_numbers(part.shape[1], start + 1, part.device)).sum(1)
@@ -83,9 +89,8 @@ def total(codes: Tensor, start: int = 0) -> int:
 
 
 def text_code(value: Any) -> int:
-    """A checksum of what ``value`` prints as, from 0 to 2^64 - 1."""
-    text = repr(value).encode()
-    return zlib.crc32(text) << 32 | zlib.crc32(text[::-1])
+    """A checksum of what ``value`` prints as, from 0 to 2^63 - 1."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8]) >> 1
 
 
 def _words(t: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from linnet import generalized, saved
 from linnet.behavior import drawn_inputs
 from linnet.data import as_source
+from linnet.distributed import check_ranks_agree
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits
@@ -28,7 +29,7 @@ from linnet.newton import Mode
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
-from linnet.tangent import Mean, Tangent, default_network, like
+from linnet.tangent import Mean, Tangent, default_network, like, plain_options
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
@@ -208,6 +209,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
         targets = self._encode(labels, J, classes)
+        check_ranks_agree(lin, None, options=plain_options(self), labels=targets)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
         if training is not None:
             network = self._mean == "network"

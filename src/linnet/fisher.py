@@ -22,6 +22,7 @@ from linnet.batch import Batch, Source
 from linnet.behavior import drawn_inputs
 from linnet.contexts import check_precision
 from linnet.data import as_source
+from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.lowrank import Decomposition, low_rank
@@ -31,7 +32,7 @@ from linnet.plan import dense_budget
 from linnet.portable import Portable
 from linnet.solve import _full_precision
 from linnet.statistics import Statistics, fisher_statistics
-from linnet.tangent import checked_inputs, like
+from linnet.tangent import checked_inputs, like, plain_options
 from linnet.watch import Watch
 
 KIND = "fisher embedding"
@@ -223,7 +224,9 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
 
     def _jacobian(self, X: Any, precision: Any = "highest") -> Jacobian:
-        return self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
+        J = self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
+        check_ranks_agree(self.lin_, J._source, options=plain_options(self))
+        return J
 
     def _coarse(self, source: Source) -> LinearOperator | None:
         """The Fisher vectors in the precision asked for, where that is not the full one."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from linnet import laplace_saved, laplace_search, predictions
 from linnet.behavior import drawn_inputs
 from linnet.combined import combined
+from linnet.distributed import check_ranks_agree
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.laplace_checks import StructureName, check_curvature, check_options
@@ -31,7 +32,7 @@ from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.sites import FlatOutput, Sites
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
-from linnet.tangent import as_targets, checked_inputs, fast_float64
+from linnet.tangent import as_targets, checked_inputs, fast_float64, plain_options
 
 At = Literal["network", "linear_mode"]
 
@@ -170,6 +171,7 @@ class Laplace(Predictive):
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        check_ranks_agree(self.lin_, None, options=plain_options(self), targets=self._y)
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         self._J = cached_if_fits(J) if self.structure_ in KEPT and self.draws is None else J

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linnet import predictions
 from linnet.batch import Batch
+from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
@@ -54,7 +55,9 @@ class Predictive(Portable, BaseEstimator):
 
     def _jacobian(self, X: Any) -> Jacobian:
         memory = self.memory if isinstance(self.memory, str) else max(self.memory, LEAST)
-        return self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        check_ranks_agree(self.lin_, J._source)
+        return J
 
     # Predictions.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linnet import _checks, conditioned, gaussian, saved
 from linnet.behavior import drawn_inputs
+from linnet.distributed import check_ranks_agree
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -25,7 +26,7 @@ from linnet.own_data import warn_of_own_data
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver
-from linnet.tangent import Mean, Tangent, as_targets, default_network, like
+from linnet.tangent import Mean, Tangent, as_targets, default_network, like, plain_options
 
 NOISE_FLOOR = 1e-3
 """What measured best over few-shot sinusoids with noise from 1 % to half of their amplitude."""
@@ -175,6 +176,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         given = [None if y is None else self._targets(y, J) for (_, y), J in zip(data, jacobians, strict=True)]
         jacobians = [cached_if_fits(J) for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
+        check_ranks_agree(lin, None, options=plain_options(self), targets=torch.cat([y.flatten() for y in targets]))
         self._one_column = targets[0].ndim == 1
         # A network that is not trained has nothing to say about the level.
         self._level = torch.cat(targets).view(-1, jacobians[0].c).mean(0) if self.model is None else None

@@ -19,6 +19,7 @@ from linnet.batch import Batch, Source
 from linnet.blocks import block_names, top_blocks
 from linnet.contexts import forward_mode
 from linnet.data import as_source
+from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select
@@ -156,7 +157,9 @@ class Tangent(Portable, BaseEstimator):
     def _jacobian(self, X: Any, lin: Linearization | None = None) -> Jacobian:
         lin = self.lin_ if lin is None else lin
         # Chunks have a budget of their own; memory= is for the dense matrices of the solvers.
-        return lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
+        J = lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
+        check_ranks_agree(lin, J._source)
+        return J
 
     def _new_inputs(self, X: Any) -> Jacobian:
         check_is_fitted(self)
@@ -336,6 +339,13 @@ class LinearizedModule(nn.Module):
             found = torch.func.jvp(lambda theta: self.lin.forward(theta, batch), (dict(self.lin.theta),), (tangent,))
         f, shift = found[0], found[1]
         return self.level + (f + shift if self.with_network else shift)
+
+
+def plain_options(estimator: BaseEstimator) -> list[tuple[str, Any]]:
+    """The constructor's arguments that print alike on all ranks; a progress bar may be shown on one of them."""
+    given = estimator.get_params(deep=False)
+    kinds = (str, bool, int, float, type(None))
+    return sorted((name, v) for name, v in given.items() if name != "progress" and isinstance(v, kinds))
 
 
 def fast_float64(device: torch.device) -> bool:
