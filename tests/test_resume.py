@@ -16,6 +16,7 @@ import linnet
 from linnet import io
 from linnet.batch import Batch, Source
 from linnet.data import as_source
+from linnet.lowrank import low_rank
 
 N = 60
 
@@ -118,6 +119,15 @@ def test_a_checkpoint_without_checksums_is_taken_as_before(file: Path) -> None:
     fit(inputs(), file)
     with pytest.raises(ValueError, match="belongs to another computation"):
         fit(-inputs(), file)
+
+
+def test_other_statistics_of_the_same_data_are_refused(file: Path) -> None:
+    J = linnet.linearize(net().double()).jacobian(inputs().double())
+    z = torch.ones(J.shape[1], dtype=torch.float64)
+    low_rank(J.centered(z), 2, method="krylov", block=3, checkpoint=file)
+    low_rank(J.centered(z), 2, method="krylov", block=3, checkpoint=file)
+    with pytest.raises(ValueError, match=r"its operator has other rows.*data or the statistics have changed"):
+        low_rank(J.centered(1.1 * z), 2, method="krylov", block=3, checkpoint=file)
 
 
 def test_checksums_of_a_dataset_take_no_pass_of_their_own(file: Path) -> None:
