@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet import io
 
 FITS = ("regressor", "classifier", "laplace", "embedding")
 KINDS = ("checkpoint", *FITS, "folder")
@@ -165,27 +166,45 @@ def kill_saves(kind: str, repeats: int, chance: random.Random, folder: Path) -> 
 # Checkpoints.
 
 
-def decomposed(data: Tensor, file: Path | None, begun: Callable[[], Any] = lambda: None) -> Tensor:
+def decomposed(data: Tensor, file: Path | None) -> Tensor:
     """Eigenvalues and components by many short passes, each of which writes a checkpoint."""
     emb = linnet.FisherEmbedding(
         network(), 3, method="krylov", block=2, passes=25, tolerance=0.0, checkpoint=file, progress=False
     )
-    begun()
     emb.fit(data)
     return torch.cat([emb.eigenvalues_[None], emb.right_vectors_])
+
+
+def writing(data: Tensor, file: Path) -> Callable[[Callable[[], Any]], Any]:
+    """The same as work that has begun when it is about to write its first checkpoint."""
+
+    def work(begun: Callable[[], Any]) -> None:
+        write = io.Checkpoint.save
+
+        def save(self: io.Checkpoint, *args: Any) -> None:
+            begun()
+            write(self, *args)
+
+        io.Checkpoint.save = save  # type: ignore[method-assign]
+        decomposed(data, file)
+
+    return work
 
 
 def kill_checkpoints(repeats: int, chance: random.Random, folder: Path) -> Counter[Outcome]:
     data = [normal(60, 6, seed=5), normal(60, 6, seed=5)]
     data[1][30] = normal(6, seed=6)  # one example, which no probe of a few examples would see
-    start = time.perf_counter()
     known = [result_of(lambda one=one: decomposed(one, None), folder) for one in data]
-    once = (time.perf_counter() - start) / 2
+    pid, heard = child(writing(data[0], folder / "undisturbed.safetensors"))
+    os.read(heard, 1)
+    start = time.perf_counter()
+    os.waitpid(pid, 0)
+    once = time.perf_counter() - start
     assert known[0] is not None and known[1] is not None and not same(known[0], known[1])
     found: Counter[Outcome] = Counter()
     for i in range(repeats):
         file = folder / f"state{i}.safetensors"
-        kill_after(lambda begun, file=file: decomposed(data[0], file, begun), chance.uniform(0, once))
+        kill_after(writing(data[0], file), chance.uniform(0, once))
         there, other = file.exists(), i % 2
         again = result_of(lambda file=file, other=other: decomposed(data[other], file), folder)
         if again is None:
