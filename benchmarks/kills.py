@@ -169,7 +169,7 @@ def kill_saves(kind: str, repeats: int, chance: random.Random, folder: Path) -> 
 def decomposed(data: Tensor, file: Path | None) -> Tensor:
     """Eigenvalues and components by many short passes, each of which writes a checkpoint."""
     emb = linnet.FisherEmbedding(
-        network(), 3, method="krylov", block=2, passes=25, tolerance=0.0, checkpoint=file, progress=False
+        network(), 3, kernel="ntk", method="krylov", block=2, passes=25, tolerance=0.0, checkpoint=file, progress=False
     )
     emb.fit(data)
     return torch.cat([emb.eigenvalues_[None], emb.right_vectors_])
