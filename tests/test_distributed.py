@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from datetime import timedelta
@@ -154,6 +155,66 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
     return found
 
 
+DISAGREEMENTS = {
+    "one number of the last example": "the data",
+    "one example more": "the number of examples, the data",
+    "the examples of a Dataset": "the data",
+    "a frozen weight": "the weights of the model",
+    "a buffer": "the weights of the model",
+    "targets": "targets",
+    "an option": "options",
+    "labels": "labels",
+    "targets of an approximation": "targets",
+    "data of an approximation": "the data",
+    "data of an embedding": "the data",
+    "an option of an embedding": "options",
+    "inputs to predict": "the number of examples, the data",
+}
+
+
+def refusal(case: str, rank: int) -> str:
+    """What this rank says where the last rank has something else than the others."""
+    other = rank == WORLD - 1
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double().eval()
+    net[0].weight.requires_grad_(False)
+    x, y, noise, components = normal(9, D), normal(9, seed=1), 0.1, 2
+    new = normal(4, D, seed=2)
+    if other:
+        if case in ("one number of the last example", "data of an approximation", "data of an embedding"):
+            x[-1, 0] += 1e-9
+        elif case == "one example more":
+            x, y = normal(10, D), normal(10, seed=1)
+        elif case == "the examples of a Dataset":
+            x = x.flip(0)
+        elif case == "a frozen weight":
+            net[0].weight.data[0, 0] += 1e-9
+        elif case == "a buffer":
+            net[1].running_mean[0] += 1e-9
+        elif case in ("targets", "targets of an approximation", "labels"):
+            y[0] = -y[0]
+        elif case == "an option":
+            noise = 0.2
+        elif case == "an option of an embedding":
+            components = 3
+        elif case == "inputs to predict":
+            new = new[:3]
+    try:
+        if case == "labels":
+            linnet.TangentClassifier(net, inference="map", prior=1.0).fit(x, (y > 0).long())
+        elif case.endswith("approximation"):
+            linnet.Laplace(net, "regression", "full", noise=noise, prior=1.0).fit(x, y)
+        elif case.endswith("embedding"):
+            linnet.FisherEmbedding(net, components, score=linnet.scores.energy(), seed=components).fit(x)
+        else:
+            data = Examples(x) if case == "the examples of a Dataset" else x
+            reg = linnet.TangentRegressor(net, noise=noise, prior=1.0, solver="weight").fit(data, y)
+            reg.predict(new)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
 def work(rank: int, folder: str) -> None:
     """One rank: every scenario, then its results to a file."""
     torch.set_num_threads(1)
@@ -186,16 +247,35 @@ def work(rank: int, folder: str) -> None:
         except MemoryError:
             found["parts"]["refused"] += 1
         torch.save(found, f"{folder}/rank{rank}.pt")
+        said = {case: refusal(case, rank) for case in ("nothing", *DISAGREEMENTS)}
+        Path(f"{folder}/rank{rank}.json").write_text(json.dumps(said))
     finally:
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
-    """The results of both ranks, which run once for all tests."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(work, args=(folder,), nprocs=WORLD, join=True)
-    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+def folder(tmp_path_factory) -> Path:
+    """Where both ranks, which run once for all tests, have left what they found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(str(folder),), nprocs=WORLD, join=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict[str, dict[str, Tensor]]]:
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_ranks_that_differ_are_all_refused_with_what_differs(folder, case):
+    for rank in range(WORLD):
+        said = json.loads((folder / f"rank{rank}.json").read_text())[case]
+        assert f"rank 0 and rank 1 differ in {DISAGREEMENTS[case]}. Give every rank" in said
+
+
+def test_ranks_that_agree_are_accepted(folder):
+    for rank in range(WORLD):
+        assert json.loads((folder / f"rank{rank}.json").read_text())["nothing"] == "accepted"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "/".join(map(str, scenario)))

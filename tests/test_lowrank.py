@@ -816,7 +816,7 @@ def test_a_file_of_another_computation_is_refused(tmp_path):
         run(x, weights=1)
     other = x.clone()
     other[20] += 0.1
-    with pytest.raises(ValueError, match=r"its operator has other rows.*data or the statistics have changed"):
+    with pytest.raises(ValueError, match=r"belongs to another computation: the data have changed"):
         run(other)
     with pytest.raises(ValueError, match=r"belongs to another computation"):
         run(x[:39])

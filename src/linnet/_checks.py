@@ -543,10 +543,13 @@ def targets_of(parts: Sequence[Any], source: str) -> Tensor:
     )
 
 
-def changed_parameter(name: str) -> RuntimeError:
+def changed_parameter(name: str, *, parameter: bool = True) -> RuntimeError:
+    """The error of weights that are not what they were when the model was linearized."""
+    eval_mode = "" if parameter else " Forward passes in training mode change a buffer: use model.eval()."
     return RuntimeError(
-        f"Parameter {name!r} has changed since the model was linearized, so f(x; theta0) and the Jacobian would belong "
-        "to different weights. Call linnet.linearize(model) again after training."
+        f"{'Parameter' if parameter else 'Buffer'} {name!r} has changed since the model was linearized, so f(x; "
+        "theta0) and the Jacobian would belong to different weights. Call linnet.linearize(model) again after "
+        f"training, and fit again.{eval_mode}"
     )
 
 

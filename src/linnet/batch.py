@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from linnet import _checks
+from linnet.checksums import row_codes, text_code, total
+
+CODED = 4096
+"""Examples of which checksums are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +111,15 @@ class Batch:
         """Memory of the tensors among the rest."""
         return _bytes(self.rest)
 
+    def code(self) -> int:
+        """A checksum of all that the examples hold, from 0 to 2^64 - 1; those of parts add up to that of the batch."""
+        found = 0
+        for number, (name, leaf) in enumerate(leaves((self.args, self.kwargs, self.rest))):
+            codes = row_codes(leaf) if isinstance(leaf, Tensor) else torch.tensor([text_code(s) for s in leaf])
+            kind = (name, str(leaf.dtype), tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else (name, "text")
+            found += (2 * number + 1) * total(codes + text_code(kind), self.start)
+        return found % 2**64
+
     @staticmethod
     def joined(batches: Sequence[Batch], start: int) -> Batch:
         """Batches, which have no inputs left, as one.
@@ -151,6 +164,24 @@ class Source(ABC):
         """The examples at ``index`` (m,), in that order; ``Batch.index`` has their positions here."""
         _checks.check_subset_index(index, self.n)
         return Subset(self, index.cpu().long())
+
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        """A checksum of examples start to stop (default: all), from 0 to 2^64 - 1.
+
+        Those of parts add up, modulo 2^64, to that of all. What was read and compared in passes before is not read
+        again; the others are.
+
+        Example:
+            >>> from linnet.data import as_source
+            >>> source = as_source(torch.arange(10.0)[:, None], torch.nn.Linear(1, 1))
+            >>> source.code() == (source.code(0, 3) + source.code(3, 10)) % 2**64
+            True
+        """
+        return sum(batch.code() for batch in self.batches(CODED, start, stop)) % 2**64
+
+    def glimpse(self) -> int:
+        """A checksum that says whether two ranks have the same data: of all examples where these are at hand."""
+        return self.code()
 
     def changing(self) -> Source:
         """The same source where its examples may be others every time they are read (augmentation)."""

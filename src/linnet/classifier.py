@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from linnet import generalized, saved
 from linnet._checks import check_module
+from linnet.behavior import drawn_inputs
 from linnet.data import as_source
+from linnet.distributed import check_ranks_agree
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits
@@ -28,7 +30,7 @@ from linnet.newton import Mode
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
-from linnet.tangent import Mean, Tangent, at_hand, default_network, like
+from linnet.tangent import Mean, Tangent, at_hand, default_network, like, plain_options
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
@@ -200,12 +202,13 @@ class TangentClassifier(ClassifierMixin, Tangent):
         how, training = self._how(lin.dtype)
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
+        self._probe = drawn_inputs(source)
         check_prior(self.prior, lin)
         J = self._jacobian(source)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
-            given = {"device": J.device, "kernels": kernels + 1, "inference": how.inference}
-            generalized.choose(*J.shape, how.settings, **given)
+            shape, settings, device = J.shape, how.settings, J.device
+            generalized.choose(*shape, settings, device=device, kernels=kernels + 1, inference=how.inference)
         targets = None
         if at_hand(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
@@ -213,6 +216,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         if targets is None:
             targets = self._labels(y, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
+        check_ranks_agree(lin, None, options=plain_options(self), labels=targets)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
         if training is not None:
             network = self._mean == "network"
@@ -221,6 +225,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             )
         else:
             fit = generalized.condition(Observed(J, targets, self._base(J), self.likelihood_), prior, how)
+        lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from linnet.checksums import tensor_code, text_code
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -37,6 +41,41 @@ def smallest(value: float, device: torch.device) -> float:
     t = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(t, dist.ReduceOp.MIN)
     return float(t)
+
+
+def check_ranks_agree(lin: Any, source: Any, **more: Any) -> None:
+    """Raise on all ranks unless all have the same weights, the same data and the same of anything else.
+
+    Each rank reads its own part of the data, so that all need all of it; a Dataset is compared by its length and a few
+    of its examples. All ranks call this together.
+
+    Args:
+        lin: A `linnet.Linearization`.
+        source: A `linnet.data.Source`; None for no data.
+        more: What else must be the same, by name: tensors, or what prints alike.
+
+    Raises:
+        ValueError: Says what differs, and on which ranks.
+    """
+    world = rank_and_world()[1]
+    if world == 1:
+        return
+    values = {"the weights of the model": lin._watched.code}
+    if source is not None:
+        values |= {"the number of examples": source.n, "the data": source.glimpse()}
+    values |= {name: int(tensor_code(v)) if isinstance(v, Tensor) else v for name, v in more.items()}
+    own = torch.tensor([text_code(value) for value in values.values()], device=lin.device)
+    found = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(found, own)
+    others = [str(rank) for rank in range(world) if not torch.equal(found[rank], found[0])]
+    if others:
+        same = torch.stack([t == found[0] for t in found]).all(0).tolist()
+        differ = [name.replace("_", " ") for name, agreed in zip(values, same, strict=True) if not agreed]
+        raise ValueError(
+            f"The ranks of torch.distributed do not compute the same: rank 0 and rank {', '.join(others)} differ in "
+            f"{', '.join(differ)}. Give every rank the same weights, all of the data in the same order, and the same "
+            "options; linnet shares the examples out itself."
+        )
 
 
 def share_rows(t: Tensor, n: int, c: int) -> None:

@@ -17,10 +17,12 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import _checks, io, saved, scores
-from linnet.batch import Source
+from linnet import _checks, behavior, io, saved, scores
+from linnet.batch import Batch, Source
+from linnet.behavior import drawn_inputs
 from linnet.contexts import check_precision
 from linnet.data import as_source
+from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.lowrank import Decomposition, low_rank
@@ -30,7 +32,8 @@ from linnet.plan import dense_budget
 from linnet.portable import Portable
 from linnet.solve import _full_precision
 from linnet.statistics import Statistics, fisher_statistics
-from linnet.tangent import checked_inputs, like
+from linnet.tangent import checked_inputs, like, plain_options
+from linnet.watch import Watch
 
 KIND = "fisher embedding"
 
@@ -112,6 +115,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
     lin_: Linearization
     statistics_: Statistics | None
     right_vectors_: Tensor
+    _probe: Batch | None
 
     def __init__(
         self,
@@ -183,6 +187,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self._attach(score)
         source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)
         J = self._jacobian(source)
+        self._probe = drawn_inputs(source)
         if at_least > min(J.shape):
             raise ValueError(
                 f"n_components={at_least}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
@@ -198,6 +203,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         sign = torch.where(found.P.gather(0, found.P.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(found.P)
         self.right_vectors_ = found.P * sign
         self.method_, self.residuals_ = found.method, like(X, found.residuals)
+        self.lin_.check_unchanged(contents=True)
         self._set(like(X, found.eigenvalues), found.trace, found.passes)
         return found.U * sign
 
@@ -211,6 +217,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """Linearize the score of the model."""
         module, output = score.bind(self.model)
         lin = linearize(module, self.params, output)
+        lin._watched = Watch(self.model)  # a score may have put another module around it
         names = {"float32": torch.float32, "float64": torch.float64}
         dtype = names.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
         if dtype == "auto":
@@ -222,7 +229,9 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
 
     def _jacobian(self, X: Any, precision: Any = "highest") -> Jacobian:
-        return self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
+        J = self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
+        check_ranks_agree(self.lin_, J._source, options=plain_options(self))
+        return J
 
     def _coarse(self, source: Source) -> LinearOperator | None:
         """The Fisher vectors in the precision asked for, where that is not the full one."""
@@ -309,21 +318,23 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         }
         if self.statistics_ is not None:
             tensors |= {"Z": self.statistics_.Z, "I": self.statistics_.I, "kept": self.statistics_.kept}
+        kept, seen = behavior.record(self.lin_, self._probe)
         meta = {
             "estimator": "FisherEmbedding",
             "settings": saved.settings_of(self, apart=("model", "params", "score", "dtype", "checkpoint")),
             "score": scores.as_score(self.score).settings(),
             "parameters": list(self.lin_.theta),
             "dtype": self.dtype if isinstance(self.dtype, str) else str(self.dtype).removeprefix("torch."),
-            "base": saved.checksum(self.model),
+            "base": saved.base_of(self),
             "n": None if self.statistics_ is None else self.statistics_.n,
             "trace": self._trace,
             "passes": self.passes_,
             "method": self.method_,
             "arrays": not isinstance(self.eigenvalues_, Tensor),
             "n_features_in": getattr(self, "n_features_in_", None),
+            "behavior": seen,
         }
-        io.save(path, tensors, meta, kind=KIND)
+        io.save(path, tensors | kept, meta, kind=KIND)
 
 
 def _read(
@@ -337,6 +348,7 @@ def _read(
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
     found = FisherEmbedding(model, score=score, **settings)
     found._attach(scores.as_score(score))
+    found._probe = behavior.check(path, found.lin_, tensors, meta.get("behavior"))
     tensors = {name: t.to(found.lin_.device) for name, t in tensors.items()}
     found.statistics_ = None
     if meta["n"] is not None:

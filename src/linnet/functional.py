@@ -18,6 +18,7 @@ from linnet.contexts import Precision, arithmetic, network, of_network
 from linnet.guard import address
 from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select
+from linnet.watch import Watch
 
 Output = Callable[[Any], Tensor]
 """From what a model returns to a tensor (n, c) or (n,)."""
@@ -56,7 +57,7 @@ class Functional:
         self._unused = copy.deepcopy(self._model, {id(t): t for t in self._model.parameters()})  # as it was at first
         self._at_first: list[tuple[Any, ...]] | None = _state(self._model)
         self._places = _places(self._model, selected)
-        self._watched = {name: (t, t._version) for name, t in model.named_parameters()}
+        self._watched = Watch(model)
         self.has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
 
     @property
@@ -64,13 +65,10 @@ class Functional:
         """linnet's own copy of the module, in eval mode; it shares the parameters unless the dtype was changed."""
         return self._model
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy's parameters count their changes anew.
-        return {**self.__dict__, "_watched": {name: (t, t._version == v) for name, (t, v) in self._watched.items()}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._watched = {name: (t, t._version if same else -1) for name, (t, same) in state["_watched"].items()}
+    @property
+    def given(self) -> nn.Module:
+        """The module as the user gave it, whose weights are watched."""
+        return self._watched.model
 
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""
@@ -118,11 +116,13 @@ class Functional:
         tensors = (*self._model.named_parameters(), *self.theta.items())
         return {address(t): name for name, t in tensors}
 
-    def check_unchanged(self) -> None:
-        """Raise if a parameter of the model has changed since it was linearized."""
-        for name, (t, version) in self._watched.items():
-            if t._version != version:
-                raise _checks.changed_parameter(name)
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        """Raise if a weight of the model has changed since it was linearized.
+
+        Args:
+            contents: Whether to compare the bytes of all weights, which reads them once; see `linnet.watch`.
+        """
+        self._watched.check(contents=contents)
 
     def convolves(self, precision: Precision) -> bool:
         """Whether a network that runs in this precision convolves in float32 on a GPU."""

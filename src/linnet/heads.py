@@ -19,6 +19,7 @@ from linnet.labels import Task, check_targets
 from linnet.linearize import linearize
 from linnet.pooling import Pool
 from linnet.readout import Penalty, Readout, fit_readout
+from linnet.watch import Watch
 
 EXAMPLES = 2
 """Examples on which the network is looked at, and the new one checked."""
@@ -154,6 +155,7 @@ def attach_head(
     source = as_source(X, model.forward)
     if y is not None:  # before the long pass
         check_targets(y, source.n, task)
+    watch = Watch(model)
     found_at = _located(model, source, features, pool)
     lin = linearize(found_at.reader, "nothing")
     J = lin.jacobian(source, batch_size=batch_size, progress=progress)
@@ -166,6 +168,7 @@ def attach_head(
         folds=folds,
         seed=seed,
     )
+    watch.check(contents=True)
     return _headed(model, found, found_at)
 
 

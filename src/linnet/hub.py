@@ -54,7 +54,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
     def _save_pretrained(self, save_directory: Path) -> None:
         self.estimator.save(save_directory / FILE)
         if self.with_network:
-            io.save(save_directory / NETWORK, self.estimator.model.state_dict(), {}, kind=KIND)
+            io.save(save_directory / NETWORK, self.estimator.lin_.given.state_dict(), {}, kind=KIND)
         else:
             (save_directory / NETWORK).unlink(missing_ok=True)  # of something saved there before
 
@@ -112,8 +112,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
         }
 
     def _checksum(self) -> str | None:
-        model = self.estimator.model
-        return None if model is None else saved.checksum(model)
+        return None if self.estimator.model is None else saved.base_of(self.estimator)
 
     def _text(self, repo_id: str | None) -> str:
         estimator = self.estimator

@@ -14,7 +14,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import laplace_saved, laplace_search, predictions
+from linnet.behavior import drawn_inputs
 from linnet.combined import combined
+from linnet.distributed import check_ranks_agree
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.laplace_checks import StructureName, check_curvature, check_options, check_structure_fits
@@ -30,7 +32,7 @@ from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.sites import FlatOutput, Sites
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
-from linnet.tangent import as_targets, checked_inputs, fast_float64
+from linnet.tangent import as_targets, checked_inputs, fast_float64, plain_options
 
 At = Literal["network", "linear_mode"]
 
@@ -165,10 +167,12 @@ class Laplace(Predictive):
         check_prior(self.prior, self.lin_)
         J = self._jacobian(inputs)
         check_structure_fits(self, J)
+        self._probe = drawn_inputs(J._source)
         targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        check_ranks_agree(self.lin_, None, options=plain_options(self), targets=self._y)
         f = J.outputs()
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
@@ -193,6 +197,7 @@ class Laplace(Predictive):
             self._refresh()
         self._measure_distance()
         self._narrow(search.scales)
+        self.lin_.check_unchanged(contents=True)
         return self
 
     def _attach(self, network: nn.Module) -> None:
@@ -402,6 +407,7 @@ class Laplace(Predictive):
             self._narrow(True)
         else:
             self._measure_width()
+        self.lin_.check_unchanged(contents=True)
         return self
 
     def _accept(self, prior: Prior, log_det: LogDet, path: Sequence[Step]) -> None:
@@ -577,3 +583,4 @@ class Laplace(Predictive):
             raise ValueError(
                 f"{what} needs the training data, which a file does not hold. Fit again: Laplace(...).fit(X, y)."
             )
+        self.lin_.check_unchanged(contents=True)

@@ -11,6 +11,8 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet import predictions
+from linnet.batch import Batch
+from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
@@ -49,10 +51,13 @@ class Predictive(Portable, BaseEstimator):
     _read: FlatOutput
     _noise_base: Tensor | None
     _one_column: bool
+    _probe: Batch | None
 
     def _jacobian(self, X: Any) -> Jacobian:
         memory = self.memory if isinstance(self.memory, str) else max(self.memory, LEAST)
-        return self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        check_ranks_agree(self.lin_, J._source)
+        return J
 
     # Predictions.
 
@@ -193,6 +198,7 @@ class Predictive(Portable, BaseEstimator):
 
     def _ask(self, X: Any) -> predictions.Asked:
         if isinstance(X, Tensor) and X.requires_grad and torch.is_grad_enabled():
+            self.lin_.check_unchanged(contents=True)
             return predictions.Differentiable(self.lin_, self.posterior_, X)
         return predictions.Streamed(self._jacobian(checked_inputs(self, X, reset=False)), self.posterior_)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from linnet import io, posterior, saved
+from linnet import behavior, io, posterior, saved
 from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.kron import Rotation
 from linnet.laplace_search import Step
@@ -54,6 +54,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             )
         tensors |= {f"inputs.{key}": value for key, value in inputs[0].items()}
         form = inputs[1]
+    kept, seen = behavior.record(la.lin_, la._probe)
     apart = ("model", "params", "output", "dtype", "likelihood")
     meta = {
         "estimator": "Laplace",
@@ -62,11 +63,12 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
         "parameters": list(la.lin_.theta),
         "dtype": str(la.lin_.dtype).removeprefix("torch."),
         "posterior": name,
-        "base": saved.checksum(la.model),
+        "base": saved.base_of(la),
         "likelihood": type(inner).__name__,
         "shape": list(la._read.shape),
         "one_column": la._one_column,
         "inputs": form,
+        "behavior": seen,
         "state": {
             "structure": la.structure_,
             "scales": {key: float(value) for key, value in la.scales_.items()},
@@ -79,7 +81,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             "n_features_in": getattr(la, "n_features_in_", None),
         },
     }
-    io.save(path, tensors, meta, kind=KIND)
+    io.save(path, tensors | kept, meta, kind=KIND)
 
 
 def _read(
@@ -99,6 +101,7 @@ def _read(
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"], "noise": None}
     la = Laplace(model, unit, output=output, **settings)
     la._attach(model)
+    la._probe = behavior.check(path, la.lin_, tensors, meta.get("behavior"))
     la._read.shape = shape = tuple(meta["shape"])
     la._unit = la.likelihood_ = Sites(unit, shape) if shape else unit
     la._noise_base, la._noise, la._one_column = noise, 1.0, meta["one_column"]

@@ -23,7 +23,8 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
     """The network as a linear model around its own weights, f(x; theta) ~ f(x; theta0) + J(x) (theta - theta0).
 
     The module is never modified: linnet works on a copy of its structure that shares the parameters and is in eval
-    mode. Parameters that change afterwards (more training) are noticed, and refused.
+    mode. Parameters and buffers that change afterwards (more training) are noticed, and refused: here and wherever data
+    is first used, the bytes of all weights are compared (see `linnet.watch`).
 
     Args:
         model: Any module.
@@ -60,6 +61,7 @@ class Linearization(Chunks):
 
     def __call__(self, x: Any) -> Tensor:
         """f(x; theta0) as (n, c), for anything that the model takes: a tensor, an array, a tuple or a dict."""
+        self.check_unchanged(contents=True)
         source = as_source(x, self._model.forward)
         with torch.no_grad(), self._setting("highest"):
             return torch.cat([self.forward({}, b.to(self.device)) for b in source.batches(source.n)])
@@ -93,6 +95,7 @@ class Linearization(Chunks):
         """
         from linnet.jacobian import Jacobian
 
+        self.check_unchanged(contents=True)
         source = as_source(data, self._model.forward)
         return Jacobian(
             self,
@@ -123,7 +126,7 @@ class Linearization(Chunks):
             raise ValueError(
                 f"A linearization computes in torch.float32 or torch.float64; got {dtype}. Pass one of them."
             )
-        self.check_unchanged()
+        self.check_unchanged(contents=True)
 
         def cast(t: Tensor) -> Tensor:
             return as_dtype(t, dtype)

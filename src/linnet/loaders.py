@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from linnet import _checks
-from linnet.batch import Batch, Source, check_finite
+from linnet.batch import CODED, Batch, Source, check_finite
 from linnet.signature import Signature
 from linnet.streams import Codes, Mapped, checksum
 
@@ -51,6 +51,9 @@ class LoadedInOrder(Source):
                 check_finite(batch)
             yield batch
             start += batch.n
+
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.codes.code(start, self.n if stop is None else stop)  # all were read to be counted
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         count = 0
@@ -97,6 +100,19 @@ class LoadedByPosition(Source):
         other = copy(self)
         other.changes, other.codes, other.mapped = True, None, self.mapped.changing()
         return other
+
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        stop = self.n if stop is None else stop
+        if self.codes is None:
+            return self.mapped.code(start, stop)
+        own = [r for r in self.ranges if start <= r.start < stop]
+        if not all(self.codes.knows(r.start) for r in own):
+            for _ in self._batches(CODED, start, stop):
+                pass
+        return (self.mapped.code(start, stop) + self.codes.code(start, stop)) % 2**64
+
+    def glimpse(self) -> int:
+        return self.mapped.glimpse()
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         # Whole batches of the loader, so that a collate_fn that pads gives what it gives in a full pass.

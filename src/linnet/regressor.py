@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from linnet import _checks, conditioned, gaussian, saved
 from linnet._checks import check_module
+from linnet.behavior import drawn_inputs
+from linnet.distributed import check_ranks_agree
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -26,7 +28,7 @@ from linnet.params import Params
 from linnet.predictions import check_covariance_fits
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, choose_solver
-from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like
+from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
 
 NOISE_FLOOR = 1e-3
 """What measured best over few-shot sinusoids with noise from 1 % to half of their amplitude."""
@@ -170,6 +172,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         check_prior(self.prior, lin)
         settings = self._settings(lin.dtype)
         jacobians = [self._jacobian(X) for X in inputs]
+        self._probe = drawn_inputs(jacobians[0]._source)
         rows = max(J.shape[0] for J in jacobians)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
@@ -179,6 +182,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             self._given_noise(jacobians[0])
         jacobians = [cached_if_fits(J) for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
+        check_ranks_agree(lin, None, options=plain_options(self), targets=torch.cat([y.flatten() for y in targets]))
         self._one_column = targets[0].ndim == 1
         # A network that is not trained has nothing to say about the level.
         self._level = torch.cat(targets).view(-1, jacobians[0].c).mean(0) if self.model is None else None
@@ -261,6 +265,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         return found
 
     def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
+        self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
@@ -427,6 +432,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _precisions(self) -> Tensor:
         if "precisions" not in self._kept:
+            self.lin_.check_unchanged(contents=True)
             self._kept["precisions"] = conditioned.precisions(self._train, self._fit_)
         return self._kept["precisions"]
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from linnet import io
-from linnet.distributed import add_up, rank_and_world
+from linnet.distributed import add_up, rank_and_world, shard
+from linnet.frozen import Kept
 from linnet.jacobian import Jacobian
 from linnet.krylov import State
 from linnet.matrices import Matrix
@@ -24,8 +25,9 @@ EXAMINED = 8
 class Resumable:
     """Saves and loads a `State`; one rank writes, all read.
 
-    Settings and weights must be the same to the bit. Data and what was computed from them, such as Fisher statistics,
-    must agree to rounding on a few examples: sums over other chunks differ in the last digits.
+    Settings, weights and data must be the same to the bit: all parameters and buffers, and all examples. What was
+    computed from the data, such as Fisher statistics, must agree to rounding on a few examples: sums over other chunks
+    differ in the last digits.
 
     Args:
         V: The operator.
@@ -42,12 +44,12 @@ class Resumable:
         """Replace what was saved."""
         if self.file.path is None:
             return
-        probe = self._probe  # by all ranks
+        probe, codes = self._probe, self._codes  # by all ranks
         if self.writes:
             tensors = {"X": state.X, "T": state.T, "probe": probe}
             tensors |= {f"Q{i}": Q for i, Q in enumerate(state.Q)} | {f"U{i}": U for i, U in enumerate(state.U)}
             kept = {name: getattr(state, name) for name in ("passes", "coarse", "rest")}
-            self.file.save(tensors, {"blocks": len(state.Q), **kept})
+            self.file.save(tensors, {"blocks": len(state.Q), **kept, "codes": codes})
 
     def load(self) -> State | None:
         """What was saved last, or None."""
@@ -56,6 +58,12 @@ class Resumable:
         if found is None:
             return None
         tensors, meta = found
+        for name, code in meta.get("codes", {}).items():  # files of older versions have none
+            if code != self._codes.get(name):
+                raise ValueError(
+                    f"{self.file.path} belongs to another computation: {name} have changed since it was written, "
+                    "if only in one number. Remove the file or name another."
+                )
         probe, here = tensors["probe"], self._probe
         close = 1e-8 if self.V.dtype == torch.float64 else 1e-3
         if probe.shape != here.shape or not bool((probe - here).norm() <= close * here.norm()):
@@ -81,6 +89,20 @@ class Resumable:
         v = torch.randn(self.V.shape[1], 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         v = v.to(self.V.device, self.V.dtype)
         return v.new_zeros(0) if few is None else few._matmul(v)[:, 0]
+
+    @cached_property
+    def _codes(self) -> dict[str, str]:
+        """Checksums of all weights and all data; each rank adds its own examples."""
+        V = self.V.base if isinstance(self.V, Affine) else self.V
+        if not isinstance(V, Jacobian):
+            return {}
+        source = V._source
+        while isinstance(source, Kept):  # activations of frozen layers follow from the data
+            source = source.base
+        own = source.code(*shard(source.n, *rank_and_world()))
+        every = torch.tensor(own - 2**64 if own >= 2**63 else own, device=V.device)
+        add_up(every)
+        return {"the data": f"{int(every) % 2**64:016x}", "the weights": f"{V.lin._watched.code:016x}"}
 
     def _agree(self, found: bool) -> None:
         """Raise on all ranks if only some have found the file."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet import _light, io, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
+from linnet import _light, behavior, io, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
 from linnet.evidence import Choice
 from linnet.likelihoods import Bernoulli, Categorical
 from linnet.matrices import Stack
@@ -83,12 +83,13 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         for i, x in enumerate(inputs):
             tensors |= {f"inputs.{i}.{key}": value for key, value in x[0].items()} if x else {}
     own, more = estimator._state()
+    kept, seen = behavior.record(estimator.lin_, estimator._probe if estimator.model is not None else None)
     if estimator.model is None:
         network = estimator.lin_.module
         tensors |= {f"network.{key}": value for key, value in network.state_dict().items()}
         base = None
     else:
-        base = checksum(estimator.model)
+        base = base_of(estimator)
     meta = {
         "estimator": type(estimator).__name__,
         "settings": settings_of(estimator, apart=("model", "params", "top", "output", "dtype")),
@@ -99,8 +100,9 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         "base": base,
         "state": state,
         "own": own,
+        "behavior": seen,
     }
-    io.save(path, tensors | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
+    io.save(path, tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output: Any = None, score: Any = None) -> Any:
@@ -117,6 +119,15 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
     if meta.get("estimator") not in _READERS:
         raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
     return _READERS[meta["estimator"]](path, tensors, meta, model, output=output, score=score)
+
+
+def base_of(estimator: Any) -> str:
+    """The checksum of the weights that an estimator was fitted with; raises where these have changed since."""
+    from sklearn.utils.validation import check_is_fitted
+
+    check_is_fitted(estimator)
+    estimator.lin_.check_unchanged(contents=True)
+    return checksum(estimator.lin_.given)
 
 
 def check_base(path: str | os.PathLike[str], base: str | None, model: nn.Module | None) -> None:
@@ -150,7 +161,7 @@ def _read(
     network = model if model is not None else _default(tensors, estimator.seed)
     device = next(network.parameters()).device
     tensors = {key: value.to(device) for key, value in tensors.items()}
-    _restore(estimator, network, tensors, meta)
+    _restore(path, estimator, network, tensors, meta)
     return estimator
 
 
@@ -163,10 +174,13 @@ def checksum(model: nn.Module) -> str:
     return io.fingerprint(model.state_dict())
 
 
-def _restore(estimator: Tangent, network: nn.Module, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+def _restore(
+    path: Any, estimator: Tangent, network: nn.Module, tensors: dict[str, Tensor], meta: dict[str, Any]
+) -> None:
     state = meta["state"]
     dtype = {"float32": torch.float32, "float64": torch.float64}[meta["dtype"]]
     estimator._attach(network, dtype)
+    estimator._probe = behavior.check(path, estimator.lin_, tensors, meta.get("behavior"))
     estimator.prior_variance_ = tensors["prior_variance"]
     estimator.scales_, estimator.solver_, estimator.solution_ = state["scales"], state["solver"], None
     estimator.log_evidence_, estimator.log_evidence_error_ = state["log_evidence"], state["log_evidence_error"]

@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from linnet import _checks
 from linnet.batch import Batch, Source, check_finite
+from linnet.checksums import total
 from linnet.signature import Signature, read_only_welcome
+
+GLIMPSED = 16
+"""Examples of a Dataset that ranks compare with each other."""
+
+READ = 64
+"""Examples that are read at once where only their checksums count."""
 
 
 class Mapped(Source):
@@ -85,6 +92,18 @@ class Mapped(Source):
         other.codes = Unchecked(self.kind)
         return other
 
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        stop = self.n if stop is None else stop
+        missing = [i for i in range(start, stop) if not self.codes.knows(i)]
+        for _ in self.read([missing[a : a + READ] for a in range(0, len(missing), READ)]) if missing else ():
+            pass
+        return self.codes.code(start, stop)
+
+    def glimpse(self) -> int:
+        """Of a few examples, since reading all of them may take long."""
+        few = sorted(set(torch.linspace(0, self.n - 1, min(self.n, GLIMPSED)).round().long().tolist()))
+        return sum(self.code(i, i + 1) for i in few) % 2**64
+
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         return self.read([range(a, min(a + size, stop)) for a in range(start, stop, size)])
 
@@ -100,7 +119,7 @@ class Iterated(Source):
         self.kind = f"{type(dataset).__name__}, in order"
         self.codes = Codes(self.kind)
         self.collate = CheckedCollate(default_collate)
-        self.n = sum(batch.n for batch in self._read(iter(dataset), 64, 0))
+        self.n = sum(batch.n for batch in self._read(iter(dataset), READ, 0))
         _checks.check_some(self.n, self.kind)
 
     def _read(self, examples: Iterator[Any], size: int, start: int) -> Iterator[Batch]:
@@ -113,6 +132,9 @@ class Iterated(Source):
                 check_finite(batch)
             yield batch
             start += len(items)
+
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.codes.code(start, self.n if stop is None else stop)  # all were read to be counted
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         examples = iter(self.dataset)
@@ -148,6 +170,15 @@ class Codes:
         self.kind = kind
         self.seen = array("q")
 
+    def knows(self, position: int) -> bool:
+        """Whether the example at a position was seen."""
+        return position < len(self.seen) and self.seen[position] != -1
+
+    def code(self, start: int, stop: int) -> int:
+        """One checksum of those of examples start to stop."""
+        known = torch.tensor(self.seen[start:stop], dtype=torch.int64)
+        return total(known + 1, start)  # what is not known adds nothing
+
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
         """Compare with what was seen, or keep; whether any is new.
 
@@ -167,10 +198,18 @@ class Codes:
 
 
 class Unchecked:
-    """Takes the place of `Codes` where examples may change: all are new every time."""
+    """Takes the place of `Codes` where examples may change: all are new every time, and none has a checksum."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+
+    def knows(self, position: int) -> bool:
+        """Always, since reading an example again would tell nothing."""
+        return True
+
+    def code(self, start: int, stop: int) -> int:
+        """The same for all examples."""
+        return 0
 
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
         """Whether any is new."""

@@ -19,6 +19,7 @@ from linnet.batch import Batch, Given, Source
 from linnet.blocks import block_names, top_blocks
 from linnet.contexts import forward_mode
 from linnet.data import InMemory, as_source
+from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select
@@ -68,6 +69,7 @@ class Tangent(Portable, BaseEstimator):
     top_: int | None = None
     top_path_: dict[int, float] | None = None
     _train_inputs: list[Any]
+    _probe: Batch | None = None
     _chosen: list[str] | None = None
 
     # Which parameters.
@@ -155,7 +157,9 @@ class Tangent(Portable, BaseEstimator):
     def _jacobian(self, X: Any, lin: Linearization | None = None) -> Jacobian:
         lin = self.lin_ if lin is None else lin
         # Chunks have a budget of their own; memory= is for the dense matrices of the solvers.
-        return lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
+        J = lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
+        check_ranks_agree(lin, J._source)
+        return J
 
     def _new_inputs(self, X: Any) -> Jacobian:
         check_is_fitted(self)
@@ -233,6 +237,7 @@ class Tangent(Portable, BaseEstimator):
     def to_module(self) -> LinearizedModule:
         """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero)."""
         check_is_fitted(self)
+        self.lin_.check_unchanged(contents=True)
         level = getattr(self, "_level", None)
         return LinearizedModule(self.lin_, self.posterior_.delta, with_network=self._mean == "network", level=level)
 
@@ -241,7 +246,8 @@ class Tangent(Portable, BaseEstimator):
         check_is_fitted(self)
         if self.model is None:
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
-        changed = copy.deepcopy(self.model)
+        self.lin_.check_unchanged(contents=True)
+        changed = copy.deepcopy(self.lin_.given)
         with torch.no_grad():
             for name, parameter in select(changed, list(self.lin_.theta)).items():
                 parameter += self.delta_[name].to(parameter)
@@ -294,6 +300,9 @@ class Linearity:
 class LinearizedModule(nn.Module):
     """``f(x; theta0) + J(x) delta`` as a module; its buffers are the displacement.
 
+    Where it shares weights with the network that was given (a fit in that network's own dtype), later training of the
+    network is refused.
+
     Args:
         lin: The linearization.
         delta: (p,).
@@ -309,6 +318,8 @@ class LinearizedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.lin, self.with_network = lin, with_network
+        own, given = ({t.data_ptr() for t in module.parameters()} for module in (lin.module, lin.given))
+        self.shares_weights = not own.isdisjoint(given)
         self.register_buffer("delta", delta)
         self.register_buffer("level", torch.zeros((), dtype=delta.dtype) if level is None else level)
 
@@ -316,6 +327,8 @@ class LinearizedModule(nn.Module):
         leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not leaves:
             raise TypeError("The linearized module takes the tensors that the network takes.")
+        if self.shares_weights:
+            self.lin.check_unchanged(contents=True)
         batch = Batch(args, kwargs, None, start=0, n=len(leaves[0])).to(self.lin.device)
         asks = torch.is_grad_enabled() and any(x.requires_grad for x in (*leaves, self.delta))
         f, shift = self._by_reverse(batch) if asks else self._by_products(batch)
@@ -344,6 +357,13 @@ class LinearizedModule(nn.Module):
                 return f, torch.zeros_like(f)
             (shift,) = torch.autograd.grad(along, u, create_graph=True)
         return f, shift
+
+
+def plain_options(estimator: BaseEstimator) -> list[tuple[str, Any]]:
+    """The constructor's arguments that print alike on all ranks; a progress bar may be shown on one of them."""
+    given = estimator.get_params(deep=False)
+    kinds = (str, bool, int, float, type(None))
+    return sorted((name, v) for name, v in given.items() if name != "progress" and isinstance(v, kinds))
 
 
 def fast_float64(device: torch.device) -> bool:

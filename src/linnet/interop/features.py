@@ -83,7 +83,7 @@ class TangentFeatures:
 
     def outputs(self, x: Tensor) -> Tensor:
         """f(x; theta0), (n, c), with a graph where x requires a gradient."""
-        self.lin.check_unchanged()
+        self.lin.check_unchanged(contents=True)
         with torch.set_grad_enabled(needs_grad(x)), self.lin._setting("highest"):
             return self.lin.forward({}, _batch(x.to(self.lin.device))).to(self.lin.dtype)
 
@@ -101,7 +101,7 @@ class TangentFeatures:
 
     def _find(self, x: Tensor) -> _Known:
         """What is known of inputs with these values; the least recently used are forgotten."""
-        self.lin.check_unchanged()
+        self.lin.check_unchanged(contents=True)
         x = x.detach()
         for i, entry in enumerate(self._known):
             alike = (entry.x.shape, entry.x.dtype, entry.x.device) == (x.shape, x.dtype, x.device)
@@ -115,7 +115,7 @@ class TangentFeatures:
 
     def rows(self, x: Tensor) -> Tensor:
         """J(x), (n c, p), with a graph to x."""
-        self.lin.check_unchanged()
+        self.lin.check_unchanged(contents=True)
         x = x.to(self.lin.device)
         return self._vectorized(x) if self._can_vectorize(x) else self._one_by_one(x)
 
