@@ -30,7 +30,6 @@ from linnet.guard import READERS
 from linnet.linearize import Linearization
 from linnet.proofs import TOLERANCE, random_signs
 from linnet.structure import PROBE, Structure
-from linnet.uses import tensors
 
 Key = tuple[str, int]
 """A call: the name of the module, and how many calls of it came before."""
@@ -400,19 +399,23 @@ class _Reach(TorchFunctionMode):
                 self._sources[id(part)] = self._sources.get(id(part), set()) | sources
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = list(tensors((args, kwargs or {})))
+        given = _tensors((args, kwargs or {}))
         versions = [t._version for t in given]
         out = func(*args, **(kwargs or {}))
         bases = [t._base for t in given if t._is_view() and t._base is not None]
         sources = set().union(*(self._sources.get(id(t), set()) for t in (*given, *bases)))
         if sources:
-            made = list(tensors(out))
+            made = _tensors(out)
             changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
             for t in (*made, *changed):
                 self._add(t, sources)
             if not made and not changed and func in READERS:
                 self._decided |= sources
         return out
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _depends(out: Any) -> bool:
