@@ -34,7 +34,7 @@ def drawn_inputs(source: Source) -> Batch:
     have to mask what there is.
 
     >>> from linnet.data import as_source
-    >>> batch = drawn_inputs(as_source((torch.ones(5, 3), torch.arange(5)), nn.Linear(3, 1)))
+    >>> batch = drawn_inputs(as_source((torch.ones(5, 3), torch.arange(5)), torch.nn.Linear(3, 1)))
     >>> batch.n, batch.args, batch.rest
     (2, (tensor([[1., 1., 1.],
             [1., 1., 1.]]),), None)

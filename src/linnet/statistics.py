@@ -131,6 +131,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         judge = J.lin.to(torch.float64 if finer else torch.float32).jacobian(source, progress=False)
         found = [_squares(few, judge, half, centered=centered) for half in halves]
     except (RuntimeError, TypeError, ValueError) as error:
+        J.lin.check_unchanged(contents=True)
         warnings.warn(
             f"The model cannot be run in {'float64' if finer else 'float32'} ({error}), so rounding noise cannot be "
             "told from small signals: no column is left out of the Fisher vectors but those that are zero.",
