@@ -160,6 +160,26 @@ class Tokens(nn.Module):
         return self.head((h + extra["x"]).tanh() ** self.power) + shift
 
 
+class Remembering(nn.Linear):
+    """Answers otherwise from its second pass on."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) * (1.0 if self.passes == 1 else 2.0)
+
+
+def test_networks_that_remember_their_passes_are_compared_as_they_were_at_first() -> None:
+    lin = linnet.linearize(Remembering())
+    inputs = behavior.drawn_inputs(as_source(X, lin.module))
+    lin.module(X)
+    tensors, meta = behavior.record(lin, inputs)
+    behavior.check("a.safetensors", linnet.linearize(lin.given), tensors, meta)
+
+
 def test_dicts_of_tokens_masks_and_nested_tensors(tmp_path: Path) -> None:
     ids = torch.randint(3, 20, (12, 6), generator=torch.Generator().manual_seed(0))
     data = {"ids": ids, "mask": (torch.arange(6) < 4).long().expand(12, 6), "extra": {"x": X[:, :1]}, "shift": 0.5}

@@ -140,7 +140,7 @@ def _names(lin: Linearization, meta: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def _outputs(lin: Linearization, inputs: Batch) -> Tensor:
     with lin._setting("highest"):
-        return lin.forward({}, inputs.to(lin.device))
+        return lin._as_at_first().forward({}, inputs.to(lin.device))  # before any pass has left something behind
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def _size(lin: Linearization, inputs: Batch) -> float:
         dtype = lin._cast
         batch = batch.with_inputs(lambda t: as_dtype(t, dtype))
     with lin._setting("highest"):
-        raw = lin.module(*batch.args, **batch.kwargs)
+        raw = lin._as_at_first().module(*batch.args, **batch.kwargs)
     found = [t for t in pytree.tree_leaves(raw) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
     return max((float(t.abs().max()) for t in found), default=0.0)
 

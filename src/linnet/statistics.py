@@ -125,6 +125,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
     else:
         source = Given(next(iter(J._source.batches(count, 0, count))), "first examples")
         few = J._of(source)
+    J.lin.check_unchanged(contents=True)
     finer = J.lin.model_dtype != torch.float64
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
     try:

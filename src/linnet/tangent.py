@@ -300,8 +300,7 @@ class Linearity:
 class LinearizedModule(nn.Module):
     """``f(x; theta0) + J(x) delta`` as a module; its buffers are the displacement.
 
-    Where it shares weights with the network that was given (a fit in that network's own dtype), later training of the
-    network is refused.
+    It stands on the weights of the network that was given: later training of that network is refused.
 
     Args:
         lin: The linearization.
@@ -318,8 +317,6 @@ class LinearizedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.lin, self.with_network = lin, with_network
-        own, given = ({t.data_ptr() for t in module.parameters()} for module in (lin.module, lin.given))
-        self.shares_weights = not own.isdisjoint(given)
         self.register_buffer("delta", delta)
         self.register_buffer("level", torch.zeros((), dtype=delta.dtype) if level is None else level)
 
@@ -327,8 +324,7 @@ class LinearizedModule(nn.Module):
         leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not leaves:
             raise TypeError("The linearized module takes the tensors that the network takes.")
-        if self.shares_weights:
-            self.lin.check_unchanged(contents=True)
+        self.lin.check_unchanged(contents=True)
         batch = Batch(args, kwargs, None, start=0, n=len(leaves[0])).to(self.lin.device)
         asks = torch.is_grad_enabled() and any(x.requires_grad for x in (*leaves, self.delta))
         f, shift = self._by_reverse(batch) if asks else self._by_products(batch)
