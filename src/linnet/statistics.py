@@ -124,7 +124,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         few, source = J.subset(index), J._source.subset(index)
     else:
         source = Given(next(iter(J._source.batches(count, 0, count))), "first examples")
-        few = J._of(source)
+        few, count = J._of(source), source.n  # a loader's own batches may be smaller
     J.lin.check_unchanged(contents=True)
     finer = J.lin.model_dtype != torch.float64
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
@@ -132,7 +132,6 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         judge = J.lin.to(torch.float64 if finer else torch.float32).jacobian(source, progress=False)
         found = [_squares(few, judge, half, centered=centered) for half in halves]
     except (RuntimeError, TypeError, ValueError) as error:
-        J.lin.check_unchanged(contents=True)
         warnings.warn(
             f"The model cannot be run in {'float64' if finer else 'float32'} ({error}), so rounding noise cannot be "
             "told from small signals: no column is left out of the Fisher vectors but those that are zero.",
