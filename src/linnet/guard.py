@@ -92,7 +92,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     """Whether a function writes into its first argument or into ``out``."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in WRITERS or func is Tensor.data.__set__  # type: ignore[attr-defined]
+    return in_place or name in WRITERS or func == Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def address(t: Tensor) -> int:

@@ -19,7 +19,7 @@ from linnet.contexts import Precision, forward_mode
 from linnet.functional import Functional, Output
 from linnet.guard import DIGITS, Calls, address
 from linnet.params import Params
-from linnet.proofs import TOLERANCE, Apart, Truth, random_signs, tolerance_of
+from linnet.proofs import TOLERANCE, Apart, RandomState, Truth, random_signs, tolerance_of
 from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
 
 SMALL = 64
@@ -110,9 +110,12 @@ class Inspected(Functional):
     def _check_independent(self, small: Recording, probe: Batch) -> None:
         """Raise if the outputs are random, or outputs or gradients change with the other examples of the batch."""
         n, tolerance, out = probe.n, self._tolerance(), small.out.detach()
+        before = RandomState(self.device)
         with torch.no_grad():
             if not _checks.close(self.forward({}, probe), out, tolerance):
                 raise _checks.random_output()
+            if small.draws or before.moved():
+                self._check_not_random(probe, out)
             plain = self.plain_outputs(probe)
             if plain is not None and not _checks.close(plain, out, tolerance):
                 raise _checks.not_functional()
@@ -213,13 +216,18 @@ class Inspected(Functional):
                 self._check_not_random(batch, f)
             for index, found in apart.outputs:
                 if not self._alike(batch, f, index, found, tolerance):
+                    self._check_state(batch, f, tolerance)
                     if not _checks.close(self.forward({}, batch).to(f), f, tolerance):
                         raise _checks.random_output()
                     raise _checks.examples_interact(batch.start, batch.n)
-            if self.stateful and apart.outputs:
+            if apart.outputs:
                 index, found = apart.outputs[0]
-                if not _checks.close(self._as_at_first().forward({}, batch.take(index)), found, tolerance):
-                    raise _checks.keeps_state()
+                self._check_state(batch.take(index), found, tolerance)
+
+    def _check_state(self, batch: Batch, f: Tensor, tolerance: float) -> None:
+        """Raise if earlier passes have changed the outputs of a batch."""
+        if self.stateful and not _checks.close(self._as_at_first().forward({}, batch).to(f), f, tolerance):
+            raise _checks.keeps_state()
 
     def _alike(self, batch: Batch, f: Tensor, index: Tensor, found: Tensor, tolerance: float) -> bool:
         """Whether examples have the same outputs in another batch."""
