@@ -42,7 +42,7 @@ def publish(out: Path, stamp: int) -> None:
         if stamp % 2:
             outputs.write_csv(folder / "predictions.csv", {"stamp": [stamp] * 50})
         outputs.write_json(folder / "metrics.json", {"stamp": stamp})
-        runs.save(folder, runs.made("adapt", "adapter.safetensors", "a:b", None, Reading(), seed=stamp))
+        runs.save(folder, runs.make_run("adapt", "adapter.safetensors", "a:b", None, Reading(), seed=stamp))
 
 
 def accepted(out: Path) -> tuple[int, bool] | None:
@@ -165,7 +165,7 @@ def test_killed_at_every_call(kills, exchange):
         seen.add(found)
         assert found in ("old", "new", "none")
         if found == "none":  # between two renames, where folders cannot be exchanged
-            assert not exchange and publishing.set_aside(kills.out) is not None
+            assert not exchange and publishing.find_set_aside(kills.out) is not None
             with pytest.raises(UsageError, match="was killed while it replaced this run; the run is in"):
                 runs.read(kills.out)
             with pytest.warns(UserWarning, match="The earlier run is there again"):

@@ -221,7 +221,7 @@ def test_failures_on_the_way(tmp_path, line, monkeypatch):
 
 def test_runs_that_are_none(tmp_path, line):
     train = line[4]
-    for folder in (tmp_path, tmp_path / "none"):
+    for folder in (tmp_path, tmp_path / "none", tmp_path / "no" / "where"):
         said = refused("predict", "--run", folder, "--data", train, "--out", tmp_path / "p.csv")
         assert "--run needs a folder" in said
     (tmp_path / "run.json").write_text("{")

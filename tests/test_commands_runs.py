@@ -307,6 +307,7 @@ def test_runs_of_others_ask_for_trust(copied, made, tmp_path, monkeypatch):
     assert "made by this user" in done("info", out)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
     for settings in ("without a key", "with another key"):
+        assert not trust.key_path().exists()  # to look for a key makes none
         if settings == "with another key":
             assert trust.sign("text") and trust.key_path().stat().st_mode & 0o077 == 0
         said = refused(*predict, "--force")
@@ -325,7 +326,7 @@ def test_a_run_that_names_other_code_since(copied, made, tmp_path):
     mark = tmp_path / "imported"
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
     found = json.loads(path.read_text()) | {"model": f"{tmp_path / 'evil.py'}:build", "own": True}
-    path.write_text(json.dumps(found | {"sha256": runs._sum(runs._said(found))}))
+    path.write_text(json.dumps(found | {"sha256": runs._sha256(runs._content_text(found))}))
     assert not runs.read(out).own
     assert f"names: {tmp_path / 'evil.py'}:build" in refused(*predict)
     assert not mark.exists()

@@ -12,7 +12,7 @@ from linnet import FisherEmbedding, Laplace, TangentClassifier, TangentRegressor
 from linnet.lowrank import low_rank
 
 N = 200
-PROBED = 20  # the examples on which a network is checked, several times over
+PROBED = 40  # the examples on which a network is checked, several times over
 
 
 class Counting(nn.Module):

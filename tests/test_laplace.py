@@ -780,3 +780,22 @@ class Times(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * x
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_the_factor_of_held_out_data_is_the_best_of_a_grid(spread: float) -> None:
+    """Against fits with the prior variance given: what data have determined does not widen with the prior."""
+    model = net(CASES["numbers"][0])
+    held = normal(25, X.shape[1], seed=11)
+    targets = model(held).detach() + spread * normal(25, NUMBERS.shape[1], seed=12)
+    la = Laplace(model, CASES["numbers"][1], "full", "shared").fit(X, NUMBERS).tune(validation=(held, targets))
+    first, best = la.tune_path_[-2].scales[0], la.scales_["all"]
+
+    def score(scale: float) -> float:
+        at = Laplace(model, CASES["numbers"][1], "full", scale, noise=la.noise_).fit(X, NUMBERS)
+        mean, std = at.predict(held, return_std=True, noise=True)
+        return float(torch.distributions.Normal(mean, std).log_prob(targets).sum())
+
+    grid = [score(first * 10**d) for d in torch.arange(-8, 3.01, 0.5).tolist()]
+    assert score(best) >= max(grid) - 1e-3
+    assert 1e-8 * (1 - 1e-9) <= best / first <= 1e3 * (1 + 1e-9)

@@ -64,7 +64,7 @@ def test_a_dense_matrix_above_the_memory_given_is_refused_before_any_pass(name, 
     with pytest.raises(MemoryError, match=r"memory= allows 48.8 KiB. Use .*, or allow more with memory=") as caught:
         fit(memory=LITTLE)
     assert f"takes {plan._bytes(needed)}" in str(caught.value)
-    assert Counting.seen <= 20  # a few probe examples
+    assert Counting.seen <= 40  # a few probe examples, several times over
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -83,7 +83,7 @@ def test_a_joint_covariance_that_does_not_fit_is_refused(monkeypatch):
         monkeypatch.setattr(Counting, "seen", 0)
         with pytest.raises(MemoryError, match=r"return_cov=True for 2,000 inputs .* Ask for return_std=True"):
             fitted.predict(many, return_cov=True)
-        assert Counting.seen <= 20
+        assert Counting.seen <= 40
         mean, std = fitted.predict(many, return_std=True)
         assert mean.shape == std.shape
 

@@ -201,3 +201,18 @@ def test_bad_regression(mean, std, target, match):
 def test_bad_level(level):
     with pytest.raises(ValueError, match="level must lie between 0 and 1"):
         metrics.coverage([0.0], 1.0, [0.0], level=level)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_numbers_in_single_precision_are_scored_in_double(score):
+    p, y = drawn(200, 5)
+    p = p.float()
+    assert score(p, y) == score(p.double(), y)
+
+
+def test_regressions_in_single_precision_are_scored_in_double():
+    """Errors that a square in float32 would lose beside a large one."""
+    mean, std, target = torch.zeros(3), torch.full((3,), 0.1), torch.tensor([1e4, 1.0, 1.0])
+    assert metrics.rmse(mean, target) == math.sqrt((1e8 + 2) / 3)
+    for score in (metrics.gaussian_nll, metrics.coverage):
+        assert score(mean, std, target) == score(mean.double(), std.double(), target.double())

@@ -80,3 +80,13 @@ def test_arrays_that_run_backwards_are_taken():
     np.testing.assert_allclose(one.predict(X.numpy()), two.predict(X.numpy()), rtol=1e-9)
     la = linnet.Laplace(model, "regression").fit(backwards, y[::-1])
     assert la.predict(X.numpy()).shape == (12, 2)
+
+
+def test_sparse_outputs_are_refused_by_name():
+    class Sparse(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).to_sparse()
+
+    with pytest.raises(TypeError, match=r"needs dense outputs.*Use output=lambda out: out.to_dense\(\)"):
+        linnet.linearize(Sparse(4, 2))(X)
+    assert linnet.linearize(Sparse(4, 2), output=lambda out: out.to_dense())(X).shape == (12, 2)

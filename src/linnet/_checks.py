@@ -475,6 +475,10 @@ def output_matrix(out: object, n: int) -> Tensor:
             f"linnet differentiates floating outputs; got {out.dtype} of shape {tuple(out.shape)}. Return logits or "
             "means rather than labels, for example with output=."
         )
+    if out.layout is not torch.strided:
+        raise TypeError(
+            f"linnet needs dense outputs; the model's have layout {out.layout}. Use output=lambda out: out.to_dense()."
+        )
     if out.ndim == 0 or len(out) != n or out.ndim > 2 or out.shape[-1] == 0:
         hint = (
             "For outputs with more axes use output=lambda out: out.flatten(1)."

@@ -228,7 +228,7 @@ def record(
     *,
     n: int,
     changes: Changes = NO_CHANGES,
-    calls: Callable[[frozenset[int]], Calls] = lambda current: Calls({}, {}, current),
+    calls: Callable[[frozenset[int]], Calls] = lambda current: Calls({}, {}, {}, current),
 ) -> Recording:
     """A forward pass at theta.
 

@@ -207,8 +207,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         J = self._jacobian(source)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
-            shape, settings, device = J.shape, how.settings, J.device
-            generalized.choose(*shape, settings, device=device, kernels=kernels + 1, inference=how.inference)
+            generalized.choose(*J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference)
         targets = None
         if at_hand(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)

@@ -114,7 +114,9 @@ def _finite_difference(
             assert batch.f is not None
             return _kl_gradient(likelihood, f[batch.start : batch.start + batch.n], batch.f)
 
-        return J.at(_moved(lin, v, step)).pullback(gradient) / step
+        near = J.at(_moved(lin, v, step))
+        near._proofs = J._proofs  # so small a step is the same network
+        return near.pullback(gradient) / step
 
     return by_block(J, V, columns)
 

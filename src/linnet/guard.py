@@ -37,16 +37,23 @@ class Calls:
 
     Args:
         originals: Names of tensors that nothing may read, by their ``id``.
-        storages: Names of all parameters, by the address of their memory.
-        current: ``id`` of the tensors that stand for them in this pass.
+        selected: Names of the selected parameters, by the address of their memory.
+        storages: Names of all parameters, likewise.
+        current: ``id`` of the tensors that stand for the selected parameters in this pass.
 
     Attributes:
         draws: Whether a function was given a random generator of its own.
         coarsest: The floating dtype with the fewest digits among the results.
     """
 
-    def __init__(self, originals: Mapping[int, str], storages: Mapping[int, str], current: frozenset[int]) -> None:
-        self._originals, self._storages, self._current = originals, storages, current
+    def __init__(
+        self,
+        originals: Mapping[int, str],
+        selected: Mapping[int, str],
+        storages: Mapping[int, str],
+        current: frozenset[int],
+    ) -> None:
+        self._originals, self._selected, self._storages, self._current = originals, selected, storages, current
         self.draws = False
         self.coarsest = torch.float64
 
@@ -76,7 +83,7 @@ class Calls:
         if id(t) in self._originals:
             return self._originals[id(t)]
         if t.requires_grad and t.is_leaf and id(t) not in self._current:  # a leaf of an earlier pass
-            return self._storages.get(address(t))
+            return self._selected.get(address(t))
         return None
 
 

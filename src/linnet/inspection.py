@@ -17,7 +17,7 @@ from linnet.batch import Batch
 from linnet.capture import NO_CHANGES, Changes, Recording, record
 from linnet.contexts import Precision, forward_mode
 from linnet.functional import Functional, Output
-from linnet.guard import DIGITS, Calls
+from linnet.guard import DIGITS, Calls, address
 from linnet.params import Params
 from linnet.proofs import TOLERANCE, Apart, Truth, random_signs, tolerance_of
 from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
@@ -191,7 +191,9 @@ class Inspected(Functional):
     def _calls(self, current: frozenset[int]) -> Calls:
         """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
         known = [(id(t), name) for name, t in (*self._originals, *self._elsewhere, *self.theta.items())]
-        return Calls({key: name for key, name in known if key not in current}, self._storages(), current)
+        selected = {address(t): name for name, t in self.theta.items()}
+        others = {key: name for key, name in known if key not in current}
+        return Calls(others, selected, self._storages(), current)
 
     def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, apart: Apart, *, random: bool) -> None:
         """Raise if the outputs of a chunk are random, or change with the other examples or with earlier passes.

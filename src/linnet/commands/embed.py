@@ -101,7 +101,7 @@ def run(
             "kernel": settings.kernel,
         }
         outputs.write_json(folder / "metrics.json", record(settings.seed, settings.device, **details))
-        kept = runs.made("embed", "embedding.safetensors", model, weights, reading, seed=settings.seed)
+        kept = runs.make_run("embed", "embedding.safetensors", model, weights, reading, seed=settings.seed)
         written = finish(folder, kept, page)
     printer.written(out, written)
 

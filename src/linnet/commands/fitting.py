@@ -174,7 +174,7 @@ def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Lo
         more: The classes, and whatever else `Run` keeps.
     """
     given = {"task": loaded.goal.task, "targets": loaded.targets} | more
-    return runs.made(command, file, files.model, files.weights, loaded.reading, seed=settings.seed, **given)
+    return runs.make_run(command, file, files.model, files.weights, loaded.reading, seed=settings.seed, **given)
 
 
 def write(

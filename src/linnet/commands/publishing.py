@@ -55,7 +55,7 @@ def folder(out: Path, *, force: bool) -> Iterator[Path]:
         check_free(out, force=force, is_folder=True)
         yield out
         return
-    with reserved(out, force=force, is_folder=True) as place:
+    with reserve(out, force=force, is_folder=True) as place:
         temporary = _beside(place, NEW)
         try:
             temporary.mkdir()
@@ -76,12 +76,12 @@ def file(out: Path | None, *, force: bool) -> Iterator[None]:
             check_free(out, force=force)
         yield
         return
-    with reserved(out, force=force):
+    with reserve(out, force=force):
         yield
 
 
 @contextmanager
-def reserved(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Path]:
+def reserve(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Path]:
     """Keep other processes from writing ``out`` meanwhile, and remove what killed processes have left beside it.
 
     The lock is a file beside ``out`` that this process locks, so that the lock ends with the process however the
@@ -101,7 +101,7 @@ def reserved(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Pat
     check_free(out, force=force, is_folder=is_folder)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle = _lock(_lock_of(place), out)
+        handle = _lock(_lock_path(place), out)
     except OSError as error:
         raise _not_writable(out, error) from error
     try:
@@ -111,7 +111,7 @@ def reserved(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Pat
         yield place
     finally:
         if handle is not None:
-            _lock_of(place).unlink(missing_ok=True)
+            _lock_path(place).unlink(missing_ok=True)
             os.close(handle)
 
 
@@ -126,10 +126,10 @@ def check_free(out: Path, *, force: bool, is_folder: bool = False) -> None:
         raise UsageError(f"{out} exists. Choose another --out, or pass --force, and {what} replaced.")
 
 
-def set_aside(out: Path) -> Path | None:
+def find_set_aside(out: Path) -> Path | None:
     """The earlier run of a folder that is missing since a process was killed between two renames; else None."""
     place = Path(os.path.realpath(out))
-    return None if place.exists() else next((path for path in _left(place) if path.suffix == f".{OLD}"), None)
+    return None if place.exists() else next((path for path in _find_left_over(place) if path.suffix == f".{OLD}"), None)
 
 
 def _not_writable(out: Path, error: OSError) -> UsageError:
@@ -198,10 +198,11 @@ def _replace(temporary: Path, place: Path) -> None:
 # What is left over.
 
 
-def _left(place: Path) -> list[Path]:
+def _find_left_over(place: Path) -> list[Path]:
     """Temporary files and folders of this ``place``."""
     named = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{8}}\.({NEW}|{OLD})")
-    return sorted(path for path in place.parent.iterdir() if named.fullmatch(path.name))
+    paths = place.parent.iterdir() if place.parent.is_dir() else ()
+    return sorted(path for path in paths if named.fullmatch(path.name))
 
 
 def _tidy(place: Path) -> None:
@@ -209,7 +210,7 @@ def _tidy(place: Path) -> None:
 
     Only the process that holds the lock of ``place`` may do so: no other process is writing then.
     """
-    left = _left(place)
+    left = _find_left_over(place)
     for path in left:
         if path.suffix == f".{OLD}" and path.is_dir() and not place.exists():
             os.rename(path, place)
@@ -246,7 +247,7 @@ def _discard(old: Path, place: Path) -> None:
 # The lock.
 
 
-def _lock_of(place: Path) -> Path:
+def _lock_path(place: Path) -> Path:
     return place.with_name(f".{place.name}.lock")
 
 

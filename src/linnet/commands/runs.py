@@ -75,7 +75,9 @@ class Run:
     own: bool = False
 
 
-def made(command: str, file: str, model: str, weights: Path | None, reading: Reading, *, seed: int, **more: Any) -> Run:
+def make_run(
+    command: str, file: str, model: str, weights: Path | None, reading: Reading, *, seed: int, **more: Any
+) -> Run:
     """A run of this process, with paths that hold in other folders too.
 
     Args:
@@ -88,10 +90,10 @@ def made(command: str, file: str, model: str, weights: Path | None, reading: Rea
         more: What else `Run` keeps.
     """
     if reading.tokenizer is not None:
-        reading = replace(reading, tokenizer=sources.located(f"hf:{reading.tokenizer}").removeprefix("hf:"))
+        reading = replace(reading, tokenizer=sources.locate(f"hf:{reading.tokenizer}").removeprefix("hf:"))
     path = None if weights is None else str(weights.resolve())
     given = {"task": "", "classes": [], "targets": []} | more
-    return Run(command, file, sources.located(model), path, seed, reading, home=os.getcwd(), **given)
+    return Run(command, file, sources.locate(model), path, seed, reading, home=os.getcwd(), **given)
 
 
 def save_head(folder: Path, run: Run, model: nn.Module) -> None:
@@ -107,23 +109,25 @@ def save(folder: Path, run: Run) -> None:
     """Write run.json, the last file of a run, with the checksums of all others."""
     files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
     found = {"format": FORMAT} | as_json(asdict(replace(run, files=files)))
-    said = _said(found)
-    write_json(folder / RUN, _signed(found) | {"sha256": _sum(said), "signature": trust.sign(said)})
+    said = _content_text(found)
+    write_json(folder / RUN, _content(found) | {"sha256": _sha256(said), "signature": trust.sign(said)})
 
 
 def read(folder: Path) -> Run:
     """The run of a folder, all of whose files are as they were written."""
-    found = _found(folder)
+    found = _read_json(folder)
     path = folder / RUN
     try:
         form = found["format"]
         if form > FORMAT:
             raise UsageError(f"{path} has format {form}; this linnet reads up to {FORMAT}. Upgrade linnet.")
-        if (form > 1 or "sha256" in found) and found["sha256"] != _sum(_said(found)):
+        if (form > 1 or "sha256" in found) and found["sha256"] != _sha256(_content_text(found)):
             raise ValueError("its content does not have the checksum that it states")
         kept = {name: value for name, value in found.items() if name != "format"}
         reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.pop("reading").items()}
-        run = Run(reading=Reading(**reading), **kept | {"own": trust.is_own(_said(found), found.get("signature"))})
+        run = Run(
+            reading=Reading(**reading), **kept | {"own": trust.is_own(_content_text(found), found.get("signature"))}
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is damaged ({error}). {_AGAIN}") from error
     _check_files(folder, run)
@@ -142,19 +146,19 @@ def check_trusted(folder: Path, run: Run, *, trusted: bool) -> None:
 
 def check_same(folder: Path, run: Run) -> None:
     """Raise where another run has taken the place of this one while it was read."""
-    if _found(folder).get("sha256") != run.sha256:
+    if _read_json(folder).get("sha256") != run.sha256:
         raise UsageError(f"Another run was written to {folder} while it was read. Run the command again.")
 
 
 _AGAIN = "Copy the folder again from where it was made, or run the command that made it again."
 
 
-def _found(folder: Path) -> dict[str, Any]:
+def _read_json(folder: Path) -> dict[str, Any]:
     """What run.json says."""
     path = folder / RUN
     if not path.is_file():
         what = "has no run.json" if folder.is_dir() else "does not exist"
-        aside = publishing.set_aside(folder)
+        aside = publishing.find_set_aside(folder)
         more = "" if aside is None else f" A process was killed while it replaced this run; the run is in {aside}."
         raise UsageError(
             f"--run needs a folder that linnet adapt, uncertainty or embed has written; {folder} {what}.{more}"
@@ -184,17 +188,17 @@ def _check_files(folder: Path, run: Run) -> None:
             )
 
 
-def _signed(found: Mapping[str, Any]) -> dict[str, Any]:
+def _content(found: Mapping[str, Any]) -> dict[str, Any]:
     """All that run.json says, but for its own checksum and signature."""
     return {name: value for name, value in found.items() if name not in ("sha256", "signature", "own")}
 
 
-def _said(found: Mapping[str, Any]) -> str:
+def _content_text(found: Mapping[str, Any]) -> str:
     """The same as text, in one order."""
-    return json.dumps(_signed(found), sort_keys=True, separators=(",", ":"))
+    return json.dumps(_content(found), sort_keys=True, separators=(",", ":"))
 
 
-def _sum(text: str) -> str:
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 

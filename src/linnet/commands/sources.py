@@ -26,10 +26,10 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which checkpoints keep the weights among other things."""
 
 
-def located(spec: str) -> str:
+def locate(spec: str) -> str:
     """What --model says, with the absolute path of a file or a folder; the rest as it is.
 
-    >>> located("timm:resnet18"), located("package.module:build")
+    >>> locate("timm:resnet18"), locate("package.module:build")
     ('timm:resnet18', 'package.module:build')
     """
     head, _, tail = spec.rpartition(":")

@@ -66,7 +66,7 @@ class TangentFeatures:
         self.variance = prior_variances(lin, prior, J=J)
         self._known: list[_Known] = []
         self._c: int | None = None
-        self._vectorizes: dict[int, bool] = {}
+        self._vectorizes = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TangentFeatures:
         return self
@@ -117,21 +117,36 @@ class TangentFeatures:
         """J(x), (n c, p), with a graph to x."""
         self.lin.check_unchanged(contents=True)
         x = x.to(self.lin.device)
-        return self._vectorized(x) if self._can_vectorize(x) else self._one_by_one(x)
+        if self._vectorizes and self.lin.can("vectorize", _batch(x.detach())):
+            rows = self._vectorized(x)
+            if self._proven(rows, x):
+                return rows
+            self._vectorizes = False
+        return self._one_by_one(x)
 
-    def _can_vectorize(self, x: Tensor) -> bool:
-        """Whether torch.func's rows have the derivatives in x of plain reverse mode, tried once on two examples.
+    def _proven(self, rows: Tensor, x: Tensor) -> bool:
+        """Whether rows by torch.func are those of plain reverse mode, and have its derivatives in x.
 
-        Some of vmap's rules lose a part of them: that of LayerNorm takes its mean and scale for constants.
+        One random combination of the rows of all examples is compared: ``u^T J`` is one backward pass through the
+        network, and the derivative in x of one combination of its entries a second one. Some of vmap's rules lose a
+        part of that: the one of LayerNorm takes its mean and scale for constants.
         """
-        probe = x.detach()[:2].requires_grad_()  # one example alone hides what goes wrong with several
-        if len(probe) not in self._vectorizes:
-            able = self.lin.can("vectorize", _batch(probe.detach()))
-            if able:
-                found, exact = (_slope(rows(probe), probe) for rows in (self._vectorized, self._one_by_one))
-                able = _checks.close(found, exact, TOLERANCE[self.lin.model_dtype])
-            self._vectorizes[len(probe)] = able
-        return self._vectorizes[len(probe)]
+        generator = torch.Generator().manual_seed(0)
+        u = torch.randn(len(rows), dtype=torch.float64, generator=generator).to(rows)
+        v = torch.randn(rows.shape[1], dtype=torch.float64, generator=generator).to(rows)
+        theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
+        with torch.enable_grad():
+            f = self._forward(theta, _batch(x))
+            pulled: Any = [None] * len(theta)
+            if f.requires_grad:
+                seeds = u.view_as(f).to(f.dtype)
+                pulled = torch.autograd.grad(f, list(theta.values()), seeds, create_graph=True, allow_unused=True)
+            pairs = zip(theta.values(), pulled, strict=True)
+            exact = torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for t, g in pairs]).to(rows.dtype)
+            found = u @ rows
+            slope, exact_slope = _slope(found @ v, x), _slope(exact @ v, x)
+        tolerance = TOLERANCE[self.lin.model_dtype]
+        return _checks.close(found, exact, tolerance) and _checks.close(slope, exact_slope, tolerance)
 
     def _vectorized(self, x: Tensor) -> Tensor:
         found = autodiff.rows(self._forward, self.lin.theta, _batch(x), vectorize=True)
@@ -247,12 +262,11 @@ def _dense(a: Features) -> Tensor:
     return a if isinstance(a, Tensor) else a.dense(limit=a.shape[0] * a.shape[1])
 
 
-def _slope(rows: Tensor, x: Tensor) -> Tensor:
-    """The gradient in x of one combination of the rows' entries."""
-    if not rows.requires_grad:
+def _slope(value: Tensor, x: Tensor) -> Tensor:
+    """The gradient in x of a number."""
+    if not value.requires_grad or not x.requires_grad:
         return torch.zeros_like(x)
-    weights = torch.linspace(0.5, 1.5, rows.numel(), dtype=rows.dtype, device=rows.device).view_as(rows)
-    (slope,) = torch.autograd.grad((rows * weights).sum(), x, allow_unused=True)
+    (slope,) = torch.autograd.grad(value, x, retain_graph=True, allow_unused=True)
     return torch.zeros_like(x) if slope is None else slope
 
 
