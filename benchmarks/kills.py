@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,7 @@ def run(repeats: int, seed: int, kinds: tuple[str, ...] = KINDS) -> dict[str, Co
     torch.set_num_threads(1)
     for name in linnet.__all__:  # children need not import what their parent has
         getattr(linnet, name)
+    import_module("sympy")  # and what torch imports in a first pass
     chance = random.Random(seed)
     found = {}
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():

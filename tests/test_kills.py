@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-REPEATS = 3  # `python -m benchmarks.kills --repeats 100` does more
+REPEATS = 2  # `python -m benchmarks.kills --repeats 100` does more
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs SIGKILL and fork")
