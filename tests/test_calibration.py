@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from drawn import double, normal
 from hypothesis import given, settings
@@ -38,6 +39,27 @@ def test_intervals_cover_what_they_promise_on_data_from_the_model() -> None:
     assert 0.93 <= covered(known, truth, noisy=False) <= 0.97
     assert 0.93 <= covered(known, observed, noisy=True) <= 0.97
     assert 0.93 <= covered(chosen, observed, noisy=True) <= 0.97
+
+
+@pytest.mark.parametrize("noise", [0.01, 10.0])
+def test_intervals_cover_with_five_observations_where_prior_and_noise_are_given(noise: float) -> None:
+    model = mlp()
+    X, Z = normal(5, 3), normal(20, 3, seed=1)
+    J, N = dense_jacobian(model, X), dense_jacobian(model, Z)
+    f, g = model(X).detach().flatten(), model(Z).detach().flatten()
+    scale, draws = 0.5, 100
+    w = scale**0.5 * normal(draws, J.shape[1], seed=1)
+    y = f + w @ J.T + noise**0.5 * normal(draws, 5, seed=2)
+    truth = g + w @ N.T
+    observed = truth + noise**0.5 * normal(draws, 20, seed=3)
+    tasks = TangentRegressor(model, prior=scale, noise=noise).fit_tasks([(X, targets) for targets in y]).tasks_
+    new = linearize(model).jacobian(Z).cached()
+    mean = g + torch.stack([reg.posterior_.shift(new)[:, 0] for reg in tasks])
+    variance = torch.stack([reg.posterior_.variance(new)[:, 0] for reg in tasks])
+    for values, added in ((truth, 0.0), (observed, noise)):
+        inside = ((values - mean).abs() < 1.96 * (variance + added).sqrt()).double().mean(1)  # of each data set
+        error = float(inside.std()) / draws**0.5
+        assert abs(float(inside.mean()) - 0.95) < 3 * error
 
 
 @settings(max_examples=10, deadline=None)

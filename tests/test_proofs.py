@@ -227,7 +227,7 @@ def test_a_network_that_keeps_state_is_refused():
         return m.a(x) * (1 + (m.count > 20))
 
     model = double(Net(forward, a=nn.Linear(4, 3)))
-    with pytest.raises(ValueError, match="depend on its earlier calls"):
+    with pytest.raises(ValueError, match=r"depend on its earlier calls|changes with the other examples"):
         for _ in range(3):
             linnet.linearize(model).jacobian(normal(40, 4), 2).gram()
 
