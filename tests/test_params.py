@@ -148,11 +148,7 @@ def test_unusable_parameters_are_refused() -> None:
 def test_wrong_types_are_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.nn\.Module; got a function\."):
         select(lambda x: x)  # type: ignore[arg-type]
-<<<<<<< HEAD
-    with pytest.raises(TypeError, match=r"got the class Linear. Make a network of the class first"):
-=======
     with pytest.raises(TypeError, match=r"got the class Linear\. Make a network of the class first"):
->>>>>>> library
         select(nn.Linear)  # type: ignore[arg-type]
     for params in (3, [3], nn.Linear(1, 1)):
         with pytest.raises(TypeError, match=r"params must be None .* a list of globs, or a callable"):
