@@ -12,6 +12,7 @@ from drawn import double, normal
 from torch import Tensor, nn
 
 from linnet import TangentRegressor, linearize
+from linnet.tangent import Linearity
 from linnet.testing import dense_jacobian
 
 DENSE = ["function", "weight"]
@@ -280,3 +281,57 @@ def test_the_path_ends_at_least_squares_where_examples_repeat(n: int) -> None:
     want = model(Z).detach() + (N @ (torch.linalg.pinv(J, rtol=1e-10) @ (y - model(X).detach()).flatten())).view(4, 2)
     for t in (1e14, 1e20, math.inf):
         torch.testing.assert_close(reg.path(Z, t), want, rtol=1e-6, atol=1e-6)
+
+
+# The linear model next to the network.
+
+
+def test_linearity_of_a_linear_network_is_exact() -> None:
+    model = double(nn.Linear(3, 2))
+    X, y = problem(model, 12)
+    Z = normal(4, 3, seed=9)
+    reg = TangentRegressor(model, **GIVEN).fit(X, y)
+    at = reg.linearity(Z)
+    torch.testing.assert_close(at.before, model(Z).detach(), rtol=1e-12, atol=1e-12)
+    for found in (at.linear, at.network, reg.apply()(Z).detach(), reg.to_module()(Z).detach()):
+        torch.testing.assert_close(found, reg.predict(Z), rtol=1e-9, atol=1e-10)
+    assert at.relative_error < 1e-9 < float((at.linear - at.before).norm())
+
+
+def test_what_linearity_says_by_hand() -> None:
+    before, linear = torch.zeros(3, 2).double(), torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]]).double()
+    network = torch.tensor([[3.0, 1.0], [0.0, 3.0], [1.0, 0.0]]).double()
+    at = Linearity(before + 1, linear + 1, network + 1)
+    assert at.by_example.tolist() == pytest.approx([3 / 5, 1 / 2, 0])
+    assert at.relative_error == pytest.approx(math.sqrt(10 / 30))
+    assert at.agreement == pytest.approx(2 / 3)
+    one = Linearity(before[:, :1], torch.tensor([[1.0], [-1.0], [2.0]]), torch.tensor([[2.0], [1.0], [0.5]]))
+    assert one.agreement == pytest.approx(2 / 3)
+    assert Linearity(before, before, network).relative_error == 0
+
+
+def test_samples_take_a_seed_and_noise() -> None:
+    model = mlp()
+    X, y = problem(model, 12)
+    Z = normal(2, 3, seed=9)
+    reg, other = (TangentRegressor(model, prior=0.6, noise=0.2, seed=seed).fit(X, y) for seed in (0, 5))
+    assert torch.equal(reg.sample(Z, 2, seed=5), other.sample(Z, 2))
+    assert not torch.allclose(reg.sample(Z, 2, seed=5), reg.sample(Z, 2))
+    added = reg.sample(Z, 5000, noise=True) - reg.sample(Z, 5000)
+    # The variance of 5,000 squares of N(0, 0.2), within five standard errors.
+    assert bool(((added.square().mean(0) - 0.2).abs() < 5 * 0.2 * math.sqrt(2 / 5000)).all())
+    assert bool((added.mean(0).abs() < 5 * math.sqrt(0.2 / 5000)).all())
+
+
+@pytest.mark.parametrize("mean", ["network", "zero"])
+def test_the_adapted_module_where_forward_mode_is_not_to_be_had(mean: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    X, y = problem(model, 12)
+    Z = normal(4, 3, seed=9)
+    reg = TangentRegressor(model, mean=mean, **GIVEN).fit(X, y)
+    module = reg.to_module()
+    torch.testing.assert_close(module(Z), reg.predict(Z), rtol=1e-9, atol=1e-10)
+    monkeypatch.setattr(type(reg.lin_), "can", lambda *given, **more: False)
+    torch.testing.assert_close(module(Z), reg.predict(Z), rtol=1e-9, atol=1e-10)
+    with pytest.raises(TypeError, match="takes the tensors that the network takes"):
+        module([1.0])

@@ -697,3 +697,18 @@ def test_a_checksum_counts_shapes_values_and_order(kind: Any) -> None:
     assert len(set(codes)) == 4
     one = kind(2) + 1
     assert len({checksum(value) for value in ((one, kind(2)), (kind(2), one), {"a": one}, {"b": one}, one)}) == 5
+
+
+def test_batches_are_joined_leaf_by_leaf() -> None:
+    """Tensors along their examples, strings in a row, and what has no examples once."""
+
+    class Named(Pairs):
+        def __getitem__(self, i: int) -> Any:
+            return self.x[i], {"name": f"n{i}", "pair": (i, -i)}
+
+    whole = next(as_source(Named(), forward).batches(N))
+    joined = Batch.joined(list(as_source(Named(), forward).batches(4)), 3)
+    assert (joined.start, joined.n) == (3, N) and joined.index.tolist() == list(range(N))
+    assert joined.rest["name"] == whole.rest["name"] == [f"n{i}" for i in range(N)]
+    for mine, theirs in zip(joined.rest["pair"], whole.rest["pair"], strict=True):
+        assert mine.tolist() == theirs.tolist()

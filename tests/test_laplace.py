@@ -799,3 +799,22 @@ def test_the_factor_of_held_out_data_is_the_best_of_a_grid(spread: float) -> Non
     grid = [score(first * 10**d) for d in torch.arange(-8, 3.01, 0.5).tolist()]
     assert score(best) >= max(grid) - 1e-3
     assert 1e-8 * (1 - 1e-9) <= best / first <= 1e3 * (1 + 1e-9)
+
+
+def test_a_prior_that_is_given_is_not_narrowed() -> None:
+    model, x = nn.Sequential(double(nn.Linear(3, 4), 2), Times(12.0)), normal(40, 3, seed=3)
+    la = Laplace(model, "classification", "full", 5.0).fit(x, model(x).argmax(1))
+    assert la.narrowed_ == 1 and bool((la.prior_variance_ == 5.0).all())
+
+
+def test_narrowing_looks_at_some_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own loss is what averaging is compared with; the standard error is that of all."""
+    monkeypatch.setattr("linnet.laplace.LOOKED_AT", 8)
+    model, x = nn.Sequential(double(nn.Linear(3, 4), 2), Times(12.0)), normal(40, 3, seed=3)
+    y = model(x).argmax(1)
+    la = Laplace(model, "classification", "full").fit(x, y)
+    each = -model(x).detach().log_softmax(1).gather(1, y[:, None])[:, 0]
+    index = torch.randperm(40, generator=torch.Generator().manual_seed(la.seed))[:8]
+    spent = -la.predict_proba(x[index]).log().gather(1, y[index, None])[:, 0].mean() - each[index].mean()
+    limit = max(0.005, float(each.std(correction=0)) / 40**0.5)
+    assert la.narrowed_ < 1 and 0.85 * limit <= float(spent) <= limit * (1 + 1e-6)

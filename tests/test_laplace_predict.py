@@ -21,7 +21,7 @@ from linnet import Laplace
 from linnet.combined import combined
 from linnet.expectations import predictive
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
-from linnet.predictions import sampled_root
+from linnet.predictions import groups_of, joint_log_likelihood, log_score, sampled_root
 
 
 @pytest.fixture(autouse=True)
@@ -308,3 +308,95 @@ def test_files_of_sites_and_what_they_refuse(tmp_path: Path) -> None:
         streamed.fit(DataLoader(TensorDataset(X, CLASSES), batch_size=7)).save(tmp_path / "no")
     with pytest.raises(Exception, match="not fitted"):
         Laplace(net(3)).save(tmp_path / "no")
+
+
+def test_linearity_of_a_linear_network_is_exact() -> None:
+    """The linear model and the network with the same weights, drawn from the posterior, on the same side."""
+    model = double(nn.Linear(3, 2))
+    la = Laplace(model, "regression", "full", 0.7, noise=0.3).fit(X, NUMBERS)
+    found = la.linearity(NEW, 3, seed=4)
+    assert len(found) == 3
+    Z = la.posterior_.draw(3, generator=torch.Generator().manual_seed(4))
+    for z, at in zip(Z.T, found, strict=True):
+        torch.testing.assert_close(at.before, model(NEW).detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(at.linear, at.network, rtol=1e-10, atol=1e-10)
+        moved = NEW @ (model.weight + z[:6].view(2, 3)).T.detach() + (model.bias + z[6:]).detach()
+        torch.testing.assert_close(at.network, moved, rtol=1e-10, atol=1e-10)
+        assert at.relative_error < 1e-9 < float((at.linear - at.before).norm())
+
+
+def test_a_joint_covariance_of_log_variances_is_that_of_the_means() -> None:
+    la, dense = fitted("log variances", "full")
+    mean, C = la.predict(NEW, return_cov=True)
+    same, std = la.predict(NEW, return_std=True)
+    torch.testing.assert_close(mean, same)
+    torch.testing.assert_close(C.diagonal().view_as(std), std.square(), rtol=1e-9, atol=1e-12)
+    rows = (torch.arange(24).view(6, 4)[:, :2]).flatten()
+    torch.testing.assert_close(C, dense.covariance()[rows][:, rows], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["sample", "linearity"])
+def test_a_seed_that_is_given_takes_the_place_of_the_estimators(method: str) -> None:
+    def asked(la: Laplace, seed: int | None) -> Tensor:
+        found = getattr(la, method)(NEW, 2, seed=seed)
+        return found if isinstance(found, Tensor) else torch.stack([at.linear for at in found])
+
+    la, other = fitted("numbers", "full")[0], fitted("numbers", "full", seed=5)[0]
+    assert torch.equal(asked(la, 5), asked(other, None)) and torch.equal(asked(la, None), asked(other, 0))
+    assert not torch.allclose(asked(la, 5), asked(la, None))
+
+
+def test_samples_in_parts_are_draws_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _ = fitted("numbers", "full")
+    monkeypatch.setattr("linnet.laplace_predict.DRAWN", 2 * la.lin_.p)
+    found = la.sample(NEW, 5)
+    assert found.shape == (5, 6, 2)
+    distances = torch.cdist(found.flatten(1), found.flatten(1)) + torch.eye(5)
+    assert float(distances.min()) > 1e-3
+
+
+def test_groups_of_inputs_and_their_labels() -> None:
+    def groups(kappa: int, labels: int | None, classes: bool) -> Tensor:
+        return groups_of(50, kappa, labels, classes=classes, generator=torch.Generator().manual_seed(0))
+
+    alone = groups(1, None, True)
+    assert alone.shape == (50, 1) and sorted(alone.flatten().tolist()) == list(range(50))
+    assert alone.flatten().tolist() != list(range(50))
+    pairs = groups(4, None, False)
+    assert pairs.shape == (12, 4) and len(set(pairs.flatten().tolist())) == 48
+    drawn = groups(4, None, True)
+    assert drawn.shape == (12, 30)
+    for labels, inputs in zip(drawn.tolist(), pairs.tolist(), strict=True):
+        assert set(labels) <= set(inputs) and len(set(labels)) > 1
+    assert groups(4, 7, True).shape == groups(4, 7, False).shape == (12, 7)
+
+
+def test_the_joint_probability_of_labels_by_hand() -> None:
+    """log of the mean over draws of the product over a group, averaged over groups; draws may come in parts."""
+    f, y, groups = normal(4, 5, 3), torch.tensor([0, 2, 1, 1, 0]), torch.tensor([[0, 3, 3], [1, 4, 2]])
+    p = f.softmax(-1)[:, torch.arange(5), y]  # (draws, examples)
+    wanted = torch.stack([p[:, group].prod(1).mean().log() for group in groups]).mean()
+    for samples in ([f], [f[:1], f[1:]]):
+        assert joint_log_likelihood(Categorical(), samples, y, groups) == pytest.approx(float(wanted), rel=1e-10)
+
+
+def test_joint_densities_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _ = fitted("numbers", "full")
+    whole = la.joint_log_likelihood(X, NUMBERS, 4)
+    monkeypatch.setattr("linnet.predictions.ROWS", 16)  # two groups of four examples with two outputs
+    assert la.joint_log_likelihood(X, NUMBERS, 4) == pytest.approx(whole, rel=1e-10)
+
+
+def test_log_scores_by_hand() -> None:
+    """Gaussian noise beside the variance of f, given or an output; probit for classes."""
+    f, v, y = normal(5, 2), normal(5, 2, seed=1).square(), normal(5, 2, seed=2)
+    wanted = torch.distributions.Normal(f, (v + 0.3).sqrt()).log_prob(y).sum()
+    assert log_score(Gaussian(0.3), f, v, y) == pytest.approx(float(wanted), rel=1e-10)
+    s = normal(5, 2, seed=3)
+    wanted = torch.distributions.Normal(f, (v + s.exp()).sqrt()).log_prob(y).sum()
+    found = log_score(Heteroscedastic(), torch.cat([f, s], 1), torch.cat([v, 7 * v], 1), y)
+    assert found == pytest.approx(float(wanted), rel=1e-10)
+    labels = torch.tensor([0, 1, 1, 0, 1])
+    scaled = f / (1 + math.pi / 8 * v).sqrt()
+    wanted = scaled.log_softmax(1).gather(1, labels[:, None]).sum()
+    assert log_score(Categorical(), f, v, labels) == pytest.approx(float(wanted), rel=1e-10)

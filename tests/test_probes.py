@@ -188,3 +188,22 @@ def test_a_probe_says_when_its_iterations_do_not_suffice() -> None:
     with pytest.warns(ConvergenceWarning):
         probes.linear_probe(E, y, iterations=1)
     probes.linear_probe(E, y)  # silent
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_numbers_of_projections_that_cannot_be(count: int) -> None:
+    with pytest.raises(ValueError, match=f"count needs to be 1 to 3; got {count}"):
+        probes.top_projections(normal(3, 2), count)
+    assert probes.top_projections(normal(3, 2), 3).shape == (2, 3)
+
+
+def test_features_of_a_kernel_have_its_inner_products() -> None:
+    X, Z = normal(9, 4), normal(5, 4, seed=1)
+    E, F = probes.kernel_features(X @ X.T, Z @ X.T)
+    assert E.shape == (9, 4) and F.shape == (5, 4)
+    torch.testing.assert_close(E @ E.T, X @ X.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(F @ E.T, Z @ X.T, rtol=1e-9, atol=1e-9)
+    assert bool((E.square().sum(0).diff() <= 0).all())
+    for wrong in ((normal(3, 4),), (normal(3, 3), normal(2, 4))):
+        with pytest.raises(ValueError, match=r"needs a kernel \(n, n\), and others \(m, n\)"):
+            probes.kernel_features(*wrong)

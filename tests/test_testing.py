@@ -463,3 +463,20 @@ def test_each_method_that_takes_any_operand_is_named(lenient, names):
     check_operator(Takes(A, ""), A, blocks=BLOCKS)
     with pytest.raises(AssertionError, match=f"^{re.escape(names)} must raise .* it returned a result"):
         check_operator(Takes(A, lenient), A, blocks=BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [("_matmul", "A @ V"), ("_rmatmul", "A.T @ U"), ("_fused", "normal(V)")],
+)
+def test_a_product_that_is_wrong_for_several_columns_alone_is_named(method, names):
+    class Several(Broken):
+        def _do(self, name, *args):
+            out = super()._do(name, *args)
+            if name != method or args[-1].shape[1] == 1:
+                return out
+            return (1.001 * out[0], out[1]) if name == "_fused" else 1.001 * out
+
+    A = matrix()
+    with pytest.raises(AssertionError, match=f"^{re.escape(names)} disagrees"):
+        check_operator(Several(A), A, blocks=BLOCKS)

@@ -3,7 +3,8 @@
 Each change (a mutant) runs against the tests that execute the changed line. A mutant that fails a test, cannot be
 imported or runs into its time limit is killed; a mutant that passes them all survives, and asks for a test.
 
-Two commands, from the root of a checkout (PYTHONPATH may name more folders with packages):
+Two commands, from the root of a checkout (PYTHONPATH may name more folders with packages; CUDA_VISIBLE_DEVICES= leaves
+a GPU out, which many processes would share):
 
     python tools/mutate.py                                        # the files that differ from the revision `main`
     python tools/mutate.py --all --count 300 --seed 0 --workers 16 --minutes 25      # a sample over all of src
