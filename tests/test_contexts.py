@@ -279,3 +279,22 @@ def test_a_head_leaves_the_random_numbers_as_they_were():
     for penalty in ("evidence", 1.0):
         linnet.attach_head(model, X, y, penalty=penalty)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_may_share_a_linearization():
+    x = torch.randn(4, 5, 3)
+    lin = linnet.linearize(Recurrent().float())
+    J = lin.jacobian(x, 2, progress=False)
+    U, V = torch.randn(J.shape[0], 3), torch.randn(J.shape[1], 1)
+    other = {name: t + 1 for name, t in lin.theta.items()}
+    asked = [lambda: J.T @ U, lambda: J @ V, lambda: J.outputs(other), lambda: J.outputs()]
+    expected, found = [ask() for ask in asked], []
+
+    def work(i: int) -> None:
+        for _ in range(2):
+            found.append((i, asked[i]()))
+
+    in_threads([partial(work, i) for i in range(4)])
+    assert len(found) == 8
+    for i, answer in found:
+        torch.testing.assert_close(answer, expected[i])

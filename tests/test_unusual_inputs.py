@@ -90,3 +90,35 @@ def test_sparse_outputs_are_refused_by_name():
     with pytest.raises(TypeError, match=r"needs dense outputs.*Use output=lambda out: out.to_dense\(\)"):
         linnet.linearize(Sparse(4, 2))(X)
     assert linnet.linearize(Sparse(4, 2), output=lambda out: out.to_dense())(X).shape == (12, 2)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x):
+        return torch.sparse.mm(self.a(x).relu().to_sparse(), self.w)
+
+
+class Force(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return torch.func.grad(lambda z: self.b(self.a(z).tanh()).sum())(x)
+
+
+@pytest.mark.parametrize("build", [Sparse, Force])
+def test_sparse_intermediates_and_torch_func_inside_a_network_are_taken(build):
+    model, x = build().double(), X.double()
+    rows = []
+    for out in model(x).flatten():
+        grads = torch.autograd.grad(out, model.parameters(), retain_graph=True, allow_unused=True)
+        pairs = zip(model.parameters(), grads, strict=True)
+        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs]))
+    A = torch.stack(rows)
+    J = linnet.linearize(model).jacobian(x)
+    torch.testing.assert_close(J.gram(), A @ A.T)
+    torch.testing.assert_close(J @ torch.eye(J.shape[1], dtype=torch.float64), A)

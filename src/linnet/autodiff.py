@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from linnet import _checks
 from linnet.batch import Batch
+from linnet.contexts import dual_level
 from linnet.factors import Factor, Rows, Size
 from linnet.params import Layout
 from linnet.proofs import Disproved, Truth
@@ -262,7 +263,7 @@ def dual(
         # torch 2.13 scripts its forward-mode decompositions at first use and warns about its own scripting.
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
         # Not torch.func.jvp, which costs every call of a torch function something, also below what is differentiated.
-        with forward_ad.dual_level():
+        with dual_level():
             duals = {name: forward_ad.make_dual(t, tangent[name]) for name, t in theta.items()}
             value, derivative = forward_ad.unpack_dual(f(duals))
     return value, torch.zeros_like(value) if derivative is None else derivative

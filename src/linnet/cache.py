@@ -44,7 +44,7 @@ class Cached(Jacobian):
 
     def __init__(self, J: Jacobian, kept: Sequence[Kept]) -> None:
         self.lin, self._settings, self._kept = J.lin, replace(J._settings, largest=None, halved=0), list(kept)
-        self._rotation, self._proofs = J._rotation, Proofs()
+        self._rotation, self._proofs, self._agreed = J._rotation, Proofs(), True
         self.n, self.c = sum(piece.batch.n for piece in kept), J.c
         LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
         self.block = self.c

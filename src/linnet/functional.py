@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from linnet import _checks
 from linnet.batch import Batch, leaves
-from linnet.contexts import Precision, arithmetic, network, of_network
+from linnet.contexts import Precision, alone, arithmetic, network, of_network
 from linnet.guard import address
 from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select
@@ -75,7 +75,8 @@ class Functional:
         batch = batch.with_inputs(partial(_copied, dtype=self._cast))  # the network may write into its inputs
         full = {place: theta.get(name, self.theta[name]) for place, name in self._places.items()}
         try:
-            raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
+            with alone(self._model):
+                raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
             _checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise

@@ -139,7 +139,8 @@ class Inspected(Functional):
     ) -> Apart:
         """Examples of a chunk in other batches; see `linnet.guard` for what is refused on the way.
 
-        A small chunk is cut in two at random, of a large one a sixteenth is taken; two examples are also run alone.
+        A small chunk is cut in two at random, and two of its examples are also run alone; of a large one a sixteenth is
+        taken.
         Half-precision kernels round in another way with every number of examples: there, the examples that are taken
         fill a batch of the same size.
 
@@ -155,7 +156,7 @@ class Inspected(Functional):
             few = max(SMALL, n // 16)
             parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
             if self.model_dtype == self.dtype and precision != "bf16":
-                indices, alone = parts, [*order[:2, None]] if n > 2 else []
+                indices, alone = parts, [*order[:2, None]] if 2 < n <= few else []
             else:
                 indices = [part[torch.arange(n) % len(part)] for part in parts]
         outputs: list[tuple[Tensor, Tensor]] = []

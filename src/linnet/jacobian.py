@@ -338,7 +338,7 @@ class Jacobian(Grams):
         part = object.__new__(Jacobian)
         part._settings, part.lin, part._sample = self._settings, self.lin, self._sample
         part._source, part._rotation, part._probe = source, self._rotation, self._probe
-        part._proofs = self._proofs
+        part._proofs, part._agreed = self._proofs, True
         part.n, part.c = part._source.n, self.c
         LinearOperator.__init__(part, (part.n * part.c, self.lin.p), dtype=self.dtype, device=self.device)
         part.block = part.c

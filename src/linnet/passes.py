@@ -11,19 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from linnet import _checks
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Source
 from linnet.chunks import Chunk, Prepare
 from linnet.compound import Lazy, pack
-from linnet.contexts import Precision, arithmetic, check_precision
+from linnet.contexts import Precision, arithmetic, check_precision, noting_saved
 from linnet.data import bar
-from linnet.distributed import rank_and_world, shard
+from linnet.distributed import check_ranks_agree, rank_and_world, shard
 from linnet.factors import Factor, Rows
 from linnet.kron import Rotation
 from linnet.linearize import Linearization
@@ -92,6 +93,20 @@ class Piece:
     factors: list[Factor]
 
 
+class _Results(TorchFunctionMode):
+    """Notes every tensor that a torch function returns."""
+
+    def __init__(self, note: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.note(out)
+        return out
+
+
 class Passes(LinearOperator):
     """What `linnet.jacobian.Jacobian` is made of.
 
@@ -103,6 +118,7 @@ class Passes(LinearOperator):
     _rotation: Rotation | None = None  # of the columns
     _late: Deferred | None = None  # where outputs are checked, if not in every pass
     _proofs: Proofs  # which chunks have been compared with reverse mode
+    _agreed = False  # whether the ranks have found that they have the same weights and data
 
     def __init__(
         self,
@@ -136,21 +152,25 @@ class Passes(LinearOperator):
         own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
 
         def note(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
+            try:
+                storage = t.untyped_storage()
+                place, size = (storage.data_ptr(), int(t.storage_offset())), min(storage.nbytes(), t.nbytes)
+            except (RuntimeError, NotImplementedError):  # a sparse tensor, or one inside a torch.func transform
+                place, size = (id(t), -1), t.numel() * t.element_size()
+            if place[0] not in own:
                 # A view counts as itself: the first examples may be a part of all data.
-                place = storage.data_ptr(), int(t.storage_offset())
-                sizes[place] = max(sizes.get(place, 0), min(storage.nbytes(), t.nbytes))
+                sizes[place] = max(sizes.get(place, 0), size)
             return t.detach()  # an output that its own graph saved would never be freed
 
         self.lin.structure(batch)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            with noting_saved(note):
                 chunk = self.lin.chunk(batch, self._settings.precision)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            chunk = self.lin.chunk(batch, self._settings.precision)  # torch.func inside the network takes no hooks
+            with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
+                chunk = self.lin.chunk(batch, self._settings.precision)
         _checks.check_outputs_finite(chunk.f, batch.start)
         self._settings.graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
@@ -370,6 +390,9 @@ class Passes(LinearOperator):
 
     def _completed(self, run: Callable[[], T], *others: Passes) -> T:
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
+        if not self._agreed:
+            self._agreed = True
+            check_ranks_agree(self.lin, self._source)
         while True:
             try:
                 with arithmetic(self._settings.precision, self.device):

@@ -123,7 +123,8 @@ def reference(case: Hostile) -> Reference:
                 f = call(model, pytree.tree_map_only(Tensor, Tensor.clone, data), output=case.output)
     with seeded(0):
         model = case.build().eval()
-        J = dense_jacobian(model, case.data(), output=case.output, names=list(select(model, case.params)))
+        names = None if case.params is None else list(select(model, case.params))
+        J = dense_jacobian(model, case.data(), output=case.output, names=names)
     return Reference(f.detach(), J)
 
 
