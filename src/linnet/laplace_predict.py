@@ -18,6 +18,7 @@ from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 from linnet.linearize import Linearization
 from linnet.portable import Portable
 from linnet.posterior import Posterior, SamplePosterior
+from linnet.problem import check_covariance_fits
 from linnet.sites import FlatOutput, Sites, unflattened
 from linnet.tangent import Linearity, as_targets, checked_inputs, like
 
@@ -77,7 +78,7 @@ class Predictive(Portable, BaseEstimator):
         check_is_fitted(self)
         asked = self._ask(X)
         if return_cov and isinstance(asked, predictions.Streamed):
-            predictions.check_covariance_fits(asked.J, self.memory)
+            check_covariance_fits(asked.J, self.memory)
         mean = self._means(asked.f)
         if not (return_std or return_cov):
             return like(X, self._shaped(mean))

@@ -18,7 +18,6 @@ from linnet.interop.features import TangentFeatures, product
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
-from linnet.plan import check_fits
 from linnet.posterior import (
     DiagonalPosterior,
     FunctionPosterior,
@@ -182,17 +181,6 @@ def sampled_root(likelihood: Likelihood, f: Tensor, draws: int, *, seed: int) ->
 
 
 # Several inputs together.
-
-
-def check_covariance_fits(J: Jacobian, memory: float | str) -> None:
-    """Raise where the joint covariance of all outputs of all examples does not fit memory."""
-    check_fits(
-        3 * J.shape[0] ** 2 * J.dtype.itemsize,
-        memory,
-        J.device,
-        what=f"return_cov=True for {J.n:,} inputs with {J.c:,} outputs",
-        instead="Ask for return_std=True, or for fewer inputs at once",
-    )
 
 
 def groups_of(n: int, kappa: int, labels: int | None, *, classes: bool, generator: torch.Generator) -> Tensor:

@@ -201,3 +201,14 @@ def choose_solver(
     if fitting:
         return min(fitting, key=fitting.__getitem__)
     return "cg-function" if 16 * rows * 1000 <= 0.5 * memory else "cg-weight"
+
+
+def check_covariance_fits(J: Any, memory: float | str) -> None:
+    """Raise where the joint covariance of all outputs of all examples does not fit memory."""
+    check_fits(
+        3 * J.shape[0] ** 2 * J.dtype.itemsize,
+        memory,
+        J.device,
+        what=f"return_cov=True for {J.n:,} inputs with {J.c:,} outputs",
+        instead="Ask for return_std=True, or for fewer inputs at once",
+    )

@@ -25,9 +25,8 @@ from linnet.linearize import Linearization, linearize
 from linnet.matrices import Stack
 from linnet.own_data import warn_of_own_data
 from linnet.params import Params
-from linnet.predictions import check_covariance_fits
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.problem import Fit, Noise, Task, choose_solver
+from linnet.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
 
 NOISE_FLOOR = 1e-3
