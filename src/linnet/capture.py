@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         layout: Their places in the flat vector.
         n: Examples.
         changes: What is done to the calls.
-        calls: Checks every call; see `linnet.guard`.
+        calls: Checks every call (see `linnet.guard`); None for no checks.
 
     Attributes:
         uses: The calls, in order.
@@ -90,11 +90,11 @@ class Recorder(TorchFunctionMode):
         *,
         n: int,
         changes: Changes,
-        calls: Calls,
+        calls: Calls | None,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
-        self.calls = calls
+        self._calls = calls
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
         self._n, self._changes = n, changes
@@ -111,13 +111,15 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _open_attention(*args, **kwargs)
-        self.calls.before(func, args, kwargs)
+        if self._calls is not None:
+            self._calls.before(func, args, kwargs)
         rule = RULES.get(func)
         call = None if rule is None else rule.read(args, kwargs, self._known)
         slots = {} if call is None else self._slots(call)
         if rule is None or call is None or not slots:
             result = func(*args, **kwargs)
-            self.calls.after(func, args, kwargs, result)
+            if self._calls is not None:
+                self._calls.after(func, args, kwargs, result)
             return result
         number, x, changes = len(self.uses), call.x, self._changes
         if x is not None and number in changes.inputs:
@@ -128,7 +130,8 @@ class Recorder(TorchFunctionMode):
         given = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         source = not any(a.requires_grad and not self._known(a) for a in given)
         y = func(*args, **kwargs)
-        self.calls.after(func, args, kwargs, y)
+        if self._calls is not None:
+            self._calls.after(func, args, kwargs, y)
         if number in changes.outputs:
             y = y.clone()
         if number in changes.spread:
@@ -228,7 +231,7 @@ def record(
     *,
     n: int,
     changes: Changes = NO_CHANGES,
-    calls: Callable[[frozenset[int]], Calls] = lambda current: Calls({}, {}, {}, current),
+    calls: Callable[[frozenset[int]], Calls] | None = None,
 ) -> Recording:
     """A forward pass at theta.
 
@@ -238,17 +241,19 @@ def record(
         layout: Their places in the flat vector.
         n: Examples.
         changes: What earlier passes have found necessary.
-        calls: Gives what checks the calls, from the ``id`` of the leaves; see `linnet.guard`.
+        calls: Gives what checks the calls, from the ``id`` of the leaves (see `linnet.guard`); None for no checks.
     """
     for _ in range(4):
         leaves: dict[str, Tensor] = {name: nn.Parameter(t.detach()) for name, t in theta.items()}
         current = frozenset(map(id, leaves.values()))
-        recorder = Recorder(leaves, layout, n=n, changes=changes, calls=calls(current))
+        watch = None if calls is None else calls(current)
+        recorder = Recorder(leaves, layout, n=n, changes=changes, calls=watch)
         with torch.enable_grad(), recorder:
             out = forward(leaves)
         needed = recorder.overwritten()
         if needed == changes:
-            return Recording(out, leaves, recorder.uses, changes, recorder.calls.draws, recorder.calls.coarsest)
+            seen = (False, torch.float64) if watch is None else (watch.draws, watch.coarsest)
+            return Recording(out, leaves, recorder.uses, changes, *seen)
         changes = needed
     raise RuntimeError(
         "The model overwrites the inputs of its layers in place, differently at each call. "

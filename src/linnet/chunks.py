@@ -104,7 +104,7 @@ class Chunks(Inspected):
             return Chunk(f.detach().to(self.dtype), [prepare(factor)])
         prepare = self._without_autocast(prepare)
         with self._setting(precision):
-            recording = self._record(batch)
+            recording = self._record(batch, watched=prove is not None)
             structure = self._structure(recording, batch)
             if structure.changes.spread != recording.changes.spread:
                 recording = self._record(batch, structure.changes)

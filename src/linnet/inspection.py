@@ -96,14 +96,12 @@ class Inspected(Functional):
         return trial if same and _checks.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
 
     def _check_linear(self, small: Recording) -> None:
-        """Raise if gradients do not grow with their seed, or those of single examples do not add up."""
+        """Raise if gradients do not grow with their seed."""
         if not small.out.requires_grad or self.model_dtype != self.dtype:
             return
         u = random_signs(*small.out.shape, seed=0, like=small.out.detach())
-        alone = [u * (torch.arange(len(u), device=u.device) == i)[:, None] for i in range(len(u))]
         truth = self.truth(small, u, "highest")
         others = [self.truth(small, 1024 * u, "highest").G / 1024, self.truth(small, u / 1024, "highest").G * 1024]
-        others.append(torch.stack([self.truth(small, seed, "highest").G for seed in alone]).sum(0))
         if truth.judges and any(truth.different(g)[0] for g in others):
             raise _checks.not_linear()
 
@@ -119,10 +117,12 @@ class Inspected(Functional):
             plain = self.plain_outputs(probe)
             if plain is not None and not _checks.close(plain, out, tolerance):
                 raise _checks.not_functional()
-        # Other examples beside each one, in another order: as many of them, with which kernels round alike.
-        orders = [[*reversed(range(n))], [i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
-        alone = [[i] for i in range(n)] if self.model_dtype == self.dtype else []
-        for index in orders + alone if n > 1 else ():
+        indices = [[*reversed(range(n))]]
+        if self.model_dtype == self.dtype:
+            indices += [[i] for i in range(n)]
+        else:  # as many examples, with which kernels round alike
+            indices += [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
+        for index in indices if n > 1 else ():
             apart = self.apart(probe, "highest", [torch.tensor(index)])
             if any(not _checks.close(found, out[i], tolerance) for i, found in apart.outputs):
                 raise _checks.examples_interact()
@@ -139,10 +139,9 @@ class Inspected(Functional):
     ) -> Apart:
         """Examples of a chunk in other batches; see `linnet.guard` for what is refused on the way.
 
-        A small chunk is cut in two at random, and two of its examples are also run alone; of a large one a sixteenth is
-        taken.
-        Half-precision kernels round in another way with every number of examples: there, the examples that are taken
-        fill a batch of the same size.
+        A small chunk is cut in two at random, and two of its examples are also run alone. Of a large chunk a sixteenth
+        is taken. Half-precision kernels round in another way with every number of examples: there, the examples that
+        are taken fill a batch of the same size.
 
         Args:
             batch: The chunk.
@@ -156,7 +155,7 @@ class Inspected(Functional):
             few = max(SMALL, n // 16)
             parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
             if self.model_dtype == self.dtype and precision != "bf16":
-                indices, alone = parts, [*order[:2, None]] if 2 < n <= few else []
+                indices, alone = parts, [*order[:2, None]] if 2 * PROBE < n <= few else []
             else:
                 indices = [part[torch.arange(n) % len(part)] for part in parts]
         outputs: list[tuple[Tensor, Tensor]] = []
@@ -183,8 +182,10 @@ class Inspected(Functional):
         """``J^T u`` of some examples of a batch in a pass of their own, with u (n, c) zero for the others."""
         out = recording.out.detach()
         u = random_signs(*out.shape, seed=batch.start, like=out)
-        first = torch.tensor([i == 0 or bool((index[:i] != index[i]).all()) for i in range(len(index))])
-        u = u * first.to(u)[:, None]  # an example that fills the batch again does not count
+        order = index.argsort(stable=True)
+        again = torch.zeros(len(index), dtype=torch.bool)
+        again[order[1:]] = index[order[1:]] == index[order[:-1]]
+        u[again.to(u.device)] = 0.0  # an example that fills the batch again does not count
         found = self.truth(recording, u, precision)
         U = found.U.new_zeros(batch.n, *found.U.shape[1:]).index_add_(0, index.to(u.device), found.U)
         # Rounding can move an example across a kink, and its gradient with it.
@@ -306,16 +307,17 @@ class Inspected(Functional):
         for few in (1, 2):
             self._abilities[ability, few] = False
 
-    def _record(self, batch: Batch, changes: Changes | None = None) -> Recording:
+    def _record(self, batch: Batch, changes: Changes | None = None, *, watched: bool = True) -> Recording:
+        """A recorded pass; ``watched`` is False for examples whose pass was watched before."""
         if changes is None and self._changes.spread:
-            return self._record_like_last(batch)
+            return self._record_like_last(batch, watched=watched)
         recording = record(
             lambda theta: self.forward(theta, batch),
             self.theta,
             self.layout,
             n=batch.n,
             changes=self._changes if changes is None else changes,
-            calls=self._calls,
+            calls=self._calls if watched else None,
         )
         if DIGITS[recording.coarsest] < DIGITS[self._coarsest]:
             self._coarsest = recording.coarsest
@@ -325,15 +327,15 @@ class Inspected(Functional):
         """The largest relative disagreement between two passes that is rounding."""
         return tolerance_of(self._coarsest, precision)
 
-    def _record_like_last(self, batch: Batch) -> Recording:
+    def _record_like_last(self, batch: Batch, *, watched: bool) -> Recording:
         """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
         try:
-            recording = self._record(batch, self._changes)
+            recording = self._record(batch, self._changes, watched=watched)
         except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
-            return self._record(batch, NO_CHANGES)
+            return self._record(batch, NO_CHANGES, watched=watched)
         found = self._structures.get(recording.signature)
         known = found is not None and found.changes.spread == self._changes.spread
-        return recording if known else self._record(batch, NO_CHANGES)
+        return recording if known else self._record(batch, NO_CHANGES, watched=watched)
 
     def can(self, ability: str, batch: Batch) -> bool:
         """Whether the model supports "vectorize" (vmap over examples) or "forward_mode", tried once on an example.

@@ -292,8 +292,9 @@ class Passes(LinearOperator):
     def _proved(self, way: str, batch: Batch, make: Callable[..., Chunk]) -> Chunk:
         """A chunk that is compared with reverse mode and with other batches where it is new."""
         new = self._source.changes or self._proofs.claim(way, batch)
-        with self._outputs_proved(batch, derivatives=new) as (made, apart):
-            chunk = make(prove=apart if new else None)
+        first = new and (self._source.changes or self._proofs.claim("derivatives", batch))
+        with self._outputs_proved(batch, derivatives=first) as (made, apart):
+            chunk = make(prove=(apart or Apart([], None, False)) if new else None)
             made.append(chunk.f)
         return chunk
 
