@@ -216,8 +216,10 @@ def test_uncertainty(tmp_path, nets):
         "--target",
         "y",
     ]
-    said = done(*line, "--test", test, "--out", out, "--structure", "full")
+    said = done(*line, "--test", test, "--out", out, "--structure", "full", "--seed", 5)
     assert "structure 'full'" in said and "with error bars" in said
+    (kept,) = out.glob("*.safetensors")
+    assert linnet.load(kept, model).seed == 5
     told = read_table(out / "predictions.csv")
     la = linnet.Laplace(model, "regression", "full").fit(X, y.double())
     mean, std = la.predict(

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
+from linnet.laplace import LOOKED_AT
 from linnet.laplace_search import Search, best, best_factor, largest_factor
 from linnet.likelihoods import Categorical, Gaussian, Likelihood
 from linnet.newton import function_space
@@ -818,3 +819,11 @@ def test_narrowing_looks_at_some_of_the_examples(monkeypatch: pytest.MonkeyPatch
     spent = -la.predict_proba(x[index]).log().gather(1, y[index, None])[:, 0].mean() - each[index].mean()
     limit = max(0.005, float(each.std(correction=0)) / 40**0.5)
     assert la.narrowed_ < 1 and 0.85 * limit <= float(spent) <= limit * (1 + 1e-6)
+
+
+def test_fewer_examples_are_looked_at_where_there_are_many_classes() -> None:
+    la = Laplace(net(3), structure="diag", prior=0.7).fit(X, CLASSES)
+    la._f = torch.zeros(5000, 4096)
+    assert len(la._looked_at()) == 2**24 // 4096**2
+    la._f = torch.zeros(5000, 2)
+    assert len(la._looked_at()) == min(5000, LOOKED_AT)

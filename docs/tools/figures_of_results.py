@@ -159,6 +159,18 @@ def padding() -> str:
     return _with_machine(said, _table(["pass", "linnet", "with all tokens", "times linnet's"], rows))
 
 
+def proofs(device: str) -> str:
+    """First passes, which compare every chunk with reverse mode, beside later ones."""
+    found = _read(f"proofs-{device}.json")
+    rows = []
+    for one in found["passes"]:
+        product, comma, columns = one["request"].partition(",")
+        times = [_ms(1e3 * seconds) for seconds in one["seconds"]]
+        rows.append([str(one["outputs"]), f"`{product}`{comma}{columns}", *times, f"{one['first / second']:.2f}"])
+    said = f"{found['machine']}; ResNet-20, {found['passes'][0]['n']:,} images"
+    return _with_machine(said, _table(["outputs", "pass", "first", "later", "first / later"], rows))
+
+
 def sampling_times() -> str:
     """Posterior samples of whole networks."""
     found = _read("sampling-cuda.json")

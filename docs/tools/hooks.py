@@ -22,6 +22,7 @@ from figures_of_results import (
     passes,
     passes_figure,
     peers,
+    proofs,
     results,
     sampling_times,
 )
@@ -42,6 +43,7 @@ WRITERS: dict[str, Callable[..., str]] = {
         laplace_peer,
         options,
         padding,
+        proofs,
         passes,
         peers,
         results,
