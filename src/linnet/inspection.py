@@ -22,9 +22,6 @@ from linnet.params import Params
 from linnet.proofs import TOLERANCE, Apart, RandomState, Truth, random_signs, tolerance_of
 from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
 
-SMALL = 64
-"""Examples of a chunk up to which all of them are run once more in other batches: costs against certainty."""
-
 
 class Inspected(Functional):
     """What `linnet.linearize.Linearization` is made of: recorded forward passes, and what they showed.
@@ -144,7 +141,13 @@ class Inspected(Functional):
         return self.forward({}, batch.take(index))
 
     def apart(
-        self, batch: Batch, precision: Precision, indices: Sequence[Tensor] | None = None, *, derivatives: bool = True
+        self,
+        batch: Batch,
+        precision: Precision,
+        indices: Sequence[Tensor] | None = None,
+        *,
+        few: int = PROBE,
+        derivatives: bool = True,
     ) -> Apart:
         """Examples of a chunk in other batches; see `linnet.guard` for what is refused on the way.
 
@@ -156,12 +159,13 @@ class Inspected(Functional):
             batch: The chunk.
             precision: Precision of the network's passes.
             indices: The batches, by places in the chunk; by default as above.
+            few: Examples of a chunk that is small.
             derivatives: Whether gradients are wanted too.
         """
         n, alone = batch.n, []
         if indices is None:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(batch.start))
-            few = max(SMALL, n // 16)
+            few = max(few, n // 16)
             parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
             if self.model_dtype == self.dtype and precision != "bf16":
                 indices, alone = parts, [*order[:2, None]] if 2 < n <= few else []

@@ -61,6 +61,10 @@ GRAM = (0.25, 1.2)
 """Shares of a pass's memory, which is half of what is free, for a chunk of a Gram matrix and for those that it meets,
 whose factors are held: the more of these, the less often all others are formed. Beside them there are two chunks."""
 
+AGAIN = 2**24
+"""Bytes of the network's graph up to which all examples of a new chunk, at most 64, are run once more in other batches;
+of larger chunks it is a sixteenth. Certainty against the time of a first pass."""
+
 T = TypeVar("T")
 
 
@@ -309,7 +313,8 @@ class Passes(LinearOperator):
             return
         self._proofs.claim("outputs", batch)
         before = RandomState(self.device)
-        apart = self.lin.apart(batch, self._settings.precision, derivatives=derivatives)
+        few = max(2, min(64, AGAIN // self._settings.graph))
+        apart = self.lin.apart(batch, self._settings.precision, few=few, derivatives=derivatives)
         yield made, apart
         random = apart.draws or before.moved()
         self.lin.check_outputs(batch, made[0], self._settings.precision, apart, random=random)
