@@ -13,8 +13,17 @@ from linnet.combined import combined
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Categorical
 from linnet.matrices import Stack
-from linnet.reduced import SMALL, _groups, reduced
+from linnet.reduced import _groups, reduced
 from linnet.sampling import posterior_samples
+
+
+SMALL = 24
+"""Outputs up to which these tests take all combinations of an example at once: the library's 256 would take long."""
+
+
+@pytest.fixture(autouse=True)
+def _few_outputs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnet.reduced.SMALL", SMALL)
 
 
 def sure(c: int, n: int = 40, *, unsure: int = 5) -> tuple[Jacobian, Tensor]:
