@@ -16,7 +16,6 @@ from linnet.matrices import Stack
 from linnet.reduced import _groups, reduced
 from linnet.sampling import posterior_samples
 
-
 SMALL = 24
 """Outputs up to which these tests take all combinations of an example at once: the library's 256 would take long."""
 
