@@ -80,7 +80,7 @@ def kill_after(work: Callable[[Callable[[], Any]], Any], delay: float) -> None:
 
 
 def result_of(work: Callable[[], Tensor], folder: Path) -> Tensor | None:
-    """What some work gives in a process of its own; None where it refuses with a ValueError."""
+    """The result of some work in a process of its own; None if the work raises a ValueError."""
     out = folder / "result.pt"
     out.unlink(missing_ok=True)
 

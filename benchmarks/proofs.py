@@ -1,4 +1,4 @@
-"""What the comparison of new chunks with reverse mode adds to the first pass over a data set.
+"""The time that comparing new chunks with reverse mode adds to the first pass over a data set.
 
 Every round makes a new Jacobian, times its first pass, which compares every chunk, and its second one, which does not.
 """

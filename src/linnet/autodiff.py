@@ -119,7 +119,7 @@ class Autodiff(Factor):
         return parts
 
     def _judged(self, question: Callable[[Truth], list[bool]]) -> list[bool]:
-        """What reverse mode says to a question, if there is a judge and its gradients are finite."""
+        """Ask the judge a question; the answer is empty if there is no judge or its gradients are not finite."""
         truth = None if self._judge is None else self._judge()
         return question(truth) if truth is not None and truth.judges else []
 

@@ -1,4 +1,4 @@
-"""What a network computes for a few inputs: kept in a file, and compared when the file is loaded.
+"""The outputs of a network for a few inputs: they are kept in a file, and compared when the file is loaded.
 
 A checksum of the weights does not tell one architecture from another: ReLU and Tanh have the same weights, which are
 none. So a file holds a few inputs and the network's outputs for them. The inputs are no training examples: their
@@ -58,7 +58,7 @@ def drawn_inputs(source: Source) -> Batch:
 
 
 def record(lin: Linearization, inputs: Batch | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """What a file keeps: tensors and JSON, or nothing where the inputs cannot be kept or the network refuses them.
+    """The record that a file keeps: tensors and JSON; nothing where inputs cannot be kept or the network refuses them.
 
     Args:
         lin: The network.
@@ -90,7 +90,7 @@ def check(
     Args:
         path: The file.
         lin: The network, with the weights that the file was made with.
-        tensors: Of the file.
+        tensors: Tensors of the file.
         meta: What `record` gave; None in files that hold no outputs, which are taken as they are.
 
     Returns:
@@ -122,7 +122,7 @@ def _refused(path: Any) -> str:
 
 
 def _names(lin: Linearization, meta: Mapping[str, Any]) -> str:
-    """Where the two architectures differ, as they print."""
+    """The lines in which the printed architectures differ."""
     was, now = meta["architecture"].splitlines(), repr(lin.given).splitlines()
     pairs = [line for line in difflib.ndiff(was, now) if line[0] in "-+"]
     gone, new = ([line[2:].strip() for line in pairs if line[0] == sign][:3] for sign in "-+")

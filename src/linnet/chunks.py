@@ -41,7 +41,7 @@ class Chunk:
     Attributes:
         f: Outputs (n, c).
         factors: Columns; those that are missing are zero.
-        truth: What the columns by layer rules must agree with, if the chunk is to be proved.
+        truth: Gradients that the columns by layer rules must reproduce; None if the chunk is not to be proved.
         signature: The calls that the network made.
     """
 

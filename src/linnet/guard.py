@@ -96,7 +96,7 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 def address(t: Tensor) -> int:
-    """Where a tensor's memory begins; -1 for a tensor without memory of its own."""
+    """The address of a tensor's memory; -1 for a tensor without memory of its own."""
     try:
         return t.untyped_storage().data_ptr() or -1
     except (RuntimeError, NotImplementedError):

@@ -289,7 +289,7 @@ class Inspected(Functional):
         return Truth(u[..., None].to(self.dtype), torch.cat(parts)[:, None], self.layout, bounds, natural)
 
     def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: Apart) -> Truth:
-        """What a chunk must agree with: a pass over all of its examples, and passes over some of them in other batches.
+        """Gradients that a chunk must reproduce: of all its examples, and of some of them in other batches.
 
         Args:
             recording: A pass over the chunk; None to make one.

@@ -1,4 +1,4 @@
-"""What a chunk of the Jacobian is held against, the first time that the chunk is seen.
+"""Proofs of a chunk of the Jacobian: comparisons that are made the first time that the chunk is seen.
 
 Layer rules, forward mode and vectorized rows are fast ways to the numbers that reverse mode defines. A few examples
 show which way serves a network. The other examples may still take another branch of it. So each chunk is compared once

@@ -52,9 +52,9 @@ class Run:
         features: What the head reads, where that was said.
         home: The folder that modules of ``model`` were looked for in.
         files: The SHA-256 of every other file of the run, by name; none in format 1.
-        sha256: Of all that run.json says, but for its own checksum and signature.
-        signature: Of the same, by the key of the user who made the run; see `linnet.commands.trust`.
-        own: Whether that is this user; found out when a run is read, and not written.
+        sha256: SHA-256 of everything in run.json but for this checksum and the signature.
+        signature: Signature of run.json by the key of the user who made the run; see `linnet.commands.trust`.
+        own: Whether this user made the run; decided when a run is read, and not written.
     """
 
     command: str

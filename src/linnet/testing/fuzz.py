@@ -530,7 +530,7 @@ def fuzzed(seed: int) -> Fuzzed:
 
 
 def check(seed: int) -> str:
-    """What is wrong with the products of a random network, and how to see that again; nothing where all are right.
+    """The wrong products of a random network in words, with the command that shows them; empty if all are right.
 
     Example:
         >>> check(0)

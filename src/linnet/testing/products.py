@@ -1,4 +1,4 @@
-"""What can be asked of a Jacobian, and the answers that a dense matrix gives."""
+"""Products of a Jacobian, and the answers that a dense matrix gives."""
 
 from __future__ import annotations
 
