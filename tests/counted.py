@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.operators import LinearOperator, RowFn
 from linnet.solve import Solvable
@@ -38,3 +38,17 @@ class Given:
 
     at: Callable[[Tensor], Solvable]
     passes: float = 0.0
+
+
+class Counting(nn.Module):
+    """A small network that counts the examples that it is given, in ``Counting.seen``."""
+
+    seen = 0
+
+    def __init__(self, outputs: int, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, width), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.seen += len(x)
+        return self.b(self.a(x).tanh())

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from counted import Counting
 
 import linnet
 from linnet import FisherEmbedding, Laplace, TangentClassifier, TangentRegressor
@@ -15,21 +15,7 @@ N = 200
 PROBED = 40  # the examples on which a network is checked, several times over
 
 
-class Counting(nn.Module):
-    """A small network that counts the examples it is given."""
-
-    seen = 0
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Counting.seen += len(x)
-        return self.b(self.a(x).tanh())
-
-
-ONE, THREE = Counting(1).double(), Counting(3).double()
+ONE, THREE = Counting(1, 3).double(), Counting(3, 3).double()
 X = torch.randn(N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 y, labels = X[:, 0], torch.arange(N) % 3
 wrong = y.clone()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from counted import Counting
 
 from linnet import Laplace, TangentClassifier, TangentRegressor, plan
 from linnet.problem import Settings, choose_solver
@@ -16,19 +16,7 @@ y, labels = X[:, 0], torch.arange(N) % 3
 LITTLE = 50_000.0  # bytes: less than any square matrix below takes
 
 
-class Counting(nn.Module):
-    seen = 0
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 20), nn.Linear(20, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Counting.seen += len(x)
-        return self.b(self.a(x).tanh())
-
-
-ONE, THREE = Counting(1).double(), Counting(3).double()
+ONE, THREE = Counting(1, 20).double(), Counting(3, 20).double()
 FITS = {
     "regressor, function": (lambda **o: TangentRegressor(ONE, solver="function", **o).fit(X, y), 24 * N**2),
     "regressor, layers": (

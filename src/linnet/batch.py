@@ -168,8 +168,8 @@ class Source(ABC):
     def code(self, start: int = 0, stop: int | None = None) -> int:
         """A checksum of examples start to stop (default: all), from 0 to 2^64 - 1.
 
-        Those of parts add up, modulo 2^64, to that of all. What was read and compared in passes before is not read
-        again; the others are.
+        The codes of parts add up, modulo 2^64, to the code of all. Data that earlier passes have compared is not read
+        again; other data is.
 
         Example:
             >>> from linnet.data import as_source

@@ -52,7 +52,7 @@ def check_ranks_agree(lin: Any, source: Any, **more: Any) -> None:
     Args:
         lin: A `linnet.Linearization`.
         source: A `linnet.data.Source`; None for no data.
-        more: What else must be the same, by name: tensors, or what prints alike.
+        more: Other values that must be the same, by name: tensors, or values that print alike.
 
     Raises:
         ValueError: Says what differs, and on which ranks.

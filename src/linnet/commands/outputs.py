@@ -63,7 +63,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """What JSON can hold; what is not a finite number becomes None."""
+    """The value as JSON can hold it; a number that is not finite becomes None."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -90,7 +90,7 @@ def reserve(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Path
     Args:
         out: A file, or a folder.
         force: Whether ``out`` may exist.
-        is_folder: Which of the two ``out`` is.
+        is_folder: Whether ``out`` is a folder; otherwise it is a file.
 
     Yields:
         The absolute path of ``out``; for folders without symbolic links.
@@ -195,7 +195,7 @@ def _replace(temporary: Path, place: Path) -> None:
     _discard(aside, place)
 
 
-# What is left over.
+# Temporaries of runs that were killed.
 
 
 def _find_left_over(place: Path) -> list[Path]:

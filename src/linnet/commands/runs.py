@@ -28,7 +28,7 @@ from linnet.heads import head_of, put_head
 from linnet.readout import Readout
 
 FORMAT = 2
-"""Of run.json; format 1 had no checksums and no signature."""
+"""The format of run.json; format 1 had no checksums and no signature."""
 
 RUN, HEAD = "run.json", "head.safetensors"
 HEAD_KIND = "head"
@@ -87,7 +87,7 @@ def make_run(
         weights: As --weights was given.
         reading: See there.
         seed: See there.
-        more: What else `Run` keeps.
+        more: Other attributes of `Run`.
     """
     if reading.tokenizer is not None:
         reading = replace(reading, tokenizer=sources.locate(f"hf:{reading.tokenizer}").removeprefix("hf:"))
@@ -154,7 +154,7 @@ _AGAIN = "Copy the folder again from where it was made, or run the command that 
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
-    """What run.json says."""
+    """The contents of run.json."""
     path = folder / RUN
     if not path.is_file():
         what = "has no run.json" if folder.is_dir() else "does not exist"

@@ -103,7 +103,7 @@ class Table:
         """A target column: numbers, or class labels, which are the text that they are; see `whole_or_text`.
 
         Args:
-            name: Of the column.
+            name: Name of the column.
             task: "auto", "classification" or "regression"; a mix of numbers and text is for classes alone.
             text: Whether the labels are text whatever they look like.
         """
