@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import linnet
-import linnet.contexts
+import linnet._common.torch_settings
 from benchmarks.models import Model, ResNet18
 from benchmarks.timing import machine, milliseconds
 from linnet import ieee
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON file (default: results/convolutions-DEVICE.json)")
     args = parser.parse_args()
     rows = []
-    with linnet.contexts.arithmetic("highest", torch.device(args.device)):
+    with linnet._common.torch_settings.arithmetic("highest", torch.device(args.device)):
         for shape in SHAPES:
             rows.append({"shape": shape, **{k: round(v, 1) for k, v in ways(args.batch, shape, args.device).items()}})
             print(json.dumps(rows[-1]), flush=True)

@@ -32,7 +32,7 @@ import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
 from linnet import scales, stochastic
-from linnet.contexts import Precision, arithmetic
+from linnet._common.torch_settings import Precision, arithmetic
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Categorical

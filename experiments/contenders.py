@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 import linnet
 from benchmarks.models import Model, WideResNet
 from linnet import plan
-from linnet.contexts import arithmetic
+from linnet._common.torch_settings import arithmetic
 
 TOLERANCE = 1e-3
 """Relative residual of every iterative solver."""

@@ -28,7 +28,7 @@ from experiments import common
 from experiments.pretrained import cifar10, lenet5, mnist
 from experiments.ranks import launch
 from experiments.wrn import augmented, wide_resnet
-from linnet.contexts import Precision, arithmetic
+from linnet._common.torch_settings import Precision, arithmetic
 from linnet.lowrank import low_rank
 from linnet.statistics import Statistics
 

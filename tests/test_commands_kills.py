@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from linnet import io
+from linnet._common import files
 from linnet.commands import outputs, publishing, runs
 from linnet.commands.examples import Reading
 from linnet.commands.shared import UsageError
@@ -38,7 +38,7 @@ NOTES = "notes.txt"
 def publish(out: Path, stamp: int) -> None:
     """Write a run whose every file says ``stamp``; every second run has predictions, as not all runs have."""
     with publishing.folder(out, force=True) as folder:
-        io.save(folder / "adapter.safetensors", {"x": torch.full((50,), stamp)}, {}, kind="kills")
+        files.save(folder / "adapter.safetensors", {"x": torch.full((50,), stamp)}, {}, kind="kills")
         if stamp % 2:
             outputs.write_csv(folder / "predictions.csv", {"stamp": [stamp] * 50})
         outputs.write_json(folder / "metrics.json", {"stamp": stamp})
@@ -51,7 +51,7 @@ def accepted(out: Path) -> tuple[int, bool] | None:
         run = runs.read(out)
     except UsageError:
         return None
-    stamps = {run.seed, *io.load(out / run.file, kind="kills")[0]["x"].tolist()}
+    stamps = {run.seed, *files.load(out / run.file, kind="kills")[0]["x"].tolist()}
     stamps.add(json.loads((out / "metrics.json").read_text())["stamp"])
     table = out / "predictions.csv"
     if table.exists():

@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_what_there_was(tmp_path, line, monkeypatch, where):
         monkeypatch.setattr(runs, "write_json", full)
     else:
         error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        monkeypatch.setattr("linnet.io.save_file", full)
+        monkeypatch.setattr("linnet._common.files.save_file", full)
     said = refused(*line, "--force", code=1)
     assert "The disk is full" in said and "nothing was written" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before

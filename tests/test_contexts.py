@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import linnet
-from linnet import contexts
-from linnet.contexts import Switch, arithmetic, dual_level, forward_mode, network, noting_saved
+from linnet._common import torch_settings
+from linnet._common.torch_settings import Switch, arithmetic, dual_level, forward_mode, network, noting_saved
 
 CPU = torch.device("cpu")
-SWITCHES = [contexts.PRECISION, contexts.ATTENTION, contexts.FASTPATH, contexts.MKLDNN, contexts.CUDNN]
+SWITCHES = [
+    torch_settings.PRECISION,
+    torch_settings.ATTENTION,
+    torch_settings.FASTPATH,
+    torch_settings.MKLDNN,
+    torch_settings.CUDNN,
+]
 
 
 def flags() -> dict[str, object]:
@@ -58,8 +64,8 @@ SETTINGS = {
     "network": lambda: network(MODEL, "highest", CPU),
     "network on a GPU": lambda: network(MODEL, "highest", torch.device("cuda")),
     "forward mode": lambda: forward_mode(MODEL),
-    "IEEE": lambda: contexts._tf32(False),
-    "tf32": lambda: contexts._tf32(True),
+    "IEEE": lambda: torch_settings._tf32(False),
+    "tf32": lambda: torch_settings._tf32(True),
 }
 
 
@@ -200,7 +206,7 @@ def test_an_interrupt_at_any_step_leaves_the_settings_as_they_were(name):
         "forward mode of autograd": dual_level,
     }
     make = (SETTINGS | more)[name]
-    assert contexts._recurrent(MODEL)
+    assert torch_settings._recurrent(MODEL)
     before, interrupted = flags(), 0
 
     def action() -> None:
@@ -260,7 +266,7 @@ def test_a_module_runs_in_one_thread_at_a_time():
 
     def work() -> None:
         for _ in range(20):
-            with contexts.alone(MODEL), contexts.alone(MODEL):  # a network may call itself
+            with torch_settings.alone(MODEL), torch_settings.alone(MODEL):  # a network may call itself
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()
@@ -268,7 +274,7 @@ def test_a_module_runs_in_one_thread_at_a_time():
     in_threads([work] * 3)
     assert len(most) == 60
     assert max(most) == 1
-    assert contexts.alone(MODEL) is not contexts.alone(Recurrent())
+    assert torch_settings.alone(MODEL) is not torch_settings.alone(Recurrent())
 
 
 def test_a_head_leaves_the_random_numbers_as_they_were():

@@ -12,7 +12,7 @@ import torch
 
 import linnet
 from linnet import plan, replay, stochastic
-from linnet.contexts import arithmetic
+from linnet._common.torch_settings import arithmetic
 from linnet.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
 

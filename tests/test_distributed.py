@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import linnet
-from linnet.distributed import add_up, rank_and_world, shard, share_rows, smallest
+from linnet._common.distributed import add_up, rank_and_world, shard, share_rows, smallest
 from linnet.likelihoods import Categorical
 from linnet.sketch import Sketch
 from linnet.stochastic import Training, adam

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
-from linnet import _checks
+from linnet._common import messages
 from linnet.testing.case import Net, parameter
 
 N, D, C = 6, 4, 3
@@ -372,5 +372,5 @@ def test_subsets_outside_the_data(J):
 
 
 def test_close_needs_numbers():
-    assert _checks.close(torch.ones(2), torch.ones(2) + 1e-9, 1e-6)
-    assert not _checks.close(torch.ones(2), torch.tensor([1.0, float("nan")]), 1e-6)
+    assert messages.close(torch.ones(2), torch.ones(2) + 1e-9, 1e-6)
+    assert not messages.close(torch.ones(2), torch.tensor([1.0, float("nan")]), 1e-6)

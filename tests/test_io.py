@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from linnet import io
+from linnet._common import files
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def names(folder: Path) -> list[str]:
 def test_round_trip_keeps_bytes_and_dtypes(path: Path, dtype: torch.dtype) -> None:
     tensors = {"x": (torch.randn(3, 4) * 3).to(dtype), "scalar": torch.ones((), dtype=dtype)}
     meta = {"name": "é", "rate": 0.1, "deep": {"list": [1, None, True, {"a": "b"}]}}
-    io.save(path, tensors, meta, kind="test")
-    loaded, same = io.load(path, kind="test")
+    files.save(path, tensors, meta, kind="test")
+    loaded, same = files.load(path, kind="test")
     assert same == meta and loaded.keys() == tensors.keys()
     for name, x in tensors.items():
         assert loaded[name].dtype == dtype and torch.equal(loaded[name], x)
@@ -58,8 +58,8 @@ json_values = st.recursive(
 @given(meta=st.dictionaries(st.text(), json_values, max_size=4))
 def test_any_json_comes_back(tmp_path_factory: pytest.TempPathFactory, meta: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("json") / "file"
-    io.save(path, {}, meta, kind="test")
-    assert io.load(path, kind="test") == ({}, meta)
+    files.save(path, {}, meta, kind="test")
+    assert files.load(path, kind="test") == ({}, meta)
 
 
 def test_views_and_shared_memory_are_written_apart(path: Path) -> None:
@@ -74,8 +74,8 @@ def test_views_and_shared_memory_are_written_apart(path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "gradient": torch.ones(2, requires_grad=True),
     }
-    io.save(path, tensors, {}, kind="test")
-    loaded, _ = io.load(path, kind="test")
+    files.save(path, tensors, {}, kind="test")
+    loaded, _ = files.load(path, kind="test")
     for name, x in tensors.items():
         assert loaded[name].shape == x.shape and torch.equal(loaded[name], x.detach())
     assert path.stat().st_size < 4096  # a view does not drag its base along
@@ -84,15 +84,15 @@ def test_views_and_shared_memory_are_written_apart(path: Path) -> None:
 def test_save_creates_folders_and_replaces(tmp_path: Path) -> None:
     path = tmp_path / "new" / "deep" / "file"
     for value in (1.0, 2.0):
-        io.save(str(path), {"x": torch.tensor(value)}, {"value": value}, kind="test")
-        tensors, meta = io.load(str(path), kind="test")
+        files.save(str(path), {"x": torch.tensor(value)}, {"value": value}, kind="test")
+        tensors, meta = files.load(str(path), kind="test")
         assert tensors["x"].item() == meta["value"] == value
 
 
 def test_loaded_tensors_outlive_the_file(path: Path) -> None:
-    io.save(path, {"x": torch.arange(1000.0)}, {}, kind="test")
-    tensors, _ = io.load(path, kind="test", device=torch.device("cpu"))
-    io.save(path, {"x": torch.zeros(1)}, {}, kind="test")
+    files.save(path, {"x": torch.arange(1000.0)}, {}, kind="test")
+    tensors, _ = files.load(path, kind="test", device=torch.device("cpu"))
+    files.save(path, {"x": torch.zeros(1)}, {}, kind="test")
     path.unlink()
     assert torch.equal(tensors["x"], torch.arange(1000.0))
     tensors["x"] += 1  # and can be changed
@@ -103,11 +103,11 @@ def test_loaded_tensors_outlive_the_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("where", ["os.replace", "os.fsync", "linnet.io.save_file"])
+@pytest.mark.parametrize("where", ["os.replace", "os.fsync", "linnet._common.files.save_file"])
 def test_failure_leaves_the_old_file_and_nothing_else(
     path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
 ) -> None:
-    io.save(path, {"x": torch.zeros(3)}, {"step": 1}, kind="test")
+    files.save(path, {"x": torch.zeros(3)}, {"step": 1}, kind="test")
     before = path.read_bytes()
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -116,7 +116,7 @@ def test_failure_leaves_the_old_file_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(where, fail)
         with pytest.raises(type(error)):
-            io.save(path, {"x": torch.ones(3)}, {"step": 2}, kind="test")
+            files.save(path, {"x": torch.ones(3)}, {"step": 2}, kind="test")
     assert path.read_bytes() == before
     assert names(path.parent) == [path.name]
 
@@ -142,10 +142,10 @@ KILLED = """
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_a_killed_process_leaves_the_last_checkpoint(path: Path) -> None:
-    checkpoint = io.Checkpoint(path, kind="test", fingerprint="f")
+    checkpoint = files.Checkpoint(path, kind="test", fingerprint="f")
     checkpoint.save({"x": torch.zeros(3)}, {"step": 1})
     before = path.read_bytes()
-    environment = os.environ | {"PYTHONPATH": str(Path(io.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[1])}
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "writing\n"
@@ -157,7 +157,7 @@ def test_a_killed_process_leaves_the_last_checkpoint(path: Path) -> None:
     state = checkpoint.load()
     assert state is not None and state[1] == {"step": 1} and torch.equal(state[0]["x"], torch.zeros(3))
     checkpoint.save({"x": torch.ones(3)}, {"step": 3})
-    assert io.Checkpoint(path, kind="test", fingerprint="f").load()[1] == {"step": 3}  # type: ignore[index]
+    assert files.Checkpoint(path, kind="test", fingerprint="f").load()[1] == {"step": 3}  # type: ignore[index]
     checkpoint.done()
     assert names(path.parent) == []
 
@@ -167,7 +167,7 @@ def test_a_killed_process_leaves_the_last_checkpoint(path: Path) -> None:
 
 def test_checkpoint_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    checkpoint = io.Checkpoint(None, kind="test", fingerprint="f")
+    checkpoint = files.Checkpoint(None, kind="test", fingerprint="f")
     checkpoint.save({"x": torch.ones(2)}, {"step": 1})
     assert checkpoint.load() is None
     checkpoint.done()
@@ -175,7 +175,7 @@ def test_checkpoint_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_checkpoint_before_the_first_save_and_after_the_last(path: Path) -> None:
-    checkpoint = io.Checkpoint(path.parent / "not yet" / "file", kind="test", fingerprint="f")
+    checkpoint = files.Checkpoint(path.parent / "not yet" / "file", kind="test", fingerprint="f")
     assert checkpoint.load() is None
     checkpoint.done()
     checkpoint.save({}, {"step": 1})
@@ -187,26 +187,26 @@ def test_checkpoint_before_the_first_save_and_after_the_last(path: Path) -> None
 def test_done_leaves_other_files_alone(path: Path) -> None:
     other = path.parent / ".another.safetensors.12345678.tmp"
     other.touch()
-    checkpoint = io.Checkpoint(path, kind="test", fingerprint="f")
+    checkpoint = files.Checkpoint(path, kind="test", fingerprint="f")
     checkpoint.save({}, {})
     checkpoint.done()
     assert names(path.parent) == [other.name]
 
 
 def test_checkpoint_of_another_computation_is_refused(path: Path) -> None:
-    io.Checkpoint(path, kind="test", fingerprint="abc").save({}, {})
+    files.Checkpoint(path, kind="test", fingerprint="abc").save({}, {})
     with pytest.raises(ValueError, match=r"fingerprint def, the file has abc\. .* remove the file or name another"):
-        io.Checkpoint(path, kind="test", fingerprint="def").load()
+        files.Checkpoint(path, kind="test", fingerprint="def").load()
     with pytest.raises(ValueError, match="holds 'checkpoint of test'; 'checkpoint of spectrum' was asked for"):
-        io.Checkpoint(path, kind="spectrum", fingerprint="abc").load()
+        files.Checkpoint(path, kind="spectrum", fingerprint="abc").load()
     with pytest.raises(ValueError, match=r"^meta\['loss'\] is nan"):
-        io.Checkpoint(path, kind="test", fingerprint="abc").save({}, {"loss": float("nan")})
+        files.Checkpoint(path, kind="test", fingerprint="abc").save({}, {"loss": float("nan")})
 
 
 def test_fingerprint_sees_every_change() -> None:
     x = torch.arange(6.0)
     seen = {
-        io.fingerprint(tensors)
+        files.fingerprint(tensors)
         for tensors in (
             {"x": x},
             {"y": x},
@@ -221,7 +221,7 @@ def test_fingerprint_sees_every_change() -> None:
         )
     }
     assert len(seen) == 10 and all(len(digest) == 64 for digest in seen)
-    assert io.fingerprint({"x": torch.stack([x, x], 1)[:, 0]}) == io.fingerprint({"x": x.requires_grad_()})
+    assert files.fingerprint({"x": torch.stack([x, x], 1)[:, 0]}) == files.fingerprint({"x": x.requires_grad_()})
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -229,18 +229,18 @@ def test_fingerprint_sees_every_change() -> None:
 
 def test_missing_file(path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
-        io.load(path, kind="test")
+        files.load(path, kind="test")
     with pytest.raises(FileNotFoundError, match="is a folder"):
-        io.load(path.parent, kind="test")
+        files.load(path.parent, kind="test")
 
 
 def test_truncated_file(path: Path) -> None:
-    io.save(path, {"x": torch.ones(100)}, {"step": 1}, kind="test")
+    files.save(path, {"x": torch.ones(100)}, {"step": 1}, kind="test")
     whole = path.read_bytes()
     for size in (0, 5, 20, len(whole) - 400, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"not a complete safetensors file .* It was cut short"):
-            io.load(path, kind="test")
+            files.load(path, kind="test")
 
 
 def test_pickles_are_never_opened(path: Path) -> None:
@@ -251,7 +251,7 @@ def test_pickles_are_never_opened(path: Path) -> None:
     for zipped in (True, False):
         torch.save(Trap(), path, _use_new_zipfile_serialization=zipped)
         with pytest.raises(ValueError, match=r"looks like a pickle.* never unpickles"):
-            io.load(path, kind="test")
+            files.load(path, kind="test")
     assert names(path.parent) == [path.name]
 
 
@@ -259,20 +259,20 @@ def test_foreign_file(path: Path) -> None:
     for entries in (None, {"format": "pt"}, {"linnet": "no json"}, {"linnet": "[]"}, {"linnet": "{}"}):
         save_file({"x": torch.ones(2)}, path, metadata=entries)
         with pytest.raises(ValueError, match="linnet did not write"):
-            io.load(path, kind="test")
+            files.load(path, kind="test")
 
 
 def test_wrong_kind(path: Path) -> None:
-    io.save(path, {}, {}, kind="laplace")
+    files.save(path, {}, {}, kind="laplace")
     with pytest.raises(ValueError, match="holds 'laplace'; 'embedding' was asked for"):
-        io.load(path, kind="embedding")
+        files.load(path, kind="embedding")
 
 
 def test_newer_format(path: Path) -> None:
-    header = {"format": io.FORMAT + 1, "kind": "test", "version": "9.0", "meta": {}}
+    header = {"format": files.FORMAT + 1, "kind": "test", "version": "9.0", "meta": {}}
     save_file({}, path, metadata={"linnet": json.dumps(header)})
     with pytest.raises(ValueError, match=r"format 2, written by linnet 9\.0; .* up to format 1\. Upgrade linnet"):
-        io.load(path, kind="test")
+        files.load(path, kind="test")
 
 
 @pytest.mark.parametrize(
@@ -287,13 +287,13 @@ def test_newer_format(path: Path) -> None:
 )
 def test_meta_that_json_cannot_hold(path: Path, meta: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        io.save(path, {}, meta, kind="test")
+        files.save(path, {}, meta, kind="test")
     assert names(path.parent) == []
 
 
 def test_tensors_that_are_not(path: Path) -> None:
     with pytest.raises(TypeError, match=r"tensors\['x'\] is a list; move it to meta"):
-        io.save(path, {"x": [1.0]}, {}, kind="test")  # type: ignore[dict-item]
+        files.save(path, {"x": [1.0]}, {}, kind="test")  # type: ignore[dict-item]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders are synchronized on POSIX systems alone")
@@ -304,5 +304,5 @@ def test_a_file_is_on_disk_before_its_name_and_the_name_before_the_end(
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: steps.append(("sync", os.fstat(fd).st_ino)) or fsync(fd))
     monkeypatch.setattr(os, "replace", lambda *names: steps.append(("name", 0)) or replace(*names))
-    io.save(path, {"a": torch.ones(3)}, {}, kind="test")
+    files.save(path, {"a": torch.ones(3)}, {}, kind="test")
     assert steps == [("sync", path.stat().st_ino), ("name", 0), ("sync", path.parent.stat().st_ino)]

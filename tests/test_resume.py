@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
-from linnet import io
+from linnet._common import files
 from linnet.batch import Batch, Source
 from linnet.data import as_source
 from linnet.lowrank import low_rank
@@ -79,7 +79,7 @@ def fit(data: Any, file: Path, model: nn.Module | None = None, **options: Any) -
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint that stays after the fit, as after an interruption."""
-    monkeypatch.setattr(io.Checkpoint, "done", lambda self: None)
+    monkeypatch.setattr(files.Checkpoint, "done", lambda self: None)
     return tmp_path / "state.safetensors"
 
 
@@ -113,9 +113,9 @@ def test_a_changed_frozen_weight_or_buffer_is_refused(name: str, file: Path) -> 
 
 def test_a_checkpoint_without_checksums_is_taken_as_before(file: Path) -> None:
     fit(inputs(), file)
-    tensors, meta = io.load(file, kind="checkpoint of low rank")
+    tensors, meta = files.load(file, kind="checkpoint of low rank")
     del meta["state"]["codes"]
-    io.save(file, tensors, meta, kind="checkpoint of low rank")
+    files.save(file, tensors, meta, kind="checkpoint of low rank")
     fit(inputs(), file)
     with pytest.raises(ValueError, match="belongs to another computation"):
         fit(-inputs(), file)

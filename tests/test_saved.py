@@ -12,7 +12,7 @@ from drawn import double, normal
 from torch import Tensor, nn
 
 import linnet
-from linnet import io
+from linnet._common import files
 
 
 def net(outputs: int = 2, seed: int = 0) -> nn.Module:
@@ -116,7 +116,7 @@ def test_an_output_function_is_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
-    io.save(tmp_path / "a.safetensors", {"x": torch.ones(1)}, {}, kind="something else")
+    files.save(tmp_path / "a.safetensors", {"x": torch.ones(1)}, {}, kind="something else")
     with pytest.raises(ValueError, match="something else"):
         linnet.load(tmp_path / "a.safetensors", net())
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet import io, saved
+from linnet import saved
+from linnet._common import files
 
 X, NEW = normal(14, 3), normal(4, 3, seed=5)
 NUMBERS = normal(14, 2, seed=1)
@@ -200,7 +201,7 @@ def test_a_file_with_one_byte_changed_anywhere_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match=r"was changed after it was saved: its description does not have the checksum"):
         linnet.load(file, net())
     with pytest.raises(ValueError, match="its description"):
-        io.contents(file)  # which reads no numbers
+        files.contents(file)  # which reads no numbers
 
 
 class Trap:
@@ -227,7 +228,7 @@ def test_foreign_files_are_refused_and_never_run(tmp_path: Path) -> None:
             linnet.load(path, net())
     with pytest.raises(FileNotFoundError, match="is a folder"):
         linnet.load(tmp_path, net())
-    io.save(path, {}, {}, kind=saved.KIND)
+    files.save(path, {}, {}, kind=saved.KIND)
     with pytest.raises(ValueError, match="holds a None, which this version of linnet does not know"):
         linnet.load(path, net())
     assert not (tmp_path / "sprung").exists()

@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.torch_settings import dual_level
 from linnet.batch import Batch
-from linnet.contexts import dual_level
 from linnet.factors import Factor, Rows, Size
 from linnet.params import Layout
 from linnet.proofs import Disproved, Truth
@@ -98,7 +98,7 @@ class Autodiff(Factor):
         """The rows of each example alone, by reverse mode."""
         parts = self._parts(vectorize=False)
         if not all(self._judged(lambda truth: truth.has_rows(self.ranges, parts))):
-            raise _checks.not_linear()
+            raise messages.not_linear()
         return parts
 
     def _parts(self, *, vectorize: bool) -> list[Tensor]:
@@ -150,7 +150,7 @@ class Autodiff(Factor):
         if not all(right[:1]):
             raise Disproved("forward_mode")
         if not all(right):
-            raise _checks.examples_interact(self._batch.start, self._batch.n)
+            raise messages.examples_interact(self._batch.start, self._batch.n)
         return out
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
@@ -189,7 +189,7 @@ class Autodiff(Factor):
         for (start, stop), g in zip(self.ranges, grads, strict=True):
             found[start:stop, 0] = 0.0 if g is None else g.to_dense().flatten().to(found)
         if seed.judges and found.isfinite().all() and seed.different(found)[0]:
-            raise _checks.examples_interact(self._batch.start, self._batch.n)
+            raise messages.examples_interact(self._batch.start, self._batch.n)
 
     def _recorded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Outputs and the parameters that they depend on, to be differentiated once."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.calls import arguments, trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -50,13 +50,13 @@ def top_blocks(model: nn.Module, k: int, *, example: Any = None) -> list[str]:
         >>> top_blocks(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), 1)
         ['*']
     """
-    _checks.check_module(model)
+    messages.check_module(model)
     if not isinstance(k, int) or isinstance(k, bool) or k < 0:
         raise ValueError(f"The number of blocks must be 0, 1, 2, ...; got {k!r}.")
     order = _positions(model, example)
     blocks, after = _blocks(model, order)
     if k > len(blocks):
-        names = _checks.listing([block.name for block in blocks])
+        names = messages.listing([block.name for block in blocks])
         raise ValueError(
             f"The model has {len(blocks)} blocks below its head{f': {names}' if names else ''}. Ask for 0 to "
             f"{len(blocks)} of them, or choose parameters by name with params=; got {k}."
@@ -77,7 +77,7 @@ def block_names(model: nn.Module, *, example: Any = None) -> list[str]:
         >>> block_names(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)))
         ['0', '2']
     """
-    _checks.check_module(model)
+    messages.check_module(model)
     return [block.name for block in _blocks(model, _positions(model, example))[0]]
 
 

@@ -12,12 +12,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.distributed import add_up, rank_and_world
+from linnet._common.torch_settings import arithmetic, of_network
 from linnet.batch import Batch, leaves, moved
 from linnet.chunks import Chunk, Prepare
 from linnet.compound import pack
-from linnet.contexts import arithmetic, of_network
-from linnet.distributed import add_up, rank_and_world
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
 from linnet.kron import Kronecker
@@ -103,10 +103,10 @@ class Cached(Jacobian):
         )
 
     def targets(self) -> Any:
-        return _checks.targets_of([piece.batch.rest for piece in self._kept], self._kind)
+        return messages.targets_of([piece.batch.rest for piece in self._kept], self._kind)
 
     def subset(self, index: Tensor) -> Cached:
-        _checks.check_subset_index(index, self.n)
+        messages.check_subset_index(index, self.n)
         index, size = index.cpu().long(), self._chunk()
         starts = torch.tensor([piece.batch.start for piece in self._kept])
         places = torch.bucketize(index, starts, right=True) - 1

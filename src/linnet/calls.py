@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnet._common.torch_settings import arithmetic, network
 from linnet.batch import Batch
-from linnet.contexts import arithmetic, network
 
 
 @dataclass

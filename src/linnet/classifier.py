@@ -16,10 +16,10 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet import generalized, saved
-from linnet._checks import check_module
+from linnet._common.distributed import check_ranks_agree
+from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
 from linnet.data import as_source
-from linnet.distributed import check_ranks_agree
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits

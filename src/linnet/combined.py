@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Batch, Source
 from linnet.jacobian import Jacobian
 from linnet.linearize import linearize
@@ -60,7 +60,7 @@ def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.M
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         root = kwargs.pop(NAME)
         raw = kind.forward(self, *args, **kwargs)
-        f = _checks.output_matrix(_checks.output_tensor(raw) if output is None else output(raw), len(root))
+        f = messages.output_matrix(messages.output_tensor(raw) if output is None else output(raw), len(root))
         return (root.to(f.dtype).mT @ f[..., None])[..., 0]
 
     other = copy.copy(model)

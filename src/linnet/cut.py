@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.calls import Trace
 from linnet.pooling import first_tensor, last_hidden, tensor_of
 
@@ -105,7 +105,7 @@ def named(model: nn.Module, features: str) -> Cut:
     if not isinstance(features, str):
         raise TypeError(
             "features must be the name of a module, 'input of' and a name, 'output', or None for the input of the last "
-            f"Linear; got {_checks.kind(features)}."
+            f"Linear; got {messages.kind(features)}."
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     given = features.removeprefix("input of ") if features not in modules else features
@@ -115,7 +115,7 @@ def named(model: nn.Module, features: str) -> Cut:
     if features in ("", "output"):
         return Cut("")
     near = get_close_matches(given, [name for name in modules if name], n=3, cutoff=0.4)
-    hint = f"The nearest names: {_checks.listing(near)}." if near else f"It has {_checks.listing(list(modules)[1:])}."
+    hint = f"The nearest names: {messages.listing(near)}." if near else f"It has {messages.listing(list(modules)[1:])}."
     raise ValueError(f"features={features!r} names no module of the model. {hint}")
 
 
@@ -130,7 +130,7 @@ def found(model: nn.Module, trace: Trace) -> Cut:
     linears = [call for call in trace.calls if isinstance(call.module, nn.Linear)]
     if not linears:
         names = list(dict.fromkeys(call.name for call in reversed(trace.calls) if call.name))
-        called = f" The last modules called: {_checks.listing(names, limit=4)}." if names else ""
+        called = f" The last modules called: {messages.listing(names, limit=4)}." if names else ""
         raise ValueError(
             f"{type(model).__name__} calls no nn.Linear, so there is no head to replace. Name the layer whose output "
             f"are the features, such as features='output' for what the model returns.{called}"
@@ -139,7 +139,7 @@ def found(model: nn.Module, trace: Trace) -> Cut:
     cut = Cut(last.name, "input", implied=True)
     x = last.args[0] if last.args else None
     if not isinstance(x, Tensor) or x.ndim != 2:
-        shape = tuple(x.shape) if isinstance(x, Tensor) else _checks.kind(x)
+        shape = tuple(x.shape) if isinstance(x, Tensor) else messages.kind(x)
         raise ValueError(
             f"The last Linear that is called, {cut.name!r}, is given {shape}, not one vector for each example: it is "
             f"no head. Name the features: features='output' for what the model returns, features={str(cut)!r} for this "
@@ -156,7 +156,7 @@ def check_called(cut: Cut, trace: Trace) -> None:
     what = "is not called" if count == 0 else f"is called {count} times"
     raise ValueError(
         f"The features are the {cut}, and {cut.name!r} {what} in one forward pass. Name a module that is called once: "
-        f"{_checks.listing([call.name for call in trace.calls if len(trace.of(call.name)) == 1 and call.name])}."
+        f"{messages.listing([call.name for call in trace.calls if len(trace.of(call.name)) == 1 and call.name])}."
     )
 
 
@@ -164,7 +164,7 @@ def ends_with(cut: Cut, trace: Trace) -> bool:
     """Whether what the module before which the network is cut returns is what the network returns."""
     call = trace.of(cut.name)[0]
     try:
-        out = _checks.output_tensor(trace.out)
+        out = messages.output_tensor(trace.out)
     except TypeError:
         return False
     return isinstance(call.out, Tensor) and call.out.shape == out.shape and bool((call.out == out).all())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tqdm import tqdm
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Batch, Source, check_finite, leaves
 from linnet.loaders import loaded
 from linnet.signature import Signature
@@ -63,7 +63,7 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
     by_position = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc")
     if by_position and not isinstance(data, str | bytes):
         return Mapped(data, signature)
-    raise _checks.unknown_data(data)
+    raise messages.unknown_data(data)
 
 
 class InMemory(Source):
@@ -82,7 +82,7 @@ class InMemory(Source):
         inputs = [leaf for _, leaf in leaves((self.whole.args, self.whole.kwargs))]
         devices = sorted({str(leaf.device) for leaf in inputs if isinstance(leaf, Tensor)})
         self.kind = f"in memory on {' and '.join(devices)}" if devices else "in memory"
-        _checks.check_some(self.n, self.kind)
+        messages.check_some(self.n, self.kind)
         check_finite(self.whole)
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.training import epoch
 
 Distance = str | Callable[[Tensor, Tensor], Tensor]
@@ -113,7 +113,7 @@ class EmbeddingHead(WithEmbedding):
         if not linear or (layer is not None and layer not in linear):
             what = "has no nn.Linear" if layer is None else f"has no nn.Linear named {layer!r}"
             raise ValueError(
-                f"{type(student).__name__} {what}. Its linear layers: {_checks.listing(linear) or 'none'}."
+                f"{type(student).__name__} {what}. Its linear layers: {messages.listing(linear) or 'none'}."
             )
         self.student, self.layer = student, layer or linear[-1]
         read: Any = student.get_submodule(self.layer)
@@ -131,7 +131,7 @@ class EmbeddingHead(WithEmbedding):
                 f"The embedding head reads features (n, d) from {self.layer!r}, called once for each batch; it was "
                 f"called {len(seen)} times, with {[tuple(t.shape) for t in seen]}. Choose another with layer=."
             )
-        return _checks.output_tensor(raw), self.head(seen[0])
+        return messages.output_tensor(raw), self.head(seen[0])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 
 Encode = Callable[[nn.Module, Tensor], Any]
 Decode = Callable[[nn.Module, Tensor], Any]
@@ -66,7 +66,7 @@ class Bound:
         found = self.encode(model, x)
         pair = isinstance(found, tuple | list) and len(found) == 2 and all(isinstance(t, Tensor) for t in found)
         if not pair or found[0].shape != found[1].shape or found[0].ndim < 2 or len(found[0]) != len(x):
-            came = " and ".join(str(tuple(t.shape)) for t in found) if pair else _checks.kind(found)
+            came = " and ".join(str(tuple(t.shape)) for t in found) if pair else messages.kind(found)
             raise ValueError(
                 f"vae needs encode to return the mean and the log variance of q(z | x), two tensors of one shape "
                 f"({len(x)}, ...); got {came}. Say how to read them: vae(encode=lambda model, x: (mean, log_variance))."
@@ -78,7 +78,7 @@ class Bound:
         fn = partial(LIKELIHOODS[given], noise=self.noise) if isinstance(given, str) else given
         out = fn(x, decoded)
         if not isinstance(out, Tensor) or out.shape != (len(x),):
-            came = tuple(out.shape) if isinstance(out, Tensor) else _checks.kind(out)
+            came = tuple(out.shape) if isinstance(out, Tensor) else messages.kind(out)
             raise ValueError(
                 f"vae needs a likelihood that gives one number for each of the {len(x)} draws, ({len(x)},); got "
                 f"{came}. Add up over the parts of x."
@@ -156,7 +156,7 @@ LIKELIHOODS = {"bernoulli": _bernoulli, "bernoulli-logits": _bernoulli_logits, "
 def _same_size(x: Tensor, decoded: Any) -> tuple[Tensor, Tensor]:
     """Both as (n, d)."""
     if not isinstance(decoded, Tensor) or len(decoded) != len(x) or decoded.numel() != x.numel():
-        came = tuple(decoded.shape) if isinstance(decoded, Tensor) else _checks.kind(decoded)
+        came = tuple(decoded.shape) if isinstance(decoded, Tensor) else messages.kind(decoded)
         raise ValueError(
             f"vae compares what decode returns with the inputs, {tuple(x.shape)} for these draws; got {came}. Say how "
             "to read it: vae(decode=lambda model, z: ...), or pass likelihood=lambda x, decoded: ..."

@@ -17,12 +17,13 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import _checks, behavior, io, saved, scores
+from linnet import behavior, saved, scores
+from linnet._common import files, messages
+from linnet._common.distributed import check_ranks_agree
+from linnet._common.torch_settings import check_precision
 from linnet.batch import Batch, Source
 from linnet.behavior import drawn_inputs
-from linnet.contexts import check_precision
 from linnet.data import as_source
-from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.lowrank import Decomposition, low_rank
@@ -179,10 +180,10 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """The data, their Fisher vectors with room for so many components, and the trace of V V^T where it is known."""
         if self.kernel not in ("nfk", "ntk"):
             raise ValueError(f"kernel must be 'nfk' or 'ntk'; got {vars(self)['kernel']!r}.")
-        _checks.check_memory(self.memory)
-        _checks.check_seed(self.seed)
+        messages.check_memory(self.memory)
+        messages.check_seed(self.seed)
         if self.checkpoint is not None:
-            _checks.check_writable(self.checkpoint, "checkpoint")
+            messages.check_writable(self.checkpoint, "checkpoint")
         score = scores.as_score(self.score)
         self._attach(score)
         source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)
@@ -334,7 +335,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             "n_features_in": getattr(self, "n_features_in_", None),
             "behavior": seen,
         }
-        io.save(path, tensors | kept, meta, kind=KIND)
+        files.save(path, tensors | kept, meta, kind=KIND)
 
 
 def _read(

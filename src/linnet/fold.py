@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.torch_settings import network
 from linnet.calls import arguments
-from linnet.contexts import network
 from linnet.uses import Uses, by_example, by_graph, tensors
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -180,8 +180,8 @@ def _fold(layer: nn.Module, norm: nn.Module) -> None:
 
 def _pairs(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Each batch norm that can be folded with the layer it goes into, and the others with the reason."""
-    _checks.check_module(model)
-    _checks.check_materialized(dict(model.named_parameters()))
+    messages.check_module(model)
+    messages.check_materialized(dict(model.named_parameters()))
     modules = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if isinstance(module, _BatchNorm)}
     if not norms:
@@ -301,7 +301,7 @@ def _check_equal(model: nn.Module, new: nn.Module, example: Any) -> None:
     with torch.no_grad(), network(shadow, "highest", device):
         pairs = list(zip(tensors(shadow(*args, **kwargs)), tensors(new(*args, **kwargs)), strict=True))
     for a, b in pairs:
-        if a.is_floating_point() and not _checks.close(a, b, TOLERANCE.get(a.dtype, 5e-2)):
+        if a.is_floating_point() and not messages.close(a, b, TOLERANCE.get(a.dtype, 5e-2)):
             error = float((a - b).abs().max() / a.abs().max())
             raise RuntimeError(
                 f"The folded network differs from the given one by {error:.1e} on the example. Look for code that "

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Batch, Source, moved
 from linnet.capture import NO_CHANGES, Recording
 from linnet.guard import READERS
@@ -197,7 +197,7 @@ class Frozen:
                 self._mark_needed(found, probe)
                 with torch.no_grad(), self.lin._setting("highest"):
                     out = self.top.forward({}, self.with_kept(probe, self.of(found)))
-                return _checks.close(out, reference, TOLERANCE[self.lin.model_dtype])
+                return messages.close(out, reference, TOLERANCE[self.lin.model_dtype])
             except (RuntimeError, IndexError):
                 continue
         return False
@@ -307,7 +307,7 @@ class Frozen:
         top = self.top._record(self.with_kept(batch, kept), NO_CHANGES)
         u = random_signs(*top.out.shape, seed=batch.start, like=top.out.detach())
         first, second = (self.lin.truth(recording, u, "highest") for recording in (whole, top))
-        same = _checks.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
+        same = messages.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
         if not same or (first.judges and first.different(second.G)[0]):
             raise _cannot_start()
 

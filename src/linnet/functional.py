@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.batch import Batch, leaves
-from linnet.contexts import Precision, alone, arithmetic, network, of_network
 from linnet.guard import address
 from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select
@@ -78,14 +78,14 @@ class Functional:
             with alone(self._model):
                 raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
-            _checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
+            messages.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
         return self._matrix(raw, batch.n)
 
     def _matrix(self, raw: Any, n: int) -> Tensor:
         """What the network returned, as (n, c)."""
-        out = _checks.output_tensor(raw) if self._output is None else self._output(raw)
-        return _checks.output_matrix(out, n)
+        out = messages.output_tensor(raw) if self._output is None else self._output(raw)
+        return messages.output_matrix(out, n)
 
     def plain_outputs(self, batch: Batch) -> Tensor | None:
         """Outputs (n, c) by the network with its own parameters; None if this is a linearization around other ones."""
@@ -171,7 +171,7 @@ def _release_max_norm(name: str, module: nn.Module) -> None:
     """Switch off an embedding's ``max_norm``, which would write into the weights, where it has nothing to do."""
     weight, limit, kind = module.weight, float(module.max_norm), float(getattr(module, "norm_type", 2.0))  # type: ignore[arg-type]
     if bool((weight.detach().norm(p=kind, dim=1) > limit).any()):  # type: ignore[operator]
-        raise _checks.renormalizes(name)
+        raise messages.renormalizes(name)
     module.max_norm = None  # type: ignore[assignment]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Batch, Source, check_finite, leaves
 from linnet.data import as_source
 from linnet.linearize import Linearization, linearize
@@ -106,12 +106,12 @@ def draw(latent: Latent | None, count: Any, seed: int) -> Tensor:
     """
     if isinstance(latent, Tensor):
         return latent
-    _checks.check_batch_size(count, name="samples", auto=False)
+    messages.check_batch_size(count, name="samples", auto=False)
     random = torch.Generator().manual_seed(seed)
     if callable(latent):
         found = latent(count, random)
         if not isinstance(found, Tensor) or found.ndim == 0 or len(found) != count:
-            came = tuple(found.shape) if isinstance(found, Tensor) else _checks.kind(found)
+            came = tuple(found.shape) if isinstance(found, Tensor) else messages.kind(found)
             raise ValueError(f"latent(m, generator) needs to return m = {count} latents, ({count}, ...); got {came}.")
         return found
     shape = (latent,) if isinstance(latent, int) else latent
@@ -182,10 +182,10 @@ def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: 
                 stacklevel=5,
             )
         return
-    whole = linearize(model, list(lin.theta), lambda raw: read(_checks.output_tensor(raw))).to(lin.dtype)
+    whole = linearize(model, list(lin.theta), lambda raw: read(messages.output_tensor(raw))).to(lin.dtype)
     with torch.no_grad(), whole._setting("highest"):
         p = whole.forward({}, batch)[:, 0]
-    if not _checks.close(z.sigmoid(), p, 1e-3):
+    if not messages.close(z.sigmoid(), p, 1e-3):
         raise ValueError(
             "The discriminator contains an nn.Sigmoid at the end of its modules, and its output is not the sigmoid of "
             "what comes before. Say how to read the output before the sigmoid with output=, such as output=torch.logit."

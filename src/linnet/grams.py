@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet.data import bar
-from linnet.distributed import add_up, rank_and_world, share_rows
 from linnet.factors import Factor, Rows, Scale
 from linnet.kron import Kronecker
 from linnet.moments import Moments
@@ -106,7 +106,7 @@ class Grams(Passes):
         return _symmetric([self, *others], diagonal, [""], lambda factor: [("", factor)])[""]
 
     def _check_same_columns(self, other: Grams) -> None:
-        _checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
+        messages.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
         if self._rotation is not other._rotation:
             raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks, cut, pooling
+from linnet import cut, pooling
+from linnet._common import messages
 from linnet.batch import Batch, Source, leaves
 from linnet.calls import Trace, trace
 from linnet.cut import Cut
@@ -149,8 +150,8 @@ def attach_head(
         >>> model[2].out_features
         10
     """
-    _checks.check_module(model)
-    _checks.check_batch_size(batch_size, auto=False)
+    messages.check_module(model)
+    messages.check_batch_size(batch_size, auto=False)
     pooling.check_pool(pool)
     source = as_source(X, model.forward)
     if y is not None:  # before the long pass
@@ -192,7 +193,7 @@ def put_head(
         >>> put_head(model, X[:2], Readout(*weights, head.task_, head.classes_, head.penalty_))(X).shape
         torch.Size([60, 1])
     """
-    _checks.check_module(model)
+    messages.check_module(model)
     pooling.check_pool(pool)
     return _headed(model, readout, _located(model, as_source(X, model.forward), features, pool))
 
@@ -251,7 +252,7 @@ def _seen(model: nn.Module, example: Batch) -> Trace:
         return trace(model, example.args, example.kwargs)
     except (RuntimeError, TypeError) as error:
         inputs = leaves((example.args, example.kwargs), "the inputs")
-        _checks.explain_forward(error, inputs, dict(model.named_parameters()))
+        messages.explain_forward(error, inputs, dict(model.named_parameters()))
         raise
 
 
@@ -310,9 +311,9 @@ def _check(new: nn.Module, head: Head, sample: Tensor, example: Batch) -> None:
     """The new network makes of the example what the head makes of its features, (n, d)."""
     with torch.no_grad():
         expected = head(sample)
-        got = _checks.output_tensor(new(*example.args, **example.kwargs))
+        got = messages.output_tensor(new(*example.args, **example.kwargs))
     tolerance = max(1e-6, 64 * torch.finfo(expected.dtype).eps)
-    if got.shape != expected.shape or not _checks.close(got, expected, tolerance):
+    if got.shape != expected.shape or not messages.close(got, expected, tolerance):
         raise RuntimeError(
             f"With the new head, {type(new).__name__} does not compute the head of its features ({head.features_}). "
             "Name other features, such as features='output'."

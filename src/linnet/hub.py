@@ -13,8 +13,9 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
-from linnet import io, saved
-from linnet._checks import listing
+from linnet import saved
+from linnet._common import files
+from linnet._common.messages import listing
 
 FILE = "linnet.safetensors"
 """What was fitted."""
@@ -54,7 +55,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
     def _save_pretrained(self, save_directory: Path) -> None:
         self.estimator.save(save_directory / FILE)
         if self.with_network:
-            io.save(save_directory / NETWORK, self.estimator.lin_.given.state_dict(), {}, kind=KIND)
+            files.save(save_directory / NETWORK, self.estimator.lin_.given.state_dict(), {}, kind=KIND)
         else:
             (save_directory / NETWORK).unlink(missing_ok=True)  # of something saved there before
 
@@ -104,7 +105,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
 
     def _config(self) -> dict[str, Any]:
         return {
-            "library": f"linnet {io._version()}",
+            "library": f"linnet {files._version()}",
             "estimator_class": type(self.estimator).__name__,
             "base_model": self.base_model,
             "base_checksum": self._checksum(),
@@ -132,7 +133,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
             [
                 f"# {name} around {what}{base}",
                 "",
-                f"Fitted with linnet {io._version()}: the network, linearized around its own weights.",
+                f"Fitted with linnet {files._version()}: the network, linearized around its own weights.",
                 "",
                 "| | |",
                 "| --- | --- |",
@@ -198,7 +199,7 @@ def _file(model_id: str, name: str, where: Mapping[str, Any]) -> Path | None:
 
 def _with_weights(model: nn.Module, path: Path) -> nn.Module:
     """A copy of a network with the weights of a file."""
-    tensors, _ = io.load(path, kind=KIND)
+    tensors, _ = files.load(path, kind=KIND)
     found = copy.deepcopy(model)
     try:
         found.load_state_dict(tensors)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks, autodiff
+from linnet import autodiff
+from linnet._common import messages
+from linnet._common.torch_settings import Precision, forward_mode
 from linnet.batch import Batch
 from linnet.capture import NO_CHANGES, Changes, Recording, record
-from linnet.contexts import Precision, forward_mode
 from linnet.functional import Functional, Output
 from linnet.guard import DIGITS, Calls, address
 from linnet.params import Params
@@ -63,7 +64,7 @@ class Inspected(Functional):
 
     def _inspected(self, recording: Recording, probe: Batch) -> Structure:
         small = self._record(probe, recording.changes)
-        _checks.check_outputs_finite(small.out, probe.start)
+        messages.check_outputs_finite(small.out, probe.start)
         self._check_independent(small, probe)
         self._check_linear(small)
         if small.signature != recording.signature:
@@ -90,7 +91,7 @@ class Inspected(Functional):
         except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
             return None
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
-        return trial if same and _checks.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
+        return trial if same and messages.close(trial.out, small.out, TOLERANCE[self.model_dtype]) else None
 
     def _check_linear(self, small: Recording) -> None:
         """Raise if gradients do not grow with their seed."""
@@ -100,20 +101,20 @@ class Inspected(Functional):
         truth = self.truth(small, u, "highest")
         others = [self.truth(small, 1024 * u, "highest").G / 1024, self.truth(small, u / 1024, "highest").G * 1024]
         if truth.judges and any(truth.different(g)[0] for g in others):
-            raise _checks.not_linear()
+            raise messages.not_linear()
 
     def _check_independent(self, small: Recording, probe: Batch) -> None:
         """Raise if the outputs are random, or outputs or gradients change with the other examples of the batch."""
         n, tolerance, out = probe.n, self._tolerance(), small.out.detach()
         before = RandomState(self.device)
         with torch.no_grad():
-            if not _checks.close(self.forward({}, probe), out, tolerance):
-                raise _checks.random_output()
+            if not messages.close(self.forward({}, probe), out, tolerance):
+                raise messages.random_output()
             if small.draws or before.moved():
                 self._check_not_random(probe, out)
             plain = self.plain_outputs(probe)
-            if plain is not None and not _checks.close(plain, out, tolerance):
-                raise _checks.not_functional()
+            if plain is not None and not messages.close(plain, out, tolerance):
+                raise messages.not_functional()
         # As many other examples beside each one, with which kernels round alike; or each one alone.
         beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
         alone = [[i] for i in range(n)]
@@ -130,11 +131,11 @@ class Inspected(Functional):
         apart, out = self.apart(probe, "highest", [torch.tensor(index)]), small.out.detach()
         if not apart.outputs or apart.truth is None:
             return False
-        if not _checks.close(apart.outputs[0][1], out[index], self._tolerance()):
-            raise _checks.examples_interact()
+        if not messages.close(apart.outputs[0][1], out[index], self._tolerance()):
+            raise messages.examples_interact()
         truth = self.truth(small, apart.truth.U[..., 0].to(out), "highest")
         if truth.judges and apart.truth.different(truth.G)[0]:
-            raise _checks.examples_interact()
+            raise messages.examples_interact()
         return True
 
     def _of_some(self, batch: Batch, index: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class Inspected(Functional):
             for index in (*(index.sort().values if n > PROBE else index for index in indices), *alone):
                 try:
                     recording = self._record(batch.take(index), NO_CHANGES)
-                except (_checks.Refusal, torch.OutOfMemoryError):
+                except (messages.Refusal, torch.OutOfMemoryError):
                     raise
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     if n > PROBE and len(index) > 1:
@@ -232,17 +233,17 @@ class Inspected(Functional):
             for index, found in apart.outputs:
                 if not self._alike(batch, f, index, found, tolerance):
                     self._check_state(batch, f, tolerance)
-                    if not _checks.close(self.forward({}, batch).to(f), f, tolerance):
-                        raise _checks.random_output()
-                    raise _checks.examples_interact(batch.start, batch.n)
+                    if not messages.close(self.forward({}, batch).to(f), f, tolerance):
+                        raise messages.random_output()
+                    raise messages.examples_interact(batch.start, batch.n)
             if apart.outputs:
                 index, found = apart.outputs[0]
                 self._check_state(batch.take(index), found, tolerance)
 
     def _check_state(self, batch: Batch, f: Tensor, tolerance: float) -> None:
         """Raise if earlier passes have changed the outputs of a batch."""
-        if self.stateful and not _checks.close(self._as_at_first().forward({}, batch).to(f), f, tolerance):
-            raise _checks.keeps_state()
+        if self.stateful and not messages.close(self._as_at_first().forward({}, batch).to(f), f, tolerance):
+            raise messages.keeps_state()
 
     def _alike(self, batch: Batch, f: Tensor, index: Tensor, found: Tensor, tolerance: float) -> bool:
         """Whether examples have the same outputs in another batch."""
@@ -271,7 +272,7 @@ class Inspected(Functional):
         bound = 1e3 * torch.finfo(self._coarsest).eps * float(f.abs().max())
         for _ in range(8):
             if float((self._of_some(batch, index).to(f) - f[index.to(f.device)]).abs().max()) > bound:
-                raise _checks.random_output()
+                raise messages.random_output()
 
     def truth(self, recording: Recording, u: Tensor, precision: Precision) -> Truth:
         """``J^T u`` of a recorded pass for one u (n, c), by reverse mode; the recording keeps its graph."""
@@ -391,7 +392,7 @@ class Inspected(Functional):
                 pairs = [(product, torch.stack(along).sum(0))]
         except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
-        return all(_checks.close(a, b, TOLERANCE[self.model_dtype]) for a, b in pairs)
+        return all(messages.close(a, b, TOLERANCE[self.model_dtype]) for a, b in pairs)
 
 
 def _pads(model: nn.Module) -> bool:

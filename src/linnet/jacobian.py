@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.distributed import add_up, rank_and_world, share_rows
+from linnet._common.torch_settings import Precision, check_precision
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Given, Source
 from linnet.compound import add_rmatmul
-from linnet.contexts import Precision, check_precision
 from linnet.data import bar
-from linnet.distributed import add_up, rank_and_world, share_rows
 from linnet.grams import Grams, by_range
 from linnet.kron import Rotation
 from linnet.operator_checks import by_block, check_fn_result, check_weight
@@ -260,7 +260,7 @@ class Jacobian(Grams):
                     with proved as (made, _), self.lin._setting(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                         made.append(f)
-                    _checks.check_outputs_finite(f, batch.start)
+                    messages.check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
             share_rows(out, self.n, 1)
@@ -271,7 +271,7 @@ class Jacobian(Grams):
     def targets(self) -> Any:
         """What came with the inputs in the data, of all examples: a tensor, or whatever structure it has."""
         parts = [batch.rest for batch in self._batches(self._chunk(), 0, self.n)]
-        return _checks.targets_of(parts, self._source.kind)
+        return messages.targets_of(parts, self._source.kind)
 
     @property
     def by_position(self) -> bool:
@@ -297,7 +297,7 @@ class Jacobian(Grams):
             >>> sorted(minibatch.n for minibatch in J.minibatches(2, seed=0))
             [1, 2, 2]
         """
-        _checks.check_batch_size(size, name="size", auto=False)
+        messages.check_batch_size(size, name="size", auto=False)
         # Of one size as nearly as can be: examples of a small one would count for more in every epoch.
         chunks = torch.randperm(self.n, generator=torch.Generator().manual_seed(0)).tensor_split(ceil(self.n / size))
         order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))
@@ -308,7 +308,7 @@ class Jacobian(Grams):
 
     def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         """The Jacobians of the examples at each index, in an order."""
-        checks = Deferred(lambda f, index: _checks.check_outputs_finite(f, 0, index)) if late else None
+        checks = Deferred(lambda f, index: messages.check_outputs_finite(f, 0, index)) if late else None
         try:
             for part in self._read_once([chunks[i] for i in order]):
                 part._late = checks
@@ -320,7 +320,7 @@ class Jacobian(Grams):
     def _read_once(self, chunks: Sequence[Tensor]) -> Iterator[Jacobian]:
         source = self._source
         if not source.by_position:
-            raise _checks.no_subset(source.kind)
+            raise messages.no_subset(source.kind)
         if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
             yield from map(self.subset, chunks)
             return
@@ -403,7 +403,7 @@ class Jacobian(Grams):
             with bar(self.n, "factors", progress=self._settings.progress) as tick:
                 for batch in self._batches(self._kept_chunk(), 0, self.n):
                     chunk = self._whole_chunk(batch)
-                    _checks.check_outputs_finite(chunk.f, batch.start)
+                    messages.check_outputs_finite(chunk.f, batch.start)
                     factors = keep(chunk.factors, self._settings.engine)
                     kept.append(Kept(batch.without_inputs(), chunk.f.clone(), factors))
                     held += kept[-1].bytes

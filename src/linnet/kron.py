@@ -24,9 +24,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.distributed import add_up
 from linnet.compound import Lazy
-from linnet.distributed import add_up
 from linnet.factors import Factor, Range, Rows
 from linnet.outer import Outer
 from linnet.params import Layout
@@ -311,4 +311,4 @@ def _eigh(C: Tensor, what: str, layout: Layout, r: Range) -> tuple[Tensor, Tenso
 
 def _name(layout: Layout, r: Range) -> str:
     found = [name for name, s in layout.slices.items() if s.start < r[1] and r[0] < s.stop]
-    return _checks.listing(found)
+    return messages.listing(found)

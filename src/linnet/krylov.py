@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.distributed import add_up, rank_and_world, shard
+from linnet._common.distributed import add_up, rank_and_world, shard
 from linnet.operators import LinearOperator
 from linnet.precondition import orthonormality
 

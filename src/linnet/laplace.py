@@ -14,9 +14,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import laplace_saved, laplace_search, predictions
+from linnet._common.distributed import check_ranks_agree
 from linnet.behavior import drawn_inputs
 from linnet.combined import combined
-from linnet.distributed import check_ranks_agree
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.laplace_checks import StructureName, check_curvature, check_options, check_structure_fits

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.likelihoods import Likelihood
 from linnet.plan import check_fits, dense_budget
 from linnet.priors import check_prior
@@ -22,7 +22,7 @@ StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", 
 
 def check_options(la: Laplace) -> None:
     """Raise unless all options are of their kinds."""
-    _checks.check_module(la.model)
+    messages.check_module(la.model)
     check_prior(la.prior)
     if la.structure not in get_args(StructureName):
         known = ", ".join(map(repr, get_args(StructureName)))
@@ -43,8 +43,8 @@ def check_options(la: Laplace) -> None:
             raise ValueError(f"{name} must be a positive number; got {value!r}.")
     if la.draws is not None and (not isinstance(la.draws, int) or la.draws < 1):
         raise ValueError(f"draws must be None or a positive number; got {la.draws!r}.")
-    _checks.check_memory(la.memory)
-    _checks.check_seed(la.seed)
+    messages.check_memory(la.memory)
+    messages.check_seed(la.seed)
     if not la.tolerance > 0:
         raise ValueError(f"tolerance must be positive; got {la.tolerance!r}.")
     if isinstance(la.dtype, str) and la.dtype not in ("auto", "float32", "float64"):

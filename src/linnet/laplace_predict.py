@@ -11,8 +11,8 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet import predictions
+from linnet._common.distributed import check_ranks_agree
 from linnet.batch import Batch
-from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from linnet import behavior, io, posterior, saved
+from linnet import behavior, posterior, saved
+from linnet._common import files
 from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.kron import Rotation
 from linnet.laplace_search import Step
@@ -81,7 +82,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             "n_features_in": getattr(la, "n_features_in_", None),
         },
     }
-    io.save(path, tensors | kept, meta, kind=KIND)
+    files.save(path, tensors | kept, meta, kind=KIND)
 
 
 def _read(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from linnet._common.torch_settings import Precision
 from linnet.chunks import Chunks
-from linnet.contexts import Precision
 from linnet.data import as_source
 from linnet.functional import Output, as_dtype
 from linnet.params import Params

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from linnet import _checks
-from linnet.distributed import smallest
+from linnet._common import messages
+from linnet._common.distributed import smallest
 from linnet.jacobian import Jacobian
 from linnet.krylov import Ritz, State, combine, eigh, krylov, orthonormal
 from linnet.operators import Affine, LinearOperator
@@ -199,9 +199,9 @@ def low_rank(
         tensor([3.])
     """
     _check(V, k, method, tolerance, block, passes, trace, coarse)
-    _checks.check_seed(seed)
+    messages.check_seed(seed)
     if checkpoint is not None:
-        _checks.check_writable(checkpoint, "checkpoint")
+        messages.check_writable(checkpoint, "checkpoint")
     count, share = (int(k), None) if _whole(k) else (None, float(k))
     limit = int(smallest(dense_budget(memory, V.device), V.device))
     columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
 
 Z95 = 1.959963984540054
 """Standard deviations to either side that hold 95 % of a Gaussian."""
@@ -220,7 +220,7 @@ def _numbers(value: Any, name: str) -> Tensor:
         t = value.detach().cpu()
     else:
         array = np.asarray(value)
-        _checks.check_array(array, name)
+        messages.check_array(array, name)
         t = torch.as_tensor(array)
     if t.is_complex():
         raise TypeError(f"{name} must be real numbers; got {t.dtype}.")
@@ -245,7 +245,7 @@ def _classes(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
         )
     if y.is_floating_point() or y.dtype == torch.bool:
         raise TypeError(
-            f"labels must be integers, the columns of probabilities; got {_checks.kind(labels)} of {y.dtype}."
+            f"labels must be integers, the columns of probabilities; got {messages.kind(labels)} of {y.dtype}."
         )
     y = y.long()
     if y.min() < 0 or y.max() >= p.shape[1]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from linnet import kernels
-from linnet.distributed import add_up, rank_and_world
+from linnet._common.distributed import add_up, rank_and_world
 from linnet.factors import Factor, Rows
 from linnet.tiles import TEMPORARY
 from linnet.tokens import Tokens

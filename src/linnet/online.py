@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from linnet._checks import check_module
+from linnet._common.messages import check_module
 from linnet.data import as_source
 from linnet.functional import Output
 from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName

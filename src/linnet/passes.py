@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
+from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
 from linnet.autodiff import Autodiff
 from linnet.batch import Batch, Deferred, Source
 from linnet.chunks import Chunk, Prepare
 from linnet.compound import Lazy, pack
-from linnet.contexts import Precision, arithmetic, check_precision, noting_saved
 from linnet.data import bar
-from linnet.distributed import check_ranks_agree, rank_and_world, shard
 from linnet.factors import Factor, Rows
 from linnet.kron import Rotation
 from linnet.linearize import Linearization
@@ -137,7 +137,7 @@ class Passes(LinearOperator):
     ) -> None:
         check_precision(precision)
         check_engine(engine)
-        _checks.check_batch_size(batch_size)
+        messages.check_batch_size(batch_size)
         budget(memory, lin.device)
         self._settings = Passing(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
         self.lin, self._source = lin, source
@@ -175,7 +175,7 @@ class Passes(LinearOperator):
                 raise
             with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
                 chunk = self.lin.chunk(batch, self._settings.precision)
-        _checks.check_outputs_finite(chunk.f, batch.start)
+        messages.check_outputs_finite(chunk.f, batch.start)
         self._settings.graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
             for t in factor.tensors():
@@ -241,7 +241,7 @@ class Passes(LinearOperator):
             yield batch, made.pop()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self._late is None:
-                _checks.check_outputs_finite(f, batch.start, batch.positions)
+                messages.check_outputs_finite(f, batch.start, batch.positions)
             else:
                 self._late.add(f, batch.index)
 
@@ -287,7 +287,7 @@ class Passes(LinearOperator):
                 wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
                 if not wrong:
                     if any(mixed):
-                        raise _checks.examples_interact(batch.start, batch.n)
+                        raise messages.examples_interact(batch.start, batch.n)
                     return replace(chunk, truth=None)
                 self.lin.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import psutil
 import torch
 
-from linnet._checks import check_memory
+from linnet._common.messages import check_memory
 from linnet.compound import Lazy, Sum
 from linnet.factors import Factor, Rows
 from linnet.outer import Outer

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 
 Pool = Literal["auto", "none", "spatial", "tokens", "cls", "flatten"] | Callable[[Tensor], Tensor]
 POOLS = ("auto", "none", "spatial", "tokens", "cls", "flatten")
@@ -73,7 +73,7 @@ def vector(raw: Any, pool: Pool, mask: Tensor | None, where: str) -> Tensor:
         needed = "maps (n, d, h, w)" if pool == "spatial" else "sequences (n, T, d)"
         raise ValueError(f"pool={pool!r} needs {needed}; the {where} has shape {came}.")
     if not isinstance(h, Tensor) or h.ndim != 2:
-        shape = tuple(h.shape) if isinstance(h, Tensor) else _checks.kind(h)
+        shape = tuple(h.shape) if isinstance(h, Tensor) else messages.kind(h)
         after = f" and, after pool=, {shape}" if callable(pool) else ""
         raise ValueError(
             f"A head needs one vector of features for each example, (n, d); the {where} has shape {came}{after}. Name "
@@ -132,8 +132,8 @@ def tensor_of(raw: Any, where: str) -> Tensor:
     if isinstance(first, Tensor):
         return first
     try:
-        return _checks.output_tensor(raw)
+        return messages.output_tensor(raw)
     except TypeError:
         raise TypeError(
-            f"The features need to be a tensor; the {where} is {_checks.kind(raw)}. Name another layer with features=."
+            f"The features need to be a tensor; the {where} is {messages.kind(raw)}. Name another layer with features=."
         ) from None

@@ -24,7 +24,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.linearize import Linearization
 from linnet.operators import LinearOperator
 from linnet.params import Layout
@@ -179,14 +179,14 @@ def _by_glob(layout: Layout, spec: Mapping[str, float], ones: Tensor) -> Tensor:
             out[layout.slices[name]] = float(spec[found[0]])
     if missing:
         raise ValueError(
-            f"prior gives no variance for {_checks.listing(missing)}. Add a glob for them, such as '*' as the last one "
+            f"prior gives no variance for {messages.listing(missing)}. Add a glob for them, such as '*' as the last one "
             "(the first that matches counts), or leave them out with params=."
         )
     unused = [g for g in spec if g not in used]
     if unused:
         raise ValueError(
-            f"prior names {_checks.listing(unused)}, which match no selected layer or come after another that matches; "
-            f"the layers are {_checks.listing(list(layout.layers))}."
+            f"prior names {messages.listing(unused)}, which match no selected layer or come after another that matches; "
+            f"the layers are {messages.listing(list(layout.layers))}."
         )
     return out
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.evidence import Choice
 from linnet.plan import check_fits, dense_budget
 from linnet.posterior import Posterior
@@ -53,8 +53,8 @@ class Settings:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(repr, get_args(known)))}; got {getattr(self, name)!r}."
                 )
-        _checks.check_memory(self.memory)
-        _checks.check_seed(self.seed)
+        messages.check_memory(self.memory)
+        messages.check_seed(self.seed)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive; got {self.tolerance!r}.")
         for name in ("iterations", "samples", "probes"):

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet._common.torch_settings import Precision
 from linnet.batch import Batch
-from linnet.contexts import Precision
 from linnet.factors import Factor, Range
 from linnet.params import Layout
 

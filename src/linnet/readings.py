@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.functional import Output
 
 Forward = Callable[..., Any]
@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 def one_number(out: Any) -> Tensor:
     """Raise unless a score has one number for each example; as (n,)."""
     if not isinstance(out, Tensor):
-        raise TypeError(f"A score is a tensor with one number per example, (n,); got {_checks.kind(out)}.")
+        raise TypeError(f"A score is a tensor with one number per example, (n,); got {messages.kind(out)}.")
     if out.ndim == 0:
         raise ValueError(
             "A score is one number per example, (n,); got a single number. Do not average or add up over the examples."
@@ -72,11 +72,11 @@ class Read:
     fn: Output | None
 
     def __call__(self, raw: Any) -> Tensor:
-        return one_number(_checks.output_tensor(raw) if self.fn is None else self.fn(raw))
+        return one_number(messages.output_tensor(raw) if self.fn is None else self.fn(raw))
 
 
 def log_sum_exp(raw: Any) -> Tensor:
-    logits = _checks.output_tensor(raw)
+    logits = messages.output_tensor(raw)
     if logits.ndim > 2:
         raise ValueError(
             f"linnet.scores.classifier() reads class logits (n, c); got {tuple(logits.shape)}. A score is one number "
@@ -101,7 +101,7 @@ class TokenLikelihood:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         labels = kwargs.pop("labels", None)  # with them, a language model would also compute its mean loss
-        logits = _full(_checks.output_tensor(module.forward(*args, **kwargs))).movedim(self.axis, -1)
+        logits = _full(messages.output_tensor(module.forward(*args, **kwargs))).movedim(self.axis, -1)
         tokens = labels if labels is not None else args[0] if args else next(iter(kwargs.values()))
         mask = kwargs.get("attention_mask")
         if self.targets is not None:

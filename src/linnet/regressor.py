@@ -14,10 +14,11 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import _checks, conditioned, gaussian, saved
-from linnet._checks import check_module
+from linnet import conditioned, gaussian, saved
+from linnet._common import messages
+from linnet._common.distributed import check_ranks_agree
+from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
-from linnet.distributed import check_ranks_agree
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
@@ -460,7 +461,7 @@ class _Half:
         self.output, self.second = output, second
 
     def __call__(self, raw: Any) -> Tensor:
-        out = _checks.output_tensor(raw) if self.output is None else self.output(raw)
+        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
         if out.ndim != 2 or out.shape[1] % 2:
             raise ValueError(
                 "noise='heteroscedastic' needs a network with as many log variances as means, in this order: outputs "

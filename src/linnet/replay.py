@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Deferred, Given
 from linnet.jacobian import Jacobian
 
@@ -209,7 +209,7 @@ class _Slot:
                 mine.copy_(theirs)
         self.recorded.work()
         if part._late is None:
-            _checks.check_outputs_finite(self._network, 0, part.index)
+            messages.check_outputs_finite(self._network, 0, part.index)
         else:
             part._late.add(self._network.clone(), part.index)
         return self.recorded.out, self.recorded.f.clone()

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet import io
-from linnet.distributed import add_up, rank_and_world, shard
+from linnet._common import files
+from linnet._common.distributed import add_up, rank_and_world, shard
 from linnet.frozen import Kept
 from linnet.jacobian import Jacobian
 from linnet.krylov import State
@@ -38,7 +38,7 @@ class Resumable:
     def __init__(self, V: LinearOperator, path: str | os.PathLike[str] | None, identity: str) -> None:
         self.V, self.writes = V, path is not None and rank_and_world()[0] == 0
         mark = "" if path is None else f"{identity} {V.shape} {V.dtype} {_weights(V)}"
-        self.file = io.Checkpoint(path, kind="low rank", fingerprint=hashlib.sha256(mark.encode()).hexdigest())
+        self.file = files.Checkpoint(path, kind="low rank", fingerprint=hashlib.sha256(mark.encode()).hexdigest())
 
     def save(self, state: State) -> None:
         """Replace what was saved."""
@@ -120,5 +120,5 @@ def _weights(V: LinearOperator) -> str:
     if isinstance(V, Affine):
         return _weights(V.base)
     if isinstance(V, Jacobian):
-        return io.fingerprint(V.lin.theta)
-    return io.fingerprint({"A": V.A}) if isinstance(V, Matrix) else ""
+        return files.fingerprint(V.lin.theta)
+    return files.fingerprint({"A": V.A}) if isinstance(V, Matrix) else ""

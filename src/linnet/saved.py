@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet import _light, behavior, io, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
+from linnet import _light, behavior, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
+from linnet._common import files
 from linnet.evidence import Choice
 from linnet.likelihoods import Bernoulli, Categorical
 from linnet.matrices import Stack
@@ -36,7 +37,7 @@ def register(estimator: str, reader: Reader, *, kind: str) -> None:
     Args:
         estimator: What the file's meta calls it, under "estimator".
         reader: Called as ``reader(path, tensors, meta, model, output=..., score=...)``; returns what was saved.
-        kind: Of the file, as given to `linnet.io.save`.
+        kind: Of the file, as given to `linnet._common.files.save`.
     """
     _READERS[estimator] = reader
     _HOMES.setdefault(kind, reader.__module__)
@@ -102,7 +103,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         "own": own,
         "behavior": seen,
     }
-    io.save(path, tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
+    files.save(path, tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output: Any = None, score: Any = None) -> Any:
@@ -114,8 +115,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
         output: As when it was fitted, if there was one: functions are not saved.
         score: The same for an embedding whose score holds a function.
     """
-    tensors, meta = io.load(path, kind=_HOMES)
-    import_module(_HOMES[io.contents(path).kind])
+    tensors, meta = files.load(path, kind=_HOMES)
+    import_module(_HOMES[files.contents(path).kind])
     if meta.get("estimator") not in _READERS:
         raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
     return _READERS[meta["estimator"]](path, tensors, meta, model, output=output, score=score)
@@ -171,7 +172,7 @@ for _name in _TANGENT:
 
 def checksum(model: nn.Module) -> str:
     """The SHA-256 of parameters and buffers."""
-    return io.fingerprint(model.state_dict())
+    return files.fingerprint(model.state_dict())
 
 
 def _restore(

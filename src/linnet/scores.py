@@ -22,7 +22,7 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Source
 from linnet.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
 from linnet.functional import Output
@@ -267,7 +267,7 @@ def vae(
     """
     if not callable(likelihood) and likelihood not in LIKELIHOODS:
         raise ValueError(f"likelihood must be {', '.join(map(repr, LIKELIHOODS))} or a callable; got {likelihood!r}.")
-    _checks.check_batch_size(samples, name="samples", auto=False)
+    messages.check_batch_size(samples, name="samples", auto=False)
     if not noise > 0:
         raise ValueError(f"noise is a variance and must be positive; got {noise!r}.")
     return Vae(encode, decode, likelihood, noise, samples, importance, seed)
@@ -301,7 +301,7 @@ def as_score(score: Any) -> Score:
         return Energy(score)
     raise TypeError(
         "score must be None (the classifier's), one of linnet.scores such as linnet.scores.flow(), or a callable from "
-        f"the model's output to one number per example; got {_checks.kind(score)}."
+        f"the model's output to one number per example; got {messages.kind(score)}."
     )
 
 

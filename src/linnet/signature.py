@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.batch import Batch, is_strings, leaves, rebuilt
 
 TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"})
@@ -60,14 +60,14 @@ class Signature:
         if isinstance(data, Mapping):
             kwargs = {key: value for key, value in data.items() if key in self.accepted or key not in TARGETS}
             required = self.required + self.required_by_name
-            _checks.check_keywords(list(kwargs), self.accepted, required, any_keyword=self.any_keyword)
+            messages.check_keywords(list(kwargs), self.accepted, required, any_keyword=self.any_keyword)
             rest = {key: value for key, value in data.items() if key not in kwargs}
             return (), kwargs, rest or None
         items = tuple(data) if isinstance(data, tuple | list) else (data,)
         every = self.any_positional and not self.positional
         r = len(items) if every else max(1, len(self.required))
         takes_one = bool(self.positional) or self.any_positional
-        _checks.check_positional(len(items), self.required, self.required_by_name, takes_one=takes_one)
+        messages.check_positional(len(items), self.required, self.required_by_name, takes_one=takes_one)
         extra = items[r:]
         return items[:r], {}, extra[0] if len(extra) == 1 else extra or None
 
@@ -75,8 +75,8 @@ class Signature:
         """The data of a batch as a Batch, its arrays wrapped as tensors and its first dimensions checked."""
         data = as_tensors(data)
         found = dict(leaves(data))
-        _checks.check_some_tensor(found)
-        n = _checks.check_lengths(found)
+        messages.check_some_tensor(found)
+        n = messages.check_lengths(found)
         args, kwargs, rest = self.bind(data)
         return Batch(args, kwargs, rest, start, n)
 
@@ -84,7 +84,7 @@ class Signature:
 def as_tensors(value: Any, name: str = "the data") -> Any:
     """The value with numpy arrays wrapped as tensors, without copy or cast; refuses what has no batch."""
     if isinstance(value, np.ndarray):
-        _checks.check_array(value, name)
+        messages.check_array(value, name)
         value = value.copy() if any(stride < 0 for stride in value.strides) else value
         with read_only_welcome():
             return torch.from_numpy(value)
@@ -94,7 +94,7 @@ def as_tensors(value: Any, name: str = "the data") -> Any:
         return list(value)
     if isinstance(value, list | tuple):
         return rebuilt(value, [as_tensors(item, f"item {i} of {name}") for i, item in enumerate(value)])
-    _checks.check_leaf(value, name)
+    messages.check_leaf(value, name)
     return value
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
@@ -106,7 +106,7 @@ def _check_pair(a: Linearization, b: Linearization, space: str) -> None:
             "Use linnet.linearize(model).to(torch.float64)."
         )
     try:
-        _checks.check_same_shapes(a.layout.shapes, b.layout.shapes)
+        messages.check_same_shapes(a.layout.shapes, b.layout.shapes)
     except ValueError as error:
         raise ValueError(
             f"space='parameters' compares two networks parameter by parameter. {error} Use space='function' for "

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.likelihoods import Device, Likelihood
 
 
@@ -36,7 +36,7 @@ class FlatOutput:
         self.shape: tuple[int, ...] = ()
 
     def __call__(self, raw: Any) -> Tensor:
-        out = _checks.output_tensor(raw) if self.output is None else self.output(raw)
+        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
         if not isinstance(out, Tensor) or out.ndim <= 2:
             return out
         self.shape = tuple(out.shape[1:])

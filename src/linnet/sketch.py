@@ -21,7 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.distributed import add_up
+from linnet._common.distributed import add_up
 from linnet.operator_checks import check_weight
 from linnet.operators import LinearOperator
 from linnet.posterior import by_root

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from linnet.contexts import _tf32
+from linnet._common.torch_settings import _tf32
 
 Product = Callable[[Tensor], Tensor]
 """``V`` (m, k) to ``A V`` (m, k)."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from linnet.distributed import add_up
+from linnet._common.distributed import add_up
 from linnet.likelihoods import Heteroscedastic, Likelihood
 from linnet.operators import LinearOperator
 from linnet.row_weights import Rows, add_symmetric_, weigh

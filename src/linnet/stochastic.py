@@ -20,9 +20,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.batch import Batch, Deferred, moved
 from linnet.data import bar
-from linnet.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.newton import FLOOR, Line, Mode, as_weight, check_concave

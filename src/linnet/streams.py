@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from linnet import _checks
+from linnet._common import messages
+from linnet._common.checksums import total
 from linnet.batch import Batch, Source, check_finite
-from linnet.checksums import total
 from linnet.signature import Signature, read_only_welcome
 
 GLIMPSED = 16
@@ -60,20 +60,20 @@ class Mapped(Source):
         self.n = len(dataset) if order is None else len(order)
         self.kind = kind or f"{type(dataset).__name__}, by position"
         self.codes: Codes | Unchecked = Codes(self.kind)
-        _checks.check_some(self.n, self.kind)
+        messages.check_some(self.n, self.kind)
         if order is None:  # one example shows what a pass would stumble over
             item = dataset[0]
-            _checks.check_item(item)
+            messages.check_item(item)
             signature.batch(self.collate([item])[1], 0)
 
     def read(self, chunks: Sequence[Sequence[int]], loader: DataLoader[Any] | None = None) -> Iterator[Batch]:
         """One batch for each list of positions; ``loader`` reads these very batches where it is given."""
         if self.order is None:
-            _checks.check_pass(len(self.dataset), self.n, self.kind)
+            messages.check_pass(len(self.dataset), self.n, self.kind)
         loader = self._loader(chunks) if loader is None else loader
         for chunk, (codes, data) in zip(chunks, loader, strict=True):
             batch = self.signature.batch(data, chunk[0])
-            _checks.check_collated(batch.n, len(chunk), chunk[0])
+            messages.check_collated(batch.n, len(chunk), chunk[0])
             if self.codes.record(chunk, codes):
                 check_finite(batch, chunk)
             yield batch
@@ -120,12 +120,12 @@ class Iterated(Source):
         self.codes = Codes(self.kind)
         self.collate = CheckedCollate(default_collate)
         self.n = sum(batch.n for batch in self._read(iter(dataset), READ, 0))
-        _checks.check_some(self.n, self.kind)
+        messages.check_some(self.n, self.kind)
 
     def _read(self, examples: Iterator[Any], size: int, start: int) -> Iterator[Batch]:
         while items := list(islice(examples, size)):
             if start == 0:
-                _checks.check_item(items[0])
+                messages.check_item(items[0])
             codes, data = self.collate(items)
             batch = self.signature.batch(data, start)
             if self.codes.record(range(start, start + len(items)), codes):
@@ -143,7 +143,7 @@ class Iterated(Source):
             count += batch.n
             yield batch
         if count < stop or stop == self.n:
-            _checks.check_pass(count + sum(1 for _ in islice(examples, 1)), self.n, self.kind)
+            messages.check_pass(count + sum(1 for _ in islice(examples, 1)), self.n, self.kind)
 
 
 class CheckedCollate:
@@ -160,7 +160,7 @@ class CheckedCollate:
             with read_only_welcome():
                 return codes, default_collate(items)
         except (RuntimeError, TypeError) as error:
-            raise _checks.not_stackable(error) from error
+            raise messages.not_stackable(error) from error
 
 
 class Codes:
@@ -193,7 +193,7 @@ class Codes:
             if self.seen[position] == -1:
                 self.seen[position], new = code, True
             elif self.seen[position] != code:
-                raise _checks.changed(position, position if last is None else last, self.kind)
+                raise messages.changed(position, position if last is None else last, self.kind)
         return new
 
 

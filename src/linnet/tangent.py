@@ -15,11 +15,11 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from linnet._common.distributed import check_ranks_agree
+from linnet._common.torch_settings import forward_mode
 from linnet.batch import Batch, Given, Source
 from linnet.blocks import block_names, top_blocks
-from linnet.contexts import forward_mode
 from linnet.data import InMemory, as_source
-from linnet.distributed import check_ranks_agree
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
 from linnet.params import select

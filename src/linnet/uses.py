@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from linnet.contexts import network
+from linnet._common.torch_settings import network
 
 METADATA = frozenset({"shape", "dtype", "device", "ndim", "layout", "size", "dim", "numel"})
 """What code asks a tensor without using its values."""

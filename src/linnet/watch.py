@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import _checks
-from linnet.checksums import tensor_code, text_code
+from linnet._common import messages
+from linnet._common.checksums import tensor_code, text_code
 
 Code = tuple[str, tuple[int, ...], int]
 
@@ -19,7 +19,7 @@ class Watch:
 
     PyTorch counts changes of a tensor, and the counts are compared in every pass. The counts miss changes made through
     ``p.data``, through other views, and modules that were replaced. So the bytes are compared too, wherever a network
-    begins to be used and wherever its weights are written: that reads all weights once (`linnet.checksums`).
+    begins to be used and wherever its weights are written: that reads all weights once (`linnet._common.checksums`).
 
     Args:
         model: The module; its checksums are taken here.
@@ -46,13 +46,13 @@ class Watch:
         """Raise if a tensor has changed, by the counts of changes, or by the bytes also where these have not moved."""
         for name, (t, version) in self._versions.items():
             if t._version != version:
-                raise _checks.changed_parameter(name, parameter=isinstance(t, nn.Parameter))
+                raise messages.changed_parameter(name, parameter=isinstance(t, nn.Parameter))
         if not contents:
             return
         now, parameters = _codes(self.model), dict(self.model.named_parameters())
         for name in self._codes | now:
             if self._codes.get(name) != now.get(name):
-                raise _checks.changed_parameter(name, parameter=name in parameters)
+                raise messages.changed_parameter(name, parameter=name in parameters)
 
     @property
     def code(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet._checks import listing
+from linnet._common.messages import listing
 from linnet.commands.images import read_images
 from linnet.commands.shared import UsageError
 from linnet.commands.sources import pixels_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet._checks import listing
+from linnet._common.messages import listing
 from linnet.commands.shared import UsageError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")

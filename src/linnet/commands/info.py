@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from linnet import io
+from linnet._common import files
 from linnet.blocks import block_names
 from linnet.commands import runs, sources
 from linnet.commands.examples import Reading, settled
@@ -42,7 +42,7 @@ def of_file(path: Path) -> None:
     else:
         kept = None
     with as_usage():
-        contents = io.contents(path)
+        contents = files.contents(path)
     if kept is not None:
         runs.check_same(path.parent, kept)
     printer.say(f"{path}: {contents.meta.get('estimator', contents.kind)}, written by linnet {contents.version}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.io import whole
+from linnet._common.files import whole
 
 FORMULA = re.compile(r"'*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 """Beginnings of cells that spreadsheets take for formulas, behind any number of quotation marks; the last four are the

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from linnet._common.files import _sync
 from linnet.commands.shared import UsageError, is_first
-from linnet.io import _sync
 
 if os.name == "posix":
     import fcntl

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import io
+from linnet._common import files as io
 from linnet.commands import publishing, sources, trust
 from linnet.commands.examples import Examples, Reading, for_network
 from linnet.commands.outputs import as_json, write_json

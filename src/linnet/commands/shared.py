@@ -26,8 +26,8 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
 
-from linnet.distributed import rank_and_world
-from linnet.versions import versions
+from linnet._common.distributed import rank_and_world
+from linnet._common.versions import versions
 
 USAGE, FAILURE = 2, 1
 """Exit codes: the command or its files have to change; it failed on the way."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet._checks import listing
+from linnet._common.messages import listing
 from linnet.commands.outputs import raw_text
 from linnet.commands.shared import UsageError
 

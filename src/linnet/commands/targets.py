@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from linnet import _checks
+from linnet._common import messages
 from linnet.commands.examples import Examples
 from linnet.commands.shared import UsageError, as_usage
 from linnet.data import as_source
@@ -115,8 +115,8 @@ def positions(y: np.ndarray, classes: list[Any], what: str) -> np.ndarray:
     unknown = [label for label in np.unique(y).tolist() if label not in known]
     if unknown:
         raise UsageError(
-            f"{what} has labels that are not among the classes: {_checks.listing([str(label) for label in unknown])}; "
-            f"the classes are {_checks.listing([str(label) for label in classes], limit=12)}."
+            f"{what} has labels that are not among the classes: {messages.listing([str(label) for label in unknown])}; "
+            f"the classes are {messages.listing([str(label) for label in classes], limit=12)}."
         )
     return np.array([known[label] for label in y.tolist()])
 
@@ -143,5 +143,5 @@ def outputs_of(model: nn.Module, data: Examples, what: str = "these data") -> in
     with as_usage(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
-            out = _checks.output_tensor(model(*batch.args, **batch.kwargs))
+            out = messages.output_tensor(model(*batch.args, **batch.kwargs))
     return 1 if out.ndim == 1 else out.shape[1]

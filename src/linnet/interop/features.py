@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet import _checks, autodiff
+from linnet import autodiff
+from linnet._common import messages
+from linnet._common.torch_settings import forward_mode
 from linnet.batch import Batch
-from linnet.contexts import forward_mode
 from linnet.gaussian import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
@@ -146,7 +147,7 @@ class TangentFeatures:
             found = u @ rows
             slope, exact_slope = _slope(found @ v, x), _slope(exact @ v, x)
         tolerance = TOLERANCE[self.lin.model_dtype]
-        return _checks.close(found, exact, tolerance) and _checks.close(slope, exact_slope, tolerance)
+        return messages.close(found, exact, tolerance) and messages.close(slope, exact_slope, tolerance)
 
     def _vectorized(self, x: Tensor) -> Tensor:
         found = autodiff.rows(self._forward, self.lin.theta, _batch(x), vectorize=True)

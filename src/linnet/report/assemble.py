@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from linnet import metrics
+from linnet._common.versions import versions
 from linnet.laplace_predict import Predictive
 from linnet.likelihoods import Bernoulli, Categorical
 from linnet.plan import Plan
@@ -19,7 +20,6 @@ from linnet.report.gather import array, softmax
 from linnet.report.shown import Inputs, inputs_of
 from linnet.report.words import number
 from linnet.tangent import Tangent
-from linnet.versions import versions
 
 NO_TEST = Missing("There is no test data, and on the data that it was fitted to a model always looks too good.")
 NO_TRAIN = Missing("This takes the data that it was fitted to: pass train=(X, y).")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.resources import files
 
-from linnet.io import whole
+from linnet._common.files import whole
 from linnet.report import sections
 from linnet.report.content import Points, Report
 from linnet.report.markup import Markup, h

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet._checks import listing
+from linnet._common.messages import listing
 from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.linearize import linearize

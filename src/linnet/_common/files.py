@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linnet import _checks
+from linnet._common import messages
 
 FORMAT = 1
 """The format version this linnet writes, and the newest it reads."""
@@ -53,7 +53,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"save needs tensors, and tensors[{name!r}] is {_checks.kind(x)}; move it to meta.")
+            raise TypeError(f"save needs tensors, and tensors[{name!r}] is {messages.kind(x)}; move it to meta.")
     _check_json(meta, "meta")
     apart = _apart(tensors)
     header = {"format": FORMAT, "kind": kind, "version": _version(), "tensors": _contents_of(apart), "meta": meta}
@@ -178,7 +178,7 @@ class Checkpoint:
         self.fingerprint = fingerprint
 
     def save(self, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-        """Replace the state, as `linnet.io.save` does."""
+        """Replace the state, as `linnet._common.files.save` does."""
         if self.path is not None:
             _check_json(meta, "meta")
             save(self.path, tensors, {"fingerprint": self.fingerprint, "state": meta}, kind=self.kind)
@@ -278,7 +278,7 @@ def _check_json(value: object, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{where} needs string keys; got {key!r}, {_checks.kind(key)}.")
+                raise TypeError(f"{where} needs string keys; got {key!r}, {messages.kind(key)}.")
             _check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
@@ -287,7 +287,7 @@ def _check_json(value: object, where: str) -> None:
         raise ValueError(f"{where} is {value}, which JSON cannot hold; save None or a finite number instead.")
     elif value is not None and not isinstance(value, str | int | float):
         raise TypeError(
-            f"{where} is {_checks.kind(value)}; JSON holds dicts, lists, strings, numbers, booleans and "
+            f"{where} is {messages.kind(value)}; JSON holds dicts, lists, strings, numbers, booleans and "
             "None. Convert it, or save it among the tensors."
         )
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from linnet.checksums import tensor_code, text_code
+from linnet._common.checksums import tensor_code, text_code
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -4,8 +4,8 @@ r"""64-bit checksums of tensors, computed where the tensors are: one read of the
 
 :math:`x_{ij}` are the words of row i, :math:`m` mixes the upper half of a word into the lower half, and the
 :math:`w_j` are odd numbers without a pattern. One changed word always changes the checksum. Changes of many words go
-unnoticed once in :math:`2^{33}` cases or less often. `linnet.io.fingerprint` is the SHA-256 that files hold: slower,
-and safe also against changes on purpose.
+unnoticed once in :math:`2^{33}` cases or less often. `linnet._common.files.fingerprint` is the SHA-256 that files hold:
+slower, and safe also against changes on purpose.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Messages, files, torch settings, ranks, memory: knows nothing of the mathematics."""
