@@ -80,7 +80,7 @@ def test_adam_takes_data_that_changes(form):
 def test_minibatches_of_changing_data_are_read_once():
     x, y = images(12)
     data = Augmented(x, y, noise=1.0)
-    source = linnet.data.as_source(data, nn.Linear(1, 1)).changing()
+    source = linnet.data.sources.as_source(data, nn.Linear(1, 1)).changing()
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(source)
     V = normal(J.shape[1])
     for part in J.minibatches(5, seed=0):
@@ -198,7 +198,7 @@ def test_a_recorded_pass_looks_at_outputs_too(monkeypatch):
             return (image.clamp(0.1, 0.9) * 1.7e308 if i == 7 and self.reads > 4 * 32 else image), label
 
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(
-        linnet.data.as_source(Turns(x, y, noise=0.5), nn.Linear(1, 1)).changing()
+        linnet.data.sources.as_source(Turns(x, y, noise=0.5), nn.Linear(1, 1)).changing()
     )
     task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
     with pytest.raises(ValueError, match="output is not finite for example 7"):
@@ -229,7 +229,7 @@ def test_adam_takes_the_steps_of_dense_rows_of_data_that_changes():
             return item
 
     lin = linnet.linearize(double(Residual()), RESIDUAL)
-    J = lin.jacobian(linnet.data.as_source(Noted(x, y, noise=0.5), nn.Linear(1, 1)).changing())
+    J = lin.jacobian(linnet.data.sources.as_source(Noted(x, y, noise=0.5), nn.Linear(1, 1)).changing())
     d = torch.linspace(0.1, 0.5, J.shape[1]).double()
     read.clear()
     task = stochastic._Task(J, y, d, Categorical(), True)

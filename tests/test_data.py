@@ -31,9 +31,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from linnet.batch import first_bad
-from linnet.data import Batch, Source, as_source, bar
-from linnet.streams import checksum
+from linnet.data.batch import first_bad
+from linnet.data.datasets import checksum
+from linnet.data.sources import Batch, Source, as_source, bar
 
 N = 11
 # Python 3.12 says this whenever a worker process is forked.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet.data import as_source
+from linnet.data.sources import as_source
 from linnet.likelihoods import Gaussian
 from linnet.online import EvidenceStep, train_with_evidence
 from linnet.training import epoch, shuffled

@@ -391,7 +391,10 @@ def test_random_signs_have_no_small_entry():
 
 
 def test_claims_are_by_composition():
-    proofs, batch = Proofs(), next(iter(linnet.data.as_source(normal(9, 4), nn.Linear(4, 1).forward).batches(9)))
+    proofs, batch = (
+        Proofs(),
+        next(iter(linnet.data.sources.as_source(normal(9, 4), nn.Linear(4, 1).forward).batches(9))),
+    )
     assert proofs.claim("rules", batch) and not proofs.claim("rules", batch)
     assert proofs.claim("forward", batch) and proofs.claim("rules", batch.part(0, 5))
     index = torch.tensor([3, 1])

@@ -80,7 +80,9 @@ def test_where_there_is_nothing_to_gain():
             return iter(normal(40, 6))
 
     assert (
-        reduced(J.lin.jacobian(linnet.data.as_source(torch.utils.data.DataLoader(Stream(), 8), J.lin.module)), L)
+        reduced(
+            J.lin.jacobian(linnet.data.sources.as_source(torch.utils.data.DataLoader(Stream(), 8), J.lin.module)), L
+        )
         is None
     )
 

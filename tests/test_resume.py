@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
 from linnet._common import files
-from linnet.batch import Batch, Source
-from linnet.data import as_source
+from linnet.data.batch import Batch, Source
+from linnet.data.sources import as_source
 from linnet.lowrank import low_rank
 
 N = 60

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import scores
-from linnet.data import as_source
+from linnet.data.sources import as_source
 from linnet.elbo import LIKELIHOODS, noise
 from linnet.generated import draw
 

@@ -352,7 +352,7 @@ def test_layers_that_the_first_examples_do_not_show():
 
 def chain() -> tuple[Tensor, list]:
     lin = linnet.linearize(mlp())
-    source = linnet.data.as_source(normal(N, 3), lin._model.forward)
+    source = linnet.data.sources.as_source(normal(N, 3), lin._model.forward)
     recording = lin._record(next(iter(source.batches(N))))
     return recording.out, recording.uses
 

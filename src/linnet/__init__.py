@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from linnet import scores
-from linnet.batch import Batch
 from linnet.curvature import fisher_vector_product
+from linnet.data.batch import Batch
 from linnet.distill import distill_loss
 from linnet.fold import fold_batchnorm
 from linnet.jacobian import Jacobian

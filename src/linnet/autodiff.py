@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from linnet._common import messages
 from linnet._common.torch_settings import dual_level
-from linnet.batch import Batch
+from linnet.data.batch import Batch
 from linnet.factors import Factor, Rows, Size
 from linnet.params import Layout
 from linnet.proofs import Disproved, Truth

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linnet.batch import Batch, Source
+from linnet.data.batch import Batch, Source
 from linnet.functional import as_dtype
 from linnet.linearize import Linearization
 
@@ -33,7 +33,7 @@ def drawn_inputs(source: Source) -> Batch:
     from those that the first examples have. Booleans, and whole numbers that are all 0 or 1, stay as they are: masks
     have to mask what there is.
 
-    >>> from linnet.data import as_source
+    >>> from linnet.data.sources import as_source
     >>> batch = drawn_inputs(as_source((torch.ones(5, 3), torch.arange(5)), torch.nn.Linear(3, 1)))
     >>> batch.n, batch.args, batch.rest
     (2, (tensor([[1., 1., 1.],

@@ -15,9 +15,9 @@ from torch import Tensor
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
 from linnet._common.torch_settings import arithmetic, of_network
-from linnet.batch import Batch, leaves, moved
 from linnet.chunks import Chunk, Prepare
 from linnet.compound import pack
+from linnet.data.batch import Batch, leaves, moved
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
 from linnet.kron import Kronecker

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linnet._common.torch_settings import arithmetic, network
-from linnet.batch import Batch
+from linnet.data.batch import Batch
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from linnet import autodiff
 from linnet._common.torch_settings import Precision, forward_mode
 from linnet.autodiff import Autodiff
-from linnet.batch import Batch
 from linnet.capture import Recording, Use
 from linnet.compound import Lazy, combine
+from linnet.data.batch import Batch
 from linnet.factors import Factor, Recipe
 from linnet.inspection import Inspected
 from linnet.proofs import Apart, Truth

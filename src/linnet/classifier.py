@@ -19,7 +19,7 @@ from linnet import generalized, saved
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
-from linnet.data import as_source
+from linnet.data.sources import as_source
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits

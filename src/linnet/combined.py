@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.batch import Batch, Source
+from linnet.data.batch import Batch, Source
 from linnet.jacobian import Jacobian
 from linnet.linearize import linearize
 

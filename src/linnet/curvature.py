@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.batch import Batch
+from linnet.data.batch import Batch
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.linearize import Linearization

@@ -21,9 +21,9 @@ from linnet import behavior, saved, scores
 from linnet._common import files, messages
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import check_precision
-from linnet.batch import Batch, Source
 from linnet.behavior import drawn_inputs
-from linnet.data import as_source
+from linnet.data.batch import Batch, Source
+from linnet.data.sources import as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
 from linnet.lowrank import Decomposition, low_rank

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from linnet._common import messages
-from linnet.batch import Batch, Source, moved
 from linnet.capture import NO_CHANGES, Recording
+from linnet.data.batch import Batch, Source, moved
 from linnet.guard import READERS
 from linnet.linearize import Linearization
 from linnet.proofs import TOLERANCE, random_signs

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
-from linnet.batch import Batch, leaves
+from linnet.data.batch import Batch, leaves
 from linnet.guard import address
 from linnet.ieee import Convolving
 from linnet.params import Layout, Params, select

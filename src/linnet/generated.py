@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.batch import Batch, Source, check_finite, leaves
-from linnet.data import as_source
+from linnet.data.batch import Batch, Source, check_finite, leaves
+from linnet.data.forward_signature import Signature
+from linnet.data.sources import as_source
 from linnet.linearize import Linearization, linearize
-from linnet.signature import Signature
 
 Generator = nn.Module | Callable[[Tensor], Any]
 Latent = int | Sequence[int] | Tensor | Callable[[int, torch.Generator], Tensor]

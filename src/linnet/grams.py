@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
-from linnet.data import bar
+from linnet.data.sources import bar
 from linnet.factors import Factor, Rows, Scale
 from linnet.kron import Kronecker
 from linnet.moments import Moments

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from linnet import cut, pooling
 from linnet._common import messages
-from linnet.batch import Batch, Source, leaves
 from linnet.calls import Trace, trace
 from linnet.cut import Cut
-from linnet.data import as_source
+from linnet.data.batch import Batch, Source, leaves
+from linnet.data.sources import as_source
 from linnet.labels import Task, check_targets
 from linnet.linearize import linearize
 from linnet.pooling import Pool

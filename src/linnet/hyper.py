@@ -10,7 +10,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from linnet.batch import Batch, Source
+from linnet.data.batch import Batch, Source
 from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.laplace_evidence import AtNetwork, Terms, group_norms

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from linnet import autodiff
 from linnet._common import messages
 from linnet._common.torch_settings import Precision, forward_mode
-from linnet.batch import Batch
 from linnet.capture import NO_CHANGES, Changes, Recording, record
+from linnet.data.batch import Batch
 from linnet.functional import Functional, Output
 from linnet.guard import DIGITS, Calls, address
 from linnet.params import Params

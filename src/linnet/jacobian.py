@@ -23,9 +23,9 @@ from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet._common.torch_settings import Precision, check_precision
 from linnet.autodiff import Autodiff
-from linnet.batch import Batch, Deferred, Given, Source
 from linnet.compound import add_rmatmul
-from linnet.data import bar
+from linnet.data.batch import Batch, Deferred, Given, Source
+from linnet.data.sources import bar
 from linnet.grams import Grams, by_range
 from linnet.kron import Rotation
 from linnet.operator_checks import by_block, check_fn_result, check_weight

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linnet import predictions
 from linnet._common.distributed import check_ranks_agree
-from linnet.batch import Batch
+from linnet.data.batch import Batch
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnet._common.torch_settings import Precision
 from linnet.chunks import Chunks
-from linnet.data import as_source
+from linnet.data.sources import as_source
 from linnet.functional import Output, as_dtype
 from linnet.params import Params
 
@@ -79,7 +79,7 @@ class Linearization(Chunks):
         """The Jacobian over a data set, (n * c, p), rows by example; a linear operator that is never stored.
 
         Args:
-            data: Tensors, arrays, tuples, dicts, a Dataset or a DataLoader; see `linnet.data.as_source`.
+            data: Tensors, arrays, tuples, dicts, a Dataset or a DataLoader; see `linnet.data.sources.as_source`.
             batch_size: Examples per chunk, or "auto" for as many as the memory allows.
             memory: Bytes that a pass may use for its chunk, or "auto" for a fraction of what is free.
             precision: "highest" (IEEE float32, or the model's own dtype), "products" (the network as it is, products

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common.messages import check_module
-from linnet.data import as_source
+from linnet.data.sources import as_source
 from linnet.functional import Output
 from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
 from linnet.laplace_search import Method

@@ -21,10 +21,10 @@ from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
 from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
 from linnet.autodiff import Autodiff
-from linnet.batch import Batch, Deferred, Source
 from linnet.chunks import Chunk, Prepare
 from linnet.compound import Lazy, pack
-from linnet.data import bar
+from linnet.data.batch import Batch, Deferred, Source
+from linnet.data.sources import bar
 from linnet.factors import Factor, Rows
 from linnet.kron import Rotation
 from linnet.linearize import Linearization

@@ -17,8 +17,8 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from linnet.data.forward_signature import Signature
 from linnet.generated import Generated, Generator, Latent, draw
-from linnet.signature import Signature
 from linnet.tangent import like
 
 # Linear probes.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from linnet._common.torch_settings import Precision
-from linnet.batch import Batch
+from linnet.data.batch import Batch
 from linnet.factors import Factor, Range
 from linnet.params import Layout
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linnet._common import messages
-from linnet.batch import Deferred, Given
+from linnet.data.batch import Deferred, Given
 from linnet.jacobian import Jacobian
 
 DEVICE = "cuda"

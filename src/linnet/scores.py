@@ -23,7 +23,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.batch import Source
+from linnet.data.batch import Source
 from linnet.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
 from linnet.functional import Output
 from linnet.generated import Generator, Latent, check_logits, generated, without_sigmoid

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.batch import Given
+from linnet.data.batch import Given
 from linnet.factors import Rows
 from linnet.jacobian import Jacobian
 from linnet.moments import Moments

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
-from linnet.batch import Batch, Deferred, moved
-from linnet.data import bar
+from linnet.data.batch import Batch, Deferred, moved
+from linnet.data.sources import bar
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.newton import FLOOR, Line, Mode, as_weight, check_concave

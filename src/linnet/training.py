@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.batch import Batch, Source
+from linnet.data.batch import Batch, Source
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def shuffled(source: Source, size: int, generator: torch.Generator) -> Iterator[
         generator: Of the order.
 
     Example:
-        >>> from linnet.data import as_source
+        >>> from linnet.data.sources import as_source
         >>> source = as_source(torch.arange(5.0)[:, None], torch.nn.Linear(1, 1))
         >>> [n for _, n in shuffled(source, 2, torch.Generator())]
         [2, 2, 1]

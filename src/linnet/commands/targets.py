@@ -12,7 +12,7 @@ from torch import nn
 from linnet._common import messages
 from linnet.commands.examples import Examples
 from linnet.commands.shared import UsageError, as_usage
-from linnet.data import as_source
+from linnet.data.sources import as_source
 
 FEW = 50
 """Most different whole numbers that are taken for classes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet import autodiff
 from linnet._common import messages
 from linnet._common.torch_settings import forward_mode
-from linnet.batch import Batch
+from linnet.data.batch import Batch
 from linnet.gaussian import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization

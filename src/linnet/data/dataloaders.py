@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from linnet._common import messages
-from linnet.batch import CODED, Batch, Source, check_finite
-from linnet.signature import Signature
-from linnet.streams import Codes, Mapped, checksum
+from linnet.data.batch import CODED, Batch, Source, check_finite
+from linnet.data.datasets import Codes, Mapped, checksum
+from linnet.data.forward_signature import Signature
 
 
 def loaded(loader: DataLoader[Any], signature: Signature) -> Source:

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tqdm import tqdm
 
 from linnet._common import messages
-from linnet.batch import Batch, Source, check_finite, leaves
-from linnet.loaders import loaded
-from linnet.signature import Signature
-from linnet.streams import Iterated, Mapped
+from linnet.data.batch import Batch, Source, check_finite, leaves
+from linnet.data.dataloaders import loaded
+from linnet.data.datasets import Iterated, Mapped
+from linnet.data.forward_signature import Signature
 
 __all__ = ["Batch", "Source", "as_source", "bar"]
 

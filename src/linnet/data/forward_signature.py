@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from linnet._common import messages
-from linnet.batch import Batch, is_strings, leaves, rebuilt
+from linnet.data.batch import Batch, is_strings, leaves, rebuilt
 
 TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"})
 """Keys of a dict that a forward need not accept: they travel in ``Batch.rest``."""

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from linnet._common import messages
 from linnet._common.checksums import total
-from linnet.batch import Batch, Source, check_finite
-from linnet.signature import Signature, read_only_welcome
+from linnet.data.batch import Batch, Source, check_finite
+from linnet.data.forward_signature import Signature, read_only_welcome
 
 GLIMPSED = 16
 """Examples of a Dataset that ranks compare with each other."""

@@ -172,7 +172,7 @@ class Source(ABC):
         again; other data is.
 
         Example:
-            >>> from linnet.data import as_source
+            >>> from linnet.data.sources import as_source
             >>> source = as_source(torch.arange(10.0)[:, None], torch.nn.Linear(1, 1))
             >>> source.code() == (source.code(0, 3) + source.code(3, 10)) % 2**64
             True
