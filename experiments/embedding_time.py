@@ -29,7 +29,7 @@ from experiments.pretrained import cifar10, lenet5, mnist
 from experiments.ranks import launch
 from experiments.wrn import augmented, wide_resnet
 from linnet._common.torch_settings import Precision, arithmetic
-from linnet.lowrank import low_rank
+from linnet.linalg.svd.truncated import low_rank
 from linnet.statistics import Statistics
 
 PANELS = ("time", "accuracy", "ranks")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from linnet.operators import LinearOperator, RowFn
-from linnet.solve import Solvable
+from linnet.linalg.cholesky import Solvable
+from linnet.linalg.operator import LinearOperator, RowFn
 
 
 class Counted(LinearOperator):

@@ -18,8 +18,8 @@ import linnet
 from linnet.cache import Cached
 from linnet.convolution import Convolution
 from linnet.jacobian import Jacobian
+from linnet.linalg.matrices import Stack
 from linnet.linearize import Linearization
-from linnet.matrices import Stack
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net
 

@@ -8,9 +8,9 @@ from drawn import normal
 from test_reduced import sure
 
 from linnet import sampling_system
-from linnet.direct import Direct, direct
-from linnet.matrices import Matrix
-from linnet.operators import LinearOperator
+from linnet.linalg.matrices import Matrix
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners.woodbury import Direct, direct
 from linnet.sampling import posterior_samples
 
 

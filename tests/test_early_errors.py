@@ -9,7 +9,7 @@ from counted import Counting
 
 import linnet
 from linnet import FisherEmbedding, Laplace, TangentClassifier, TangentRegressor
-from linnet.lowrank import low_rank
+from linnet.linalg.svd.truncated import low_rank
 
 N = 200
 PROBED = 40  # the examples on which a network is checked, several times over

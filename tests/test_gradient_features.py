@@ -19,7 +19,7 @@ from linnet.convolution import Convolution
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical
-from linnet.precondition import landmark_index, nystrom
+from linnet.linalg.preconditioners.nystrom import landmark_index, nystrom
 from linnet.testing import dense_jacobian
 
 # Convolutions multiplied by convolutions.

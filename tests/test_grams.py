@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import linnet
 from linnet import grams
 from linnet.factors import Rows, Scale
-from linnet.matrices import Stack
+from linnet.linalg.matrices import Stack
 from linnet.passes import GRAM, Passes
 
 MEMORY = 6e5

@@ -21,8 +21,8 @@ from linnet import passes as passes_module
 from linnet import tiles
 from linnet.factors import Scale
 from linnet.jacobian import Jacobian
+from linnet.linalg.matrices import Matrix, Stack
 from linnet.linearize import Linearization
-from linnet.matrices import Matrix, Stack
 from linnet.outer import Outer
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter

@@ -16,7 +16,7 @@ from linnet._demo_baselines import network, train, turned_digits
 from linnet.expectations import expected
 from linnet.kernel_vi import full
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from linnet.matrices import Matrix
+from linnet.linalg.matrices import Matrix
 from linnet.newton import function_space
 from linnet.variational import lowrank, meanfield
 

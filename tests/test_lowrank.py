@@ -21,13 +21,19 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet import krylov, start
-from linnet.krylov import State, both, combine, expected, inner, orthonormal
-from linnet.lowrank import Decomposition, choose_method, low_rank, squared_norm
-from linnet.matrices import LowRank, Matrix, Stack
-from linnet.operators import LinearOperator
-from linnet.precondition import orthonormality
-from linnet.start import landmark_block, landmark_count, mixed_block, random_normal, rows_of
+from linnet.linalg.matrices import LowRank, Matrix, Stack
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners.nystrom import orthonormality
+from linnet.linalg.svd import block_krylov, initial_block
+from linnet.linalg.svd.block_krylov import State, both, combine, expected, inner, orthonormal
+from linnet.linalg.svd.initial_block import (
+    landmark_block,
+    landmark_count,
+    mixed_block,
+    random_normal,
+    rows_of,
+)
+from linnet.linalg.svd.truncated import Decomposition, choose_method, low_rank, squared_norm
 from linnet.statistics import fisher_statistics
 from linnet.testing.case import Net
 from tests.drawn import double, normal
@@ -395,7 +401,9 @@ def test_nystrom_is_the_kernel_through_its_landmarks():
     V = fisher(50)
     A, _ = dense(V)
     found = low_rank(V, 12, method="nystrom", block=12, seed=2)
-    index = start.landmark_index(50, landmark_count(50, 12, 1, 2**40, each=10), torch.Generator().manual_seed(2))
+    index = initial_block.landmark_index(
+        50, landmark_count(50, 12, 1, 2**40, each=10), torch.Generator().manual_seed(2)
+    )
     few = A[index]
     # All landmarks' directions that are kept: the best 12 of their rows' span.
     rows = torch.linalg.svd(few, full_matrices=False)[2][:12].T
@@ -405,10 +413,10 @@ def test_nystrom_is_the_kernel_through_its_landmarks():
 
 
 def test_nystrom_with_all_directions_of_the_landmarks(monkeypatch):
-    monkeypatch.setattr(start, "landmark_count", lambda *_, **__: 9)
+    monkeypatch.setattr(initial_block, "landmark_count", lambda *_, **__: 9)
     A = normal(40, 60)
     found = low_rank(Matrix(A), 9, method="nystrom", block=9, seed=2)
-    index = start.landmark_index(40, 9, torch.Generator().manual_seed(2))
+    index = initial_block.landmark_index(40, 9, torch.Generator().manual_seed(2))
     K = A @ A.T
     expected = K[:, index] @ torch.linalg.solve(K[index][:, index], K[index])
     assert float((found.U @ found.U.T - expected).abs().max()) < 1e-10
@@ -441,7 +449,7 @@ def test_starts_are_orthonormal_whatever_the_operator_can(kind):
 def test_components_of_single_examples_are_found():
     # Rows that no others resemble, and none of which is a landmark.
     A = with_values(torch.logspace(0, -3, 200, dtype=torch.float64), 600, 700)
-    index = start.landmark_index(600, landmark_count(600, 22, 1, 2**40), torch.Generator().manual_seed(0))
+    index = initial_block.landmark_index(600, landmark_count(600, 22, 1, 2**40), torch.Generator().manual_seed(0))
     others = torch.tensor(sorted(set(range(600)) - set(index.tolist())))[:5]
     A[others] += 0.5 * normal(5, 700, seed=3) / 700**0.5
     found = low_rank(Matrix(A), 10, method="krylov", memory=2**40)
@@ -602,7 +610,7 @@ def added_otherwise(A: Tensor, B: Tensor) -> Tensor:
 def test_orthonormal_whatever_the_order_of_sums(dtype, decades, monkeypatch):
     X = normal(3000, 60) @ (torch.logspace(0, -decades, 60)[:, None].double() * normal(60, 60, seed=1))
     Q = orthogonal(3000, 20, 2)
-    monkeypatch.setattr(krylov, "_inner", added_otherwise)
+    monkeypatch.setattr(block_krylov, "_inner", added_otherwise)
     found = orthonormal(X.to(dtype), against=[Q.to(dtype)]).double()
     assert found.shape[1] == 60 if decades == 0 else found.shape[1] > 1
     limit = orthonormality(3000, 60, dtype)
@@ -612,7 +620,7 @@ def test_orthonormal_whatever_the_order_of_sums(dtype, decades, monkeypatch):
 
 def test_a_basis_that_is_not_orthonormal_is_refused(monkeypatch):
     # Products that lose more digits than float64 rounding explains.
-    monkeypatch.setattr(krylov, "combine", lambda blocks, Y: (blocks[0].float() @ Y.float()).double())
+    monkeypatch.setattr(block_krylov, "combine", lambda blocks, Y: (blocks[0].float() @ Y.float()).double())
     with pytest.raises(ArithmeticError, match=r"9 columns and 300 rows could not be made orthonormal in torch.float64"):
         orthonormal(normal(300, 9))
 
@@ -621,7 +629,7 @@ def test_embeddings_do_not_depend_on_the_order_of_sums(monkeypatch):
     model = double(nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3)), 0)
     X = normal(200, 6)
     wanted = linnet.FisherEmbedding(model, 5, method="krylov").fit(X).eigenvalues_
-    monkeypatch.setattr(krylov, "_inner", added_otherwise)
+    monkeypatch.setattr(block_krylov, "_inner", added_otherwise)
     found = linnet.FisherEmbedding(model, 5, method="krylov").fit(X).eigenvalues_
     assert float((found / wanted - 1).abs().max()) <= 1e-7
 

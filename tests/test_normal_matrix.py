@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet import linearize, row_weights
-from linnet.matrices import Matrix
-from linnet.operators import LinearOperator
-from linnet.row_weights import add_symmetric_
+from linnet import linearize
+from linnet.linalg import row_weights
+from linnet.linalg.matrices import Matrix
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import add_symmetric_
 from tests.drawn import double, normal
 
 

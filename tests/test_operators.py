@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.matrices import LowRank, Matrix, Stack
-from linnet.operators import Affine, LinearOperator, RowFn
-from linnet.row_weights import weigh
+from linnet.linalg.matrices import LowRank, Matrix, Stack
+from linnet.linalg.operator import Affine, LinearOperator, RowFn
+from linnet.linalg.row_weights import weigh
 from linnet.testing import check_operator
 
 ROWS, COLS, C = 12, 7, 3

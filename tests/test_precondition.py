@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import linnet
-from linnet import precondition
-from linnet.matrices import Matrix, Stack
-from linnet.operators import LinearOperator
-from linnet.precondition import Preconditioner, landmark_index, nystrom, pivoted_cholesky
-from linnet.solve import cg
+from linnet.linalg.cholesky import cg
+from linnet.linalg.matrices import Matrix, Stack
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners import nystrom as precondition
+from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from tests.counted import Counted
 from tests.drawn import double, normal
 

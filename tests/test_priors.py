@@ -11,7 +11,7 @@ from drawn import double, normal
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.matrices import Stack
+from linnet.linalg.matrices import Stack
 from linnet.priors import NAMES, Prior, check_prior, layer_sums, make_prior, ntk_variances
 from linnet.testing import dense_jacobian
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.precondition import Preconditioner
-from linnet.quadrature import gauss, lanczos, log_det, log_det_from
-from linnet.solve import cg
+from linnet.linalg.cholesky import cg
+from linnet.linalg.lanczos import gauss, lanczos, log_det, log_det_from
+from linnet.linalg.preconditioners.nystrom import Preconditioner
 from tests.drawn import normal
 
 M = 60

@@ -12,7 +12,7 @@ import linnet
 from linnet.combined import combined
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Categorical
-from linnet.matrices import Stack
+from linnet.linalg.matrices import Stack
 from linnet.reduced import _groups, reduced
 from linnet.sampling import posterior_samples
 

@@ -16,7 +16,7 @@ import linnet
 from linnet._common import files
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
-from linnet.lowrank import low_rank
+from linnet.linalg.svd.truncated import low_rank
 
 N = 60
 

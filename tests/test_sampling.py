@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from linnet import linearize, sampling_system
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
-from linnet.precondition import Preconditioner
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.randomized import sketch
 from linnet.problem import Settings
 from linnet.sampling import Samples, choose_space, effective_dimension, posterior_samples
-from linnet.sketch import sketch
 
 C = 3
 LIKELIHOODS = {"gaussian": Gaussian(0.1), "bernoulli": Bernoulli(), "categorical": Categorical()}

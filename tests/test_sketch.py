@@ -9,9 +9,9 @@ from drawn import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.matrices import Matrix
-from linnet.sketch import Sketch, rescaled, sketch
-from linnet.solve import cg
+from linnet.linalg.cholesky import cg
+from linnet.linalg.matrices import Matrix
+from linnet.linalg.preconditioners.randomized import Sketch, rescaled, sketch
 
 
 def generator(seed: int = 0) -> torch.Generator:

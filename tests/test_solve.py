@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linnet import solve
-from linnet.precondition import Preconditioner
-from linnet.quadrature import gauss
-from linnet.solve import COARSE, Solution, cg, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.linalg import cholesky
+from linnet.linalg.cholesky import (
+    COARSE,
+    Solution,
+    cg,
+    cholesky_,
+    cholesky_solve,
+    log_det_from,
+    solve_lower,
+    solve_upper,
+)
+from linnet.linalg.lanczos import gauss
+from linnet.linalg.preconditioners.nystrom import Preconditioner
 from tests.drawn import normal
 
 
@@ -101,9 +110,9 @@ def test_no_second_matrix(block: int | str) -> None:
 
 def test_the_panels_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a GPU does with a large matrix, on a small one.
-    monkeypatch.setattr(solve, "BLOCK", 6)
+    monkeypatch.setattr(cholesky, "BLOCK", 6)
     A, B = spd(40), normal(40, 3)
-    L = cholesky_(A.clone(), block=solve.BLOCK)
+    L = cholesky_(A.clone(), block=cholesky.BLOCK)
     close(L, torch.linalg.cholesky(A))
     close(cholesky_solve(L, B), torch.linalg.solve(A, B))
 
@@ -157,9 +166,9 @@ def test_a_library_that_leaves_nan_at_the_pivot() -> None:
     L = torch.linalg.cholesky(spd(6))
     L[4, 4] = torch.nan
     with pytest.raises(ArithmeticError, match="not positive definite in float64: the pivot of row 4 is not positive"):
-        solve._check_pivots(L, 3, torch.tensor(2), torch.tensor(9.0))
+        cholesky._check_pivots(L, 3, torch.tensor(2), torch.tensor(9.0))
     with pytest.raises(ArithmeticError, match="holds NaN or infinity at or before row 4"):
-        solve._check_pivots(L, 3, torch.tensor(0), torch.tensor(9.0))
+        cholesky._check_pivots(L, 3, torch.tensor(0), torch.tensor(9.0))
 
 
 def test_wrong_matrices() -> None:
@@ -177,7 +186,7 @@ def test_wrong_matrices() -> None:
 @pytest.mark.parametrize("size", [5, 100])
 @pytest.mark.parametrize("k", [None, 1, 9])
 def test_triangular_solves(monkeypatch: pytest.MonkeyPatch, size: int, k: int | None) -> None:
-    monkeypatch.setattr(solve, "BLOCK", size)
+    monkeypatch.setattr(cholesky, "BLOCK", size)
     A = spd(23)
     L = torch.linalg.cholesky(A) + normal(23, 23).triu(1)  # what is above the diagonal does not matter
     lower, B = L.tril(), normal(23, *([] if k is None else [k]), seed=1)

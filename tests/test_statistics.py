@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 import linnet
 from linnet import moments
 from linnet.jacobian import Jacobian
-from linnet.lowrank import squared_norm
+from linnet.linalg.svd.truncated import squared_norm
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.testing.case import Net
 from tests.drawn import double, normal

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.matrices import Matrix
-from linnet.operators import LinearOperator
+from linnet.linalg.matrices import Matrix
+from linnet.linalg.operator import LinearOperator
 from linnet.testing import Case, call, check_operator, dense_jacobian, zoo
 
 CASES = list(zoo().values())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linnet import linearize, newton, variational
 from linnet.expectations import expected
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.matrices import Matrix
+from linnet.linalg.matrices import Matrix
 from linnet.variational import Variational, draws, lowrank, meanfield
 from tests.drawn import double, normal
 

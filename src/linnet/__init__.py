@@ -10,9 +10,9 @@ from linnet.data.batch import Batch
 from linnet.distill import distill_loss
 from linnet.fold import fold_batchnorm
 from linnet.jacobian import Jacobian
+from linnet.linalg.matrices import LowRank, Matrix
+from linnet.linalg.operator import LinearOperator
 from linnet.linearize import Linearization, linearize
-from linnet.matrices import LowRank, Matrix
-from linnet.operators import LinearOperator
 from linnet.plan import Plan
 from linnet.similarity import similarity
 

@@ -21,7 +21,7 @@ from linnet.data.batch import Batch, leaves, moved
 from linnet.factors import Factor, Recipe
 from linnet.jacobian import Jacobian
 from linnet.kron import Kronecker
-from linnet.operators import LinearOperator
+from linnet.linalg.operator import LinearOperator
 from linnet.plan import PRODUCTS, Engine, Request, budget
 from linnet.proofs import Proofs
 from linnet.structure import PROBE

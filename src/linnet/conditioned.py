@@ -11,11 +11,11 @@ from torch import Tensor
 from linnet.evidence import LOG_2PI
 from linnet.gaussian import check_conditioning
 from linnet.jacobian import Jacobian
-from linnet.matrices import Stack
-from linnet.operators import LinearOperator
+from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
+from linnet.linalg.matrices import Stack
+from linnet.linalg.operator import LinearOperator
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
 from linnet.problem import Fit, Noise, Task
-from linnet.solve import cholesky_, cholesky_solve, solve_lower, solve_upper
 
 
 def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:

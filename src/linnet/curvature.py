@@ -15,8 +15,8 @@ from torch import Tensor
 from linnet.data.batch import Batch
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
+from linnet.linalg.operator_checks import by_block
 from linnet.linearize import Linearization
-from linnet.operator_checks import by_block
 
 
 def fisher_vector_product(

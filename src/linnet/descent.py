@@ -20,10 +20,10 @@ from typing import final
 from torch import Tensor
 
 from linnet.likelihoods import Likelihood
+from linnet.linalg.cholesky import Solvable
+from linnet.linalg.operator import LinearOperator
 from linnet.line import Line
 from linnet.newton import FLOOR, Mode, as_weight, check_concave, check_mean, check_operator, mode_at, terms
-from linnet.operators import LinearOperator
-from linnet.solve import Solvable
 from linnet.spaces import SLOW, Products, Renew
 
 REMEMBERED = 20
@@ -70,8 +70,8 @@ def descend(
     Example:
         >>> import torch
         >>> from linnet.likelihoods import Bernoulli
-        >>> from linnet.matrices import Matrix
-        >>> from linnet.precondition import Preconditioner
+        >>> from linnet.linalg.matrices import Matrix
+        >>> from linnet.linalg.preconditioners.nystrom import Preconditioner
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
         >>> none = Preconditioner(torch.zeros(3, 0).double(), torch.zeros(0).double())

@@ -25,13 +25,13 @@ from linnet.behavior import drawn_inputs
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
 from linnet.jacobian import Jacobian
+from linnet.linalg.cholesky import _full_precision
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.linearize import Linearization, linearize
-from linnet.lowrank import Decomposition, low_rank
-from linnet.operators import LinearOperator
 from linnet.params import Params
 from linnet.plan import dense_budget
 from linnet.portable import Portable
-from linnet.solve import _full_precision
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like, plain_options
 from linnet.watch import Watch
@@ -75,7 +75,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         kernel: "nfk", the Fisher kernel; or "ntk", the tangent kernel J J^T of the score, without Z and I.
         params: Which parameters; see `linnet.linearize`.
         method: How the components are found: "auto", "krylov", "power", "nystrom" or "exact"; see
-            `linnet.lowrank.low_rank`.
+            `linnet.linalg.svd.truncated.low_rank`.
         dtype: Of all computations, the model's included: "auto" is the model's own; "float32" or "float64". Floating
             inputs are cast to it.
         precision: Of the passes that look for the components: "highest", "high" (tf32) or "bf16"; see

@@ -18,6 +18,11 @@ from linnet.evidence import Choice
 from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
+from linnet.linalg.cholesky import Solution, cg, cholesky_
+from linnet.linalg.cholesky import log_det_from as exact_log_det
+from linnet.linalg.lanczos import log_det_from
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.row_weights import weigh
 from linnet.mode_by_passes import mode_by_passes
 from linnet.newton import Mode, as_weight
 from linnet.posterior import (
@@ -29,13 +34,8 @@ from linnet.posterior import (
     SamplePosterior,
     WeightPosterior,
 )
-from linnet.precondition import Preconditioner
 from linnet.priors import Prior
 from linnet.problem import Settings, choose_solver, work_of_a_minute
-from linnet.quadrature import log_det_from
-from linnet.row_weights import weigh
-from linnet.solve import Solution, cg, cholesky_
-from linnet.solve import log_det_from as exact_log_det
 from linnet.spaces import squared
 from linnet.stochastic import Training
 from linnet.variational import Variational

@@ -15,11 +15,11 @@ from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet.data.sources import bar
 from linnet.factors import Factor, Rows, Scale
 from linnet.kron import Kronecker
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import weigh
 from linnet.moments import Moments
-from linnet.operators import LinearOperator
 from linnet.passes import GRAM, Passes, Piece
 from linnet.plan import budget, prepare
-from linnet.row_weights import weigh
 
 Cut = Callable[[Factor], list[tuple[str, Factor]]]
 """A factor to its named parts."""

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from linnet import evidence
 from linnet.autodiff import Autodiff
-from linnet.direct import Direct
 from linnet.evidence import LOG_2PI, Choice, Spectrum
 from linnet.jacobian import Jacobian
-from linnet.operators import LinearOperator
+from linnet.linalg.cholesky import cg
+from linnet.linalg.lanczos import lanczos, log_det_from
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index, nystrom, pivoted_cholesky
+from linnet.linalg.preconditioners.woodbury import Direct
 from linnet.plan import dense_budget, fused_cost, gram_cost
 from linnet.posterior import SamplePosterior
-from linnet.precondition import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from linnet.priors import Prior
 from linnet.problem import Fit, Settings, Task, assumed_noise
-from linnet.quadrature import lanczos, log_det_from
-from linnet.solve import cg
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space: str) -> list[Fit]:

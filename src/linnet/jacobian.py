@@ -28,11 +28,11 @@ from linnet.data.batch import Batch, Deferred, Given, Source
 from linnet.data.sources import bar
 from linnet.grams import Grams, by_range
 from linnet.kron import Rotation
-from linnet.operator_checks import by_block, check_fn_result, check_weight
-from linnet.operators import LinearOperator, RowFn
+from linnet.linalg.operator import LinearOperator, RowFn
+from linnet.linalg.operator_checks import by_block, check_fn_result, check_weight
+from linnet.linalg.row_weights import add_symmetric_, weigh
 from linnet.passes import Piece
 from linnet.proofs import Proofs
-from linnet.row_weights import add_symmetric_, weigh
 from linnet.structure import PROBE
 
 BatchFn = Callable[[Tensor, Batch], Tensor]

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from linnet.expectations import Expected
 from linnet.likelihoods import Likelihood
+from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower
+from linnet.linalg.operator import LinearOperator
 from linnet.newton import FLOOR, Line, inner_matrix
-from linnet.operators import LinearOperator
 from linnet.posterior import by_root
-from linnet.solve import cholesky_, cholesky_solve, log_det_from, solve_lower
 from linnet.variational import FLAT, Problem, Variational
 
 DRAWS = 256
@@ -68,7 +68,7 @@ def full(
 
     Example:
         >>> from linnet.likelihoods import Bernoulli
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double(), "K": A @ A.T}
         >>> q = full(Matrix(A), torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), **given)

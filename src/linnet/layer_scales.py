@@ -12,9 +12,9 @@ from torch import Tensor
 
 from linnet.evidence import Choice
 from linnet.likelihoods import Likelihood
+from linnet.linalg.cholesky import solve_lower
 from linnet.newton import Mode, function_space
 from linnet.scales import best_scale, unit_scale
-from linnet.solve import solve_lower
 
 SPAN = math.log(1e8)
 """Scales of layers are sought this far down from the common one, and half as far up."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linnet.row_weights import weigh
+from linnet.linalg.row_weights import weigh
 from linnet.spaces import as_weight
 
 Terms = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -5,7 +5,8 @@ from where descent came to no end, by Newton's method, whose steps are solved by
 (`linnet.newton.matrix_free`). The first preconditioner is made with the curvature at the mean. Where the data has made
 the network sure of most labels, what is left of it lies in other directions: those of a sketch, which is made when the
 curvature has become another, and with more columns when it takes many passes all the same. It reads the examples that
-carry the curvature, and follows it without a pass until another one is made (`linnet.sketch.Sketch`).
+carry the curvature, and follows it without a pass until another one is made
+(`linnet.linalg.preconditioners.randomized.Sketch`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from linnet.descent import descend
 from linnet.iterative import preconditioner_of
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Gaussian, Likelihood
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.randomized import Sketch
 from linnet.newton import Mode, as_weight
 from linnet.plan import dense_budget
-from linnet.precondition import Preconditioner
 from linnet.problem import Settings
-from linnet.sketch import Sketch
 
 SKETCHED = {False: 256, True: 512}
 """Columns of a sketch, and on a GPU, where columns cost little beside the rows they multiply."""

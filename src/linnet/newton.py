@@ -27,9 +27,9 @@ from functools import partial
 from torch import Tensor
 
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.linalg.cholesky import Solvable, log_det_from
+from linnet.linalg.operator import LinearOperator
 from linnet.line import Line
-from linnet.operators import LinearOperator
-from linnet.solve import Solvable, log_det_from
 from linnet.spaces import (
     Function,
     Nearby,
@@ -112,7 +112,7 @@ class Mode:
         if self.log_det is None:
             raise ValueError(
                 "This mode was found without a factor of its Hessian, so that the evidence lacks its log determinant. "
-                "Use function_space or weight_space with factor=True, or estimate it with linnet.quadrature."
+                "Use function_space or weight_space with factor=True, or estimate it with linnet.linalg.lanczos."
             )
         return -self.objective - 0.5 * self.log_det
 
@@ -253,7 +253,7 @@ def matrix_free(
     Example:
         >>> import torch
         >>> from linnet.likelihoods import Bernoulli
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
         >>> matrix_free(J, torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), **given).converged

@@ -27,8 +27,8 @@ from linnet.data.batch import Batch, Deferred, Source
 from linnet.data.sources import bar
 from linnet.factors import Factor, Rows
 from linnet.kron import Rotation
+from linnet.linalg.operator import LinearOperator
 from linnet.linearize import Linearization
-from linnet.operators import LinearOperator
 from linnet.outer import Outer
 from linnet.plan import (
     PLAN_COLUMNS,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from linnet.jacobian import Jacobian
-from linnet.operators import LinearOperator
+from linnet.linalg.cholesky import cholesky_solve, solve_lower, solve_upper
+from linnet.linalg.operator import LinearOperator
 from linnet.plan import dense_budget
-from linnet.solve import cholesky_solve, solve_lower, solve_upper
 
 
 class Posterior(ABC):

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet.linalg.operator import LinearOperator
 from linnet.linearize import Linearization
-from linnet.operators import LinearOperator
 from linnet.params import Layout
 
 PriorSpec = str | float | Mapping[str, float]

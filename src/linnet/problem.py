@@ -11,9 +11,9 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet.evidence import Choice
+from linnet.linalg.cholesky import Solution
 from linnet.plan import check_fits, dense_budget
 from linnet.posterior import Posterior
-from linnet.solve import Solution
 
 Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
 Precondition = Literal["auto", "nystrom", "pivoted-cholesky", "none"]

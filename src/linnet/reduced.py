@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.cache import Cached
 from linnet.combined import combined
 from linnet.jacobian import Jacobian
-from linnet.matrices import Stack
+from linnet.linalg.matrices import Stack
 
 SMALL = 256
 """Outputs up to which the blocks of B are decomposed; columns of L are taken as they are where there are more, which

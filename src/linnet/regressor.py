@@ -22,8 +22,8 @@ from linnet.behavior import drawn_inputs
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
+from linnet.linalg.matrices import Stack
 from linnet.linearize import Linearization, linearize
-from linnet.matrices import Stack
 from linnet.own_data import warn_of_own_data
 from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior

@@ -20,19 +20,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet.direct import REFINED, Direct
 from linnet.iterative import probes_of
 from linnet.jacobian import Jacobian
+from linnet.linalg.cholesky import Solution, cg, cholesky_, cholesky_solve
+from linnet.linalg.cholesky import log_det_from as dense_log_det
+from linnet.linalg.lanczos import log_det_from
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.woodbury import REFINED, Direct
 from linnet.newton import as_weight, inner_matrix
 from linnet.params import Layout
 from linnet.plan import dense_budget
 from linnet.posterior import SamplePosterior, by_root
-from linnet.precondition import Preconditioner
 from linnet.problem import Settings
-from linnet.quadrature import log_det_from
 from linnet.sampling_system import again, system_of
-from linnet.solve import Solution, cg, cholesky_, cholesky_solve
-from linnet.solve import log_det_from as dense_log_det
 
 Space = Literal["auto", "weight", "function"]
 Kind = Literal["auto", "sketch", "nystrom", "pivoted-cholesky", "none"]
@@ -143,9 +143,10 @@ def posterior_samples(
         start: Samples from the same seed to start from, for another S, another noise or other weights. Where none of
             them has changed much, their preconditioner serves again (unless another is asked for).
         space: "weight", "function", or "auto".
-        preconditioner: "sketch" (`linnet.sketch`), "nystrom" or "pivoted-cholesky" (`linnet.precondition`), "none", or
-            one that is made already. "auto" is a direct solve with the rows that carry the curvature (`linnet.direct`)
-            where these are few or a sketch has no memory, and else a sketch.
+        preconditioner: "sketch" (`linnet.linalg.preconditioners.randomized`), "nystrom" or "pivoted-cholesky"
+            (`linnet.linalg.preconditioners.nystrom`), "none", or one that is made already. "auto" is a direct solve
+            with the rows that carry the curvature (`linnet.linalg.preconditioners.woodbury`) where these are few or a
+            sketch has no memory, and else a sketch.
         rank: Columns of the sketch, or landmark examples; "auto" goes by memory, and by what a column costs.
         probes: Columns more for the log determinant, at least 2, or 0 for none.
         memory: Bytes that dense matrices and preconditioners may take, or "auto".

@@ -4,9 +4,11 @@ The system is :math:`H = I + \Phi^\top B \Phi` with :math:`\Phi = J S^{1/2}`. A 
 passes for each example; a network that is sure of most labels has nearly all of its curvature in a few of them
 (`linnet.reduced`). With these rows alone there are two ways to spare passes over all:
 
-* a direct solve (`linnet.direct`) as the preconditioner of iterations over all rows, where the Gram matrix of the few
+* a direct solve (`linnet.linalg.preconditioners.woodbury`) as the preconditioner of iterations over all rows, where the
+Gram matrix of the few
   is no more work than a sketch, or where there is no memory for a sketch of them;
-* a sketch of them (`linnet.sketch`), and iterations over them too, which start again from the residuals of all rows.
+* a sketch of them (`linnet.linalg.preconditioners.randomized`), and iterations over them too, which start again from
+the residuals of all rows.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.direct import Direct, direct
 from linnet.iterative import preconditioner_of
 from linnet.jacobian import Jacobian
-from linnet.matrices import Stack
-from linnet.operators import LinearOperator
+from linnet.linalg.cholesky import Product
+from linnet.linalg.matrices import Stack
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.randomized import rescaled, sketch
+from linnet.linalg.preconditioners.woodbury import Direct, direct
 from linnet.plan import autodiff_wins, dense_budget
-from linnet.precondition import Preconditioner
 from linnet.problem import Settings
 from linnet.reduced import reduced
-from linnet.sketch import rescaled, sketch
-from linnet.solve import Product
 from linnet.spaces import squared
 
 NEAR = 10.0
@@ -43,7 +45,7 @@ may; the second pair where a sketch has no memory. A larger share takes fewer ro
 
 @dataclass(frozen=True)
 class System:
-    """What `linnet.solve.cg` takes.
+    """What `linnet.linalg.cholesky.cg` takes.
 
     Attributes:
         product: V (p, k) to ``H V``.

@@ -15,8 +15,8 @@ from linnet import _light, behavior, posterior  # noqa: F401 (the first before a
 from linnet._common import files
 from linnet.evidence import Choice
 from linnet.likelihoods import Bernoulli, Categorical
-from linnet.matrices import Stack
-from linnet.operators import LinearOperator
+from linnet.linalg.matrices import Stack
+from linnet.linalg.operator import LinearOperator
 from linnet.posterior import Posterior
 from linnet.priors import Prior
 from linnet.problem import Fit, Noise, Task

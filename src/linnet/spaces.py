@@ -20,9 +20,9 @@ from torch import Tensor
 
 from linnet._common.distributed import add_up
 from linnet.likelihoods import Heteroscedastic, Likelihood
-from linnet.operators import LinearOperator
-from linnet.row_weights import Rows, add_symmetric_, weigh
-from linnet.solve import Product, Solvable, cg, cholesky_, cholesky_solve
+from linnet.linalg.cholesky import Product, Solvable, cg, cholesky_, cholesky_solve
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import Rows, add_symmetric_, weigh
 
 Residual = Callable[[Tensor, slice], Tensor]
 """From some rows of ``Phi u`` to the gradient of log p in f, both (r,); the rows are those of whole examples."""

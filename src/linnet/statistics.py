@@ -17,8 +17,8 @@ from torch import Tensor
 from linnet.data.batch import Given
 from linnet.factors import Rows
 from linnet.jacobian import Jacobian
+from linnet.linalg.operator import LinearOperator
 from linnet.moments import Moments
-from linnet.operators import LinearOperator
 from linnet.params import Layout
 from linnet.tiles import TEMPORARY
 

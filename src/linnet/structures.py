@@ -30,9 +30,10 @@ from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.gaussian import check_conditioning
 from linnet.jacobian import Jacobian
 from linnet.kron import constant_over
-from linnet.krylov import orthonormal
+from linnet.linalg.cholesky import cholesky_
+from linnet.linalg.svd.block_krylov import orthonormal
+from linnet.linalg.svd.truncated import low_rank
 from linnet.logdets import Coupled, Dense, LogDet, Separable, eigenvalues_of
-from linnet.lowrank import low_rank
 from linnet.newton import as_weight, inner_matrix
 from linnet.posterior import (
     DiagonalPosterior,
@@ -43,7 +44,6 @@ from linnet.posterior import (
 )
 from linnet.priors import Prior
 from linnet.sampling import Samples, posterior_samples
-from linnet.solve import cholesky_
 from linnet.weighted import Weighted, weight_of
 
 
@@ -180,7 +180,7 @@ class LowRank(Structure):
         J: Of the training data.
         root: L.
         rank: Eigenpairs.
-        options: Of `linnet.lowrank.low_rank`.
+        options: Of `linnet.linalg.svd.truncated.low_rank`.
     """
 
     name = "lowrank"

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from linnet.expectations import Expected, expected
 from linnet.likelihoods import Likelihood
+from linnet.linalg.cholesky import Solvable, cg, cholesky_, log_det_from
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import weigh
 from linnet.newton import FLOOR, Line, as_weight, check_concave, check_kind, check_mean, check_operator
-from linnet.operators import LinearOperator
-from linnet.row_weights import weigh
-from linnet.solve import Solvable, cg, cholesky_, log_det_from
 
 DRAWS = 2**22
 """Numbers that are drawn: so many examples have draws of their own, and the next ones use them again."""
@@ -135,7 +135,7 @@ def meanfield(
 
     Example:
         >>> from linnet.likelihoods import Bernoulli
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
         >>> q = meanfield(J, torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), **given)
@@ -182,7 +182,7 @@ def lowrank(
 
     Example:
         >>> from linnet.likelihoods import Bernoulli
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
         >>> q = lowrank(J, torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), **given)

@@ -13,12 +13,12 @@ from linnet.functional import Output
 from linnet.gaussian import cached_if_fits
 from linnet.interop.features import Features, TangentFeatures
 from linnet.interop.gpytorch import as_linearization
+from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.linearize import Linearization
 from linnet.params import Params
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior, by_root
 from linnet.priors import PriorSpec
 from linnet.regressor import TangentRegressor
-from linnet.solve import cholesky_, cholesky_solve
 
 try:
     from botorch.models.model import Model

@@ -19,8 +19,8 @@ from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch
 from linnet.gaussian import cached_if_fits
 from linnet.jacobian import Jacobian
+from linnet.linalg.operator import LinearOperator
 from linnet.linearize import Linearization
-from linnet.operators import LinearOperator
 from linnet.priors import PriorSpec, make_prior
 from linnet.structure import TOLERANCE
 

@@ -2,7 +2,7 @@
 
 A new operator, layer rule or engine is right when `check_operator` is silent about it on the whole zoo:
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> from linnet.testing import check_operator, zoo
     >>> case = zoo()["mlp"]
     >>> dense = case.dense(case.build(), case.data(4, 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from linnet.operators import LinearOperator
+from linnet.linalg.operator import LinearOperator
 
 OPTIONAL = ("normal", "fused", "gram", "gram_diag", "gram_blocks", "column_norms")
 
@@ -48,7 +48,7 @@ def check_operator(
         AssertionError: Naming the first product that disagrees, its relative error and its worst entry.
 
     Example:
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> check_operator(Matrix(torch.eye(3)), torch.eye(3), rtol=1e-6)
         >>> check_operator(Matrix(2 * torch.eye(3)), torch.eye(3), rtol=1e-6)
         Traceback (most recent call last):

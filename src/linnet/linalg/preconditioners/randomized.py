@@ -7,9 +7,10 @@ The randomized Nystrom approximation (Halko, Martinsson and Tropp 2011; Frangell
           Q = \mathrm{orth}(\Phi^\top L E), \quad E \sim N(0, 1), \quad B = L L^\top
 
 takes one product with ``Phi^T`` and one fused pass, both with r columns. It sees all rows, where
-`linnet.precondition.nystrom` sees those of a few examples, and it keeps what couples Q to the rest of the space: for
-the samples of a small convolutional classifier 64 columns take conjugate gradients from 56 iterations to 6, where 50
-landmarks, 500 rows, take them to 19. With many outputs an example is many rows, and r columns stay r columns.
+`linnet.linalg.preconditioners.nystrom.nystrom` sees those of a few examples, and it keeps what couples Q to the rest of
+the space: for the samples of a small convolutional classifier 64 columns take conjugate gradients from 56 iterations to
+6, where 50 landmarks, 500 rows, take them to 19. With many outputs an example is many rows, and r columns stay r
+columns.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up
-from linnet.operator_checks import check_weight
-from linnet.operators import LinearOperator
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator_checks import check_weight
+from linnet.linalg.preconditioners.nystrom import ENTRIES, SPOILED, Preconditioner, _eigh, _orthonormal
+from linnet.linalg.row_weights import Rows, weigh
 from linnet.posterior import by_root
-from linnet.precondition import ENTRIES, SPOILED, Preconditioner, _eigh, _orthonormal
-from linnet.row_weights import Rows, weigh
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def sketch(
         generator: Source of E.
         least: Leave out directions whose eigenvalue, which stands beside one, is not above this.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> Phi, L = Matrix(torch.tensor([[3.0, 0.0], [0.0, 0.01]])), torch.ones(2)
     >>> P = sketch(Phi, L, rank=2, generator=torch.Generator().manual_seed(0))
     >>> P.rank, P.multiply(torch.ones(2))
@@ -74,7 +75,7 @@ class Sketch:
         least: Of eigenvalues.
 
     Example:
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> Phi, L = Matrix(torch.eye(2)), torch.ones(2)
         >>> P = Sketch(Phi, L, rank=2, generator=torch.Generator().manual_seed(0)).at(torch.tensor([2.0, 3.0]))
         >>> P.multiply(torch.ones(2)).round()

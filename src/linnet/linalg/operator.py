@@ -20,8 +20,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.operator_checks import by_block, check_fn_result, check_vector, check_weight, column_numbers
-from linnet.row_weights import Rows, weigh
+from linnet.linalg.operator_checks import (
+    by_block,
+    check_fn_result,
+    check_vector,
+    check_weight,
+    column_numbers,
+)
+from linnet.linalg.row_weights import Rows, weigh
 
 RowFn = Callable[[Tensor, Rows], Tensor]
 """Maps a chunk ``A V`` of shape (r, k) and the rows it covers to another (r, k) tensor."""
@@ -110,7 +116,7 @@ class LinearOperator(ABC):
             weight: None for the identity, (rows,) for a diagonal ``W``, or (n, c, c) with ``n * c = rows``
                 for a block-diagonal one over consecutive rows.
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> A.normal(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 3.0]))
         tensor([4., 6.])
@@ -124,7 +130,7 @@ class LinearOperator(ABC):
         Args:
             weight: As for `normal`.
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]])).normal_matrix(torch.tensor([1.0, 3.0]))
         tensor([[ 4.,  6.],
                 [ 6., 12.]])
@@ -139,7 +145,7 @@ class LinearOperator(ABC):
                 (r,) for a vector V, or (r, k), and the rows it covers; returns a tensor of that shape.
             V: (cols,) or (cols, k).
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> A.fused(lambda U, rows: U.square(), torch.tensor([1.0, 1.0]))
         tensor([10., 18.])
@@ -164,13 +170,13 @@ class LinearOperator(ABC):
         Returns:
             (rows, rows of other).
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> A.gram(scale=torch.tensor([1.0, 10.0]))
         tensor([[ 1.,  1.],
                 [ 1., 41.]])
         """
-        from linnet.matrices import Stack  # which is one of these itself
+        from linnet.linalg.matrices import Stack
 
         if other is not None and other.shape[1] != self.shape[1]:
             raise ValueError(
@@ -198,7 +204,7 @@ class LinearOperator(ABC):
         Returns:
             (rows of other, rows of other).
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A, B = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0]])), Matrix(torch.tensor([[1.0, 1.0]]))
         >>> A.gram_normal(B)
         tensor([[10.]])
@@ -215,7 +221,7 @@ class LinearOperator(ABC):
     def gram_blocks(self, scale: Tensor | None = None) -> Tensor:
         """The diagonal blocks of ``gram(scale=scale)``, (n, c, c), where the rows come in n blocks of c = ``block``.
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A = Matrix(torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, 3.0], [1.0, 0.0]]), block=2)
         >>> A.gram_blocks()
         tensor([[[1., 1.],
@@ -251,7 +257,7 @@ class LinearOperator(ABC):
     def columns(self, index: Tensor) -> LinearOperator:
         """``A[:, index]``, with a boolean mask of shape (cols,) or a long tensor of column numbers.
 
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> A = Matrix(torch.eye(3))
         >>> A.columns(torch.tensor([True, False, True])).shape
         (3, 2)
@@ -289,7 +295,7 @@ class LinearOperator(ABC):
 class Adjoint(LinearOperator):
     """``A^T``. A fused product with it takes two passes: the rows of ``A^T`` are not streamed.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> A = Matrix(torch.tensor([[1.0, 2.0]]))
     >>> A.T @ torch.ones(1), A.T.T is A
     (tensor([1., 2.]), True)
@@ -338,7 +344,7 @@ class Affine(LinearOperator):
         d: (cols,) factors; None means ones.
         z: (cols,) shifts; None means zeros.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> A = Matrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     >>> A.centered(torch.tensor([2.0, 3.0])).scaled(torch.tensor([1.0, 10.0])).dense()
     tensor([[ -1., -10.],

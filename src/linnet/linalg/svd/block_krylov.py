@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world, shard
-from linnet.operators import LinearOperator
-from linnet.precondition import orthonormality
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners.nystrom import orthonormality
 
 ENTRIES = 2**24
 """Numbers that a temporary in float64 may hold."""
@@ -40,7 +40,7 @@ ROUNDING = 8
 def both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
     """``V X`` (rows, b) and ``V^T V X`` (cols, b), in one pass where the operator streams; all ranks get all rows.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> both(Matrix(torch.tensor([[1.0, 2.0]])), torch.ones(2, 1))
     (tensor([[3.]]), tensor([[3.],
             [6.]]))

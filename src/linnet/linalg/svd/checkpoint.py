@@ -13,10 +13,10 @@ from linnet._common import files
 from linnet._common.distributed import add_up, rank_and_world, shard
 from linnet.frozen import Kept
 from linnet.jacobian import Jacobian
-from linnet.krylov import State
-from linnet.matrices import Matrix
-from linnet.operators import Affine, LinearOperator
-from linnet.start import rows_of
+from linnet.linalg.matrices import Matrix
+from linnet.linalg.operator import Affine, LinearOperator
+from linnet.linalg.svd.block_krylov import State
+from linnet.linalg.svd.initial_block import rows_of
 
 EXAMINED = 8
 """Examples on which the operator is compared with the one that a file was written for."""

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.operators import LinearOperator, RowFn
-from linnet.row_weights import Rows, examples, weigh
+from linnet.linalg.operator import LinearOperator, RowFn
+from linnet.linalg.row_weights import Rows, examples, weigh
 
 
 @final

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from linnet.operators import LinearOperator
+    from linnet.linalg.operator import LinearOperator
 
 
 def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:

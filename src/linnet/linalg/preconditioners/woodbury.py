@@ -14,8 +14,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.operators import LinearOperator
-from linnet.solve import cholesky_, cholesky_solve, log_det_from
+from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from
+from linnet.linalg.operator import LinearOperator
 
 REFINED = 2**34
 """Bytes up to which a GPU decomposes matrices of function space in float64, whatever the Jacobian is."""
@@ -86,7 +86,7 @@ def direct(
         generator: Of the random vectors.
         coarse: R in a cheaper precision, for the Gram matrix alone.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> P = direct(Matrix(torch.tensor([[3.0, 0.0]])), torch.ones(2), generator=torch.Generator())
     >>> P.solve(torch.ones(2, 1)).T
     tensor([[0.1000, 1.0000]])

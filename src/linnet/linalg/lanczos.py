@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.direct import Direct
-from linnet.precondition import Preconditioner
-from linnet.solve import Product, _check_right, _full_precision, cg
+from linnet.linalg.cholesky import Product, _check_right, _full_precision, cg
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.woodbury import Direct
 
 
 def log_det(

@@ -5,7 +5,7 @@ r"""The leading singular vectors of an operator V (n, p) that is known through i
 What a large problem costs are passes over the data. Four methods serve:
 
 * krylov: grows a block Krylov space by one pass a step, from the components of a few examples and random columns, and
-  stops on an estimate of the eigenvalues' errors (`linnet.krylov`);
+  stops on an estimate of the eigenvalues' errors (`linnet.linalg.svd.block_krylov`);
 * exact: the dense V V^T and its eigenvectors, for few rows;
 * nystrom: the components of a few examples, and one pass;
 * power: subspace iteration with over-sampling, Algorithm 4 of Zhang et al. (2022), for comparison.
@@ -30,12 +30,12 @@ from tqdm import tqdm
 from linnet._common import messages
 from linnet._common.distributed import smallest
 from linnet.jacobian import Jacobian
-from linnet.krylov import Ritz, State, combine, eigh, krylov, orthonormal
-from linnet.operators import Affine, LinearOperator
+from linnet.linalg.cholesky import _full_precision
+from linnet.linalg.operator import Affine, LinearOperator
+from linnet.linalg.svd.block_krylov import Ritz, State, combine, eigh, krylov, orthonormal
+from linnet.linalg.svd.checkpoint import Resumable
+from linnet.linalg.svd.initial_block import has_gram, landmark_block, mixed_block, random_normal, rows_of
 from linnet.plan import dense_budget
-from linnet.resume import Resumable
-from linnet.solve import _full_precision
-from linnet.start import has_gram, landmark_block, mixed_block, random_normal, rows_of
 
 Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
 
@@ -190,7 +190,7 @@ def low_rank(
         ArithmeticError: The components have not converged, and ``passes`` was not given.
 
     Example:
-        >>> from linnet.matrices import Matrix
+        >>> from linnet.linalg.matrices import Matrix
         >>> V = Matrix(torch.diag(torch.tensor([3.0, 1.0, 2.0])))
         >>> found = low_rank(V, 2)
         >>> found.eigenvalues, found.method
@@ -394,7 +394,7 @@ def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
     """Exact where the dense V V^T fits into memory and costs less than four Krylov passes, or a Krylov basis does not
     fit, as where there are many more parameters than rows; else krylov.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> choose_method(Matrix(torch.ones(100, 1000)), 20, memory=2**30)
     'exact'
     """
@@ -409,7 +409,7 @@ def choose_method(V: LinearOperator, block: int, *, memory: int) -> str:
 def squared_norm(V: LinearOperator) -> float:
     """``||V||_F^2`` in one pass; nothing cancels where columns are centered.
 
-    >>> from linnet.matrices import Matrix
+    >>> from linnet.linalg.matrices import Matrix
     >>> squared_norm(Matrix(torch.tensor([[1.0, 2.0]])))
     5.0
     """

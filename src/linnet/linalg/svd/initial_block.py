@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from linnet.jacobian import Jacobian
-from linnet.krylov import eigh, orthonormal
-from linnet.matrices import Matrix
-from linnet.operators import Affine, LinearOperator
-from linnet.precondition import landmark_index
+from linnet.linalg.matrices import Matrix
+from linnet.linalg.operator import Affine, LinearOperator
+from linnet.linalg.preconditioners.nystrom import landmark_index
+from linnet.linalg.svd.block_krylov import eigh, orthonormal
 
 
 def rows_of(V: LinearOperator, index: Tensor) -> LinearOperator | None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from linnet.jacobian import Jacobian
-from linnet.matrices import Matrix, Stack
-from linnet.operator_checks import check_weight
-from linnet.operators import Affine, LinearOperator
-from linnet.row_weights import weigh
-from linnet.solve import _check_square, _full_precision
+from linnet.linalg.cholesky import _check_square, _full_precision
+from linnet.linalg.matrices import Matrix, Stack
+from linnet.linalg.operator import Affine, LinearOperator
+from linnet.linalg.operator_checks import check_weight
+from linnet.linalg.row_weights import weigh
 
 SPOILED = 64
 """Directions whose eigenvalue is below this many eps of the largest are rounding."""

@@ -1,0 +1,1 @@
+"""Approximate inverses that make conjugate gradients converge in few iterations."""

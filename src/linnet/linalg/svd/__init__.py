@@ -1,0 +1,1 @@
+"""Leading singular vectors of an operator that is only multiplied with."""
