@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import linnet
 from linnet.capture import Changes, Recording, record
-from linnet.params import Layout
+from linnet.network.parameters import Layout
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 

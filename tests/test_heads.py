@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer
-from linnet.blocks import top_blocks
 from linnet.heads import Head, Headed, attach_head, head_of
+from linnet.network.top_blocks import top_blocks
 from linnet.pooling import vector
 from linnet.readout import fit_readout
 from linnet.testing import dense_jacobian, zoo

@@ -18,7 +18,7 @@ from linnet._common import messages
 from linnet._common.torch_settings import dual_level
 from linnet.data.batch import Batch
 from linnet.factors import Factor, Rows, Size
-from linnet.params import Layout
+from linnet.network.parameters import Layout
 from linnet.proofs import Disproved, Truth
 from linnet.shared import Shared
 

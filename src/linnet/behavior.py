@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linnet.data.batch import Batch, Source
-from linnet.functional import as_dtype
 from linnet.linearize import Linearization
+from linnet.network.functional_model import as_dtype
 
 EXAMPLES = 2
 """Inputs that a file holds."""

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.guard import Calls
 from linnet.layers import RULES
-from linnet.params import Layout
+from linnet.network.parameter_guard import Calls
+from linnet.network.parameters import Layout
 from linnet.rules import Call, Rule, Slot
 
 
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         layout: Their places in the flat vector.
         n: Examples.
         changes: What is done to the calls.
-        calls: Checks every call (see `linnet.guard`); None for no checks.
+        calls: Checks every call (see `linnet.network.parameter_guard`); None for no checks.
 
     Attributes:
         uses: The calls, in order.
@@ -241,7 +241,8 @@ def record(
         layout: Their places in the flat vector.
         n: Examples.
         changes: What earlier passes have found necessary.
-        calls: Gives what checks the calls, from the ``id`` of the leaves (see `linnet.guard`); None for no checks.
+        calls: Gives what checks the calls, from the ``id`` of the leaves (see `linnet.network.parameter_guard`); None
+            for no checks.
     """
     for _ in range(4):
         leaves: dict[str, Tensor] = {name: nn.Parameter(t.detach()) for name, t in theta.items()}

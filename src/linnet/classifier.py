@@ -26,8 +26,8 @@ from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.linearize import linearize
+from linnet.network.parameters import Params
 from linnet.newton import Mode
-from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
 from linnet.tangent import Mean, Tangent, at_hand, default_network, like, plain_options
@@ -48,8 +48,9 @@ class TangentClassifier(ClassifierMixin, Tangent):
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d).
         params: Which parameters adapt; see `linnet.linearize`.
-        top: Instead, how many blocks adapt, from the top, with all that comes after them; see `linnet.blocks`.
-            "evidence" takes one block more while the evidence of the Laplace approximation rises.
+        top: Instead, how many blocks adapt, from the top, with all that comes after them; see
+            `linnet.network.top_blocks`. "evidence" takes one block more while the evidence of the Laplace approximation
+            rises.
         inference: "vi" (the best Gaussian, which is close to the exact posterior), "map" (the mode alone: sharper, and
             no error bars) or "laplace" (a Gaussian at the mode). With few labels the mode is far from the mean and its
             curvature says next to nothing: Laplace is badly under-confident there (see `linnet.kernel_vi`).

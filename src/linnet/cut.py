@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.calls import Trace
+from linnet.network.call_trace import Trace
 from linnet.pooling import first_tensor, last_hidden, tensor_of
 
 

@@ -29,12 +29,12 @@ from linnet.linalg.cholesky import _full_precision
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.linearize import Linearization, linearize
-from linnet.params import Params
+from linnet.network.parameters import Params
+from linnet.network.weight_watch import Watch
 from linnet.plan import dense_budget
 from linnet.portable import Portable
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like, plain_options
-from linnet.watch import Watch
 
 KIND = "fisher embedding"
 

@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from linnet._common import messages
 from linnet.capture import NO_CHANGES, Recording
 from linnet.data.batch import Batch, Source, moved
-from linnet.guard import READERS
 from linnet.linearize import Linearization
+from linnet.network.parameter_guard import READERS
 from linnet.proofs import TOLERANCE, random_signs
 from linnet.structure import PROBE, Structure
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from linnet import cut, pooling
 from linnet._common import messages
-from linnet.calls import Trace, trace
 from linnet.cut import Cut
 from linnet.data.batch import Batch, Source, leaves
 from linnet.data.sources import as_source
 from linnet.labels import Task, check_targets
 from linnet.linearize import linearize
+from linnet.network.call_trace import Trace, trace
+from linnet.network.weight_watch import Watch
 from linnet.pooling import Pool
 from linnet.readout import Penalty, Readout, fit_readout
-from linnet.watch import Watch
 
 EXAMPLES = 2
 """Examples on which the network is looked at, and the new one checked."""

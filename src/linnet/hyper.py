@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from linnet.data.batch import Batch, Source
-from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.laplace_evidence import AtNetwork, Terms, group_norms
 from linnet.laplace_search import Method, Search, best
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import linearize
-from linnet.params import Params
+from linnet.network.flat_output import FlatOutput, Sites
+from linnet.network.functional_model import Output
+from linnet.network.parameters import Params
 from linnet.priors import PriorSpec, make_prior
-from linnet.sites import FlatOutput, Sites
 from linnet.structures import Diagonal, Full, Function, Kron, Structure
 from linnet.tangent import as_targets, fast_float64
 

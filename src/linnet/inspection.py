@@ -17,9 +17,9 @@ from linnet._common import messages
 from linnet._common.torch_settings import Precision, forward_mode
 from linnet.capture import NO_CHANGES, Changes, Recording, record
 from linnet.data.batch import Batch
-from linnet.functional import Functional, Output
-from linnet.guard import DIGITS, Calls, address
-from linnet.params import Params
+from linnet.network.functional_model import Functional, Output
+from linnet.network.parameter_guard import DIGITS, Calls, address
+from linnet.network.parameters import Params
 from linnet.proofs import TOLERANCE, Apart, RandomState, Truth, random_signs, tolerance_of
 from linnet.structure import PROBE, Structure, inspect, warn_fallback, warn_of
 
@@ -150,7 +150,7 @@ class Inspected(Functional):
         few: int = PROBE,
         derivatives: bool = True,
     ) -> Apart:
-        """Examples of a chunk in other batches; see `linnet.guard` for what is refused on the way.
+        """Examples of a chunk in other batches; see `linnet.network.parameter_guard` for what is refused on the way.
 
         A small chunk is cut in two at random, and two of its examples are also run alone. Of a large chunk a sixteenth
         is taken. Half-precision kernels round in another way with every number of examples: there, the examples that

@@ -28,8 +28,8 @@ from linnet._common import messages
 from linnet._common.distributed import add_up
 from linnet.compound import Lazy
 from linnet.factors import Factor, Range, Rows
+from linnet.network.parameters import Layout
 from linnet.outer import Outer
-from linnet.params import Layout
 from linnet.tokens import Tokens
 
 EXACT = 1024

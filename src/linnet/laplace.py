@@ -27,10 +27,10 @@ from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
 from linnet.linearize import linearize
 from linnet.logdets import LogDet
-from linnet.params import Params
+from linnet.network.flat_output import FlatOutput, Sites
+from linnet.network.parameters import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
-from linnet.sites import FlatOutput, Sites
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
 from linnet.tangent import as_targets, checked_inputs, fast_float64, plain_options
 
@@ -80,7 +80,7 @@ class Laplace(Predictive):
             variances by layer glob. Variance is one over the precision or weight decay that others speak of.
         params: Which parameters are random; see `linnet.linearize`. The last layer alone: its name with ".*".
         output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
-            its own targets; see `linnet.sites`.
+            its own targets; see `linnet.network.flat_output`.
         noise: Variance of the observations for "regression": a number, one for each output, "evidence" (one for all,
             the default where None), or "per-output" (one for each, by the evidence). "kron", "ekfac" and "diag" have a
             smaller one than that of largest evidence, which is far too large; see `tune`.

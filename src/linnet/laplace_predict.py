@@ -16,10 +16,10 @@ from linnet.data.batch import Batch
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
+from linnet.network.flat_output import FlatOutput, Sites, unflattened
 from linnet.portable import Portable
 from linnet.posterior import Posterior, SamplePosterior
 from linnet.problem import check_covariance_fits
-from linnet.sites import FlatOutput, Sites, unflattened
 from linnet.tangent import Linearity, as_targets, checked_inputs, like
 
 DRAWN = 1 << 26

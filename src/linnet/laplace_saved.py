@@ -13,8 +13,8 @@ from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.kron import Rotation
 from linnet.laplace_search import Step
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.network.flat_output import Sites
 from linnet.posterior import Posterior
-from linnet.sites import Sites
 
 if TYPE_CHECKING:
     from linnet.laplace import Laplace

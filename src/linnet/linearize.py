@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from linnet._common.torch_settings import Precision
 from linnet.chunks import Chunks
 from linnet.data.sources import as_source
-from linnet.functional import Output, as_dtype
-from linnet.params import Params
+from linnet.network.functional_model import Output, as_dtype
+from linnet.network.parameters import Params
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
@@ -24,7 +24,7 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
 
     The module is never modified: linnet works on a copy of its structure that shares the parameters and is in eval
     mode. Parameters and buffers that change afterwards (more training) are noticed, and refused: here and wherever data
-    is first used, the bytes of all weights are compared (see `linnet.watch`).
+    is first used, the bytes of all weights are compared (see `linnet.network.weight_watch`).
 
     Args:
         model: Any module.

@@ -18,6 +18,7 @@ from linnet.interop.features import TangentFeatures, product
 from linnet.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linearize import Linearization
+from linnet.network.flat_output import Sites
 from linnet.posterior import (
     DiagonalPosterior,
     FunctionPosterior,
@@ -28,7 +29,6 @@ from linnet.posterior import (
     by_root,
     square_root,
 )
-from linnet.sites import Sites
 
 ROWS = 2000
 """Rows of a joint covariance that are held at once."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.linalg.operator import LinearOperator
 from linnet.linearize import Linearization
-from linnet.params import Layout
+from linnet.network.parameters import Layout
 
 PriorSpec = str | float | Mapping[str, float]
 """What users may write for a prior."""

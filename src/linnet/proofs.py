@@ -25,7 +25,7 @@ from torch import Tensor
 from linnet._common.torch_settings import Precision
 from linnet.data.batch import Batch
 from linnet.factors import Factor, Range
-from linnet.params import Layout
+from linnet.network.parameters import Layout
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Largest relative disagreement with autodiff that is rounding, by the model's dtype."""

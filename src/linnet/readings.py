@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.functional import Output
+from linnet.network.functional_model import Output
 
 Forward = Callable[..., Any]
 

@@ -24,8 +24,8 @@ from linnet.iterative import cached_if_fits
 from linnet.jacobian import Jacobian
 from linnet.linalg.matrices import Stack
 from linnet.linearize import Linearization, linearize
+from linnet.network.parameters import Params
 from linnet.own_data import warn_of_own_data
-from linnet.params import Params
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
@@ -60,8 +60,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
         params: Which parameters adapt; see `linnet.linearize`.
-        top: Instead, how many blocks adapt, from the top, with all that comes after them; see `linnet.blocks`.
-            "evidence" takes one block more while the evidence rises.
+        top: Instead, how many blocks adapt, from the top, with all that comes after them; see
+            `linnet.network.top_blocks`. "evidence" takes one block more while the evidence rises.
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.priors`.

@@ -27,8 +27,8 @@ from linnet.linalg.cholesky import log_det_from as dense_log_det
 from linnet.linalg.lanczos import log_det_from
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.woodbury import REFINED, Direct
+from linnet.network.parameters import Layout
 from linnet.newton import as_weight, inner_matrix
-from linnet.params import Layout
 from linnet.plan import dense_budget
 from linnet.posterior import SamplePosterior, by_root
 from linnet.problem import Settings

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
-from linnet.params import Params
+from linnet.network.functional_model import Output
+from linnet.network.parameters import Params
 from linnet.plan import dense_budget
 
 

@@ -19,7 +19,7 @@ from linnet.factors import Rows
 from linnet.jacobian import Jacobian
 from linnet.linalg.operator import LinearOperator
 from linnet.moments import Moments
-from linnet.params import Layout
+from linnet.network.parameters import Layout
 from linnet.tiles import TEMPORARY
 
 JUDGED = 16

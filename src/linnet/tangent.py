@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import forward_mode
-from linnet.blocks import block_names, top_blocks
 from linnet.data.batch import Batch, Given, Source
 from linnet.data.forward_signature import as_tensors, read_only_welcome
 from linnet.data.sources import InMemory, as_source
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization
-from linnet.params import select
+from linnet.network.parameters import select
+from linnet.network.top_blocks import block_names, top_blocks
 from linnet.portable import Portable
 from linnet.posterior import Posterior
 from linnet.priors import layer_sums

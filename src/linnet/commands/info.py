@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from linnet._common import files
-from linnet.blocks import block_names
 from linnet.commands import runs, sources
 from linnet.commands.examples import Reading, settled
 from linnet.commands.planning import Chosen, jacobian_of
 from linnet.commands.shared import Printer, UsageError, as_usage
-from linnet.params import Layout, select
+from linnet.network.parameters import Layout, select
+from linnet.network.top_blocks import block_names
 from linnet.plan import _bytes
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from linnet import generalized
-from linnet.blocks import top_blocks
 from linnet.commands.examples import Examples
 from linnet.commands.shared import Printer, UsageError, as_usage
 from linnet.jacobian import Jacobian
 from linnet.linearize import linearize
-from linnet.params import Params
+from linnet.network.parameters import Params
+from linnet.network.top_blocks import top_blocks
 from linnet.plan import _bytes
 from linnet.priors import NAMES, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver

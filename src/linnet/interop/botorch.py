@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.functional import Output
 from linnet.gaussian import cached_if_fits
 from linnet.interop.features import Features, TangentFeatures
 from linnet.interop.gpytorch import as_linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.linearize import Linearization
-from linnet.params import Params
+from linnet.network.functional_model import Output
+from linnet.network.parameters import Params
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior, by_root
 from linnet.priors import PriorSpec
 from linnet.regressor import TangentRegressor

@@ -10,11 +10,11 @@ from linear_operator import to_linear_operator
 from linear_operator.operators import LinearOperator as LazyMatrix
 from torch import Tensor, nn
 
-from linnet.functional import Output
 from linnet.interop.features import TangentFeatures, needs_grad
 from linnet.jacobian import Jacobian
 from linnet.linearize import Linearization, linearize
-from linnet.params import Params
+from linnet.network.functional_model import Output
+from linnet.network.parameters import Params
 from linnet.priors import PriorSpec
 
 __all__ = ["TangentGram", "TangentKernel"]

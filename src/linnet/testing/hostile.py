@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import linnet
-from linnet.params import select
+from linnet.network.parameters import select
 from linnet.testing import (
     hostile_batch,
     hostile_energy,

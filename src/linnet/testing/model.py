@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common.messages import listing
-from linnet.functional import Output
 from linnet.jacobian import Jacobian
 from linnet.linearize import linearize
-from linnet.params import Params
+from linnet.network.functional_model import Output
+from linnet.network.parameters import Params
 from linnet.proofs import TOLERANCE, random_signs
 from linnet.testing.case import dense_jacobian
 

@@ -15,10 +15,10 @@ from torch.func import functional_call
 from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.data.batch import Batch, leaves
-from linnet.guard import address
 from linnet.ieee import Convolving
-from linnet.params import Layout, Params, select
-from linnet.watch import Watch
+from linnet.network.parameter_guard import address
+from linnet.network.parameters import Layout, Params, select
+from linnet.network.weight_watch import Watch
 
 Output = Callable[[Any], Tensor]
 """From what a model returns to a tensor (n, c) or (n,)."""
@@ -121,7 +121,8 @@ class Functional:
         """Raise if a weight of the model has changed since it was linearized.
 
         Args:
-            contents: Whether to compare the bytes of all weights, which reads them once; see `linnet.watch`.
+            contents: Whether to compare the bytes of all weights, which reads them once; see
+                `linnet.network.weight_watch`.
         """
         self._watched.check(contents=contents)
 

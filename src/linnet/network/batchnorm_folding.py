@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnet._common import messages
 from linnet._common.torch_settings import network
-from linnet.calls import arguments
-from linnet.uses import Uses, by_example, by_graph, tensors
+from linnet.network.call_trace import arguments
+from linnet.network.result_uses import Uses, by_example, by_graph, tensors
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

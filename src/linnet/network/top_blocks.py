@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from linnet._common import messages
-from linnet.calls import arguments, trace
+from linnet.network.call_trace import arguments, trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -1,0 +1,1 @@
+"""A module as a function of its named parameters; which modules a forward pass calls; checks of the weights."""
