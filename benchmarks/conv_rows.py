@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import milliseconds
-from linnet import kernels
-from linnet.convolution import Convolution
+from linnet.jacobian.blocks.convolution import Convolution
+from linnet.jacobian.cuda import triton_kernels
 
 SHAPES = (
     (16, 32, 32, 1),
@@ -75,10 +75,10 @@ def shifts(a: Tensor, g: Tensor, stride: int) -> Tensor:
 
 def taps(a: Tensor, g: Tensor, stride: int) -> Tensor:
     """linnet's GPU kernel, which works in tf32 (patches where it cannot serve)."""
-    if not kernels.available(a):
+    if not triton_kernels.available(a):
         return patches(a, g, stride)
     shape = (g.shape[1], a.shape[1], 3, 3)
-    return kernels.conv_rows(Convolution.of(shape, stride=stride, padding=1, dilation=1, groups=1), a, g)
+    return triton_kernels.conv_rows(Convolution.of(shape, stride=stride, padding=1, dilation=1, groups=1), a, g)
 
 
 def summed(a: Tensor, g: Tensor, stride: int) -> Tensor:

@@ -23,7 +23,7 @@ import linnet
 import linnet._common.torch_settings
 from benchmarks.models import Model, ResNet18
 from benchmarks.timing import machine, milliseconds
-from linnet import ieee
+from linnet.jacobian.cuda import float32_convolution
 
 SHAPES = (
     (64, 64, 32, 1),
@@ -58,8 +58,8 @@ def ways(n: int, shape: tuple[int, int, int, int], device: str) -> dict[str, flo
         return torch.ops.aten.convolution_backward(g, x, w, None, *steps)
 
     def product(x: Tensor, w: Tensor, stride: int) -> Tensor:
-        with mock.patch.object(ieee, "FEW", 10**9), mock.patch.object(ieee, "WIDE", 1):
-            return ieee._forward(x, w, None, (stride, stride), (1, 1))
+        with mock.patch.object(float32_convolution, "FEW", 10**9), mock.patch.object(float32_convolution, "WIDE", 1):
+            return float32_convolution._forward(x, w, None, (stride, stride), (1, 1))
 
     found: dict[str, Callable[[], object]] = {
         "output": partial(torch.conv2d, x, w, None, stride, 1),
@@ -90,9 +90,11 @@ def passes(n: int, device: str) -> dict[str, float]:
 
     found = {
         "linnet": without,
-        "outputs not shared": partial(without, "linnet.shared.LAYERS"),
-        "the library's convolutions": partial(without, "linnet.ieee.WORTH"),
-        "neither": partial(without, "linnet.shared.LAYERS", "linnet.ieee.WORTH"),
+        "outputs not shared": partial(without, "linnet.jacobian.blocks.shared_outputs.LAYERS"),
+        "the library's convolutions": partial(without, "linnet.jacobian.cuda.float32_convolution.WORTH"),
+        "neither": partial(
+            without, "linnet.jacobian.blocks.shared_outputs.LAYERS", "linnet.jacobian.cuda.float32_convolution.WORTH"
+        ),
     }
     return {name: ms / 1e3 for name, ms in milliseconds(found, device, rounds=2).items()}
 

@@ -34,7 +34,7 @@ from benchmarks.timing import machine, milliseconds, operations
 from linnet import scales, stochastic
 from linnet._common.torch_settings import Precision, arithmetic
 from linnet.iterative import cached_if_fits
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.likelihoods import Categorical
 from linnet.mode_by_passes import mode_by_passes
 from linnet.priors import make_prior

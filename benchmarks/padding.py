@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import linnet
 from benchmarks.timing import machine, milliseconds
-from linnet import outer
+from linnet.jacobian.blocks import outer_product
 
 WIDTH, TOKENS, MEAN = 384, 64, 23
 
@@ -52,12 +52,15 @@ def measured(n: int, rounds: int) -> dict[str, object]:
     v = torch.randn(J.shape[1], generator=generator)
 
     def product(J: linnet.Jacobian, padded: float) -> Tensor:
-        with mock.patch.object(outer, "PADDED", padded):
+        with mock.patch.object(outer_product, "PADDED", padded):
             return J.normal(v)
 
     contenders: dict[str, Callable[[], object]] = {}
     for name, form in (("as read", J), ("factors kept", J.cached())):
-        contenders |= {name: partial(product, form, outer.PADDED), f"{name}, all tokens": partial(product, form, 2.0)}
+        contenders |= {
+            name: partial(product, form, outer_product.PADDED),
+            f"{name}, all tokens": partial(product, form, 2.0),
+        }
     times = milliseconds(contenders, "cpu", rounds=rounds)
     ratios = {name: times[f"{name}, all tokens"] / times[name] for name in ("as read", "factors kept")}
     return {"n": n, "share of tokens": float(mask.mean()), "ms": times, "times as long with all tokens": ratios}

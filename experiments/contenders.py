@@ -16,8 +16,8 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import linnet
 from benchmarks.models import Model, WideResNet
-from linnet import plan
 from linnet._common.torch_settings import arithmetic
+from linnet.jacobian import plan
 
 TOLERANCE = 1e-3
 """Relative residual of every iterative solver."""

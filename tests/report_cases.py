@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from linnet.plan import Line, Plan
+from linnet.jacobian.plan import Line, Plan
 from linnet.report.chosen import certain
 from linnet.report.content import (
     Classes,

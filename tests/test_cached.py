@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet.cache import Cached
-from linnet.convolution import Convolution
-from linnet.jacobian import Jacobian
+from linnet.jacobian.blocks.convolution import Convolution
+from linnet.jacobian.cached import Cached
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization
 from linnet.linalg.matrices import Stack
-from linnet.linearize import Linearization
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net
 
@@ -248,7 +248,7 @@ def test_minibatches_with_and_without_room_for_copies(name, chunk, room, no_netw
     if chunk is not None:
         monkeypatch.setattr(Cached, "_chunk", lambda self, **_: min(chunk, self.n))
     if not room:  # for copies of all minibatches
-        monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
+        monkeypatch.setattr("linnet.jacobian.cached.cache_limit", lambda memory, device: 0)
     no_network()
     c, V = len(A) // 7, normal(A.shape[1], 3)
     seen = []
@@ -281,7 +281,7 @@ def test_copies_of_minibatches_are_kept_until_they_are_forgotten(model, x, monke
     J.forget_minibatches()
     assert all(part is not other[tuple(part.index.tolist())] for part in J.minibatches(2, seed=0))
     J.forget_minibatches()
-    monkeypatch.setattr("linnet.cache.cache_limit", lambda memory, device: 0)
+    monkeypatch.setattr("linnet.jacobian.cached.cache_limit", lambda memory, device: 0)
     one, two = ({tuple(part.index.tolist()): part for part in J.minibatches(3, seed=seed)} for seed in (0, 1))
     assert one.keys() == two.keys() and all(two[index] is not part for index, part in one.items())
 

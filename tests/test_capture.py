@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import linnet
-from linnet.capture import Changes, Recording, record
+from linnet.jacobian.recording import Changes, Recording, record
 from linnet.network.parameters import Layout
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
@@ -24,7 +24,7 @@ def recorded(model: nn.Module, x: Tensor, **options) -> Recording:
     return record(lambda th: functional_call(model, th, (x,)), theta, Layout(theta), n=len(x), **options)
 
 
-def exact(model: nn.Module, *x: Tensor, rest: tuple[str, ...] = ()) -> linnet.linearize.Linearization:
+def exact(model: nn.Module, *x: Tensor, rest: tuple[str, ...] = ()) -> linnet.jacobian.linearization.Linearization:
     """The Jacobian agrees with the dense one, and autodiff serves only ``rest``."""
     A = dense_jacobian(model, x)
     lin = linnet.linearize(model)

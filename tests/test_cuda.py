@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import linnet
-from linnet import plan, replay, stochastic
+from linnet import replay, stochastic
 from linnet._common.torch_settings import arithmetic
+from linnet.jacobian import plan
 from linnet.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
 
@@ -173,9 +174,9 @@ def rows(net: torch.nn.Module, X: torch.Tensor, **settings: Any) -> linnet.Jacob
 @pytest.mark.parametrize("k", [1, 3])
 def test_own_convolutions_in_float32(monkeypatch: pytest.MonkeyPatch, worth: int, k: int) -> None:
     from benchmarks.models import ResNet18
-    from linnet import ieee
+    from linnet.jacobian.cuda import float32_convolution
 
-    monkeypatch.setattr(ieee, "WORTH", worth)
+    monkeypatch.setattr(float32_convolution, "WORTH", worth)
     torch.manual_seed(0)
     net, X = ResNet18(7).eval().cuda(), torch.randn(6, 3, 32, 32).cuda()
     V = torch.randn(sum(p.numel() for p in net.parameters()), k).cuda()

@@ -9,11 +9,11 @@ import torch
 from drawn import normal
 from torch import Tensor
 
-from linnet import tiles
-from linnet.compound import Lazy, Sum, Taps, add_rmatmul, combine, pack
-from linnet.factors import Rows, Scale, Size, as_tf32
-from linnet.outer import Outer
-from linnet.tokens import Tokens
+from linnet.jacobian.blocks import tiling
+from linnet.jacobian.blocks.base import Rows, Scale, Size, as_tf32
+from linnet.jacobian.blocks.composite import Lazy, Sum, Taps, add_rmatmul, combine, pack
+from linnet.jacobian.blocks.embedding_table import Tokens
+from linnet.jacobian.blocks.outer_product import Outer
 
 P = 40  # columns of the whole Jacobian; factors cover some of them
 N, C = 5, 3
@@ -119,7 +119,7 @@ MAKE = {
 def temporary(request, monkeypatch):
     """The largest intermediate: as it is, one entry, a few."""
     if request.param is not None:
-        monkeypatch.setattr(tiles, "TEMPORARY", request.param)
+        monkeypatch.setattr(tiling, "TEMPORARY", request.param)
 
 
 @pytest.fixture(params=list(MAKE))

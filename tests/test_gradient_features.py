@@ -14,10 +14,11 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
 import linnet
-from linnet import convolved, metrics, mode_by_passes, newton
-from linnet.convolution import Convolution
+from linnet import metrics, mode_by_passes, newton
 from linnet.iterative import cached_if_fits
-from linnet.jacobian import Jacobian
+from linnet.jacobian.blocks import convolution_products
+from linnet.jacobian.blocks.convolution import Convolution
+from linnet.jacobian.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical
 from linnet.linalg.preconditioners.nystrom import landmark_index, nystrom
 from linnet.testing import dense_jacobian
@@ -41,7 +42,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_convolutions_multiply_without_rows(name, k, uses, temporary, last, monkeypatch):
-    monkeypatch.setattr(convolved, "TEMPORARY", temporary)
+    monkeypatch.setattr(convolution_products, "TEMPORARY", temporary)
     monkeypatch.setattr(Convolution, "channels_last", lambda self, g: last and len(self.kernel) == 2)
     layer, shape = CONVOLUTIONS[name]
     model = double(Pooled(layer, uses))

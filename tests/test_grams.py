@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import grams
-from linnet.factors import Rows, Scale
+from linnet.jacobian import gram as grams
+from linnet.jacobian.blocks.base import Rows, Scale
+from linnet.jacobian.passes import GRAM, Passes
 from linnet.linalg.matrices import Stack
-from linnet.passes import GRAM, Passes
 
 MEMORY = 6e5
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import linnet
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.testing.hostile import Verdict, cases, main, table, verdict
 
 CASES = cases()

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import linnet
-from linnet import ieee
-from linnet.combined import combined
+from linnet.jacobian.cuda import float32_convolution
+from linnet.jacobian.output_combinations import combined
 
 # channels, outputs, size, kernel, stride, padding
 SHAPES = (
@@ -28,8 +28,8 @@ SHAPES = (
 @pytest.fixture(params=["product", "convolution"])
 def way(request, monkeypatch):
     """Outputs by a product of matrices, and not."""
-    monkeypatch.setattr(ieee, "FEW", 10**6 if request.param == "product" else 0)
-    monkeypatch.setattr(ieee, "WIDE", 1)
+    monkeypatch.setattr(float32_convolution, "FEW", 10**6 if request.param == "product" else 0)
+    monkeypatch.setattr(float32_convolution, "WIDE", 1)
 
 
 def drawn(shape: tuple) -> tuple[list[torch.Tensor], dict]:
@@ -41,7 +41,7 @@ def drawn(shape: tuple) -> tuple[list[torch.Tensor], dict]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_value_and_gradients(way, shape):
     given, steps = drawn(shape)
-    found, wanted = ieee.convolve(*given, **steps), torch.conv2d(*given, **steps)
+    found, wanted = float32_convolution.convolve(*given, **steps), torch.conv2d(*given, **steps)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     G = normal(4, *wanted.shape, seed=3)
     for batched, g in ((True, G), (False, G[0])):
@@ -49,7 +49,7 @@ def test_value_and_gradients(way, shape):
             torch.autograd.grad(y, given, g, retain_graph=True, is_grads_batched=batched) for y in (found, wanted)
         )
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    without = ieee.convolve(given[0], given[1], **steps)
+    without = float32_convolution.convolve(given[0], given[1], **steps)
     torch.testing.assert_close(without, torch.conv2d(given[0], given[1], **steps), rtol=1e-9, atol=1e-9)
 
 
@@ -67,15 +67,15 @@ def test_forward_mode_keeps_the_graph(way, shape, along):
             y, tangent = forward_ad.unpack_dual(layer(*sides, **steps))
             return y, tangent.detach(), torch.autograd.grad(y.square().sum(), given)
 
-    for mine, theirs in zip(run(ieee.convolve), run(torch.conv2d), strict=True):
+    for mine, theirs in zip(run(float32_convolution.convolve), run(torch.conv2d), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_nobody_computes_a_gradient_that_nobody_asks_for(monkeypatch):
-    asked, own = [], ieee._backward
-    monkeypatch.setattr(ieee, "_backward", lambda *args: (asked.append(args[-1]), own(*args))[1])
+    asked, own = [], float32_convolution._backward
+    monkeypatch.setattr(float32_convolution, "_backward", lambda *args: (asked.append(args[-1]), own(*args))[1])
     (x, w, _), _ = drawn(SHAPES[0])
-    y = ieee.convolve(x, w, padding=1)
+    y = float32_convolution.convolve(x, w, padding=1)
     torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
     assert asked == []  # a convolution with the kernel turned around
     torch.autograd.grad(y, w, torch.ones_like(y))
@@ -107,10 +107,12 @@ def test_a_network_has_the_same_jacobian(monkeypatch, way, engine):
     J = lin.jacobian(X, engine=engine)
     V, v = torch.randn(lin.p, 2), torch.randn(lin.p)
     wanted = [J.normal(V), J.normal(v), J @ V, J.T @ (J @ V), J.gram(), J.outputs()]
-    served, own = [], ieee.convolve
-    monkeypatch.setattr(ieee, "DEVICE", "cpu")
-    monkeypatch.setattr(ieee, "WORTH", 0)
-    monkeypatch.setattr(ieee, "convolve", lambda *args, **kwargs: (served.append(1), own(*args, **kwargs))[1])
+    served, own = [], float32_convolution.convolve
+    monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
+    monkeypatch.setattr(float32_convolution, "WORTH", 0)
+    monkeypatch.setattr(
+        float32_convolution, "convolve", lambda *args, **kwargs: (served.append(1), own(*args, **kwargs))[1]
+    )
     monkeypatch.setattr(lin, "convolves", lambda precision: True)
     J = lin.jacobian(X, engine=engine)
     found = [J.normal(V), J.normal(v), J @ V, J.T @ (J @ V), J.gram(), J.outputs()]
@@ -120,12 +122,12 @@ def test_a_network_has_the_same_jacobian(monkeypatch, way, engine):
 
 
 def test_small_calls_and_other_precisions_are_the_library_s(monkeypatch):
-    monkeypatch.setattr(ieee, "DEVICE", "cpu")
-    monkeypatch.setattr(ieee, "convolve", lambda *_, **__: pytest.fail("not worth it"))
+    monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
+    monkeypatch.setattr(float32_convolution, "convolve", lambda *_, **__: pytest.fail("not worth it"))
     x, w = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
-    with ieee.Convolving():
+    with float32_convolution.Convolving():
         torch.conv2d(x, w)
-        monkeypatch.setattr(ieee, "WORTH", 0)
+        monkeypatch.setattr(float32_convolution, "WORTH", 0)
         torch.conv2d(x.double(), w.double())
         torch.conv2d(x[0], w)
         torch.func.vmap(lambda one: torch.conv2d(one[None], w))(x)
@@ -138,17 +140,19 @@ def test_small_calls_and_other_precisions_are_the_library_s(monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """As if this were one."""
-    monkeypatch.setattr(ieee, "DEVICE", "cpu")
-    monkeypatch.setattr(linnet.linearize.__globals__["Linearization"], "convolves", lambda self, precision: True)
+    monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
+    monkeypatch.setattr(
+        linnet.jacobian.linearization.__globals__["Linearization"], "convolves", lambda self, precision: True
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steady_outputs_are_those_of_float64(monkeypatch, shape):
     given, steps = drawn(shape)
-    monkeypatch.setattr(ieee, "ENTRIES", 200)  # a few images at a time
+    monkeypatch.setattr(float32_convolution, "ENTRIES", 200)  # a few images at a time
     sides = [t.detach().float().requires_grad_() for t in given]
     exact = torch.conv2d(*(t.double() for t in sides), **steps)
-    found = ieee.convolve(*sides, **steps, steady=True)
+    found = float32_convolution.convolve(*sides, **steps, steady=True)
     assert found.dtype == torch.float32 and torch.equal(found, exact.float())
     g = normal(*found.shape, seed=3)
     mine, theirs = torch.autograd.grad(found, sides, g.float()), torch.autograd.grad(exact, sides, g)
@@ -163,8 +167,8 @@ def test_steady_passes_see_the_same_network_however_they_are_cut(monkeypatch, on
     steady = J.steady()
     assert not J.lin.steady and steady.lin.steady and steady.steady().lin.steady
     wanted = steady.outputs()
-    outputs, own = [], ieee._steady
-    monkeypatch.setattr(ieee, "_steady", lambda *args: (outputs.append(1), own(*args))[1])
+    outputs, own = [], float32_convolution._steady
+    monkeypatch.setattr(float32_convolution, "_steady", lambda *args: (outputs.append(1), own(*args))[1])
     by_columns = lin.jacobian(X, engine="autodiff").steady()
     for k in (1, 3):
         by_columns @ V[:, :k]  # which looks at the network

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
-from linnet import grams as grams_module
-from linnet import passes as passes_module
-from linnet import tiles
-from linnet.factors import Scale
-from linnet.jacobian import Jacobian
+from linnet.jacobian import gram as grams_module
+from linnet.jacobian import passes as passes_module
+from linnet.jacobian.blocks import tiling
+from linnet.jacobian.blocks.base import Scale
+from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization
 from linnet.linalg.matrices import Matrix, Stack
-from linnet.linearize import Linearization
-from linnet.outer import Outer
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter
 
@@ -934,7 +934,7 @@ def test_gram_blocks_of_an_outer_product(T, dx, dg, monkeypatch):
     expanded = []
     expand = Outer.expand
     monkeypatch.setattr(Outer, "expand", lambda self: expanded.append(1) or expand(self))
-    monkeypatch.setattr(tiles, "TEMPORARY", 100)
+    monkeypatch.setattr(tiling, "TEMPORARY", 100)
     close(factor.blocks(Scale()), X @ X.mT)
     close(factor.blocks(Scale(scale)), (X * scale) @ X.mT)
     assert bool(expanded) == (dx == 3)
@@ -958,12 +958,12 @@ def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precis
     J = linnet.linearize(net).jacobian(torch.randn(7, 1, 4, 4), precision=precision)
     v, before = torch.randn(J.shape[1]), J._chunk(columns=True)
     wanted = J.normal(v)
-    monkeypatch.setattr("linnet.passes.CONVOLVED", 3)
+    monkeypatch.setattr("linnet.jacobian.passes.CONVOLVED", 3)
     assert before == J._chunk(columns=True) == 7  # a CPU takes what fits
     monkeypatch.setattr(J.lin, "device", torch.device("cuda"))
     assert J._chunk(columns=True) == (4 if precision == "highest" else 7) and J._chunk() == 7
     monkeypatch.undo()
-    monkeypatch.setattr("linnet.passes.CONVOLVED", 3)
+    monkeypatch.setattr("linnet.jacobian.passes.CONVOLVED", 3)
     monkeypatch.setattr(J.lin, "convolves", lambda precision: True)
     torch.testing.assert_close(J.normal(v), wanted)
 
@@ -971,8 +971,8 @@ def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precis
 @pytest.mark.parametrize(("side", "size"), [(8, 40), (10, 20), (48, 4)])
 def test_convolutions_are_given_to_a_cpu_as_its_cache_takes_them(monkeypatch, side, size):
     """Few images at a time, and many small ones."""
-    monkeypatch.setattr("linnet.passes.NEAR", 2**14)
-    monkeypatch.setattr("linnet.passes.FEWEST", 3)
+    monkeypatch.setattr("linnet.jacobian.passes.NEAR", 2**14)
+    monkeypatch.setattr("linnet.jacobian.passes.FEWEST", 3)
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 6))
     lin, X = linnet.linearize(net.double()), torch.randn(40, 1, side, side, dtype=torch.float64)
     J, v = lin.jacobian(X), torch.randn(lin.p, dtype=torch.float64)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet import kernels
-from linnet.convolution import Convolution
+from linnet.jacobian.blocks.convolution import Convolution
+from linnet.jacobian.cuda import triton_kernels
 
 pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and kernels.triton is not None), reason="needs a CUDA device and Triton"
+    not (torch.cuda.is_available() and triton_kernels.triton is not None), reason="needs a CUDA device and Triton"
 )
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -32,7 +32,7 @@ def test_conv_rows(shape: tuple, form: torch.memory_format) -> None:
     y = torch.conv2d(x, x.new_zeros(outs, channels, *kernel), None, stride, padding, dilation)
     g = torch.randn(5, *y.shape[1:], device="cuda").to(memory_format=form)
     exact = conv._rows_patches(x.double(), g.double()[:, None]).view(5, outs, channels, -1).transpose(2, 3)
-    found = kernels.conv_rows(conv, x, g)
+    found = triton_kernels.conv_rows(conv, x, g)
     assert (found - exact).norm() / exact.norm() < 2e-3  # tf32 operands
 
 
@@ -41,7 +41,7 @@ def test_conv_rows(shape: tuple, form: torch.memory_format) -> None:
 def test_channel_sums(channels: int, size: int, form: torch.memory_format) -> None:
     x, g = (torch.randn(6, channels, size, size, device="cuda").to(memory_format=form).flatten(2) for _ in range(2))
     mean = torch.randn(channels, device="cuda")
-    weight, bias = kernels.channel_sums(x, g, mean)
+    weight, bias = triton_kernels.channel_sums(x, g, mean)
     exact = (g.double() * (x.double() - mean.double()[:, None])).sum(2)
     torch.testing.assert_close(weight.double(), exact, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(bias.double(), g.double().sum(2), rtol=1e-5, atol=1e-4)
@@ -50,7 +50,7 @@ def test_channel_sums(channels: int, size: int, form: torch.memory_format) -> No
 @pytest.mark.parametrize(("m", "q"), [(1, 1), (3, 700), (715, 129), (40, 300_000), (100, 64)])
 def test_column_sums(m: int, q: int) -> None:
     X = 1e3 + torch.randn(m, q + 3, device="cuda")[:, :q]
-    sums, squares = kernels.column_sums(X, X[0])
+    sums, squares = triton_kernels.column_sums(X, X[0])
     D = X.double() - X[0].double()
     torch.testing.assert_close(sums, D.sum(0), rtol=1e-12, atol=1e-10)
     torch.testing.assert_close(squares, D.square().sum(0), rtol=1e-12, atol=1e-12)

@@ -8,11 +8,11 @@ from drawn import double, normal
 from torch import Tensor, nn
 
 import linnet
-from linnet.factors import Scale
-from linnet.jacobian import Jacobian
-from linnet.kron import EXACT, Kronecker, Rotation, constant_over
+from linnet.jacobian.blocks.base import Scale
+from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.kronecker import EXACT, Kronecker, Rotation, constant_over
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
-from linnet.outer import Outer
 
 
 class Positions(nn.Module):

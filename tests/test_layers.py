@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.capture import Use
-from linnet.convolution import Convolution
-from linnet.layers import RULES
-from linnet.rules import Call, LayoutError, Slot, arrange
-from linnet.structure import Kept, factors_of
+from linnet.jacobian.blocks.convolution import Convolution
+from linnet.jacobian.layers.rule import Call, LayoutError, Slot, arrange
+from linnet.jacobian.layers.rules import RULES
+from linnet.jacobian.recording import Use
+from linnet.jacobian.rule_selection import Kept, factors_of
 
 N, C = 3, 2
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from counted import Counting
 
-from linnet import Laplace, TangentClassifier, TangentRegressor, plan
+from linnet import Laplace, TangentClassifier, TangentRegressor
+from linnet.jacobian import plan
 from linnet.problem import Settings, choose_solver
 
 CPU = torch.device("cpu")

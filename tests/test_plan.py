@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.factors import Rows
-from linnet.outer import Outer
-from linnet.plan import autodiff_wins, choose, chunk_size, fused_cost, gram_cost
+from linnet.jacobian.blocks.base import Rows
+from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.plan import autodiff_wins, choose, chunk_size, fused_cost, gram_cost
 
 N, C, T, D_IN, D_OUT = 4, 3, 5, 7, 6
 

@@ -13,7 +13,7 @@ from reference import dense_posterior
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.posterior import (
     DiagonalPosterior,
     FunctionPosterior,

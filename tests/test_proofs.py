@@ -13,8 +13,8 @@ from drawn import double, normal
 from torch import Tensor, nn
 
 import linnet
-from linnet.linearize import Linearization
-from linnet.proofs import Proofs, RandomState, Truth, random_signs
+from linnet.jacobian.linearization import Linearization
+from linnet.jacobian.proofs import Proofs, RandomState, Truth, random_signs
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet.combined import combined
-from linnet.jacobian import Jacobian
+from linnet.jacobian.informative_rows import _groups, reduced
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.output_combinations import combined
 from linnet.likelihoods import Categorical
 from linnet.linalg.matrices import Stack
-from linnet.reduced import _groups, reduced
 from linnet.sampling import posterior_samples
 
 SMALL = 24
@@ -22,7 +22,7 @@ SMALL = 24
 
 @pytest.fixture(autouse=True)
 def _few_outputs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linnet.reduced.SMALL", SMALL)
+    monkeypatch.setattr("linnet.jacobian.informative_rows.SMALL", SMALL)
 
 
 def sure(c: int, n: int = 40, *, unsure: int = 5) -> tuple[Jacobian, Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnet import linearize, sampling_system
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import sketch

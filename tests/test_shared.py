@@ -9,8 +9,8 @@ from drawn import normal
 from torch import nn
 
 import linnet
-from linnet import shared
-from linnet.shared import Shared
+from linnet.jacobian.blocks import shared_outputs
+from linnet.jacobian.blocks.shared_outputs import Shared
 
 
 class Layers(nn.Module):
@@ -62,7 +62,7 @@ def test_a_layer_gives_its_output_once(monkeypatch):
         calls.append(1)
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(shared, "LAYERS", frozenset({conv2d}))
+    monkeypatch.setattr(shared_outputs, "LAYERS", frozenset({conv2d}))
     x, w = normal(2, 1, 3, 3), normal(1, 1, 2, 2, seed=1)
     mode = Shared()
     for _ in range(3):

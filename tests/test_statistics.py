@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet import moments
-from linnet.jacobian import Jacobian
+from linnet.jacobian import column_moments
+from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.svd.truncated import squared_norm
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.testing.case import Net
@@ -112,7 +112,7 @@ def test_moments_of_many_outputs_and_of_kept_factors(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_moments_do_not_depend_on_how_rows_are_cut(name, centered, monkeypatch):
     J, A = case(name)
-    monkeypatch.setattr(moments, "TEMPORARY", 40)
+    monkeypatch.setattr(column_moments, "TEMPORARY", 40)
     for found, expected in zip(J.moments(centered=centered), reference(A, centered=centered), strict=True):
         assert close(found, expected)
 
@@ -121,9 +121,9 @@ def test_moments_do_not_depend_on_how_rows_are_cut(name, centered, monkeypatch):
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 1000))
 def test_chunks_in_any_cut_give_one_answer(sizes, seed):
     A = normal(sum(sizes), 3, seed=seed) + 10
-    found = moments.Moments(4, centered=True, device="cpu")
+    found = column_moments.Moments(4, centered=True, device="cpu")
     for part in A.split(sizes):
-        found.add([moments.Rows([(1, 4)], [part[:, None]])], len(part))
+        found.add([column_moments.Rows([(1, 4)], [part[:, None]])], len(part))
     assert found.count == len(A)
     assert close(found.mean[1:], A.mean(0), 1e-13)
     assert close(found.squares[1:], (A - A.mean(0)).square().sum(0), 1e-12)

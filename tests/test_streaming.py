@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import chunks, structure
+from linnet.jacobian import chunk, rule_selection
 from linnet.testing import Case, check_operator, zoo
 from linnet.testing.case import dense_jacobian
 
@@ -42,13 +42,13 @@ def test_zoo_with_one_output(name: str) -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
-    real = structure.streamed
+    real = rule_selection.streamed
 
     def streamed(*args: Any) -> bool:
         seen.append(real(*args))
         return seen[-1]
 
-    monkeypatch.setattr(chunks, "streamed", streamed)
+    monkeypatch.setattr(chunk, "streamed", streamed)
     return seen
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import linnet
-from linnet import layers, structure
-from linnet.outer import Outer
-from linnet.rules import Call, LayoutError, Rule
-from linnet.structure import Kept, Structure, gradients
+from linnet.jacobian import rule_selection
+from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.layers import rules
+from linnet.jacobian.layers.rule import Call, LayoutError, Rule
+from linnet.jacobian.rule_selection import Kept, Structure, gradients
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 
@@ -26,7 +27,7 @@ def mlp() -> nn.Module:
     return double(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
 
 
-def check(J: linnet.jacobian.Jacobian, A: Tensor) -> None:
+def check(J: linnet.jacobian.jacobian.Jacobian, A: Tensor) -> None:
     V, U = normal(A.shape[1], 4), normal(A.shape[0], 4, seed=1)
     for value, reference in ((J @ V, A @ V), (J.T @ U, A.T @ U), (J.gram(), A @ A.T)):
         assert (value - reference).abs().max() <= 1e-9 * reference.abs().max()
@@ -37,17 +38,17 @@ def check(J: linnet.jacobian.Jacobian, A: Tensor) -> None:
 
 def replace_rule(monkeypatch, function, **methods) -> None:
     """The rule of a function with some of its methods replaced."""
-    rule = layers.RULES[function]
+    rule = rules.RULES[function]
     changed = copy.copy(rule)
     changed.__class__ = type(type(rule).__name__, (type(rule),), methods)
-    monkeypatch.setitem(layers.RULES, function, changed)
+    monkeypatch.setitem(rules.RULES, function, changed)
 
 
 def scaled(factor: float):
     def factors(self, call, x, g, slots, layout):
         return [
             Outer(f.x, factor * f.g, weight=f.weight, bias=f.bias, swapped=f.swapped)
-            for f in layers.Linear.factors(layers.RULES[F.linear], call, x, g, slots, layout)
+            for f in rules.Linear.factors(rules.RULES[F.linear], call, x, g, slots, layout)
         ]
 
     return factors
@@ -99,14 +100,14 @@ def test_a_new_rule_needs_nothing_but_its_entry(monkeypatch):
             return Call(args[1], {"weight": args[2]})
 
         def factors(self, call, x, g, slots, layout):
-            return [layers.Rows([slots["weight"].range], [(g * x[:, None]).sum(2)])]
+            return [rules.Rows([slots["weight"].range], [(g * x[:, None]).sum(2)])]
 
     model = double(Net(lambda m, x: torch.addcmul(x, x, m.scale), scale=parameter(3)))
     x = normal(N, 3)
     lin = linnet.linearize(model)
     lin.jacobian(x)
     assert lin.last_structure.rest == ("scale",)
-    monkeypatch.setitem(layers.RULES, torch.addcmul, Addcmul())
+    monkeypatch.setitem(rules.RULES, torch.addcmul, Addcmul())
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3, engine="rows"), dense_jacobian(model, x))
     assert lin.last_structure.rules == {"scale": "Addcmul"}
@@ -411,8 +412,8 @@ def test_without_takes_parameters_from_their_rules():
 
 def test_choices_try_one_layout_for_all_first():
     options = [["major", "minor"], ["minor", "second"]]
-    found = [tuple(choice) for choice in structure._choices(options)]
+    found = [tuple(choice) for choice in rule_selection._choices(options)]
     assert found[0] == ("minor", "minor")
     assert set(found) == {(a, b) for a in options[0] for b in options[1]}
-    many = list(structure._choices([["major", "minor", "second"]] * 12))
+    many = list(rule_selection._choices([["major", "minor", "second"]] * 12))
     assert len(many) == 3 + 64

@@ -48,7 +48,7 @@ def fallback(case: Case) -> Iterator[None]:
         yield
 
 
-def jacobian(case: Case, model: nn.Module, data: object, **options) -> linnet.jacobian.Jacobian:
+def jacobian(case: Case, model: nn.Module, data: object, **options) -> linnet.jacobian.jacobian.Jacobian:
     return linnet.linearize(model, output=case.output).jacobian(data, CHUNK, **options)
 
 

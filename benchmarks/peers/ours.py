@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.likelihoods import Categorical
 
 Found = dict[str, Tensor]

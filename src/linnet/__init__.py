@@ -8,12 +8,12 @@ from linnet import scores
 from linnet.curvature import fisher_vector_product
 from linnet.data.batch import Batch
 from linnet.distill import distill_loss
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization, linearize
+from linnet.jacobian.plan import Plan
 from linnet.linalg.matrices import LowRank, Matrix
 from linnet.linalg.operator import LinearOperator
-from linnet.linearize import Linearization, linearize
 from linnet.network.batchnorm_folding import fold_batchnorm
-from linnet.plan import Plan
 from linnet.similarity import similarity
 
 try:

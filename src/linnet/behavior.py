@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linnet.data.batch import Batch, Source
-from linnet.linearize import Linearization
+from linnet.jacobian.linearization import Linearization
 from linnet.network.functional_model import as_dtype
 
 EXAMPLES = 2

@@ -23,9 +23,9 @@ from linnet.data.sources import as_source
 from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
 from linnet.likelihoods import Bernoulli, Categorical, Likelihood
-from linnet.linearize import linearize
 from linnet.network.parameters import Params
 from linnet.newton import Mode
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.evidence import LOG_2PI
 from linnet.gaussian import check_conditioning
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.jacobian import Jacobian
-from linnet.kron import Rotation
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.kronecker import Rotation
 from linnet.posterior import FeaturePosterior, Posterior
 
 

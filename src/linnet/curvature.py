@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from linnet.data.batch import Batch
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization
 from linnet.likelihoods import Likelihood
 from linnet.linalg.operator_checks import by_block
-from linnet.linearize import Linearization
 
 
 def fisher_vector_product(

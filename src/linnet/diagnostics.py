@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace_predict import Predictive
 from linnet.posterior import Posterior, by_root
 from linnet.tangent import Tangent, as_targets

@@ -24,14 +24,14 @@ from linnet._common.torch_settings import check_precision
 from linnet.behavior import drawn_inputs
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization, linearize
+from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import _full_precision
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
-from linnet.linearize import Linearization, linearize
 from linnet.network.parameters import Params
 from linnet.network.weight_watch import Watch
-from linnet.plan import dense_budget
 from linnet.portable import Portable
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like, plain_options

@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet import kernel_vi, layer_scales, newton, scales, stochastic, variational
 from linnet.evidence import Choice
 from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import Solution, cg, cholesky_
 from linnet.linalg.cholesky import log_det_from as exact_log_det

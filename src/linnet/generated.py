@@ -14,7 +14,7 @@ from linnet._common import messages
 from linnet.data.batch import Batch, Source, check_finite, leaves
 from linnet.data.forward_signature import Signature
 from linnet.data.sources import as_source
-from linnet.linearize import Linearization, linearize
+from linnet.jacobian.linearization import Linearization, linearize
 
 Generator = nn.Module | Callable[[Tensor], Any]
 Latent = int | Sequence[int] | Tensor | Callable[[int, torch.Generator], Tensor]

@@ -15,8 +15,8 @@ from linnet._common import messages
 from linnet.cut import Cut
 from linnet.data.batch import Batch, Source, leaves
 from linnet.data.sources import as_source
+from linnet.jacobian.linearization import linearize
 from linnet.labels import Task, check_targets
-from linnet.linearize import linearize
 from linnet.network.call_trace import Trace, trace
 from linnet.network.weight_watch import Watch
 from linnet.pooling import Pool

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from linnet.data.batch import Batch, Source
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
 from linnet.laplace_evidence import AtNetwork, Terms, group_norms
 from linnet.laplace_search import Method, Search, best
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.linearize import linearize
 from linnet.network.flat_output import FlatOutput, Sites
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from linnet import evidence
-from linnet.autodiff import Autodiff
 from linnet.evidence import LOG_2PI, Choice, Spectrum
-from linnet.jacobian import Jacobian
+from linnet.jacobian.blocks.autodiff import Autodiff
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import dense_budget, fused_cost, gram_cost
 from linnet.linalg.cholesky import cg
 from linnet.linalg.lanczos import lanczos, log_det_from
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from linnet.linalg.preconditioners.woodbury import Direct
-from linnet.plan import dense_budget, fused_cost, gram_cost
 from linnet.posterior import SamplePosterior
 from linnet.priors import Prior
 from linnet.problem import Fit, Settings, Task, assumed_noise

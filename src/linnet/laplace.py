@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from linnet import laplace_saved, laplace_search, predictions
 from linnet._common.distributed import check_ranks_agree
 from linnet.behavior import drawn_inputs
-from linnet.combined import combined
 from linnet.iterative import cached_if_fits
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
+from linnet.jacobian.output_combinations import combined
 from linnet.laplace_checks import StructureName, check_curvature, check_options, check_structure_fits
 from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
 from linnet.laplace_predict import Predictive
 from linnet.laplace_search import Method, Search, Step
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
-from linnet.linearize import linearize
 from linnet.logdets import LogDet
 from linnet.network.flat_output import FlatOutput, Sites
 from linnet.network.parameters import Params

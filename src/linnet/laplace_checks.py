@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
+from linnet.jacobian.plan import check_fits, dense_budget
 from linnet.likelihoods import Likelihood
-from linnet.plan import check_fits, dense_budget
 from linnet.priors import check_prior
 
 if TYPE_CHECKING:
-    from linnet.jacobian import Jacobian
+    from linnet.jacobian.jacobian import Jacobian
     from linnet.laplace import Laplace
 
 StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]

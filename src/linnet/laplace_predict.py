@@ -13,9 +13,9 @@ from torch import Tensor
 from linnet import predictions
 from linnet._common.distributed import check_ranks_agree
 from linnet.data.batch import Batch
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.linearize import Linearization
 from linnet.network.flat_output import FlatOutput, Sites, unflattened
 from linnet.portable import Portable
 from linnet.posterior import Posterior, SamplePosterior

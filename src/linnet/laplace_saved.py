@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from linnet import behavior, posterior, saved
 from linnet._common import files
 from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
-from linnet.kron import Rotation
+from linnet.jacobian.kronecker import Rotation
 from linnet.laplace_search import Step
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.network.flat_output import Sites

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linnet import layer_scales, newton
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace_evidence import Terms, group_norms
 from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import solve_lower

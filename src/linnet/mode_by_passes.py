@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from linnet import newton
-from linnet.cache import Cached, cache_limit
 from linnet.descent import descend
 from linnet.iterative import preconditioner_of
-from linnet.jacobian import Jacobian
+from linnet.jacobian.cached import Cached, cache_limit
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import dense_budget
 from linnet.likelihoods import Gaussian, Likelihood
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch
 from linnet.newton import Mode, as_weight
-from linnet.plan import dense_budget
 from linnet.problem import Settings
 
 SKETCHED = {False: 256, True: 512}

@@ -17,10 +17,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.operator import LinearOperator
-from linnet.plan import dense_budget
 
 
 class Posterior(ABC):

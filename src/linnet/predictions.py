@@ -14,10 +14,10 @@ from torch import Tensor
 from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.evidence import LOG_2PI
 from linnet.expectations import predictive
-from linnet.interop.features import TangentFeatures, product
-from linnet.jacobian import Jacobian
+from linnet.jacobian.differentiable_rows import TangentFeatures, product
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.linearize import Linearization
 from linnet.network.flat_output import Sites
 from linnet.posterior import (
     DiagonalPosterior,

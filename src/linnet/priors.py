@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet.jacobian.linearization import Linearization
 from linnet.linalg.operator import LinearOperator
-from linnet.linearize import Linearization
 from linnet.network.parameters import Layout
 
 PriorSpec = str | float | Mapping[str, float]

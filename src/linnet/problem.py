@@ -11,8 +11,8 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet.evidence import Choice
+from linnet.jacobian.plan import check_fits, dense_budget
 from linnet.linalg.cholesky import Solution
-from linnet.plan import check_fits, dense_budget
 from linnet.posterior import Posterior
 
 Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]

@@ -21,9 +21,9 @@ from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
 from linnet.evidence import LOG_2PI
 from linnet.iterative import cached_if_fits
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.matrices import Stack
-from linnet.linearize import Linearization, linearize
 from linnet.network.parameters import Params
 from linnet.own_data import warn_of_own_data
 from linnet.priors import Prior, PriorSpec, check_prior, make_prior

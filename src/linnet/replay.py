@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from linnet._common import messages
 from linnet.data.batch import Deferred, Given
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 
 DEVICE = "cuda"
 

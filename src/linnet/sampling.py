@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from linnet.iterative import probes_of
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import Solution, cg, cholesky_, cholesky_solve
 from linnet.linalg.cholesky import log_det_from as dense_log_det
 from linnet.linalg.lanczos import log_det_from
@@ -29,7 +30,6 @@ from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.woodbury import REFINED, Direct
 from linnet.network.parameters import Layout
 from linnet.newton import as_weight, inner_matrix
-from linnet.plan import dense_budget
 from linnet.posterior import SamplePosterior, by_root
 from linnet.problem import Settings
 from linnet.sampling_system import again, system_of
@@ -152,8 +152,8 @@ def posterior_samples(
         memory: Bytes that dense matrices and preconditioners may take, or "auto".
         coarse: The same Jacobian in a cheaper precision, ``lin.jacobian(X, precision="high")``, for the iterations in
             weight space and their preconditioner. Right-hand sides and residuals stay J's, and so does the tolerance.
-            None takes the rows that carry the curvature, where they are few (`linnet.reduced`); with probes for the
-            preconditioner only.
+            None takes the rows that carry the curvature, where they are few (`linnet.jacobian.informative_rows`); with
+            probes for the preconditioner only.
         progress: None shows a bar on a terminal only, False never, True always.
 
     Raises:

@@ -2,7 +2,7 @@ r"""What conjugate gradients multiply with to draw posterior samples in weight s
 
 The system is :math:`H = I + \Phi^\top B \Phi` with :math:`\Phi = J S^{1/2}`. A pass over all its rows takes c backward
 passes for each example; a network that is sure of most labels has nearly all of its curvature in a few of them
-(`linnet.reduced`). With these rows alone there are two ways to spare passes over all:
+(`linnet.jacobian.informative_rows`). With these rows alone there are two ways to spare passes over all:
 
 * a direct solve (`linnet.linalg.preconditioners.woodbury`) as the preconditioner of iterations over all rows, where the
 Gram matrix of the few
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from linnet.iterative import preconditioner_of
-from linnet.jacobian import Jacobian
+from linnet.jacobian.informative_rows import reduced
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import autodiff_wins, dense_budget
 from linnet.linalg.cholesky import Product
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import rescaled, sketch
 from linnet.linalg.preconditioners.woodbury import Direct, direct
-from linnet.plan import autodiff_wins, dense_budget
 from linnet.problem import Settings
-from linnet.reduced import reduced
 from linnet.spaces import squared
 
 NEAR = 10.0

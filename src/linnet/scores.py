@@ -26,7 +26,7 @@ from linnet._common import messages
 from linnet.data.batch import Source
 from linnet.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
 from linnet.generated import Generator, Latent, check_logits, generated, without_sigmoid
-from linnet.linearize import Linearization
+from linnet.jacobian.linearization import Linearization
 from linnet.network.functional_model import Output
 from linnet.readings import Forward, Read, TokenLikelihood, log_sum_exp, one_number, rewired
 

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.jacobian import Jacobian
-from linnet.linearize import Linearization, linearize
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization, linearize
+from linnet.jacobian.plan import dense_budget
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.plan import dense_budget
 
 
 def similarity(

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from linnet.data.batch import Given
-from linnet.factors import Rows
-from linnet.jacobian import Jacobian
+from linnet.jacobian.blocks.base import Rows
+from linnet.jacobian.blocks.tiling import TEMPORARY
+from linnet.jacobian.column_moments import Moments
+from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.operator import LinearOperator
-from linnet.moments import Moments
 from linnet.network.parameters import Layout
-from linnet.tiles import TEMPORARY
 
 JUDGED = 16
 """Examples whose rows are made in another precision, too."""

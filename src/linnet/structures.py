@@ -28,8 +28,9 @@ from torch import Tensor
 
 from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.gaussian import check_conditioning
-from linnet.jacobian import Jacobian
-from linnet.kron import constant_over
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.kronecker import constant_over
+from linnet.jacobian.weighted_rows import Weighted, weight_of
 from linnet.linalg.cholesky import cholesky_
 from linnet.linalg.svd.block_krylov import orthonormal
 from linnet.linalg.svd.truncated import low_rank
@@ -44,7 +45,6 @@ from linnet.posterior import (
 )
 from linnet.priors import Prior
 from linnet.sampling import Samples, posterior_samples
-from linnet.weighted import Weighted, weight_of
 
 
 class Structure(ABC):

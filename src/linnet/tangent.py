@@ -20,8 +20,8 @@ from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch, Given, Source
 from linnet.data.forward_signature import as_tensors, read_only_welcome
 from linnet.data.sources import InMemory, as_source
-from linnet.jacobian import Jacobian
-from linnet.linearize import Linearization
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization
 from linnet.network.parameters import select
 from linnet.network.top_blocks import block_names, top_blocks
 from linnet.portable import Portable

@@ -13,9 +13,9 @@ from linnet.commands import runs, sources
 from linnet.commands.examples import Reading, settled
 from linnet.commands.planning import Chosen, jacobian_of
 from linnet.commands.shared import Printer, UsageError, as_usage
+from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Layout, select
 from linnet.network.top_blocks import block_names
-from linnet.plan import _bytes
 
 
 def of_file(path: Path) -> None:

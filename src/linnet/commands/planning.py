@@ -14,11 +14,11 @@ from torch import nn
 from linnet import generalized
 from linnet.commands.examples import Examples
 from linnet.commands.shared import Printer, UsageError, as_usage
-from linnet.jacobian import Jacobian
-from linnet.linearize import linearize
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
+from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Params
 from linnet.network.top_blocks import top_blocks
-from linnet.plan import _bytes
 from linnet.priors import NAMES, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.tangent import fast_float64

@@ -16,7 +16,7 @@ from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Loaded, Settings, Tested
 from linnet.commands.shared import Printer, record
 from linnet.commands.targets import trained_on
-from linnet.plan import Plan
+from linnet.jacobian.plan import Plan
 from linnet.report import About, Report, assemble
 from linnet.report.content import Group, Item, Points, Spectrum
 from linnet.report.shown import Inputs, inputs_of

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from linnet.gaussian import cached_if_fits
-from linnet.interop.features import Features, TangentFeatures
 from linnet.interop.gpytorch import as_linearization
+from linnet.jacobian.differentiable_rows import Features, TangentFeatures
+from linnet.jacobian.linearization import Linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.linearize import Linearization
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior, by_root

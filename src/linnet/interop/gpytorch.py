@@ -10,9 +10,9 @@ from linear_operator import to_linear_operator
 from linear_operator.operators import LinearOperator as LazyMatrix
 from torch import Tensor, nn
 
-from linnet.interop.features import TangentFeatures, needs_grad
-from linnet.jacobian import Jacobian
-from linnet.linearize import Linearization, linearize
+from linnet.jacobian.differentiable_rows import TangentFeatures, needs_grad
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import Linearization, linearize
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.priors import PriorSpec

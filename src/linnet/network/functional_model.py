@@ -15,7 +15,7 @@ from torch.func import functional_call
 from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.data.batch import Batch, leaves
-from linnet.ieee import Convolving
+from linnet.jacobian.cuda.float32_convolution import Convolving
 from linnet.network.parameter_guard import address
 from linnet.network.parameters import Layout, Params, select
 from linnet.network.weight_watch import Watch
@@ -25,7 +25,8 @@ Output = Callable[[Any], Tensor]
 
 
 class Functional:
-    """What `linnet.linearize.Linearization` is made of: the network, its parameters, and the watch over them.
+    """What `linnet.jacobian.linearization.Linearization` is made of: the network, its parameters, and the watch over
+    them.
 
     Attributes:
         theta: The selected parameters, by name.
@@ -38,7 +39,7 @@ class Functional:
         steady: Whether outputs of layers must not depend on what else is in a batch.
     """
 
-    steady = False  # see `linnet.ieee`
+    steady = False  # see `linnet.jacobian.cuda.float32_convolution`
 
     def __init__(self, model: nn.Module, params: Params = None, *, output: Output | None = None) -> None:
         self.theta = {name: t.detach() for name, t in select(model, params).items()}

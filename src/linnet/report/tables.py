@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from linnet.plan import Plan, _bytes, _count
+from linnet.jacobian.plan import Plan, _bytes, _count
 from linnet.report.content import Classes, Group, Item
 from linnet.report.markup import Child, Markup, h
 from linnet.report.words import DASH, count, meaning, nats, percent

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common.messages import listing
-from linnet.jacobian import Jacobian
-from linnet.linearize import linearize
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
+from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.proofs import TOLERANCE, random_signs
 from linnet.testing.case import dense_jacobian
 
 COMPARED = 4

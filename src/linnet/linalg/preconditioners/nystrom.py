@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.cholesky import _check_square, _full_precision
 from linnet.linalg.matrices import Matrix, Stack
 from linnet.linalg.operator import Affine, LinearOperator

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from linnet._common import files
 from linnet._common.distributed import add_up, rank_and_world, shard
-from linnet.frozen import Kept
-from linnet.jacobian import Jacobian
+from linnet.jacobian.frozen_layers import Kept
+from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import Affine, LinearOperator
 from linnet.linalg.svd.block_krylov import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import Affine, LinearOperator
 from linnet.linalg.preconditioners.nystrom import landmark_index

@@ -29,13 +29,13 @@ from tqdm import tqdm
 
 from linnet._common import messages
 from linnet._common.distributed import smallest
-from linnet.jacobian import Jacobian
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import _full_precision
 from linnet.linalg.operator import Affine, LinearOperator
 from linnet.linalg.svd.block_krylov import Ritz, State, combine, eigh, krylov, orthonormal
 from linnet.linalg.svd.checkpoint import Resumable
 from linnet.linalg.svd.initial_block import has_gram, landmark_block, mixed_block, random_normal, rows_of
-from linnet.plan import dense_budget
 
 Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
 

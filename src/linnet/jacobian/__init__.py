@@ -1,0 +1,1 @@
+"""`Linearization` and `Jacobian`: the network's derivative as a streamed linear operator."""

@@ -1,0 +1,1 @@
+"""Columns of J of one chunk, and their products."""

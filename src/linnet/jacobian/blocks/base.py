@@ -1,0 +1,280 @@
+r"""Blocks of the Jacobian of one chunk of examples, in the form in which a layer gives them.
+
+A chunk has n examples and c outputs; a `Factor` holds the columns of its Jacobian that belong to one or two
+contiguous ranges of the flat parameter vector (a weight and its bias). `Rows` holds them as they are;
+`linnet.jacobian.blocks.outer_product.Outer` and `linnet.jacobian.blocks.embedding_table.Tokens` hold the two small
+sides of the outer product they are,
+
+.. math:: G_{iu} = \sum_t g_{iut} \, x_{it}^\top ,
+
+so that products (*bilinear*) and Gram matrices (*ghost*) never form the rows. Every factor can be expanded into
+`Rows`, which is what the tests compare it with.
+
+Letters: ``n`` examples, ``c`` outputs, ``T`` uses of the weight per example (tokens, pixels), ``k`` columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]
+"""Start and stop in the flat parameter vector."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a factor costs, in numbers: see `linnet.jacobian.plan`.
+
+    Attributes:
+        q: Columns, i.e. parameters.
+        T: Uses of the weight per example.
+        dx: Length of the side that does not depend on the output; 0 where there is no outer product.
+        dg: Length of the side that does.
+        groups: Independent outer products.
+    """
+
+    q: int
+    T: int = 1
+    dx: int = 0
+    dg: int = 0
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a factor is made from its tensors; it holds none itself, so that it can outlive them.
+
+    Recipes that are equal make alike factors, whose tensors can be joined along the examples.
+
+    Attributes:
+        make: Called with the tensors and the settings.
+        settings: What the factor is beside its tensors.
+        last: Of each tensor the axis that its copy has last, where products want it so; None leaves all as they are.
+    """
+
+    make: Callable[..., Factor]
+    settings: tuple[Any, ...]
+    last: tuple[int, ...] | None = None
+
+    def laid_out(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors as they are to be copied."""
+        if self.last is None:
+            return tuple(tensors)
+        return tuple(t.movedim(axis, -1) for t, axis in zip(tensors, self.last, strict=True))
+
+    def __call__(self, copies: Sequence[Tensor]) -> Factor:
+        if self.last is not None:
+            copies = [t.movedim(-1, axis) for t, axis in zip(copies, self.last, strict=True)]
+        return self.make(copies, *self.settings)
+
+
+class Scale:
+    """A diagonal between two Jacobians; None stands for ones.
+
+    Args:
+        vector: (p,) or None.
+    """
+
+    def __init__(self, vector: Tensor | None = None) -> None:
+        self.vector = vector
+        self._known: dict[Range, float | None] = {}
+
+    def constant(self, r: Range | None) -> float | None:
+        """The value over a range if there is only one, else None; 0 over no range at all."""
+        if r is None or self.vector is None:
+            return 0.0 if r is None else 1.0
+        if r not in self._known:
+            low, high = self.vector[slice(*r)].aminmax()
+            self._known[r] = float(low) if bool(low == high) else None
+        return self._known[r]
+
+
+class Factor(ABC):
+    """Columns ``ranges`` of the Jacobian of n examples and c outputs.
+
+    Args:
+        ranges: Where the columns lie in the flat parameter vector.
+        n: Examples.
+        c: Outputs.
+    """
+
+    def __init__(self, ranges: Sequence[Range], *, n: int, c: int) -> None:
+        self.ranges = tuple(ranges)
+        self.n, self.c = n, c
+
+    @property
+    def q(self) -> int:
+        """The number of columns."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def size(self) -> Size:
+        """What the planner needs to know."""
+        return Size(self.q)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors held."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Makes a factor like this one from other `tensors`, whose first axis are the examples; None: expand it."""
+        return None
+
+    @abstractmethod
+    def expand(self) -> Rows:
+        """The same columns as explicit rows."""
+
+    def rounded(self) -> Factor:
+        """The same in the nearest numbers of tf32, where Gram matrices are made of them; see `as_tf32`."""
+        return self
+
+    def matmul(self, V: Tensor) -> Tensor:
+        """``J V`` restricted to these columns: V (p, k) to (n, c, k)."""
+        return self.expand().matmul(V)
+
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
+        """Adds ``J V`` into ``out`` (n, c, k)."""
+        out += self.matmul(V)
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        """Adds ``J^T U`` into these columns of ``out`` (p, k), for U (n, c, k)."""
+        self.expand().rmatmul(U, out)
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        """Writes ``J^T U`` into these columns of ``out`` (p, k), whatever was there."""
+        for start, stop in self.ranges:
+            out[start:stop].zero_()
+        self.rmatmul(U, out)
+
+    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+        """Adds ``J diag(scale) J'^T`` over these columns into ``out`` (n c, m c')."""
+        self.expand().gram(other.expand(), scale, out)
+
+    def diag(self, scale: Scale) -> Tensor:
+        """Squared row norms over these columns, (n, c)."""
+        return self.expand().diag(scale)
+
+    def blocks(self, scale: Scale) -> Tensor:
+        """``J_i diag(scale) J_i^T`` over these columns for each example i, (n, c, c)."""
+        return self.expand().blocks(scale)
+
+    def squares(self, weight: Tensor | None, out: Tensor) -> None:
+        """Adds the diagonal of ``J^T W J`` into these columns of ``out`` (p,); weight (n, c) or (n, c, c)."""
+        self.expand().squares(weight, out)
+
+
+@final
+class Rows(Factor):
+    """Columns held as explicit per-example gradients.
+
+    Args:
+        ranges: Where the columns lie.
+        parts: One (n, c, q) tensor per range.
+    """
+
+    def __init__(self, ranges: Sequence[Range], parts: Sequence[Tensor]) -> None:
+        super().__init__(ranges, n=parts[0].shape[0], c=parts[0].shape[1])
+        self.parts = tuple(parts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.parts
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(_rows_again, (self.ranges,))
+
+    def expand(self) -> Rows:
+        return self
+
+    def rounded(self) -> Rows:
+        return Rows(self.ranges, [as_tf32(part) for part in self.parts])
+
+    def matmul(self, V: Tensor) -> Tensor:
+        out = V.new_zeros(self.n, self.c, V.shape[1])
+        self.add_matmul(V, out)
+        return out
+
+    def add_matmul(self, V: Tensor, out: Tensor) -> None:
+        flat = out.view(self.n * self.c, -1)
+        for (start, stop), part in zip(self.ranges, self.parts, strict=True):
+            rows, cut = part.reshape(self.n * self.c, -1), 8
+            if rows.is_cpu and rows.shape[1] >= 8192 and rows.shape[1] % cut == 0:
+                # A product of few rows and very many columns keeps only one core busy unless it is cut.
+                pieces = rows.unflatten(1, (cut, -1)).transpose(0, 1)
+                flat += torch.bmm(pieces, V[start:stop].unflatten(0, (cut, -1))).sum(0)
+            else:
+                flat.addmm_(rows, V[start:stop])
+
+    def rmatmul(self, U: Tensor, out: Tensor) -> None:
+        self._rmatmul(U, out, beta=1)
+
+    def write_rmatmul(self, U: Tensor, out: Tensor) -> None:
+        self._rmatmul(U, out, beta=0)
+
+    def _rmatmul(self, U: Tensor, out: Tensor, *, beta: int) -> None:
+        flat = U.reshape(self.n * self.c, -1)
+        for (start, stop), part in zip(self.ranges, self.parts, strict=True):
+            out[start:stop].addmm_(part.reshape(self.n * self.c, -1).T, flat, beta=beta)
+
+    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+        right = other.expand()
+        for r, a, b in zip(self.ranges, self.parts, right.parts, strict=True):
+            flat, constant = a.reshape(self.n * self.c, -1), scale.constant(r)
+            if constant is None:
+                assert scale.vector is not None
+                flat = flat * scale.vector[slice(*r)]
+            out.addmm_(flat, b.reshape(right.n * right.c, -1).T, alpha=1.0 if constant is None else constant)
+
+    def diag(self, scale: Scale) -> Tensor:
+        out = self.parts[0].new_zeros(self.n, self.c)
+        for r, part in zip(self.ranges, self.parts, strict=True):
+            squared = part.square()
+            out += squared.sum(-1) if scale.vector is None else squared @ scale.vector[slice(*r)]
+        return out
+
+    def blocks(self, scale: Scale) -> Tensor:
+        out = self.parts[0].new_zeros(self.n, self.c, self.c)
+        for r, part in zip(self.ranges, self.parts, strict=True):
+            out.baddbmm_(part if scale.vector is None else part * scale.vector[slice(*r)], part.mT)
+        return out
+
+    def squares(self, weight: Tensor | None, out: Tensor) -> None:
+        for (start, stop), part in zip(self.ranges, self.parts, strict=True):
+            if weight is None:
+                weighted = part
+            elif weight.ndim == 2:
+                weighted = weight[..., None] * part
+            else:
+                weighted = weight @ part
+            out[start:stop] += (weighted * part).sum((0, 1))
+
+
+def as_tf32(t: Tensor) -> Tensor:
+    """The nearest numbers with the ten bits after the leading one that tensor cores read of float32.
+
+    They cut the others off: every product would come out smaller, by a part in thousands.
+
+    >>> x = torch.tensor([1.0, 1 + 2**-11 + 2**-13, -3.3])
+    >>> as_tf32(x).tolist()
+    [1.0, 1.0009765625, -3.30078125]
+    """
+    if t.dtype != torch.float32:
+        raise TypeError(f"tf32 is a form of float32; got {t.dtype}.")
+    bits = t.contiguous().view(torch.int32).add(0x1000)  # half of the last bit that stays
+    return bits.bitwise_and_(-0x2000).view(torch.float32)
+
+
+def _rows_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Factor:
+    return Rows(ranges, tensors)

@@ -1,0 +1,156 @@
+r"""Means and mean squares of the columns of a Jacobian that comes chunk by chunk.
+
+Squares are taken about the mean of their own rows, found from sums about one of them, and two sets of rows are put
+together by
+
+.. math::
+    \mu = \mu_a + \frac{b}{a + b} (\mu_b - \mu_a), \qquad
+    M = M_a + M_b + \frac{a b}{a + b} (\mu_b - \mu_a)^2 ,
+
+for a and b rows with means :math:`\mu` and sums of squares M about them (Chan, Golub and LeVeque 1983): a sum of
+positive terms, so that nothing cancels however far a mean is from zero. Means are kept as what they add to those of the
+first chunk, so that not even their rounding matters. All of it is in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from linnet._common.distributed import add_up, rank_and_world
+from linnet.jacobian.blocks.base import Factor, Rows
+from linnet.jacobian.blocks.embedding_table import Tokens
+from linnet.jacobian.blocks.tiling import TEMPORARY
+from linnet.jacobian.cuda import triton_kernels
+
+Part = tuple[tuple[int, int], Tensor, Tensor, Tensor]
+"""A range of columns; a number near the mean of each, what is to be added to it, and the squares about the mean."""
+
+
+@final
+class Moments:
+    """Count, mean, and sum of squares about the mean, of p columns.
+
+    Args:
+        p: Columns.
+        centered: False takes squares about zero; the means are then zero.
+        device: Of the columns.
+
+    >>> found = Moments(2, centered=True, device="cpu")
+    >>> found.add([Rows([(0, 1)], [torch.tensor([[[1.0]], [[3.0]]])])], 2)
+    >>> found.count, found.mean.tolist(), found.squares.tolist()
+    (2, [2.0, 0.0], [2.0, 0.0])
+    """
+
+    def __init__(self, p: int, *, centered: bool, device: torch.device | str) -> None:
+        self.centered, self.count = centered, 0
+        self.near = torch.zeros(p, dtype=torch.float64, device=device)
+        self.more, self.squares = torch.zeros_like(self.near), torch.zeros_like(self.near)
+
+    @property
+    def mean(self) -> Tensor:
+        """(p,)."""
+        return self.near + self.more
+
+    def add(self, factors: Sequence[Factor], count: int) -> None:
+        """Take in the ``count`` rows of a chunk; columns without a factor are zero there."""
+        near, more, squares = (torch.zeros_like(self.near) for _ in range(3))
+        for factor in factors:
+            done = 0
+            for part in _parts(factor):
+                rows = part.n * part.c
+                for r, c, e, s in self._of(part):
+                    here = slice(*r)
+                    if not done:
+                        near[here] = c
+                    _merge(more[here], squares[here], done, c - near[here] + e, s, rows)
+                done += rows
+        if not self.count:
+            self.near = near.clone()
+        _merge(self.more, self.squares, self.count, near - self.near + more, squares, count)
+        self.count += count
+
+    def over_ranks(self) -> None:
+        """Put the rows of all ranks together."""
+        rank, world = rank_and_world()
+        if world == 1:
+            return
+        near = self.near if rank == world - 1 else torch.zeros_like(self.near)  # the last rank always has examples
+        count = torch.tensor(float(self.count), dtype=torch.float64, device=near.device)
+        near, total = near.clone(), count.clone()
+        add_up(near, total)
+        own = self.near - near + self.more
+        more = own * (count / total)
+        add_up(more)
+        self.squares += count * (own - more).square()
+        add_up(self.squares)
+        self.near, self.more, self.count = near, more, int(total)
+
+    def _of(self, factor: Factor) -> Iterator[Part]:
+        """Over all rows of a factor, range by range."""
+        if isinstance(factor, Tokens):
+            yield self._of_tokens(factor)
+            return
+        rows = factor.expand()
+        for r, part in zip(rows.ranges, rows.parts, strict=True):
+            X = part.detach().reshape(rows.n * rows.c, -1)
+            # A row of its own is as near to the mean as the others are.
+            near = X[0] if self.centered else torch.zeros_like(X[0])
+            more, squares = column_sums(X, near)
+            more = more / len(X) if self.centered else torch.zeros_like(more)
+            # Below zero there is only rounding of what is zero.
+            yield r, near.double(), more, (squares - len(X) * more.square()).clamp_min(0)
+
+    def _of_tokens(self, factor: Tokens) -> Part:
+        """Most examples hold a few rows of the table only; all others are zeros, which are counted, not made."""
+        _, joined, token = factor._coalesced()
+        joined, rows = joined.detach().double(), factor.n * factor.c
+        table = self.near.new_zeros(factor.vocabulary, joined.shape[-1])
+        absent = rows - table[:, :1].index_add(0, token, torch.full_like(joined[:, 0, :1], factor.c))
+        near, more = table, table
+        if self.centered:
+            near = table.index_add(0, token, joined.sum(1)) / rows
+        D = joined - near[token][:, None]
+        if self.centered:
+            more = (table.index_add(0, token, D.sum(1)) - absent * near) / rows
+        squares = table.index_add(0, token, D.square().sum(1)) + absent * near.square() - rows * more.square()
+        return factor.ranges[0], near.flatten(), more.flatten(), squares.flatten()
+
+
+def column_sums(X: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the rows of ``X - center`` and of its squares, each (q,) in float64, for X (m, q) and center (q,).
+
+    >>> column_sums(torch.tensor([[1.0], [4.0]]), torch.tensor([1.0]))
+    (tensor([3.], dtype=torch.float64), tensor([9.], dtype=torch.float64))
+    """
+    if triton_kernels.available(X) and X.stride(1) == 1:
+        return triton_kernels.column_sums(X, center)
+    sums, squares = (torch.empty(X.shape[1], dtype=torch.float64, device=X.device) for _ in range(2))
+    step = max(1, TEMPORARY // len(X))
+    for start in range(0, X.shape[1], step):
+        s = slice(start, start + step)
+        D = X[:, s].double() - center[s].double()
+        sums[s], squares[s] = D.sum(0), D.square_().sum(0)
+    return sums, squares
+
+
+def _merge(mean: Tensor, squares: Tensor, count: int, mean_b: Tensor, squares_b: Tensor, more: int) -> None:
+    """Add ``more`` rows to ``count`` rows, in place."""
+    shift = mean_b - mean
+    total = count + more
+    mean += shift * (more / total)
+    squares += squares_b + shift.square_() * (count * more / total)
+
+
+def _parts(factor: Factor) -> Iterator[Factor]:
+    """The factor cut along the examples, so that its rows are not all formed at once."""
+    step = max(1, TEMPORARY // max(1, factor.c * factor.q))
+    recipe = factor.recipe
+    if isinstance(factor, Rows | Tokens) or recipe is None or step >= factor.n:
+        yield factor
+        return
+    for start in range(0, factor.n, step):
+        yield recipe([t[start : start + step] for t in factor.tensors()])

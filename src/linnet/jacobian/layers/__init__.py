@@ -1,0 +1,1 @@
+"""What each layer knows: (input, output gradient) to blocks of columns."""

@@ -1,0 +1,93 @@
+r"""``L^T J`` as a Jacobian of its own: a few combinations of the outputs, another for each example.
+
+A network with c outputs takes c backward passes per example, ``L(x)^T f(x)`` with m columns takes m. For the Fisher
+information from m sampled labels that is all there is to differentiate, however many classes there are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from linnet._common import messages
+from linnet.data.batch import Batch, Source
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
+
+NAME = "linnet_root"
+"""The keyword under which the combinations travel with the inputs."""
+
+
+def combined(J: Jacobian, root: Tensor) -> Jacobian:
+    """``L^T J``, (n m, p), for L (n, c, m).
+
+    Args:
+        J: (n c, p).
+        root: L.
+
+    Example:
+        >>> import torch
+        >>> J = linearize(nn.Linear(2, 5)).jacobian(torch.ones(3, 2))
+        >>> combined(J, torch.ones(3, 5, 2)).shape
+        (6, 15)
+    """
+    if root.ndim != 3 or tuple(root.shape[:2]) != (J.n, J.c):
+        raise ValueError(f"combined needs a root of shape ({J.n}, {J.c}, m); got {tuple(root.shape)}.")
+    lin = J.lin
+    lin.check_unchanged()
+    other = linearize(_combining(lin.module, lin._output), list(lin.theta))
+    other._watched, other._cast, other.steady = lin._watched, lin._cast, lin.steady
+    settings = J._settings
+    return Jacobian(
+        other,
+        _WithRoot(J._source, root.detach()),
+        batch_size=settings.batch_size,
+        memory=settings.memory,
+        precision=settings.precision,
+        engine=settings.engine,
+        progress=settings.progress,
+    )
+
+
+def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:
+    """The module with a forward that also takes the combinations; its parameters keep their names."""
+    kind = type(model)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        root = kwargs.pop(NAME)
+        raw = kind.forward(self, *args, **kwargs)
+        f = messages.output_matrix(messages.output_tensor(raw) if output is None else output(raw), len(root))
+        return (root.to(f.dtype).mT @ f[..., None])[..., 0]
+
+    other = copy.copy(model)
+    other.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return other
+
+
+class _WithRoot(Source):
+    """A source whose batches carry their part of the root.
+
+    Args:
+        base: The source.
+        root: (n, c, m).
+    """
+
+    def __init__(self, base: Source, root: Tensor) -> None:
+        self.base, self.root = base, root
+        self.n, self.kind, self.by_position = base.n, base.kind, base.by_position
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        for batch in self.base._batches(size, start, stop):
+            yield self._with(batch, self.root[batch.start : batch.start + batch.n])
+
+    def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
+        kept = list(chunks)
+        for chunk, batch in zip(kept, self.base._gather(kept), strict=True):
+            yield self._with(batch, self.root[chunk.to(self.root.device)])
+
+    def _with(self, batch: Batch, root: Tensor) -> Batch:
+        return replace(batch, kwargs={**batch.kwargs, NAME: root})

@@ -1,0 +1,267 @@
+"""Which engine serves which layer, and how many examples make a chunk.
+
+Costs are counted in multiply-adds per example, for c outputs, k columns, and a layer whose weight (dg x dx, P entries)
+is used T times per example:
+
+* rows: form the per-example gradient, c T P, then multiply, c P k;
+* bilinear: multiply the input by all columns, T P k, then contract with the gradients, c T dg k;
+* ghost: per pair of examples, T^2 (dx + c^2 dg) against c^2 P for rows;
+* autodiff: a forward-mode pass costs about 2.5 forward passes per column, a reverse-mode pass about 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import psutil
+import torch
+
+from linnet._common.messages import check_memory
+from linnet.jacobian.blocks.base import Factor, Rows
+from linnet.jacobian.blocks.composite import Lazy, Sum
+from linnet.jacobian.blocks.embedding_table import Tokens
+from linnet.jacobian.blocks.outer_product import Outer
+
+Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares", "sides"]
+Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
+
+PRODUCTS = ("matmul", "rmatmul", "fused")
+
+PLAN_COLUMNS = 32
+"""Columns for which a printed plan names engines and counts cost."""
+
+
+def check_engine(engine: str) -> None:
+    """Raise unless ``engine`` is one of the names."""
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine must be one of {', '.join(map(repr, get_args(Engine)))}; got {engine!r}.")
+
+
+def choose(factor: Factor, request: Request, *, k: int, engine: Engine = "auto") -> str:
+    """The engine for one factor: "rows", "bilinear", "ghost" or "autodiff"."""
+    if not isinstance(factor, Outer | Tokens | Lazy | Sum):
+        return "rows" if isinstance(factor, Rows) else "autodiff"
+    factored = "bilinear" if request in PRODUCTS else "ghost"
+    if request == "sides" and not isinstance(factor, Sum):  # the two sides of an outer product, wherever it is one
+        return factored
+    if engine in ("rows", factored):
+        return engine
+    if isinstance(factor, Sum):
+        tokens = any(isinstance(part, Tokens) for part in factor.parts)
+        return factored if tokens and request in PRODUCTS else "rows"
+    return factored if _factored_wins(factor, request, k) else "rows"
+
+
+def _factored_wins(factor: Factor, request: Request, k: int) -> bool:
+    s, c = factor.size, factor.c
+    if isinstance(factor, Tokens):
+        return request != "gram" or factor.vocabulary > s.T**2
+    if request in PRODUCTS:
+        return s.T * k * (s.dx + c) < c * s.dx * (s.T + k)
+    if request == "gram":
+        return s.T**2 * (s.dx + c**2 * s.dg) < c**2 * s.dx * s.dg
+    if request == "diag":
+        return s.T * (s.dx + s.dg) < s.dx * s.dg
+    return isinstance(factor, Outer) and s.T == 1
+
+
+def prepare(factor: Factor, request: Request, *, k: int, engine: Engine = "auto") -> Factor:
+    """The factor in the form that its engine works on."""
+    chosen = choose(factor, request, k=k, engine=engine)
+    if chosen == "rows":
+        if isinstance(factor, Lazy) and request in PRODUCTS:
+            return factor.for_products()
+        return factor.expand()
+    if chosen == "autodiff" and request not in PRODUCTS:
+        return factor.expand()
+    if not isinstance(factor, Lazy):
+        return factor
+    return factor.for_few() if request in PRODUCTS else factor.factored()
+
+
+def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
+    """Whether differentiating column by column beats c backward passes with captures."""
+    captured = 1 + c + min(c, k)
+    if request == "matmul":
+        return 2.5 * k < captured
+    if request == "rmatmul":
+        return 1 + 2 * k <= captured
+    return request == "fused" and 1 + 4.5 * k < captured
+
+
+def free(device: torch.device) -> int:
+    """Bytes of a GPU that this process can still take: what is free, within `set_per_process_memory_fraction`."""
+    available, total = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.memory_allocated(device)
+    within = int(torch.cuda.get_per_process_memory_fraction(device.index) * total) - taken
+    return max(0, min(available + torch.cuda.memory_reserved(device) - taken, within))
+
+
+def budget(memory: float | str, device: torch.device) -> int:
+    """Bytes that a chunk may take: as given, or a fraction of what is free."""
+    check_memory(memory)
+    if isinstance(memory, str):
+        if device.type == "cuda":
+            return int(0.5 * free(device))
+        return int(min(0.25 * psutil.virtual_memory().available, 2**30))
+    return int(memory)
+
+
+def dense_budget(memory: float | str, device: torch.device) -> int:
+    """Bytes that dense matrices may take: as given, or most of what is free."""
+    if isinstance(memory, str) and memory == "auto":
+        if device.type == "cuda":
+            return int(0.9 * free(device))
+        return int(0.5 * psutil.virtual_memory().available)
+    return budget(memory, device)
+
+
+def check_fits(needed: float, memory: float | str, device: torch.device, *, what: str, instead: str) -> None:
+    """Raise before dense matrices are made that do not fit.
+
+    Args:
+        needed: Bytes that the matrices take.
+        memory: Bytes that they may take; "auto" is all that is free.
+        device: Where they are.
+        what: What needs them, the subject of "takes".
+        instead: What to choose instead.
+    """
+    if isinstance(memory, str) and memory == "auto":
+        limit = free(device) if device.type == "cuda" else psutil.virtual_memory().available
+        there = f"{_bytes(limit)} are free"
+    else:
+        limit = budget(memory, device)
+        there = f"memory= allows {_bytes(limit)}"
+    if needed > limit:
+        raise MemoryError(f"{what} takes {_bytes(needed)}, and {there}. {instead}, or allow more with memory=.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layer in the plan.
+
+    Attributes:
+        layer: Its name.
+        rule: The rule that serves it.
+        parameters: How many of them are selected.
+        uses: How often an example uses its weight.
+        products: Engine of products.
+        gram: Engine of Gram matrices.
+        cost: Multiply-adds per example of ``J^T J V`` with 32 columns, beside the forward and the backward passes; None
+            where it is left to autodiff.
+    """
+
+    layer: str
+    rule: str
+    parameters: int
+    uses: int
+    products: str
+    gram: str
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a Jacobian will do; print it.
+
+    Attributes:
+        lines: One per layer.
+        shape: Of the Jacobian.
+        n: Examples.
+        c: Outputs.
+        chunk: Examples per chunk.
+        per_example: Bytes that an example takes in a chunk.
+        budget: Bytes that a chunk may take.
+        data: What the data is.
+        note: Where and how it is computed.
+    """
+
+    lines: tuple[Line, ...]
+    shape: tuple[int, int]
+    n: int
+    c: int
+    chunk: int
+    per_example: int
+    budget: int
+    data: str
+    note: str
+
+    def __str__(self) -> str:
+        head = [
+            f"Jacobian ({self.shape[0]:,} x {self.shape[1]:,}): {self.n:,} examples ({self.data}), {self.c} outputs, "
+            f"{self.note}",
+            f"chunks of {self.chunk:,} examples, {_bytes(self.per_example)} each, within {_bytes(self.budget)}",
+        ]
+        titles = ("layer", "rule", "parameters", "uses", "products", "gram", f"cost (k = {PLAN_COLUMNS})")
+        body = [
+            (
+                line.layer,
+                line.rule,
+                f"{line.parameters:,}",
+                f"{line.uses:,}",
+                line.products,
+                line.gram,
+                "?" if line.cost is None else _count(line.cost),
+            )
+            for line in self.lines
+        ]
+        widths = [max(len(row[i]) for row in [titles, *body]) for i in range(len(titles))]
+        right = (False, False, True, True, False, False, True)
+        table = [
+            "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+            for row in [titles, *body]
+        ]
+        return "\n".join(line.rstrip() for line in head + table)
+
+    __repr__ = __str__
+
+
+def fused_cost(factor: Factor, *, k: int, engine: Engine = "auto") -> float:
+    """Multiply-adds per example of ``J^T J V`` in one factor, with the engine that would be chosen."""
+    s, c = factor.size, factor.c
+    if choose(factor, "fused", k=k, engine=engine) == "bilinear":
+        return 2 * s.groups * s.T * k * s.dg * (s.dx + c)
+    return c * (s.groups * s.T * s.dx * s.dg + 2 * s.q * k)
+
+
+def gram_cost(factor: Factor) -> float:
+    """Multiply-adds of the Gram matrix of one factor for a pair of examples, with the engine that would be chosen."""
+    s, c = factor.size, factor.c
+    if choose(factor, "gram", k=1) == "ghost":
+        return s.groups * s.T**2 * (s.dx + c**2 * s.dg)
+    return c**2 * s.q
+
+
+def chunk_size(n: int, per_example: int, limit: int) -> int:
+    """Examples per chunk within a limit of bytes, all chunks about alike.
+
+    >>> chunk_size(100, 1, 60), chunk_size(100, 1, 1000)
+    (50, 100)
+    """
+    most = max(1, min(n, limit // max(1, per_example)))
+    return -(-n // -(-n // most))
+
+
+def working_size(factors: Sequence[Factor], itemsize: int) -> int:
+    """Bytes per example of the rows of all factors and of the largest patches of a convolution."""
+    rows = sum(f.c * f.q for f in factors if not isinstance(f, Tokens))
+    patches = max((f.size.groups * f.size.T * f.size.dx for f in factors if isinstance(f, Lazy)), default=0)
+    return itemsize * (rows + patches)
+
+
+def _count(number: float) -> str:
+    for unit in ("", " k", " M", " G"):
+        if number < 1000 or unit == " G":
+            return f"{number:.0f}{unit}" if unit == "" or number >= 100 else f"{number:.1f}{unit}"
+        number /= 1000
+    raise AssertionError
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError
