@@ -35,9 +35,9 @@ from linnet import scales, stochastic
 from linnet._common.torch_settings import Precision, arithmetic
 from linnet.iterative import cached_if_fits
 from linnet.jacobian.jacobian import Jacobian
-from linnet.likelihoods import Categorical
 from linnet.mode_by_passes import mode_by_passes
-from linnet.priors import make_prior
+from linnet.probability.likelihoods import Categorical
+from linnet.probability.priors import make_prior
 from linnet.problem import Settings
 from linnet.stochastic import Training
 

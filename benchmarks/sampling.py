@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import Model, ResNet, ResNet18, VisionTransformer
 from benchmarks.timing import machine, synchronize
-from linnet.likelihoods import Bernoulli, Categorical
+from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.sampling import Samples, effective_dimension, posterior_samples
 
 DECAY = 5e-4
@@ -221,7 +221,7 @@ def peak_of(device: str) -> float | None:
 def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     """The largest ``||b - H u|| / ||Phi^T L e||`` over the first four samples, every product in full precision."""
     from linnet.newton import as_weight
-    from linnet.posterior import by_root
+    from linnet.probability.posteriors import by_root
     from linnet.problem import Settings
 
     L, k = as_weight(L), min(4, found.k)

@@ -39,7 +39,7 @@ from experiments.contenders import (
     relative_error,
 )
 from linnet.curvature import fisher_vector_product
-from linnet.likelihoods import Categorical
+from linnet.probability.likelihoods import Categorical
 
 PANELS = ("data", "parameters", "products")
 EXACT, FUNCTION, WEIGHT = "linnet, exact", "linnet, CG in function space", "linnet, CG in parameter space"

@@ -25,7 +25,7 @@ from experiments.adaptation import Clock, in_parts, in_turn
 from experiments.laplace_digits import averaged
 from experiments.pretrained import as_cifar10, cifar10, grayscale, resnet
 from linnet import metrics, predictions
-from linnet.likelihoods import Categorical
+from linnet.probability.likelihoods import Categorical
 
 NAME, MAP, ALONE = "laplace_cifar", "MAP", ", the evidence alone"
 COMMAND = "python -m experiments laplace_cifar (and --device cuda)"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import linnet
 from experiments import common
 from linnet import metrics
-from linnet.expectations import predictive
-from linnet.likelihoods import Categorical
+from linnet.probability.expectations import predictive
+from linnet.probability.likelihoods import Categorical
 
 MAP, TEMPERATURE, ENSEMBLE, DEFAULT = "MAP", "temperature by held-out digits", "ensemble of 5", "auto, tune()"
 KINDS, HELD = ("MLP", "CNN"), 100

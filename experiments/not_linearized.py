@@ -26,7 +26,7 @@ from experiments.gains import bars, interval, plain
 from experiments.gains import shown as told
 from experiments.trained import perceptron, squared_error, train
 from linnet import metrics
-from linnet.likelihoods import Categorical, Gaussian, Likelihood
+from linnet.probability.likelihoods import Categorical, Gaussian, Likelihood
 
 NAME = "not_linearized"
 MAP, LINEAR, NETWORK = "the network alone", "linear model", "network with drawn weights"

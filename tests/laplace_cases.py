@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import Laplace
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 
 N = 24
 X, NEW = normal(N, 3), normal(6, 3, seed=5)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import linnet
 from linnet import newton, replay, stochastic
-from linnet.likelihoods import Bernoulli, Categorical
+from linnet.probability.likelihoods import Bernoulli, Categorical
 
 
 def test_adam_reaches_the_optimum_without_tuning():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentClassifier
-from linnet.likelihoods import Bernoulli, Categorical
+from linnet.probability.likelihoods import Bernoulli, Categorical
 
 
 def net(outputs: int, seed: int = 0) -> nn.Module:

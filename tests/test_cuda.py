@@ -14,7 +14,7 @@ import linnet
 from linnet import replay, stochastic
 from linnet._common.torch_settings import arithmetic
 from linnet.jacobian import plan
-from linnet.likelihoods import Categorical
+from linnet.probability.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
 
 pytestmark = [

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.curvature import fisher_vector_product
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.testing import dense_jacobian, zoo
 
 N, D, C = 7, 3, 4

@@ -14,7 +14,7 @@ import linnet
 from experiments import common, contenders, figure2
 from experiments.__main__ import main
 from linnet.curvature import fisher_vector_product
-from linnet.likelihoods import Categorical
+from linnet.probability.likelihoods import Categorical
 from linnet.testing import dense_jacobian
 
 

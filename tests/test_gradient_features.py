@@ -19,8 +19,8 @@ from linnet.iterative import cached_if_fits
 from linnet.jacobian.blocks import convolution_products
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
-from linnet.likelihoods import Bernoulli, Categorical
 from linnet.linalg.preconditioners.nystrom import landmark_index, nystrom
+from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.testing import dense_jacobian
 
 # Convolutions multiplied by convolutions.

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import linnet
 from linnet import TangentClassifier, metrics
 from linnet._demo_baselines import network, train, turned_digits
-from linnet.expectations import expected
 from linnet.kernel_vi import full
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from linnet.linalg.matrices import Matrix
 from linnet.newton import function_space
+from linnet.probability.expectations import expected
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from linnet.variational import lowrank, meanfield
 
 P, N = 14, 9

@@ -12,7 +12,7 @@ from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import Outer
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import EXACT, Kronecker, Rotation, constant_over
-from linnet.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 
 
 class Positions(nn.Module):

@@ -22,8 +22,8 @@ import linnet
 from linnet import Laplace
 from linnet.laplace import LOOKED_AT
 from linnet.laplace_search import Search, best, best_factor, largest_factor
-from linnet.likelihoods import Categorical, Gaussian, Likelihood
 from linnet.newton import function_space
+from linnet.probability.likelihoods import Categorical, Gaussian, Likelihood
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_more_data_never_raises_the_variance(n: int, structure: Any) -> None:
 @pytest.mark.parametrize("prior", ["shared", "layerwise"])
 def test_the_gradient_of_the_evidence_is_its_finite_difference(structure: Any, prior: str) -> None:
     la, _ = fitted("numbers", structure, rank=6, size=9)
-    from linnet.priors import make_prior
+    from linnet.probability.priors import make_prior
 
     found = make_prior(la.lin_, prior)
     evidence = la._evidence("network", found, la._structure.log_det(found))

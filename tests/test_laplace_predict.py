@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
-from linnet.expectations import predictive
 from linnet.jacobian.output_combinations import combined
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 from linnet.predictions import groups_of, joint_log_likelihood, log_score, sampled_root
+from linnet.probability.expectations import predictive
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 
 
 @pytest.fixture(autouse=True)

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 from torch import Tensor
 
-from linnet.expectations import expected, predictive
-from linnet.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Heteroscedastic,
-    Likelihood,
-)
+from linnet.probability.expectations import expected, predictive
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 
 N, C = 6, 4
 LIKELIHOODS: dict[str, Likelihood] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import linnet
 from linnet.limits import InfiniteWidth, infinite_width
-from linnet.priors import make_prior
+from linnet.probability.priors import make_prior
 
 CASES = [(activation, kernel) for activation in ("relu", "erf") for kernel in ("ntk", "nngp")]
 

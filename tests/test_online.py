@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.data.sources import as_source
-from linnet.likelihoods import Gaussian
 from linnet.online import EvidenceStep, train_with_evidence
+from linnet.probability.likelihoods import Gaussian
 from linnet.training import epoch, shuffled
 
 

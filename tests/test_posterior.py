@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from linnet import linearize
 from linnet.jacobian.jacobian import Jacobian
-from linnet.posterior import (
+from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,
@@ -249,7 +249,7 @@ def test_negative_variances_are_refused() -> None:
 
 @pytest.mark.parametrize("what", ["variance", "blocks"])
 def test_answers_in_parts_are_the_same(what, monkeypatch):
-    from linnet import posterior as module
+    from linnet.probability import posteriors as module
 
     post, new = Case(diagonal=False).posteriors["function"], jacobian(11, seed=9)
     whole = getattr(post, what)(new)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linnet import linearize
 from linnet.linalg.matrices import Stack
-from linnet.priors import NAMES, Prior, check_prior, layer_sums, make_prior, ntk_variances
+from linnet.probability.priors import NAMES, Prior, check_prior, layer_sums, make_prior, ntk_variances
 from linnet.testing import dense_jacobian
 
 

@@ -12,8 +12,8 @@ import linnet
 from linnet.jacobian.informative_rows import _groups, reduced
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.output_combinations import combined
-from linnet.likelihoods import Categorical
 from linnet.linalg.matrices import Stack
+from linnet.probability.likelihoods import Categorical
 from linnet.sampling import posterior_samples
 
 SMALL = 24

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet import TangentRegressor, gaussian, linearize
-from linnet.priors import ntk_variances
+from linnet.probability.priors import ntk_variances
 from linnet.testing import dense_jacobian, zoo
 
 DENSE = ["function", "weight"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from linnet import linearize, sampling_system
 from linnet.jacobian.jacobian import Jacobian
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import sketch
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.problem import Settings
 from linnet.sampling import Samples, choose_space, effective_dimension, posterior_samples
 

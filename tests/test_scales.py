@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from linnet import scales, spaces
 from linnet.layer_scales import best_scales, scale_gradient
-from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.newton import Mode, function_space, weight_space
+from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.scales import best_mode, best_scale, unit_scale
 from tests.drawn import normal
 from tests.test_newton import CASES, C, N, problem

@@ -14,7 +14,7 @@ import torch
 import linnet
 from experiments import deep_gp, joint, not_linearized, snelson
 from experiments.__main__ import main
-from linnet.likelihoods import Gaussian
+from linnet.probability.likelihoods import Gaussian
 
 
 def record_of(where: Path) -> dict[str, Any]:

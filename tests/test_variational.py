@@ -15,9 +15,9 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from linnet import linearize, newton, variational
-from linnet.expectations import expected
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linalg.matrices import Matrix
+from linnet.probability.expectations import expected
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.variational import Variational, draws, lowrank, meanfield
 from tests.drawn import double, normal
 

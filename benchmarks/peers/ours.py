@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.jacobian.jacobian import Jacobian
-from linnet.likelihoods import Categorical
+from linnet.probability.likelihoods import Categorical
 
 Found = dict[str, Tensor]
 

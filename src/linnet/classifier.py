@@ -20,15 +20,15 @@ from linnet._common.distributed import check_ranks_agree
 from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
 from linnet.data.sources import as_source
-from linnet.expectations import predictive
 from linnet.generalized import GeneralizedFit, How, Inference, Observed
 from linnet.iterative import cached_if_fits
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
-from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.network.parameters import Params
 from linnet.newton import Mode
-from linnet.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.probability.expectations import predictive
+from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.stochastic import Training, check_only_map
 from linnet.tangent import Mean, Tangent, at_hand, default_network, like, plain_options
 

@@ -14,7 +14,7 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
-from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
+from linnet.probability.posteriors import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
 from linnet.problem import Fit, Noise, Task
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from linnet.data.batch import Batch
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
-from linnet.likelihoods import Likelihood
 from linnet.linalg.operator_checks import by_block
+from linnet.probability.likelihoods import Likelihood
 
 
 def fisher_vector_product(

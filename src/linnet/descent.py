@@ -19,11 +19,11 @@ from typing import final
 
 from torch import Tensor
 
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import Solvable
 from linnet.linalg.operator import LinearOperator
 from linnet.line import Line
 from linnet.newton import FLOOR, Mode, as_weight, check_concave, check_mean, check_operator, mode_at, terms
+from linnet.probability.likelihoods import Likelihood
 from linnet.spaces import SLOW, Products, Renew
 
 REMEMBERED = 20

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace_predict import Predictive
-from linnet.posterior import Posterior, by_root
+from linnet.probability.posteriors import Posterior, by_root
 from linnet.tangent import Tangent, as_targets
 
 ROWS = 1000

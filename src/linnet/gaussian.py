@@ -26,8 +26,8 @@ from linnet import evidence, iterative, search
 from linnet.evidence import LOG_2PI, Choice
 from linnet.iterative import cached_if_fits, lanczos_spectrum
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
-from linnet.posterior import FunctionPosterior, WeightPosterior
-from linnet.priors import Prior
+from linnet.probability.posteriors import FunctionPosterior, WeightPosterior
+from linnet.probability.priors import Prior
 from linnet.problem import Fit, Settings, Task, assumed_noise, choose_solver
 
 

@@ -17,7 +17,6 @@ from linnet import kernel_vi, layer_scales, newton, scales, stochastic, variatio
 from linnet.evidence import Choice
 from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
 from linnet.jacobian.jacobian import Jacobian
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import Solution, cg, cholesky_
 from linnet.linalg.cholesky import log_det_from as exact_log_det
 from linnet.linalg.lanczos import log_det_from
@@ -25,7 +24,8 @@ from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.row_weights import weigh
 from linnet.mode_by_passes import mode_by_passes
 from linnet.newton import Mode, as_weight
-from linnet.posterior import (
+from linnet.probability.likelihoods import Likelihood
+from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,
@@ -34,7 +34,7 @@ from linnet.posterior import (
     SamplePosterior,
     WeightPosterior,
 )
-from linnet.priors import Prior
+from linnet.probability.priors import Prior
 from linnet.problem import Settings, choose_solver, work_of_a_minute
 from linnet.spaces import squared
 from linnet.stochastic import Training

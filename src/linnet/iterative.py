@@ -19,8 +19,8 @@ from linnet.linalg.lanczos import lanczos, log_det_from
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index, nystrom, pivoted_cholesky
 from linnet.linalg.preconditioners.woodbury import Direct
-from linnet.posterior import SamplePosterior
-from linnet.priors import Prior
+from linnet.probability.posteriors import SamplePosterior
+from linnet.probability.priors import Prior
 from linnet.problem import Fit, Settings, Task, assumed_noise
 
 

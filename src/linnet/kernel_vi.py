@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.expectations import Expected
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower
 from linnet.linalg.operator import LinearOperator
 from linnet.newton import FLOOR, Line, inner_matrix
-from linnet.posterior import by_root
+from linnet.probability.expectations import Expected
+from linnet.probability.likelihoods import Likelihood
+from linnet.probability.posteriors import by_root
 from linnet.variational import FLAT, Problem, Variational
 
 DRAWS = 256

@@ -24,12 +24,12 @@ from linnet.laplace_checks import StructureName, check_curvature, check_options,
 from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
 from linnet.laplace_predict import Predictive
 from linnet.laplace_search import Method, Search, Step
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
 from linnet.logdets import LogDet
 from linnet.network.flat_output import FlatOutput, Sites
 from linnet.network.parameters import Params
-from linnet.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
 from linnet.tangent import as_targets, checked_inputs, fast_float64, plain_options

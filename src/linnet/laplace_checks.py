@@ -10,8 +10,8 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet.jacobian.plan import check_fits, dense_budget
-from linnet.likelihoods import Likelihood
-from linnet.priors import check_prior
+from linnet.probability.likelihoods import Likelihood
+from linnet.probability.priors import check_prior
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from linnet.logdets import LogDet
-from linnet.priors import Prior
+from linnet.probability.priors import Prior
 
 
 @dataclass(frozen=True)

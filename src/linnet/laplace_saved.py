@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from linnet import behavior, posterior, saved
+from linnet import behavior, saved
 from linnet._common import files
-from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.jacobian.kronecker import Rotation
 from linnet.laplace_search import Step
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.network.flat_output import Sites
-from linnet.posterior import Posterior
+from linnet.probability import posteriors
+from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.posteriors import Posterior
 
 if TYPE_CHECKING:
     from linnet.laplace import Laplace
@@ -130,7 +131,7 @@ def _posterior(la: Laplace, tensors: dict[str, Tensor], meta: dict[str, Any]) ->
         return TurnedPosterior(**parts, rotation=rotation)
     if name == "SubnetworkPosterior":
         return SubnetworkPosterior(**parts)
-    kind = getattr(posterior, name)
+    kind = getattr(posteriors, name)
     if name != "FunctionPosterior":
         found: Posterior = kind(**parts)
         return found

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from linnet.evidence import Choice
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import solve_lower
 from linnet.newton import Mode, function_space
+from linnet.probability.likelihoods import Likelihood
 from linnet.scales import best_scale, unit_scale
 
 SPAN = math.log(1e8)

@@ -19,13 +19,13 @@ from torch import Tensor
 from linnet import layer_scales, newton
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace_evidence import Terms, group_norms
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import solve_lower
 from linnet.logdets import LogDet
 from linnet.mode_by_passes import mode_by_passes
 from linnet.newton import Mode
-from linnet.posterior import by_root
-from linnet.priors import Prior
+from linnet.probability.likelihoods import Likelihood
+from linnet.probability.posteriors import by_root
+from linnet.probability.priors import Prior
 from linnet.problem import Settings, choose_solver
 
 

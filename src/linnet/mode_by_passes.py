@@ -23,10 +23,10 @@ from linnet.iterative import preconditioner_of
 from linnet.jacobian.cached import Cached, cache_limit
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import dense_budget
-from linnet.likelihoods import Gaussian, Likelihood
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch
 from linnet.newton import Mode, as_weight
+from linnet.probability.likelihoods import Gaussian, Likelihood
 from linnet.problem import Settings
 
 SKETCHED = {False: 256, True: 512}

@@ -26,10 +26,10 @@ from functools import partial
 
 from torch import Tensor
 
-from linnet.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.linalg.cholesky import Solvable, log_det_from
 from linnet.linalg.operator import LinearOperator
 from linnet.line import Line
+from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.spaces import (
     Function,
     Nearby,

@@ -24,10 +24,10 @@ from linnet._common.messages import check_module
 from linnet.data.sources import as_source
 from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
 from linnet.laplace_search import Method
-from linnet.likelihoods import Likelihood
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.priors import PriorSpec, check_prior
+from linnet.probability.likelihoods import Likelihood
+from linnet.probability.priors import PriorSpec, check_prior
 from linnet.training import epoch, shuffled
 
 

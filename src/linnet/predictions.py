@@ -11,15 +11,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.evidence import LOG_2PI
-from linnet.expectations import predictive
 from linnet.jacobian.differentiable_rows import TangentFeatures, product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
-from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.network.flat_output import Sites
-from linnet.posterior import (
+from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
+from linnet.probability.expectations import predictive
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,

@@ -13,7 +13,7 @@ from linnet._common import messages
 from linnet.evidence import Choice
 from linnet.jacobian.plan import check_fits, dense_budget
 from linnet.linalg.cholesky import Solution
-from linnet.posterior import Posterior
+from linnet.probability.posteriors import Posterior
 
 Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
 Precondition = Literal["auto", "nystrom", "pivoted-cholesky", "none"]

@@ -26,7 +26,7 @@ from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.matrices import Stack
 from linnet.network.parameters import Params
 from linnet.own_data import warn_of_own_data
-from linnet.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
 
@@ -64,7 +64,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             `linnet.network.top_blocks`. "evidence" takes one block more while the evidence rises.
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
-            "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.priors`.
+            "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.probability.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
             "heteroscedastic" reads log variances from the second half of the network's outputs and scales them; or a
             number, or one number for each output.

@@ -30,7 +30,7 @@ from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.woodbury import REFINED, Direct
 from linnet.network.parameters import Layout
 from linnet.newton import as_weight, inner_matrix
-from linnet.posterior import SamplePosterior, by_root
+from linnet.probability.posteriors import SamplePosterior, by_root
 from linnet.problem import Settings
 from linnet.sampling_system import again, system_of
 

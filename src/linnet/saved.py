@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet import _light, behavior, posterior  # noqa: F401 (the first before anything that imports scikit-learn)
+from linnet import _light, behavior  # noqa: F401 (the first before anything that imports scikit-learn)
 from linnet._common import files
 from linnet.evidence import Choice
-from linnet.likelihoods import Bernoulli, Categorical
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
-from linnet.posterior import Posterior
-from linnet.priors import Prior
+from linnet.probability import posteriors
+from linnet.probability.likelihoods import Bernoulli, Categorical
+from linnet.probability.posteriors import Posterior
+from linnet.probability.priors import Prior
 from linnet.problem import Fit, Noise, Task
 from linnet.tangent import Tangent, default_network
 
@@ -198,7 +199,7 @@ def _restore(
         jacobians = [one.cached() for one in jacobians]
     if jacobians:
         J = jacobians[0] if len(jacobians) == 1 else Stack(jacobians)
-    kind = getattr(posterior, meta["posterior"])
+    kind = getattr(posteriors, meta["posterior"])
     estimator.posterior_ = kind(J, **parts) if meta["posterior"] == "FunctionPosterior" else kind(**parts)
     own = {key.removeprefix("own."): value for key, value in tensors.items() if key.startswith("own.")}
     estimator._set_state(meta["own"], own, J)

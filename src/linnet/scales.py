@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from linnet.evidence import Choice
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import solve_lower
 from linnet.newton import Mode, function_space, weight_space
+from linnet.probability.likelihoods import Likelihood
 
 STEP = 4 / 3 * math.log(10.0)
 GRID = [i * STEP for i in range(-3, 4)]

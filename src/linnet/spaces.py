@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up
-from linnet.likelihoods import Heteroscedastic, Likelihood
 from linnet.linalg.cholesky import Product, Solvable, cg, cholesky_, cholesky_solve
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import Rows, add_symmetric_, weigh
+from linnet.probability.likelihoods import Heteroscedastic, Likelihood
 
 Residual = Callable[[Tensor, slice], Tensor]
 """From some rows of ``Phi u`` to the gradient of log p in f, both (r,); the rows are those of whole examples."""

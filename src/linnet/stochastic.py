@@ -24,8 +24,8 @@ from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.data.batch import Batch, Deferred, moved
 from linnet.data.sources import bar
 from linnet.jacobian.jacobian import Jacobian
-from linnet.likelihoods import Likelihood
 from linnet.newton import FLOOR, Line, Mode, as_weight, check_concave
+from linnet.probability.likelihoods import Likelihood
 from linnet.replay import Repeated
 
 TRIALS = 4

@@ -26,7 +26,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.gaussian import check_conditioning
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import constant_over
@@ -36,14 +35,15 @@ from linnet.linalg.svd.block_krylov import orthonormal
 from linnet.linalg.svd.truncated import low_rank
 from linnet.logdets import Coupled, Dense, LogDet, Separable, eigenvalues_of
 from linnet.newton import as_weight, inner_matrix
-from linnet.posterior import (
+from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
+from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,
     Posterior,
     WeightPosterior,
 )
-from linnet.priors import Prior
+from linnet.probability.priors import Prior
 from linnet.sampling import Samples, posterior_samples
 
 

@@ -25,8 +25,8 @@ from linnet.jacobian.linearization import Linearization
 from linnet.network.parameters import select
 from linnet.network.top_blocks import block_names, top_blocks
 from linnet.portable import Portable
-from linnet.posterior import Posterior
-from linnet.priors import layer_sums
+from linnet.probability.posteriors import Posterior
+from linnet.probability.priors import layer_sums
 from linnet.problem import Settings
 
 Mean = Literal["network", "zero"]

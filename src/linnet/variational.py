@@ -28,12 +28,12 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.expectations import Expected, expected
-from linnet.likelihoods import Likelihood
 from linnet.linalg.cholesky import Solvable, cg, cholesky_, log_det_from
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import weigh
 from linnet.newton import FLOOR, Line, as_weight, check_concave, check_kind, check_mean, check_operator
+from linnet.probability.expectations import Expected, expected
+from linnet.probability.likelihoods import Likelihood
 
 DRAWS = 2**22
 """Numbers that are drawn: so many examples have draws of their own, and the next ones use them again."""

@@ -17,7 +17,7 @@ from linnet.commands.predictions import Predicted, before, outcome_of, predict
 from linnet.commands.runs import Run
 from linnet.commands.shared import Printer, UsageError, record
 from linnet.commands.targets import Goal, classes_of, goal_of, outputs_of, positions
-from linnet.priors import PriorSpec
+from linnet.probability.priors import PriorSpec
 from linnet.report import Report, save
 from linnet.report.assemble import NO_TEST
 

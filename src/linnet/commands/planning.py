@@ -19,7 +19,7 @@ from linnet.jacobian.linearization import linearize
 from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Params
 from linnet.network.top_blocks import top_blocks
-from linnet.priors import NAMES, PriorSpec, check_prior, make_prior
+from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
 from linnet.problem import Settings, choose_solver
 from linnet.tangent import fast_float64
 

@@ -16,8 +16,14 @@ from linnet.jacobian.linearization import Linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.posterior import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior, by_root
-from linnet.priors import PriorSpec
+from linnet.probability.posteriors import (
+    FunctionPosterior,
+    Posterior,
+    SamplePosterior,
+    WeightPosterior,
+    by_root,
+)
+from linnet.probability.priors import PriorSpec
 from linnet.regressor import TangentRegressor
 
 try:

@@ -15,7 +15,7 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.priors import PriorSpec
+from linnet.probability.priors import PriorSpec
 
 __all__ = ["TangentGram", "TangentKernel"]
 

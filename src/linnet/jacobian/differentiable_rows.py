@@ -22,7 +22,7 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.rule_selection import TOLERANCE
 from linnet.linalg.operator import LinearOperator
-from linnet.priors import PriorSpec, make_prior
+from linnet.probability.priors import PriorSpec, make_prior
 
 Features = LinearOperator | Tensor
 """Rows of J: an operator, or a tensor (rows, p) with a graph to the inputs."""

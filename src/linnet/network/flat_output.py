@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
-from linnet.likelihoods import Device, Likelihood
+from linnet.probability.likelihoods import Device, Likelihood
 
 
 @final

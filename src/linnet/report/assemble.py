@@ -13,7 +13,7 @@ from linnet import metrics
 from linnet._common.versions import versions
 from linnet.jacobian.plan import Plan
 from linnet.laplace_predict import Predictive
-from linnet.likelihoods import Bernoulli, Categorical
+from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.report import chosen, gather, page
 from linnet.report.content import Classes, Missing, Numbers, Report
 from linnet.report.gather import array, softmax

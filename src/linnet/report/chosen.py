@@ -9,7 +9,7 @@ import numpy as np
 
 from linnet import diagnostics
 from linnet.metrics import Z95
-from linnet.posterior import PointPosterior, SamplePosterior
+from linnet.probability.posteriors import PointPosterior, SamplePosterior
 from linnet.report.content import Classes, Group, Item, Missing, Numbers
 from linnet.report.gather import array, attempt, some
 from linnet.report.shown import Inputs

@@ -27,7 +27,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.operator_checks import check_weight
 from linnet.linalg.preconditioners.nystrom import ENTRIES, SPOILED, Preconditioner, _eigh, _orthonormal
 from linnet.linalg.row_weights import Rows, weigh
-from linnet.posterior import by_root
+from linnet.probability.posteriors import by_root
 
 
 @torch.no_grad()

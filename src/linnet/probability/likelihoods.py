@@ -4,7 +4,8 @@ A `Likelihood` gives :math:`\log p(y \mid f)` for each example, its gradient in 
 :math:`B`, the Fisher information in f: positive semi-definite, and for all but `Heteroscedastic` minus the second
 derivative. ``B = L L^T`` with a root L. Both are diagonal for all but `Categorical`, and then stored as (n, c).
 
-Every function of f takes (n, c), or more axes in front. `linnet.expectations` has the averages over Gaussian f.
+Every function of f takes (n, c), or more axes in front. `linnet.probability.expectations` has the averages over
+Gaussian f.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.likelihoods import (
+from linnet.probability.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,

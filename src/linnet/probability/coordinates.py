@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation
-from linnet.posterior import FeaturePosterior, Posterior
+from linnet.probability.posteriors import FeaturePosterior, Posterior
 
 
 @final

@@ -1,0 +1,1 @@
+"""Likelihoods and their expectations, priors, Gaussian posteriors."""
