@@ -31,15 +31,16 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
-from linnet import scales, stochastic
 from linnet._common.torch_settings import Precision, arithmetic
-from linnet.iterative import cached_if_fits
+from linnet.inference.evidence import scales
+from linnet.inference.gaussian.iterative import cached_if_fits
+from linnet.inference.mode import adam
+from linnet.inference.mode.adam import Training
+from linnet.inference.mode.by_passes import mode_by_passes
+from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
-from linnet.mode_by_passes import mode_by_passes
 from linnet.probability.likelihoods import Categorical
 from linnet.probability.priors import make_prior
-from linnet.problem import Settings
-from linnet.stochastic import Training
 
 CLASSES = 10
 TOP = {"1 block": ["layer3.2.*", "linear.*"], "3 blocks": ["layer3.*", "linear.*"]}
@@ -136,8 +137,8 @@ def _channels_last(what: Any) -> Any:
 
 
 def _trained(J: Jacobian, y: Tensor, variance: Tensor, size: int, epochs: int) -> None:
-    task = stochastic._Task(J, y, variance.sqrt(), Categorical(), True)
-    stochastic._trained(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
+    task = adam._Task(J, y, variance.sqrt(), Categorical(), True)
+    adam._trained(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
 
 
 def optimum(top: str, device: str, n: int) -> dict[str, Any]:

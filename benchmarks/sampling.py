@@ -220,9 +220,9 @@ def peak_of(device: str) -> float | None:
 
 def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     """The largest ``||b - H u|| / ||Phi^T L e||`` over the first four samples, every product in full precision."""
-    from linnet.newton import as_weight
+    from linnet.inference.mode.newton import as_weight
+    from linnet.inference.problem import Settings
     from linnet.probability.posteriors import by_root
-    from linnet.problem import Settings
 
     L, k = as_weight(L), min(4, found.k)
     d, settings = S.sqrt()[:, None], Settings(seed=found.seed)

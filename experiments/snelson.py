@@ -25,7 +25,7 @@ from experiments import common
 from experiments.adaptation import Labeled
 from experiments.gains import bars, interval, plain
 from experiments.trained import squared_error, train
-from linnet.evidence import LOG_2PI
+from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.limits import InfiniteWidth, infinite_width
 
 NAME, DEPTH, NOISE = "snelson", 3, 0.25

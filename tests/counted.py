@@ -34,7 +34,7 @@ class Counted(LinearOperator):
 
 @dataclass(frozen=True)
 class Given:
-    """What makes a preconditioner from a root of the curvature, as `linnet.spaces.Renewed`."""
+    """What makes a preconditioner from a root of the curvature, as `linnet.inference.mode.spaces.Renewed`."""
 
     at: Callable[[Tensor], Solvable]
     passes: float = 0.0

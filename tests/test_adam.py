@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import linnet
-from linnet import newton, replay, stochastic
+from linnet.inference.mode import adam, newton, replay
 from linnet.probability.likelihoods import Bernoulli, Categorical
 
 
@@ -39,10 +39,10 @@ def test_adams_step_follows_the_prior(scale):
     J = linnet.linearize(double(nn.Linear(5, 1))).jacobian(x).cached()
     given = {"variance": torch.full((6,), scale).double(), "likelihood": Bernoulli()}
     exact = newton.matrix_free(J, y, mean=J.outputs(), **given)
-    found = stochastic.adam(J, y, **given, training=stochastic.Training(epochs=40, size=50))
+    found = adam.adam(J, y, **given, training=adam.Training(epochs=40, size=50))
     assert found.mode.objective == pytest.approx(exact.objective, rel=1e-2)
     close(found.mode.alpha, Bernoulli().residual(found.mode.f, y[:, None]).flatten())
-    assert stochastic.adam(J, y, **given, training=stochastic.Training(40, 50)).mode.u.equal(found.mode.u)
+    assert adam.adam(J, y, **given, training=adam.Training(40, 50)).mode.u.equal(found.mode.u)
 
 
 class Augmented(Dataset):
@@ -125,8 +125,8 @@ def test_adam_takes_the_steps_of_dense_rows(monkeypatch, form, recorded):
     made = []
     if recorded:  # as on a GPU, where it runs without Python
         monkeypatch.setattr(replay, "DEVICE", "cpu")
-        monkeypatch.setattr(stochastic, "EPOCHS", EPOCHS)
-        monkeypatch.setattr(stochastic, "STEPS", 1)
+        monkeypatch.setattr(adam, "EPOCHS", EPOCHS)
+        monkeypatch.setattr(adam, "STEPS", 1)
         monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: made.append(work) or work)
     x, y = images(30)
     lin = linnet.linearize(double(Residual()), RESIDUAL)
@@ -135,8 +135,8 @@ def test_adam_takes_the_steps_of_dense_rows(monkeypatch, form, recorded):
     J = {"as read": lambda: J, "activations": J.above_frozen}.get(form, J.cached)()
     d = torch.linspace(0.1, 0.5, A.shape[2]).double()
     parts = [[(A[i].flatten(0, 1), f[i], i) for i in order] for order in orders(30, seed=4)]
-    task = stochastic._Task(J, y, d, Categorical(), True)
-    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Task(J, y, d, Categorical(), True)
+    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     expected, losses = by_hand(parts, y, d, 30)
     close(u, expected)
     assert path == pytest.approx(losses, rel=1e-9)
@@ -149,14 +149,14 @@ def test_a_recording_that_finds_something_else_is_not_used(monkeypatch, kept):
     x, y = images(30)
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x)
     J = J.cached() if kept else J
-    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
-    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     monkeypatch.setattr(replay, "DEVICE", "cpu")
-    monkeypatch.setattr(stochastic, "STEPS", 1)
-    monkeypatch.setattr(stochastic, "EPOCHS", 1)
+    monkeypatch.setattr(adam, "STEPS", 1)
+    monkeypatch.setattr(adam, "EPOCHS", 1)
     ran = []
     monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: lambda: ran.append(work))
-    same, again = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    same, again = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert len(ran) == (1 if kept else 2)  # else one of 7, one of 8 examples
     close(same, u)
     assert again == pytest.approx(path, rel=1e-12)
@@ -174,19 +174,19 @@ def test_a_network_whose_first_pass_waits_is_recorded(monkeypatch):
     x, y = images(30)
     net, shapes, waited, made = double(Cold()), set(), [], []
     monkeypatch.setattr(replay, "DEVICE", "cpu")
-    monkeypatch.setattr(stochastic, "STEPS", 1)
+    monkeypatch.setattr(adam, "STEPS", 1)
     monkeypatch.setattr(replay, "waits", lambda work: work() is None or waited[-1])
     monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: made.append(work) or work)
     J = linnet.linearize(net, RESIDUAL).jacobian(x)
-    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    task = adam._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
     shapes.clear()
-    stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert len(made) == 2  # of 7 and of 8 examples
 
 
 def test_a_recorded_pass_looks_at_outputs_too(monkeypatch):
     monkeypatch.setattr(replay, "DEVICE", "cpu")
-    monkeypatch.setattr(stochastic, "STEPS", 1)
+    monkeypatch.setattr(adam, "STEPS", 1)
     x, y = images(32)
 
     class Turns(Augmented):
@@ -200,20 +200,20 @@ def test_a_recorded_pass_looks_at_outputs_too(monkeypatch):
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(
         linnet.data.sources.as_source(Turns(x, y, noise=0.5), nn.Linear(1, 1)).changing()
     )
-    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    task = adam._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
     with pytest.raises(ValueError, match="output is not finite for example 7"):
-        stochastic._trained(task, stochastic.Training(8, SIZE), RATE, 4, False)
+        adam._trained(task, adam.Training(8, SIZE), RATE, 4, False)
 
 
 def test_adam_takes_the_same_steps_without_room_for_copies(monkeypatch):
     x, y = images(30)
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x).cached()
-    task = stochastic._Task(J, y, torch.linspace(0.1, 0.5, J.shape[1]).double(), Categorical(), True)
-    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Task(J, y, torch.linspace(0.1, 0.5, J.shape[1]).double(), Categorical(), True)
+    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert J._copies[1]
     J.forget_minibatches()
     monkeypatch.setattr("linnet.jacobian.cached.cache_limit", lambda memory, device: 0)
-    same, again = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    same, again = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert not J._copies[1]
     assert (same - u).norm() <= 1e-12 * u.norm()
     assert again == pytest.approx(path, rel=1e-12)
@@ -232,8 +232,8 @@ def test_adam_takes_the_steps_of_dense_rows_of_data_that_changes():
     J = lin.jacobian(linnet.data.sources.as_source(Noted(x, y, noise=0.5), nn.Linear(1, 1)).changing())
     d = torch.linspace(0.1, 0.5, J.shape[1]).double()
     read.clear()
-    task = stochastic._Task(J, y, d, Categorical(), True)
-    u, path = stochastic._trained(task, stochastic.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Task(J, y, d, Categorical(), True)
+    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert len(read) == 30 * EPOCHS
     parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []
     for e, order in enumerate(orders(30, seed=4)):
@@ -264,11 +264,11 @@ def test_steps_wait_for_no_number(form):
     x, y = images(24)
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x)
     J = {"as read": lambda: J, "activations": J.above_frozen, "factors": J.cached}[form]()
-    task = stochastic._Task(J, y, torch.full((J.shape[1],), 0.1).double(), Categorical(), True)
+    task = adam._Task(J, y, torch.full((J.shape[1],), 0.1).double(), Categorical(), True)
     reads = []
     for size in (12, 12, 2, 2):  # factors are copied for the first epoch with a size
         with HostReads() as mode:
-            stochastic._trained(task, stochastic.Training(1, size), RATE, 0, False)
+            adam._trained(task, adam.Training(1, size), RATE, 0, False)
         reads.append(mode.count)
     assert reads[1] == reads[3] < 12
 
@@ -323,7 +323,7 @@ def test_adam_without_a_first_step():
     x = normal(20, 3)
     J = linnet.linearize(double(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))), "1.bias").jacobian(x)
     with pytest.raises(ValueError, match="No first step makes the objective smaller"):
-        stochastic.adam(J, torch.ones(20), variance=torch.zeros(1).double(), likelihood=Bernoulli())
+        adam.adam(J, torch.ones(20), variance=torch.zeros(1).double(), likelihood=Bernoulli())
 
 
 @pytest.mark.parametrize(
@@ -334,8 +334,8 @@ def test_adam_without_a_first_step():
 )
 def test_settings_at_and_beyond_their_bounds(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be .*positive number; got"):
-        stochastic.Training(**given)
-    assert stochastic.Training(1, 1, 1e-300).rate == 1e-300 and stochastic.Training(rate=2).rate == 2
+        adam.Training(**given)
+    assert adam.Training(1, 1, 1e-300).rate == 1e-300 and adam.Training(rate=2).rate == 2
 
 
 def test_where_adam_ends_is_measured_in_full():
@@ -344,7 +344,7 @@ def test_where_adam_ends_is_measured_in_full():
     y = (x @ w + 0.5 * normal(60, seed=3) > 0).double()
     J = linnet.linearize(double(nn.Linear(5, 1))).jacobian(x).cached()
     S, likelihood = torch.linspace(0.5, 2, 6).double(), Bernoulli()
-    mode = stochastic.adam(J, y, variance=S, likelihood=likelihood, training=stochastic.Training(3, 16)).mode
+    mode = adam.adam(J, y, variance=S, likelihood=likelihood, training=adam.Training(3, 16)).mode
     Phi, f0 = J.dense() * S.sqrt(), J.outputs()
     f = f0 + (Phi @ mode.u)[:, None]
     close(mode.f, f)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import linnet
-from linnet import replay, stochastic
 from linnet._common.torch_settings import arithmetic
+from linnet.inference.mode import adam, replay
 from linnet.jacobian import plan
 from linnet.probability.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
@@ -222,7 +222,7 @@ class Asks(torch.nn.Module):
 def test_recorded_steps_of_adam(monkeypatch: pytest.MonkeyPatch, form: str, size: int) -> None:
     from benchmarks.models import ResNet
 
-    monkeypatch.setattr(stochastic, "STEPS", 4)
+    monkeypatch.setattr(adam, "STEPS", 4)
     made: list[Any] = []
     call = replay.Recorder.__call__
     monkeypatch.setattr(replay.Recorder, "__call__", lambda self, work: made.append(work) or call(self, work))
@@ -236,10 +236,10 @@ def test_recorded_steps_of_adam(monkeypatch: pytest.MonkeyPatch, form: str, size
         J = linnet.linearize(net, top).jacobian(x.to(device), progress=False)
         J = {"factors": J.cached, "activations": J.above_frozen}.get(form, lambda: J)()
         y, variance = torch.arange(30) % J.c, torch.linspace(0.1, 1.0, J.shape[1], dtype=torch.float64)
-        given: dict[str, Any] = {"likelihood": Categorical(), "training": stochastic.Training(epochs, size, 0.01)}
-        return stochastic.adam(J, y.to(device), variance=variance.to(device), progress=False, **given)
+        given: dict[str, Any] = {"likelihood": Categorical(), "training": adam.Training(epochs, size, 0.01)}
+        return adam.adam(J, y.to(device), variance=variance.to(device), progress=False, **given)
 
-    for epochs in (stochastic.EPOCHS, stochastic.EPOCHS + 3):
+    for epochs in (adam.EPOCHS, adam.EPOCHS + 3):
         made.clear()
         found = trained("cuda", epochs)
         assert len(made) == {"factors": -(-30 // size), "asks": 0}.get(form, 2 if size == 8 else 1)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from linnet import linearize
-from linnet import mode_by_passes as passing
-from linnet.descent import descend
+from linnet.inference.mode import by_passes as passing
+from linnet.inference.mode.lbfgs import descend
+from linnet.inference.mode.newton import as_weight, weight_space
+from linnet.inference.mode.spaces import LAGGING
+from linnet.inference.problem import Settings
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch, sketch
-from linnet.newton import as_weight, weight_space
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from linnet.problem import Settings
-from linnet.spaces import LAGGING
 from tests.counted import Counted, Given
 from tests.drawn import normal
 

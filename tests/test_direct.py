@@ -7,7 +7,7 @@ import torch
 from drawn import normal
 from test_reduced import sure
 
-from linnet import sampling_system
+from linnet.inference import sampling_system
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.woodbury import Direct, direct

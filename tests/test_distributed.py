@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 
 import linnet
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows, smallest
+from linnet.inference.mode.adam import Training, adam
 from linnet.linalg.preconditioners.randomized import Sketch
 from linnet.probability.likelihoods import Categorical
-from linnet.stochastic import Training, adam
 from linnet.testing.case import Net
 
 WORLD = 2

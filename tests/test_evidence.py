@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from linnet.evidence import Choice, Spectrum, best, dense_floor, exact_spectrum, joined, weight_spectrum
-from linnet.iterative import lanczos_spectrum
-from linnet.problem import Settings
-from linnet.search import Problem, best_dense, best_weight, dense_gradient
+from linnet.inference.evidence.gaussian import (
+    Choice,
+    Spectrum,
+    best,
+    dense_floor,
+    exact_spectrum,
+    joined,
+    weight_spectrum,
+)
+from linnet.inference.evidence.search import Problem, best_dense, best_weight, dense_gradient
+from linnet.inference.gaussian.iterative import lanczos_spectrum
+from linnet.inference.problem import Settings
 
 START = Choice((1.0, 1.0), (1.0,), math.nan)
 

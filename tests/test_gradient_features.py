@@ -14,8 +14,9 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
 import linnet
-from linnet import metrics, mode_by_passes, newton
-from linnet.iterative import cached_if_fits
+from linnet import metrics
+from linnet.inference.gaussian.iterative import cached_if_fits
+from linnet.inference.mode import by_passes, newton
 from linnet.jacobian.blocks import convolution_products
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
@@ -426,10 +427,8 @@ def test_a_stale_preconditioner_is_renewed(monkeypatch):
     """Labels that a network can be sure of leave another curvature than the start has."""
     x, y = images(120)
     made = []
-    sketch = mode_by_passes.Sketch
-    monkeypatch.setattr(
-        mode_by_passes, "Sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how)
-    )
+    sketch = by_passes.Sketch
+    monkeypatch.setattr(by_passes, "Sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how))
     how = {"params": RESIDUAL, "solver": "cg-weight", "mean": "zero", "prior": 100.0, "tolerance": 1e-6}
     model = linnet.attach_head(double(Residual()), x, y, penalty=1.0)
     renewed = linnet.TangentClassifier(model, **how).fit(x, y)

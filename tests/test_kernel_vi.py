@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import linnet
 from linnet import TangentClassifier, metrics
 from linnet._demo_baselines import network, train, turned_digits
-from linnet.kernel_vi import full
+from linnet.inference.kernel_vi import full
+from linnet.inference.mode.newton import function_space
+from linnet.inference.variational import lowrank, meanfield
 from linnet.linalg.matrices import Matrix
-from linnet.newton import function_space
 from linnet.probability.expectations import expected
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from linnet.variational import lowrank, meanfield
 
 P, N = 14, 9
 

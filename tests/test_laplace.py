@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
+from linnet.inference.mode.newton import function_space
 from linnet.laplace import LOOKED_AT
 from linnet.laplace_search import Search, best, best_factor, largest_factor
-from linnet.newton import function_space
 from linnet.probability.likelihoods import Categorical, Gaussian, Likelihood
 
 

@@ -7,8 +7,8 @@ import torch
 from counted import Counting
 
 from linnet import Laplace, TangentClassifier, TangentRegressor
+from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian import plan
-from linnet.problem import Settings, choose_solver
 
 CPU = torch.device("cpu")
 N = 100

@@ -14,11 +14,12 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from linnet import linearize, spaces
+from linnet import linearize
+from linnet.inference.mode import spaces
+from linnet.inference.mode.line_search import Line
+from linnet.inference.mode.newton import function_space, inner_matrix, matrix_free, weight_space
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.preconditioners.nystrom import Preconditioner
-from linnet.line import Line
-from linnet.newton import function_space, inner_matrix, matrix_free, weight_space
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from tests.counted import Counted, Given
 from tests.drawn import double, normal

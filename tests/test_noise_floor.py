@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentRegressor, linearize
-from linnet.evidence import Choice, best, exact_spectrum
-from linnet.search import Problem, best_dense, best_weight, dense_gradient
+from linnet.inference.evidence.gaussian import Choice, best, exact_spectrum
+from linnet.inference.evidence.search import Problem, best_dense, best_weight, dense_gradient
 from linnet.testing import dense_jacobian
 
 DENSE = ["function", "weight"]

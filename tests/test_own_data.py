@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import linnet
+from linnet.inference.problem import Noise, Task
 from linnet.own_data import own_data_ratio
-from linnet.problem import Noise, Task
 
 
 def task(energy: torch.Tensor, noise: float | torch.Tensor = 1.0) -> Task:

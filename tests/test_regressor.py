@@ -15,7 +15,8 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from linnet import TangentRegressor, gaussian, linearize
+from linnet import TangentRegressor, linearize
+from linnet.inference.gaussian import closed_form
 from linnet.probability.priors import ntk_variances
 from linnet.testing import dense_jacobian, zoo
 
@@ -187,7 +188,7 @@ def test_many_rows_leave_the_hyperparameters_to_lanczos(monkeypatch: pytest.Monk
     model = mlp()
     X, y, _ = problem(model, 60, noise=0.2)
     exact = TangentRegressor(model, prior="shared", solver="function").fit(X, y)
-    monkeypatch.setitem(gaussian.EXACT_ROWS, "cpu", 50)
+    monkeypatch.setitem(closed_form.EXACT_ROWS, "cpu", 50)
     found = TangentRegressor(model, prior="shared", solver="function").fit(X, y)
     assert 0 < exact.log_evidence_ - found.log_evidence_ < 0.3  # the evidence of what was chosen is exact
     given = TangentRegressor(model, prior=found.scales_["all"], noise=found.noise_).fit(X, y)

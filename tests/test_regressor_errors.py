@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from linnet import TangentRegressor, linearize
-from linnet.gaussian import check_conditioning
-from linnet.problem import Settings
+from linnet.inference.gaussian.closed_form import check_conditioning
+from linnet.inference.problem import Settings
 from linnet.testing import dense_jacobian
 
 DENSE = ["function", "weight"]

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from linnet import linearize, sampling_system
+from linnet import linearize
+from linnet.inference import sampling_system
+from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import sketch
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian
-from linnet.problem import Settings
 from linnet.sampling import Samples, choose_space, effective_dimension, posterior_samples
 
 C = 3

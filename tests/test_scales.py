@@ -12,11 +12,12 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from linnet import scales, spaces
-from linnet.layer_scales import best_scales, scale_gradient
-from linnet.newton import Mode, function_space, weight_space
+from linnet.inference.evidence import scales
+from linnet.inference.evidence.layer_scales import best_scales, scale_gradient
+from linnet.inference.evidence.scales import best_mode, best_scale, unit_scale
+from linnet.inference.mode import spaces
+from linnet.inference.mode.newton import Mode, function_space, weight_space
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
-from linnet.scales import best_mode, best_scale, unit_scale
 from tests.drawn import normal
 from tests.test_newton import CASES, C, N, problem
 

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from linnet import linearize, newton, variational
+from linnet import linearize
+from linnet.inference import variational
+from linnet.inference.mode import newton
+from linnet.inference.variational import Variational, draws, lowrank, meanfield
 from linnet.linalg.matrices import Matrix
 from linnet.probability.expectations import expected
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.variational import Variational, draws, lowrank, meanfield
 from tests.drawn import double, normal
 
 N, C, P = 10, 3, 14

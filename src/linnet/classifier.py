@@ -15,21 +15,22 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet import generalized, saved
+from linnet import saved
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
 from linnet.data.sources import as_source
-from linnet.generalized import GeneralizedFit, How, Inference, Observed
-from linnet.iterative import cached_if_fits
+from linnet.inference import any_likelihood
+from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
+from linnet.inference.gaussian.iterative import cached_if_fits
+from linnet.inference.mode.adam import Training, check_only_map
+from linnet.inference.mode.newton import Mode
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.network.parameters import Params
-from linnet.newton import Mode
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.stochastic import Training, check_only_map
 from linnet.tangent import Mean, Tangent, at_hand, default_network, like, plain_options
 
 NOTHING = 0.01
@@ -53,11 +54,12 @@ class TangentClassifier(ClassifierMixin, Tangent):
             rises.
         inference: "vi" (the best Gaussian, which is close to the exact posterior), "map" (the mode alone: sharper, and
             no error bars) or "laplace" (a Gaussian at the mode). With few labels the mode is far from the mean and its
-            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.kernel_vi`).
+            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.kernel_vi`).
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
-        solver: "auto", "function", "weight" or "cg-weight"; see `linnet.gaussian`. With ``inference="map"`` also
-            "adam", on minibatches, for a Dataset whose examples change every time they are read (augmentation).
+        solver: "auto", "function", "weight" or "cg-weight"; see `linnet.inference.gaussian.closed_form`. With
+            ``inference="map"`` also "adam", on minibatches, for a Dataset whose examples change every time they are
+            read (augmentation).
         link: How probabilities average over the posterior: "probit" or "mc" (Monte Carlo).
         family: Of VI: "full" (any Gaussian; needs the dense kernel of solver="function"), "lowrank" (all covariances,
             in the directions that matter) or "meanfield" (independent weights); "auto" is the first of these that can
@@ -208,7 +210,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         J = self._jacobian(source)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
-            generalized.choose(*J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference)
+            any_likelihood.choose(*J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference)
         targets = None
         if at_hand(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
@@ -220,11 +222,11 @@ class TangentClassifier(ClassifierMixin, Tangent):
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
         if training is not None:
             network = self._mean == "network"
-            fit = generalized.train(
+            fit = any_likelihood.train(
                 J, targets, prior, self.likelihood_, how.settings, network=network, training=training
             )
         else:
-            fit = generalized.condition(Observed(J, targets, self._base(J), self.likelihood_), prior, how)
+            fit = any_likelihood.condition(Observed(J, targets, self._base(J), self.likelihood_), prior, how)
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error

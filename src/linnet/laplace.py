@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from linnet import laplace_saved, laplace_search, predictions
 from linnet._common.distributed import check_ranks_agree
 from linnet.behavior import drawn_inputs
-from linnet.iterative import cached_if_fits
+from linnet.inference.evidence.log_determinants import LogDet
+from linnet.inference.gaussian.iterative import cached_if_fits
+from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.jacobian.output_combinations import combined
@@ -25,12 +27,10 @@ from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
 from linnet.laplace_predict import Predictive
 from linnet.laplace_search import Method, Search, Step
 from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
-from linnet.logdets import LogDet
 from linnet.network.flat_output import FlatOutput, Sites
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.problem import Settings, choose_solver
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
 from linnet.tangent import as_targets, checked_inputs, fast_float64, plain_options
 

@@ -4,15 +4,15 @@ r"""The Laplace evidence of a network, and the prior scales and noise that maxim
           \qquad H = J^\top B J + A
 
 with prior precisions ``A = 1 / S`` on theta itself: at the network's own weights, or at the mode that the linearized
-network has under this prior (Antoran et al. 2022). With the effective dimensions of `linnet.logdets` its derivatives
-are closed forms,
+network has under this prior (Antoran et al. 2022). With the effective dimensions of
+`linnet.inference.evidence.log_determinants` its derivatives are closed forms,
 
 .. math:: \partial_{\log s_l} \log Z = \tfrac12 \left(\theta_l^\top A_l \theta_l - \gamma_l\right), \qquad
           \partial_{\log \sigma^2} \log Z = \tfrac12 \left(\|r\|^2 / \sigma^2 - n c + \textstyle\sum_l \gamma_l\right),
 
 and setting them to zero gives MacKay's fixed point, ``a_l = gamma_l / ||theta_l||^2`` and
 ``noise = ||r||^2 / (n c - gamma)``. At the mode of the linear model the curvature of a classifier moves with the prior,
-which adds to the first (`linnet.layer_scales.scale_gradient`) and which the fixed point leaves out.
+which adds to the first (`linnet.inference.evidence.layer_scales.scale_gradient`) and which the fixed point leaves out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from linnet.logdets import LogDet
+from linnet.inference.evidence.log_determinants import LogDet
 from linnet.probability.priors import Prior
 
 

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, TypeVar
 import scipy
 from torch import Tensor
 
+from linnet.inference.evidence.log_determinants import Cost
 from linnet.laplace_evidence import Evidence, Terms
-from linnet.logdets import Cost
 
 Method = Literal["gradient", "mackay"]
 

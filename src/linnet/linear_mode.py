@@ -16,17 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet import layer_scales, newton
+from linnet.inference.evidence import layer_scales
+from linnet.inference.evidence.log_determinants import LogDet
+from linnet.inference.mode import newton
+from linnet.inference.mode.by_passes import mode_by_passes
+from linnet.inference.mode.newton import Mode
+from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace_evidence import Terms, group_norms
 from linnet.linalg.cholesky import solve_lower
-from linnet.logdets import LogDet
-from linnet.mode_by_passes import mode_by_passes
-from linnet.newton import Mode
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.posteriors import by_root
 from linnet.probability.priors import Prior
-from linnet.problem import Settings, choose_solver
 
 
 @dataclass(frozen=True)

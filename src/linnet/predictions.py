@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.evidence import LOG_2PI
+from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.jacobian.differentiable_rows import TangentFeatures, product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization

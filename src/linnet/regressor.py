@@ -14,20 +14,21 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import conditioned, gaussian, saved
+from linnet import saved
 from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.messages import check_module
 from linnet.behavior import drawn_inputs
-from linnet.evidence import LOG_2PI
-from linnet.iterative import cached_if_fits
+from linnet.inference.evidence.gaussian import LOG_2PI
+from linnet.inference.gaussian import closed_form, updates
+from linnet.inference.gaussian.iterative import cached_if_fits
+from linnet.inference.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.matrices import Stack
 from linnet.network.parameters import Params
 from linnet.own_data import warn_of_own_data
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
 
 NOISE_FLOOR = 1e-3
@@ -70,10 +71,10 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             number, or one number for each output.
         noise_floor: Where few observations can all be explained, the evidence alone takes the noise to zero, and error
             bars with it. So this share of the mean squared residual of one observation is assumed to be noise, a weak
-            prior on what the evidence chooses (see `linnet.evidence`): the noise is at least that share divided by
-            the number of observations, and with many of them hardly changed. 0 for the evidence alone, as for
-            simulations without noise; a noise given as a number is not touched.
-        solver: "auto", "function", "weight", "cg-function" or "cg-weight"; see `linnet.gaussian`.
+            prior on what the evidence chooses (see `linnet.inference.evidence.gaussian`): the noise is at least that
+            share divided by the number of observations, and with many of them hardly changed. 0 for the evidence alone,
+            as for simulations without noise; a noise given as a number is not touched.
+        solver: "auto", "function", "weight", "cg-function" or "cg-weight"; see `linnet.inference.gaussian.closed_form`.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Of all computations, the network's included: "auto" is float64, which kernels need, but float32 on GPUs
             that are slow at it; "float32" or "float64".
@@ -194,7 +195,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         self.prior_ = make_prior(lin, self.prior, J=jacobians[0] if len(jacobians) == 1 else Stack(jacobians))
         if self._mean == "network":
             warn_of_own_data(tasks, self.prior_.base)
-        fits = gaussian.condition(tasks, self.prior_, replace(settings, solver=solver))
+        fits = closed_form.condition(tasks, self.prior_, replace(settings, solver=solver))
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
@@ -309,7 +310,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         J = self._jacobian(X)
         y = self._targets(y, J)
         task = self._task(J, y, X)
-        whole, fit = conditioned.extend(self._train, self._fit_, task)
+        whole, fit = updates.extend(self._train, self._fit_, task)
         return self._copy(whole, fit, [*self._train_inputs, X])
 
     def refit(self, X: Any, y: Any = None) -> TangentRegressor:
@@ -335,7 +336,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         if self._mean == "network":
             warn_of_own_data([task], self.prior_variance_)
         prior = Prior("given", self.prior_variance_)
-        (fit,) = gaussian.condition([task], prior, self._settings(J.dtype))
+        (fit,) = closed_form.condition([task], prior, self._settings(J.dtype))
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
         other = self._copy(task, replace(fit, choice=kept), [X])
         other._one_column = y.ndim == 1
@@ -394,7 +395,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             raise ValueError(f"t is a time and must not be negative; got {t!r}.")
         J = self._new_inputs(X)
         if "flow" not in self._kept:
-            self._kept["flow"] = conditioned.flow(self._train, self._fit_)
+            self._kept["flow"] = updates.flow(self._train, self._fit_)
         shift = (J @ self._kept["flow"](t)).view(J.n, J.c)
         return like(X, self._shaped(self._base(J) + shift))
 
@@ -426,14 +427,14 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         P = self._precisions()
         n, c = len(P), P.shape[1]
         step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]
-        A = conditioned.smoother(self._train, self._fit_, J)  # (m c', n c): the mean's shift is A r
+        A = updates.smoother(self._train, self._fit_, J)  # (m c', n c): the mean's shift is A r
         parts = (A.view(J.n, J.c, n, c) * step).sum(3)
         return like(X, parts[:, 0] if self._one_column else parts)
 
     def _precisions(self) -> Tensor:
         if "precisions" not in self._kept:
             self.lin_.check_unchanged(contents=True)
-            self._kept["precisions"] = conditioned.precisions(self._train, self._fit_)
+            self._kept["precisions"] = updates.precisions(self._train, self._fit_)
         return self._kept["precisions"]
 
     # Shapes and noise.

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from linnet import _light, behavior  # noqa: F401 (the first before anything that imports scikit-learn)
 from linnet._common import files
-from linnet.evidence import Choice
+from linnet.inference.evidence.gaussian import Choice
+from linnet.inference.problem import Fit, Noise, Task
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.probability import posteriors
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.probability.posteriors import Posterior
 from linnet.probability.priors import Prior
-from linnet.problem import Fit, Noise, Task
 from linnet.tangent import Tangent, default_network
 
 KIND = "tangent estimator"

@@ -20,6 +20,7 @@ from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch, Given, Source
 from linnet.data.forward_signature import as_tensors, read_only_welcome
 from linnet.data.sources import InMemory, as_source
+from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.network.parameters import select
@@ -27,7 +28,6 @@ from linnet.network.top_blocks import block_names, top_blocks
 from linnet.portable import Portable
 from linnet.probability.posteriors import Posterior
 from linnet.probability.priors import layer_sums
-from linnet.problem import Settings
 
 Mean = Literal["network", "zero"]
 

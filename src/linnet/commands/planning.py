@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet import generalized
 from linnet.commands.examples import Examples
 from linnet.commands.shared import Printer, UsageError, as_usage
+from linnet.inference import any_likelihood
+from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Params
 from linnet.network.top_blocks import top_blocks
 from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
-from linnet.problem import Settings, choose_solver
 from linnet.tangent import fast_float64
 
 LAYERS = 24
@@ -139,8 +139,8 @@ def announce(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, infe
     given: dict[str, Any] = {"device": J.device, "kernels": kernels}
     function, weight, passes = STEPS["vi" if inference == "vi" else kind]
     if kind == "classification":
-        solver = generalized.choose(rows, p, Settings(), inference=inference, **given)
-        weight = weight if generalized.searched(rows, p, J.device) else float(generalized.ONCE)
+        solver = any_likelihood.choose(rows, p, Settings(), inference=inference, **given)
+        weight = weight if any_likelihood.searched(rows, p, J.device) else float(any_likelihood.ONCE)
     else:
         solver = choose_solver(rows, p, Settings(), **given)
     rate, seconds = _rate(J), 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.gaussian import cached_if_fits
+from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.interop.gpytorch import as_linearization
 from linnet.jacobian.differentiable_rows import Features, TangentFeatures
 from linnet.jacobian.linearization import Linearization

@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet._common import messages
 from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch
-from linnet.gaussian import cached_if_fits
+from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization

@@ -6,9 +6,9 @@ from typing import final
 
 from torch import Tensor
 
+from linnet.inference.mode.newton import as_weight, inner_matrix
 from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.linalg.row_weights import weigh
-from linnet.newton import as_weight, inner_matrix
 
 
 @final

@@ -22,13 +22,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linnet import evidence, iterative, search
-from linnet.evidence import LOG_2PI, Choice
-from linnet.iterative import cached_if_fits, lanczos_spectrum
+from linnet.inference.evidence import gaussian, search
+from linnet.inference.evidence.gaussian import LOG_2PI, Choice
+from linnet.inference.gaussian import iterative
+from linnet.inference.gaussian.iterative import cached_if_fits, lanczos_spectrum
+from linnet.inference.problem import Fit, Settings, Task, assumed_noise, choose_solver
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability.posteriors import FunctionPosterior, WeightPosterior
 from linnet.probability.priors import Prior
-from linnet.problem import Fit, Settings, Task, assumed_noise, choose_solver
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
@@ -149,14 +150,14 @@ def _one(
     for parts, r in zip(kernels, residuals, strict=True):
         (K,) = parts.values()
         if len(r) <= EXACT_ROWS[r.device.type]:
-            spectra.append(evidence.exact_spectrum(K, r))
+            spectra.append(gaussian.exact_spectrum(K, r))
         else:
             spectra.append(lanczos_spectrum(lambda V, K=K: K @ V, r, settings))  # type: ignore[misc]
-    return evidence.best(
-        evidence.joined(spectra),
+    return gaussian.best(
+        gaussian.joined(spectra),
         scale=fixed[0] if fixed else None,
         noise=noise.value[0] if noise.value else None,
-        floor=evidence.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
+        floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
         assumed=sum(assumed_noise(tasks)),
     )
 
@@ -172,13 +173,13 @@ def _several(
     noise = tasks[0].noise
     if fixed and noise.value is not None:
         return Choice(fixed, noise.value, math.nan)
-    spectra = [evidence.exact_spectrum(sum(parts.values()), r) for parts, r in zip(kernels, residuals, strict=True)]  # type: ignore[arg-type]
+    spectra = [gaussian.exact_spectrum(sum(parts.values()), r) for parts, r in zip(kernels, residuals, strict=True)]  # type: ignore[arg-type]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    start = evidence.best(
-        evidence.joined(spectra),
+    start = gaussian.best(
+        gaussian.joined(spectra),
         scale=fixed[0] if fixed else None,
         noise=given,
-        floor=evidence.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
+        floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
         assumed=sum(assumed_noise(tasks)),
     )
     count = max(1, len(prior.scales))
@@ -243,11 +244,11 @@ def _weight_choice(tasks: Sequence[Task], moments: list[list[search.Moments]], p
         [sum(column) for column in zip(*found, strict=True)]  # over outputs, as if they had one noise
         for found in moments
     ]
-    spectra = [evidence.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
+    spectra = [gaussian.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    floor = evidence.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
-    start = evidence.best(
-        evidence.joined(spectra),
+    floor = gaussian.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
+    start = gaussian.best(
+        gaussian.joined(spectra),
         scale=fixed[0] if fixed else None,
         noise=given,
         floor=floor,

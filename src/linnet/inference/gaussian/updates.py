@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.evidence import LOG_2PI
-from linnet.gaussian import check_conditioning
+from linnet.inference.evidence.gaussian import LOG_2PI
+from linnet.inference.gaussian.closed_form import check_conditioning
+from linnet.inference.problem import Fit, Noise, Task
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.probability.posteriors import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
-from linnet.problem import Fit, Noise, Task
 
 
 def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:

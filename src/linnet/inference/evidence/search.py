@@ -15,7 +15,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from linnet.evidence import LOG_2PI, Choice, dense_floor, warn_of_floor
+from linnet.inference.evidence.gaussian import LOG_2PI, Choice, dense_floor, warn_of_floor
 
 Evaluate = Callable[[Sequence[float], Sequence[float]], tuple[float, list[float], list[float]]]
 """Scales and noises to the log evidence and its derivatives in their logarithms."""
@@ -48,7 +48,8 @@ def best_dense(
     """Several scales or noises, from ``start`` by L-BFGS on their logarithms with analytic gradients.
 
     What is maximized never falls below its value at the start. What is given as ``scales`` or ``noise`` is kept.
-    ``assumed`` has the energies of the noises' priors, as in `linnet.evidence.best`; none where it is empty.
+    ``assumed`` has the energies of the noises' priors, as in `linnet.inference.evidence.gaussian.best`; none where it
+    is empty.
     """
 
     def evaluate(s: Sequence[float], v: Sequence[float]) -> tuple[float, list[float], list[float]]:
@@ -209,7 +210,7 @@ def _maximized(
 
 
 def _with_prior(evaluate: Evaluate, assumed: Sequence[float]) -> Evaluate:
-    """The log evidence and the log prior of the noises, which is that of `linnet.evidence`."""
+    """The log evidence and the log prior of the noises, which is that of `linnet.inference.evidence.gaussian`."""
 
     def posterior(s: Sequence[float], v: Sequence[float]) -> tuple[float, list[float], list[float]]:
         value, ds, dv = evaluate(s, v)

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linnet import evidence
-from linnet.evidence import LOG_2PI, Choice, Spectrum
+from linnet.inference.evidence import gaussian
+from linnet.inference.evidence.gaussian import LOG_2PI, Choice, Spectrum
+from linnet.inference.problem import Fit, Settings, Task, assumed_noise
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import dense_budget, fused_cost, gram_cost
@@ -21,11 +22,11 @@ from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index
 from linnet.linalg.preconditioners.woodbury import Direct
 from linnet.probability.posteriors import SamplePosterior
 from linnet.probability.priors import Prior
-from linnet.problem import Fit, Settings, Task, assumed_noise
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space: str) -> list[Fit]:
-    """As `linnet.gaussian.condition`, in the given space, with one scale and one noise at most to choose."""
+    """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
+    choose."""
     tasks = [replace(task, J=cached_if_fits(task.J)) for task in tasks]
     noise = tasks[0].noise
     fixed = () if prior.scales else (1.0,)
@@ -33,8 +34,8 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space:
         choice = Choice(fixed, noise.value, math.nan)
     else:
         spectra = [_streamed_spectrum(task, prior, settings) for task in tasks]
-        choice = evidence.best(
-            evidence.joined(spectra),
+        choice = gaussian.best(
+            gaussian.joined(spectra),
             scale=fixed[0] if fixed else None,
             noise=noise.value[0] if noise.value else None,
             floor=64 * torch.finfo(tasks[0].J.dtype).eps,

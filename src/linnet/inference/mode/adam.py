@@ -1,14 +1,14 @@
 r"""The mode by Adam on minibatches, for data that is not the same in every epoch (augmentation).
 
-The objective is that of `linnet.newton`, :math:`\psi(u) = -\sum_i \log p(y_i \mid f_i) + \tfrac12 u^\top u` with
-:math:`f = m + \Phi u`, and so is its one optimum. A minibatch gives :math:`u - \tfrac{n}{b} \Phi_b^\top r_b` by one
-Jacobian-vector product and one vector-Jacobian product, both from one forward pass (Mu, Liang and Li 2020, equations
-4 to 7). In the whitened weights u every prior standard deviation is one, which is what lets one step length serve all
-of them. The best length of Adam's first step is known exactly, since f is linear in u: falling from there to zero along
-a half-cosine, it needs no tuning (over twelve small problems with priors weak and strong, a third or twice of it do no
-better after thirty epochs).
+The objective is that of `linnet.inference.mode.newton`, :math:`\psi(u) = -\sum_i \log p(y_i \mid f_i) + \tfrac12 u^\top
+u` with :math:`f = m + \Phi u`, and so is its one optimum. A minibatch gives :math:`u - \tfrac{n}{b} \Phi_b^\top r_b` by
+one Jacobian-vector product and one vector-Jacobian product, both from one forward pass (Mu, Liang and Li 2020,
+equations 4 to 7). In the whitened weights u every prior standard deviation is one, which is what lets one step length
+serve all of them. The best length of Adam's first step is known exactly, since f is linear in u: falling from there to
+zero along a half-cosine, it needs no tuning (over twelve small problems with priors weak and strong, a third or twice
+of it do no better after thirty epochs).
 
-On a GPU a small step takes less time than its launches, so it is recorded (`linnet.replay`).
+On a GPU a small step takes less time than its launches, so it is recorded (`linnet.inference.mode.replay`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.data.batch import Batch, Deferred, moved
 from linnet.data.sources import bar
+from linnet.inference.mode.newton import FLOOR, Line, Mode, as_weight, check_concave
+from linnet.inference.mode.replay import Repeated
 from linnet.jacobian.jacobian import Jacobian
-from linnet.newton import FLOOR, Line, Mode, as_weight, check_concave
 from linnet.probability.likelihoods import Likelihood
-from linnet.replay import Repeated
 
 TRIALS = 4
 """Minibatches on which the first step is measured."""

@@ -3,7 +3,8 @@ r"""The log evidence of Gaussian observations, and the hyperparameters that maxi
 .. math:: \log N(r \mid 0, \Sigma), \qquad \Sigma = \sum_l s_l K_l + \mathrm{diag}(\sigma^2)
 
 With one scale and one noise variance, everything there is to know about K and r is a `Spectrum`: after one
-eigendecomposition (or a few Lanczos steps) every evaluation costs O(n). Several are the business of `linnet.search`.
+eigendecomposition (or a few Lanczos steps) every evaluation costs O(n). Several are the business of
+`linnet.inference.evidence.search`.
 
 Where K can explain all of r, the evidence of a few observations often grows as the noise vanishes. A prior on the
 noise, an inverse gamma distribution in the limit of no weight but an energy a, keeps it away from zero:

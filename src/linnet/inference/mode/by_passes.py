@@ -1,11 +1,11 @@
 """The mode of a linear model by passes over the data, with preconditioners that follow the curvature.
 
-By descent (`linnet.descent`), unless the curvature is the same everywhere or there is no preconditioner; otherwise, and
-from where descent came to no end, by Newton's method, whose steps are solved by conjugate gradients
-(`linnet.newton.matrix_free`). The first preconditioner is made with the curvature at the mean. Where the data has made
-the network sure of most labels, what is left of it lies in other directions: those of a sketch, which is made when the
-curvature has become another, and with more columns when it takes many passes all the same. It reads the examples that
-carry the curvature, and follows it without a pass until another one is made
+By descent (`linnet.inference.mode.lbfgs`), unless the curvature is the same everywhere or there is no preconditioner;
+otherwise, and from where descent came to no end, by Newton's method, whose steps are solved by conjugate gradients
+(`linnet.inference.mode.newton.matrix_free`). The first preconditioner is made with the curvature at the mean. Where the
+data has made the network sure of most labels, what is left of it lies in other directions: those of a sketch, which is
+made when the curvature has become another, and with more columns when it takes many passes all the same. It reads the
+examples that carry the curvature, and follows it without a pass until another one is made
 (`linnet.linalg.preconditioners.randomized.Sketch`).
 """
 
@@ -17,17 +17,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet import newton
-from linnet.descent import descend
-from linnet.iterative import preconditioner_of
+from linnet.inference.gaussian.iterative import preconditioner_of
+from linnet.inference.mode import newton
+from linnet.inference.mode.lbfgs import descend
+from linnet.inference.mode.newton import Mode, as_weight
+from linnet.inference.problem import Settings
 from linnet.jacobian.cached import Cached, cache_limit
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import dense_budget
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch
-from linnet.newton import Mode, as_weight
 from linnet.probability.likelihoods import Gaussian, Likelihood
-from linnet.problem import Settings
 
 SKETCHED = {False: 256, True: 512}
 """Columns of a sketch, and on a GPU, where columns cost little beside the rows they multiply."""

@@ -14,8 +14,8 @@ stop when
 where 0.001 means a thousandth of a prior standard deviation, for data that the mean function already fits.
 
 The same iteration runs in three spaces: `function_space` on K, where ``u = Phi^T alpha``; `weight_space` on a dense
-Phi; `matrix_free` with products of J only. `linnet.scales` and
-`linnet.layer_scales` choose prior scales by the Laplace evidence.
+Phi; `matrix_free` with products of J only. `linnet.inference.evidence.scales` and
+`linnet.inference.evidence.layer_scales` choose prior scales by the Laplace evidence.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from functools import partial
 
 from torch import Tensor
 
-from linnet.linalg.cholesky import Solvable, log_det_from
-from linnet.linalg.operator import LinearOperator
-from linnet.line import Line
-from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
-from linnet.spaces import (
+from linnet.inference.mode.line_search import Line
+from linnet.inference.mode.spaces import (
     Function,
     Nearby,
     Products,
@@ -44,6 +41,9 @@ from linnet.spaces import (
     check_operator,
     inner_matrix,
 )
+from linnet.linalg.cholesky import Solvable, log_det_from
+from linnet.linalg.operator import LinearOperator
+from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 
 __all__ = [
     "FLOOR",

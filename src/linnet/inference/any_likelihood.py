@@ -13,17 +13,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linnet import kernel_vi, layer_scales, newton, scales, stochastic, variational
-from linnet.evidence import Choice
-from linnet.iterative import cached_if_fits, preconditioner_of, probes_of
+from linnet.inference import kernel_vi, variational
+from linnet.inference.evidence import layer_scales, scales
+from linnet.inference.evidence.gaussian import Choice
+from linnet.inference.gaussian.iterative import cached_if_fits, preconditioner_of, probes_of
+from linnet.inference.mode import adam, newton
+from linnet.inference.mode.adam import Training
+from linnet.inference.mode.by_passes import mode_by_passes
+from linnet.inference.mode.newton import Mode, as_weight
+from linnet.inference.mode.spaces import squared
+from linnet.inference.problem import Settings, choose_solver, work_of_a_minute
+from linnet.inference.variational import Variational
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.cholesky import Solution, cg, cholesky_
 from linnet.linalg.cholesky import log_det_from as exact_log_det
 from linnet.linalg.lanczos import log_det_from
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.row_weights import weigh
-from linnet.mode_by_passes import mode_by_passes
-from linnet.newton import Mode, as_weight
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.posteriors import (
     DiagonalPosterior,
@@ -35,10 +41,6 @@ from linnet.probability.posteriors import (
     WeightPosterior,
 )
 from linnet.probability.priors import Prior
-from linnet.problem import Settings, choose_solver, work_of_a_minute
-from linnet.spaces import squared
-from linnet.stochastic import Training
-from linnet.variational import Variational
 
 Inference = Literal["map", "laplace", "vi"]
 
@@ -139,7 +141,7 @@ def solver_for(J: Jacobian, prior: Prior, how: How) -> str:
 
 
 def choose(rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int, inference: str) -> str:
-    """As `linnet.problem.choose_solver`, but that a choice of scales takes several decompositions.
+    """As `linnet.inference.problem.choose_solver`, but that a choice of scales takes several decompositions.
 
     Where these are too many, "laplace" still takes one in weight space: samples by conjugate gradients would take
     thousands of products. The arguments are those of `choose_solver`.
@@ -355,7 +357,7 @@ def train(
     choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=zero)
     variance = prior.variance(choice.scales if prior.scales else ())
     given: dict[str, Any] = {"network": network, "seed": settings.seed, "progress": settings.progress}
-    found = stochastic.adam(J, y, variance=variance, likelihood=likelihood, training=training, **given)
+    found = adam.adam(J, y, variance=variance, likelihood=likelihood, training=training, **given)
     assert found.mode.u is not None
     posterior = PointPosterior(variance.sqrt() * found.mode.u)
     passes, path = found.mode.passes, found.path

@@ -1,14 +1,14 @@
 r"""The mode of a linear model by descent: one pass over the data a step, whatever the likelihood.
 
-The objective is that of `linnet.newton`. A Newton step by conjugate gradients solves with a curvature that the next
-step finds changed: a network that becomes sure of its labels loses most of it on the way. So no system is solved
-here. A step goes along :math:`-H_k^{-1} \nabla\psi`, with a preconditioner for :math:`H` that the last gradients have
-corrected (L-BFGS). One pass gives :math:`\Phi u` and the gradient at the end of a step of the length that was good last
-time; along a step f is linear, so that the best length is found without a pass, and only where it is another one does
-the gradient there take one more.
+The objective is that of `linnet.inference.mode.newton`. A Newton step by conjugate gradients solves with a curvature
+that the next step finds changed: a network that becomes sure of its labels loses most of it on the way. So no system is
+solved here. A step goes along :math:`-H_k^{-1} \nabla\psi`, with a preconditioner for :math:`H` that the last gradients
+have corrected (L-BFGS). One pass gives :math:`\Phi u` and the gradient at the end of a step of the length that was good
+last time; along a step f is linear, so that the best length is found without a pass, and only where it is another one
+does the gradient there take one more.
 
-With the preconditioners of `linnet.mode_by_passes` a block of ResNet-20 and 3,000 digits take 23 passes to a relative
-gradient of 1e-4, and 35 with images of clothes (``python -m benchmarks heads --only real --data FOLDER``).
+With the preconditioners of `linnet.inference.mode.by_passes` a block of ResNet-20 and 3,000 digits take 23 passes to a
+relative gradient of 1e-4, and 35 with images of clothes (``python -m benchmarks heads --only real --data FOLDER``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from typing import final
 
 from torch import Tensor
 
+from linnet.inference.mode.line_search import Line
+from linnet.inference.mode.newton import (
+    FLOOR,
+    Mode,
+    as_weight,
+    check_concave,
+    check_mean,
+    check_operator,
+    mode_at,
+    terms,
+)
+from linnet.inference.mode.spaces import SLOW, Products, Renew
 from linnet.linalg.cholesky import Solvable
 from linnet.linalg.operator import LinearOperator
-from linnet.line import Line
-from linnet.newton import FLOOR, Mode, as_weight, check_concave, check_mean, check_operator, mode_at, terms
 from linnet.probability.likelihoods import Likelihood
-from linnet.spaces import SLOW, Products, Renew
 
 REMEMBERED = 20
 """Steps whose gradients correct the preconditioner."""
@@ -63,7 +72,7 @@ def descend(
         mean: m, (n, c).
         likelihood: Of the targets given f.
         preconditioner: Of H, in whitened weights, at the mean.
-        renew: As for `linnet.newton.matrix_free`.
+        renew: As for `linnet.inference.mode.newton.matrix_free`.
         tolerance: Of the relative gradient.
         passes: At most as many.
 

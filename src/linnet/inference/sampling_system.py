@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.iterative import preconditioner_of
+from linnet.inference.gaussian.iterative import preconditioner_of
+from linnet.inference.mode.spaces import squared
+from linnet.inference.problem import Settings
 from linnet.jacobian.informative_rows import reduced
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import autodiff_wins, dense_budget
@@ -29,8 +31,6 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import Preconditioner
 from linnet.linalg.preconditioners.randomized import rescaled, sketch
 from linnet.linalg.preconditioners.woodbury import Direct, direct
-from linnet.problem import Settings
-from linnet.spaces import squared
 
 NEAR = 10.0
 """A preconditioner serves again while no prior variance, in units of the noise, has changed by a larger factor."""

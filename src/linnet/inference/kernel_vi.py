@@ -1,6 +1,6 @@
 r"""The best of all Gaussian posteriors of a likelihood on a linear model, from its dense kernel.
 
-With f = m + Phi u and u ~ N(0, I) as in `linnet.variational`, the Gaussian q(u) with the largest ELBO has
+With f = m + Phi u and u ~ N(0, I) as in `linnet.inference.variational`, the Gaussian q(u) with the largest ELBO has
 
 .. math:: \mu = \Phi^\top \alpha, \quad \alpha = E_q[\mathrm{residual}], \qquad
           \Sigma = (I + \Phi^\top \bar B \Phi)^{-1}, \quad \bar B = E_q[B]
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet.inference.mode.newton import FLOOR, Line, inner_matrix
+from linnet.inference.variational import FLAT, Problem, Variational
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower
 from linnet.linalg.operator import LinearOperator
-from linnet.newton import FLOOR, Line, inner_matrix
 from linnet.probability.expectations import Expected
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.posteriors import by_root
-from linnet.variational import FLAT, Problem, Variational
 
 DRAWS = 256
 """Draws for each example. Where the prior says next to nothing, few of them do not show how the covariance should
@@ -60,7 +60,8 @@ def full(
         mean: m, (n, c).
         likelihood: Of the targets given f; log-concave.
         K: ``J S J^T``, (n c, n c).
-        start: alpha to begin with, (n c,), such as that of a `linnet.newton.Mode` in function space; None for zero.
+        start: alpha to begin with, (n c,), such as that of a `linnet.inference.mode.newton.Mode` in function space;
+            None for zero.
         samples: Draws for each example where expectations are not exact (`Categorical`), in pairs; the same throughout.
         seed: Of the draws.
         tolerance: Stop when an iteration raises the ELBO by less than this part of it.

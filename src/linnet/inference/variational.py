@@ -6,7 +6,7 @@ are Gaussian with mean :math:`m_i + \Phi_i \mu` and covariance :math:`C_i = \Phi
 .. math:: \mathrm{ELBO} = \sum_i E_{f_i \sim N}[\log p(y_i \mid f_i)] - \mathrm{KL}(q \,\|\, N(0, I)),
 
 the lower bound of the log evidence, takes an expectation over c outputs for each example (local reparametrization).
-There are two families of covariances here, and all of them in `linnet.kernel_vi`, where K is at hand:
+There are two families of covariances here, and all of them in `linnet.inference.kernel_vi`, where K is at hand:
 
 - `meanfield`: :math:`\Sigma = \mathrm{diag}(v)`;
 - `lowrank`: :math:`\Sigma = I - P P^\top + P C P^\top`, any covariance C along r orthonormal directions, the prior in
@@ -28,10 +28,18 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
+from linnet.inference.mode.newton import (
+    FLOOR,
+    Line,
+    as_weight,
+    check_concave,
+    check_kind,
+    check_mean,
+    check_operator,
+)
 from linnet.linalg.cholesky import Solvable, cg, cholesky_, log_det_from
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import weigh
-from linnet.newton import FLOOR, Line, as_weight, check_concave, check_kind, check_mean, check_operator
 from linnet.probability.expectations import Expected, expected
 from linnet.probability.likelihoods import Likelihood
 
@@ -71,7 +79,8 @@ class Variational:
             larger of its two terms.
         iterations: How many.
         converged: Whether the ELBO has stopped rising, at a mean with a small gradient.
-        root: L, (n c,) or (n, c, c), with ``Sigma = (I + Phi^T L L^T Phi)^-1``; None but from `linnet.kernel_vi`.
+        root: L, (n c,) or (n, c, c), with ``Sigma = (I + Phi^T L L^T Phi)^-1``; None but from
+            `linnet.inference.kernel_vi`.
         factor: (n c, n c), the lower Cholesky factor of ``I + L^T K L``; None as root is.
     """
 

@@ -2,10 +2,10 @@ r"""Scales of the prior with the largest Laplace evidence, for any log-concave l
 
 .. math:: \log Z(s) = \log p(y \mid f) - \tfrac12 u^\top u - \tfrac12 \log\det(I + s L^\top K L)
 
-at the mode for the scale s (`linnet.newton`). The evidence of one scale is smooth in its logarithm t, and each value
-takes a mode and a decomposition, so that values are what is saved: a part of the data says where to look, a polynomial
-through the values nearby says where the top is, and every mode starts from the nearest one known. Several scales are
-the business of `linnet.layer_scales`.
+at the mode for the scale s (`linnet.inference.mode.newton`). The evidence of one scale is smooth in its logarithm t,
+and each value takes a mode and a decomposition, so that values are what is saved: a part of the data says where to
+look, a polynomial through the values nearby says where the top is, and every mode starts from the nearest one known.
+Several scales are the business of `linnet.inference.evidence.layer_scales`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.evidence import Choice
+from linnet.inference.evidence.gaussian import Choice
+from linnet.inference.mode.newton import Mode, function_space, weight_space
 from linnet.linalg.cholesky import solve_lower
-from linnet.newton import Mode, function_space, weight_space
 from linnet.probability.likelihoods import Likelihood
 
 STEP = 4 / 3 * math.log(10.0)
@@ -95,7 +95,7 @@ def best_mode(
 
     Args:
         A: K (n c, n c), or Phi (n c, p), both for a scale of one.
-        y: As for `linnet.newton.function_space`, and so are mean and likelihood.
+        y: As for `linnet.inference.mode.newton.function_space`, and so are mean and likelihood.
         mean: m, (n, c).
         likelihood: Of the targets given f.
         space: ``"function"`` for K, ``"weight"`` for Phi.

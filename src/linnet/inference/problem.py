@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
-from linnet.evidence import Choice
+from linnet.inference.evidence.gaussian import Choice
 from linnet.jacobian.plan import check_fits, dense_budget
 from linnet.linalg.cholesky import Solution
 from linnet.probability.posteriors import Posterior
@@ -136,7 +136,8 @@ class Fit:
 
 
 def assumed_noise(tasks: Sequence[Task]) -> tuple[float, ...]:
-    """The energies of the prior on each scale of the noise, for `linnet.evidence.best`; zero where it is given.
+    """The energies of the prior on each scale of the noise, for `linnet.inference.evidence.gaussian.best`; zero where
+    it is given.
 
     The share ``floor`` of the mean square of all residuals with that scale, in units of their known variances.
     """

@@ -10,11 +10,11 @@ import scipy  # its optimize is imported at first use
 import torch
 from torch import Tensor
 
-from linnet.evidence import Choice
+from linnet.inference.evidence.gaussian import Choice
+from linnet.inference.evidence.scales import best_scale, unit_scale
+from linnet.inference.mode.newton import Mode, function_space
 from linnet.linalg.cholesky import solve_lower
-from linnet.newton import Mode, function_space
 from linnet.probability.likelihoods import Likelihood
-from linnet.scales import best_scale, unit_scale
 
 SPAN = math.log(1e8)
 """Scales of layers are sought this far down from the common one, and half as far up."""
@@ -35,7 +35,7 @@ def best_scales(
 
     Args:
         parts: Name to K_l, (n c, n c).
-        y: As for `linnet.newton.function_space`, and so are mean and likelihood.
+        y: As for `linnet.inference.mode.newton.function_space`, and so are mean and likelihood.
         mean: m, (n, c).
         likelihood: Of the targets given f.
         start: Scales to begin with; None for the `best_scale` of the sum, or where that is next to nothing, for
@@ -103,7 +103,7 @@ def scale_gradient(
     Args:
         parts: The K_l, (n c, n c).
         scales: The s_l.
-        mode: Of their sum, from `linnet.newton.function_space`.
+        mode: Of their sum, from `linnet.inference.mode.newton.function_space`.
         likelihood: Of the targets given f.
     """
     if mode.factor is None or mode.u is not None:

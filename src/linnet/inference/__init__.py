@@ -1,0 +1,1 @@
+"""Data, prior and likelihood to posterior and evidence."""

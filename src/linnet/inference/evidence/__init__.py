@@ -1,0 +1,1 @@
+"""The evidence of scales and noise, and the search for its maximum."""

@@ -1,0 +1,1 @@
+"""Conditioning on observations with Gaussian noise."""

@@ -1,0 +1,386 @@
+r"""Samples from the posterior of a linearized network, by sample-then-optimize (Antoran, Padhy et al. 2023).
+
+The posterior of the parameters around their trained values is :math:`N(0, H^{-1})`, :math:`H = J^\top B J + A`, with
+the curvature :math:`B = L L^\top` of the likelihood and prior precisions :math:`A = S^{-1}`. A solution of
+
+.. math:: H z = J^\top L \, e + A^{1/2} h, \qquad e \sim N(0, I), \quad h \sim N(0, I)
+
+is a draw from it, since the right-hand side has covariance H. All samples are columns of one system, so that an
+iteration of conjugate gradients is one fused pass. Written with whitened weights :math:`z = S^{1/2} u` and
+:math:`\Phi = J S^{1/2}`, the system is :math:`(I + \Phi^\top B \Phi) u = \Phi^\top L e + h`, whose solution differs
+from h in the range of :math:`\Phi^\top` only: iterations start at ``u = h`` and leave all other directions exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from linnet.inference.gaussian.iterative import probes_of
+from linnet.inference.mode.newton import as_weight, inner_matrix
+from linnet.inference.problem import Settings
+from linnet.inference.sampling_system import again, system_of
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.plan import dense_budget
+from linnet.linalg.cholesky import Solution, cg, cholesky_, cholesky_solve
+from linnet.linalg.cholesky import log_det_from as dense_log_det
+from linnet.linalg.lanczos import log_det_from
+from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.woodbury import REFINED, Direct
+from linnet.network.parameters import Layout
+from linnet.probability.posteriors import SamplePosterior, by_root
+
+Space = Literal["auto", "weight", "function"]
+Kind = Literal["auto", "sketch", "nystrom", "pivoted-cholesky", "none"]
+
+PATIENCE = 128
+"""Function space is worth its (n c)^2 p while n c is below this many times the columns of a pass, 2 k + 64."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Draws from the posterior of the parameters, less their mean.
+
+    Attributes:
+        Z: (p, k), displacements of theta, of mean zero.
+        variance: S, (p,).
+        seed: Of the draws.
+        space: Where they were solved for, "weight" or "function".
+        solution: Of the whitened system; ``residual`` is relative to ``||S^(1/2) J^T L e||``. In function space without
+            its value, and its iterations are refinements; None there in float64.
+        log_det: ``log det(I + S^(1/2) J^T B J S^(1/2))``; None in weight space without probes.
+        log_det_error: Its standard error; 0 where exact.
+        preconditioner: What the solve used, for the next one with nearly the same data and prior.
+        curvature: The mean square of L, by which the next one tells another noise.
+    """
+
+    Z: Tensor
+    variance: Tensor
+    seed: int
+    space: str
+    solution: Solution | None = field(default=None, repr=False)
+    log_det: float | None = None
+    log_det_error: float = 0.0
+    preconditioner: Preconditioner | Direct | None = field(default=None, repr=False)
+    curvature: float = 0.0
+
+    @property
+    def k(self) -> int:
+        """How many there are."""
+        return self.Z.shape[1]
+
+    def posterior(self, delta: Tensor | None = None) -> SamplePosterior:
+        """What they say about f at other inputs: variances, joint covariances, joint samples.
+
+        Args:
+            delta: (p,), the mean of the displacement; None means zero.
+        """
+        return SamplePosterior(torch.zeros_like(self.variance) if delta is None else delta, self.Z)
+
+    def effective_dimensions(self, layout: Layout) -> dict[str, tuple[float, float]]:
+        r"""How many parameters of each layer the data determines, with standard errors, from the samples alone.
+
+        .. math:: \gamma_l = p_l - \mathrm{tr}[H^{-1} A]_{ll} = \mathrm{E} \, [h_l^\top (h_l - u_l)]
+
+        Since u differs from h where the data speaks only, the standard error is about :math:`\sqrt{3 \gamma_l / k}`;
+        that of :math:`p_l - a_l \|z_l\|^2`, which has the same expectation, is :math:`\sqrt{2 p_l / k}`.
+
+        Args:
+            layout: Of the parameters, ``lin.layout``.
+        """
+        if layout.p != len(self.Z):
+            raise ValueError(f"The samples have {len(self.Z)} parameters and the layout {layout.p}: pass lin.layout.")
+        _check_two(self.k)
+        h = _draws(len(self.Z), self.k, self.Z, Settings(seed=self.seed).generator(4))
+        d = self.variance.sqrt()[:, None]
+        part = h * (h - torch.where(d > 0, self.Z / d, h))
+        out = {}
+        for layer, names in layout.layers.items():
+            each = sum((part[layout.slices[name]].double().sum(0) for name in names), torch.zeros(()))
+            assert isinstance(each, Tensor)
+            out[layer] = _estimate(each)
+        return out
+
+
+@torch.no_grad()
+def posterior_samples(
+    J: Jacobian,
+    S: Tensor,
+    L: Tensor,
+    k: int,
+    *,
+    tolerance: float = 1e-2,
+    iterations: int = 1000,
+    seed: int = 0,
+    start: Samples | None = None,
+    space: Space = "auto",
+    preconditioner: Kind | Preconditioner | Direct = "auto",
+    rank: int | str = "auto",
+    probes: int = 0,
+    memory: float | str = "auto",
+    coarse: Jacobian | None = None,
+    progress: bool | None = None,
+) -> Samples:
+    """k draws from the posterior, all in one solve.
+
+    In weight space every iteration is one fused pass with ``k + probes`` columns; beside them it holds about nine
+    blocks (p, k), and ``rank`` directions of the preconditioner. Function space takes the Gram matrix (n c, n c), is
+    exact, and gives the same draws: it is chosen where n c is small.
+
+    Args:
+        J: The Jacobian of the training data, (n c, p).
+        S: Prior variances, (p,); zero keeps a parameter where it is.
+        L: A root of the curvature, (n, c) or (n, c, c): ``likelihood.root(f)``.
+        k: How many draws.
+        tolerance: Largest residual of a column, relative to the part of its right-hand side that comes from the data:
+            however many parameters the data says nothing about, they do not count.
+        iterations: At most this many.
+        seed: The same seed gives the same e and h, also for another S.
+        start: Samples from the same seed to start from, for another S, another noise or other weights. Where none of
+            them has changed much, their preconditioner serves again (unless another is asked for).
+        space: "weight", "function", or "auto".
+        preconditioner: "sketch" (`linnet.linalg.preconditioners.randomized`), "nystrom" or "pivoted-cholesky"
+            (`linnet.linalg.preconditioners.nystrom`), "none", or one that is made already. "auto" is a direct solve
+            with the rows that carry the curvature (`linnet.linalg.preconditioners.woodbury`) where these are few or a
+            sketch has no memory, and else a sketch.
+        rank: Columns of the sketch, or landmark examples; "auto" goes by memory, and by what a column costs.
+        probes: Columns more for the log determinant, at least 2, or 0 for none.
+        memory: Bytes that dense matrices and preconditioners may take, or "auto".
+        coarse: The same Jacobian in a cheaper precision, ``lin.jacobian(X, precision="high")``, for the iterations in
+            weight space and their preconditioner. Right-hand sides and residuals stay J's, and so does the tolerance.
+            None takes the rows that carry the curvature, where they are few (`linnet.jacobian.informative_rows`); with
+            probes for the preconditioner only.
+        progress: None shows a bar on a terminal only, False never, True always.
+
+    Raises:
+        ArithmeticError: The solve did not converge.
+
+    Example:
+        >>> from linnet import linearize
+        >>> from linnet.likelihoods import Gaussian
+        >>> J = linearize(torch.nn.Linear(3, 1)).jacobian(torch.eye(3))
+        >>> samples = posterior_samples(J, torch.ones(4), Gaussian(0.1).root(J.outputs()), 64)
+        >>> samples.Z.shape, samples.posterior().variance(J).shape
+        (torch.Size([4, 64]), torch.Size([3, 1]))
+    """
+    L = _check(J, S, L, k, probes, space)
+    if coarse is not None and (coarse.shape != J.shape or probes):
+        raise ValueError(
+            f"coarse= must be J {J.shape} in another precision, and no probes can go with it; got {coarse.shape} and "
+            f"{probes} probes."
+        )
+    kind = _kind(preconditioner)
+    settings = Settings(
+        tolerance=tolerance,
+        iterations=iterations,
+        preconditioner="auto" if kind == "sketch" else kind,  # type: ignore[arg-type]
+        rank=rank,
+        probes=max(probes, 1),
+        seed=seed,
+        memory=memory,
+        progress=progress,
+    )
+    if start is not None and (start.Z.shape != (len(S), k) or start.seed != seed):
+        raise ValueError(
+            f"start needs {k} samples of {len(S)} parameters from seed {seed}, since it is their e and h that make a "
+            f"start worth while; got {start.k} of {len(start.Z)} from seed {start.seed}."
+        )
+    e = _draws(J.shape[0], k, S, settings.generator(3))
+    h = _draws(J.shape[1], k, S, settings.generator(4))
+    if (choose_space(J, k, memory) if space == "auto" else space) == "function":
+        return _function(J, S, L, e, h, seed, tolerance)
+    J, d = J.steady(), S.sqrt()
+    Phi = J.scaled(d)
+    data = Phi.T @ by_root(L, e)
+    del e
+    B = data + h
+    # A share of the whole right-hand side could be met by h alone, where there are many more parameters than data.
+    share = float((torch.linalg.vector_norm(data, dim=0) / torch.linalg.vector_norm(B, dim=0).clamp_min(1e-30)).min())
+    del data
+    if share == 0:
+        return Samples(d[:, None] * h, S, seed, "weight", Solution(h, True, 0, 0.0, tolerance=tolerance), 0.0)
+    P: Preconditioner | Direct | None = None if isinstance(preconditioner, str) else preconditioner
+    if preconditioner == "auto" and rank == "auto" and start is not None and start.preconditioner is not None:
+        P = again(start.preconditioner, start.variance, S, float(L.square().mean()) / start.curvature)
+    system = system_of(J, S, L, k, settings, kind=kind, coarse=coarse, preconditioner=P, probes=probes)
+    P = system.preconditioner
+    first = h if start is None else _started(start, h, d)
+    if probes:
+        more = probes_of(P, J.shape[1], J, settings)
+        B, first = torch.cat([B, more], 1), torch.cat([first, torch.zeros_like(more)], 1)
+        del more
+    solution = cg(
+        system.product,
+        B,
+        exact=system.exact,
+        preconditioner=P,
+        tolerance=tolerance * share,
+        iterations=iterations,
+        start=first,
+        probes=probes,
+        progress=progress,
+    )
+    solution = replace(solution, residual=solution.residual / share, tolerance=tolerance)
+    solution.checked("the system of the posterior samples")
+    log_det, error = (None, 0.0) if not probes else _log_det(solution, P, J.shape[1])
+    Z = d[:, None] * solution.value[:, :k]
+    return Samples(Z, S, seed, "weight", solution, log_det, error, P, float(L.square().mean()))
+
+
+def choose_space(J: Jacobian, k: int, memory: float | str = "auto") -> str:
+    """Function space while its matrices fit memory and cost no more than some dozens of passes; else weight space.
+
+    Args:
+        J: (n c, p).
+        k: Columns.
+        memory: Bytes, or "auto".
+    """
+    rows, p = J.shape
+    fits = (24 if J.dtype == torch.float64 else 20) * rows**2 <= dense_budget(memory, J.device)
+    return "function" if fits and rows <= PATIENCE * (2 * k + 64) and rows < 4 * p else "weight"
+
+
+@torch.no_grad()
+def effective_dimension(J: Jacobian, L: Tensor, Z: Tensor) -> tuple[float, float]:
+    r"""How many parameters the data determines, and the standard error of that estimate; one pass.
+
+    .. math:: \gamma = \mathrm{tr}(H^{-1} J^\top B J) = \mathrm{E} \, \|L^\top J z\|^2
+
+    The standard error is at most about :math:`\sqrt{2 \gamma / k}`. For each layer of its own, and without a pass:
+    `Samples.effective_dimensions`.
+
+    Args:
+        J: (n c, p), of the data that the samples were made with.
+        L: A root of the curvature, (n, c) or (n, c, c).
+        Z: Posterior samples, (p, k).
+
+    Example:
+        >>> from linnet import linearize
+        >>> J, L = linearize(torch.nn.Linear(2, 1)).jacobian(torch.eye(2)), torch.full((2, 1), 30.0)
+        >>> gamma, error = effective_dimension(J, L, posterior_samples(J, torch.ones(3), L, 256).Z)
+        >>> bool(abs(gamma - 2) < 4 * error)
+        True
+    """
+    _check_two(Z.shape[1])
+    return _estimate(by_root(as_weight(L), J @ Z, transpose=True).double().square().sum(0))
+
+
+# The two spaces.
+
+
+def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int, tolerance: float) -> Samples:
+    """``u = h + Phi^T L M^-1 (e - L^T Phi h)``, which is the weight-space solution for the same e and h.
+
+    Rounding of M in float32 is measured by eigenvalues that may be millions beside the one of its identity: there the
+    true residual, ``Phi^T L (e - L^T Phi u - a)``, is looked at, and refined as long as it has to be.
+    """
+    d = S.sqrt()[:, None]
+    M = inner_matrix(J.gram(scale=S), L)
+    if J.device.type == "cpu" or 8 * M.numel() <= REFINED:
+        M = M.double()
+    factor = cholesky_(M)
+    log_det = float(dense_log_det(factor))
+
+    def solved(right: Tensor) -> Tensor:
+        return cholesky_solve(factor, right.to(factor.dtype), overwrite=True).to(right.dtype)
+
+    def lifted(a: Tensor) -> Tensor:
+        return d * (J.T @ by_root(L, a))
+
+    def left(u: Tensor, a: Tensor) -> Tensor:
+        return e - by_root(L, J @ (d * u), transpose=True) - a
+
+    a = solved(left(h, torch.zeros_like(e)))
+    u = h + lifted(a)
+    if J.dtype == torch.float64:
+        return Samples(d * u, S, seed, "function", None, log_det)
+    size = torch.linalg.vector_norm(lifted(e), dim=0).clamp_min(1e-30)
+    before, rounds = math.inf, 0
+    while True:
+        rest = left(u, a)
+        worst = float((torch.linalg.vector_norm(lifted(rest), dim=0) / size).nan_to_num(nan=math.inf).max())
+        if worst <= tolerance or worst > 0.5 * before:
+            break
+        before, rounds, step = worst, rounds + 1, solved(rest)
+        a += step
+        u += lifted(step)
+    solution = Solution(u, worst <= tolerance, rounds, worst, tolerance=tolerance)
+    solution.checked("the system of the posterior samples")
+    return Samples(d * u, S, seed, "function", replace(solution, value=u[:0]), log_det)
+
+
+def _started(start: Samples, h: Tensor, d: Tensor) -> Tensor:
+    """Where to start with other prior variances: h, and what the data changed about it before, moved to the new range.
+
+    ``u - h = S^(1/2) J^T a`` for some a, which another S leaves nearly parallel; its length changes much less than S.
+    """
+    old = start.variance.sqrt()[:, None]
+    change = torch.where(old > 0, start.Z / old - h, 0)
+    moved = torch.where(old > 0, d[:, None] / old * change, 0)
+    before, after = (torch.linalg.vector_norm(x, dim=0) for x in (change, moved))
+    return h + moved * torch.where(after > 0, before / after, 0)
+
+
+def _log_det(solution: Solution, P: Preconditioner | Direct | None, p: int) -> tuple[float, float]:
+    assert solution.tridiagonals is not None
+    return log_det_from(solution.tridiagonals, P, p)
+
+
+def _draws(rows: int, k: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, k, dtype=like.dtype, generator=generator).to(like.device)
+
+
+def _estimate(each: Tensor) -> tuple[float, float]:
+    return float(each.mean()), float(each.std() / len(each) ** 0.5)
+
+
+# Checks.
+
+
+def _kind(preconditioner: Kind | Preconditioner | Direct) -> str:
+    if isinstance(preconditioner, Preconditioner | Direct):
+        return "none"
+    if preconditioner not in get_args(Kind):
+        raise ValueError(
+            f"preconditioner must be a Preconditioner, a Direct, or one of {', '.join(map(repr, get_args(Kind)))}; "
+            f"got {preconditioner!r}."
+        )
+    return str(preconditioner)
+
+
+def _check(J: Jacobian, S: Tensor, L: Tensor, k: int, probes: int, space: str) -> Tensor:
+    """L as operators take it."""
+    if space not in get_args(Space):
+        raise ValueError(f"space must be one of {', '.join(map(repr, get_args(Space)))}; got {space!r}.")
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"The number of samples must be a positive integer; got {k!r}.")
+    if probes < 0 or probes == 1:
+        raise ValueError(
+            f"A log determinant with a standard error needs at least 2 probes, or 0 for none; got {probes}."
+        )
+    if tuple(S.shape) != (J.shape[1],):
+        raise ValueError(f"J has shape {J.shape}, so S needs shape ({J.shape[1]},); got {tuple(S.shape)}.")
+    if tuple(L.shape) not in ((J.n, J.c), (J.n, J.c, J.c)):
+        raise ValueError(
+            f"J has {J.n} examples with {J.c} outputs, so L needs shape ({J.n}, {J.c}) or ({J.n}, {J.c}, {J.c}), as "
+            f"likelihood.root(f) gives it; got {tuple(L.shape)}."
+        )
+    for name, given in (("S", S), ("L", L)):
+        if given.dtype != J.dtype or given.device != J.device:
+            raise TypeError(
+                f"J is {J.dtype} on {J.device}, so {name} must be too; got {given.dtype} on {given.device}."
+            )
+    if not bool(((S >= 0) & torch.isfinite(S)).all()):
+        raise ValueError("S holds prior variances, which must be finite and not negative; some are not.")
+    if not bool(torch.isfinite(L).all()):
+        raise ValueError("L, the root of the likelihood's curvature, holds NaN or infinity.")
+    return as_weight(L)
+
+
+def _check_two(k: int) -> None:
+    if k < 2:
+        raise ValueError(f"A standard error needs at least 2 samples; got {k}.")
