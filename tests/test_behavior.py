@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import behavior
 from linnet._common import files
+from linnet._estimator import behavior
 from linnet.data.sources import as_source
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))

@@ -154,7 +154,7 @@ def test_what_a_repository_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             raise huggingface_hub.errors.EntryNotFoundError(filename)
         return str(tmp_path / filename)
 
-    monkeypatch.setattr("linnet.hub.hf_hub_download", download)
+    monkeypatch.setattr("linnet._estimator.hub.hf_hub_download", download)
     monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", download)
     again = linnet.TangentClassifier.from_pretrained("someone/adapter", net(), revision="v1")
     torch.testing.assert_close(again.predict_proba(NEW), clf.predict_proba(NEW), rtol=1e-12, atol=0)
@@ -179,7 +179,7 @@ def test_errors(tmp_path: Path) -> None:
 
 
 def test_names_on_the_hub(tmp_path: Path) -> None:
-    from linnet.hub import known_name
+    from linnet._estimator.hub import known_name
 
     model = net()
     assert known_name(model) is None and known_name(None) is None

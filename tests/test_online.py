@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from linnet._estimator.optimizer_steps import epoch, shuffled
 from linnet.data.sources import as_source
 from linnet.online import EvidenceStep, train_with_evidence
 from linnet.probability.likelihoods import Gaussian
-from linnet.training import epoch, shuffled
 
 
 def line(n: int = 60, d: int = 4) -> tuple[Tensor, Tensor]:

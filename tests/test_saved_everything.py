@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet import saved
 from linnet._common import files
+from linnet._estimator import files as saved
 
 X, NEW = normal(14, 3), normal(4, 3, seed=5)
 NUMBERS = normal(14, 2, seed=1)

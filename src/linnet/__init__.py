@@ -54,19 +54,19 @@ _LATER = {
     "TangentClassifier": "classifier",
     "TangentRegressor": "regressor",
     "attach_head": "heads",
-    "load": "saved",
+    "load": "_estimator.files",
     "train_with_evidence": "online",
 }
 
 if TYPE_CHECKING:
     from linnet import limits, report
+    from linnet._estimator.files import load
     from linnet.classifier import TangentClassifier
     from linnet.fisher import FisherEmbedding
     from linnet.heads import attach_head
     from linnet.laplace import Laplace
     from linnet.online import train_with_evidence
     from linnet.regressor import TangentRegressor
-    from linnet.saved import load
 else:
 
     def __getattr__(name: str) -> Any:

@@ -15,10 +15,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet import saved
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.messages import check_module
-from linnet.behavior import drawn_inputs
+from linnet._estimator import files
+from linnet._estimator.behavior import drawn_inputs
 from linnet.data.sources import as_source
 from linnet.inference import any_likelihood
 from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
@@ -255,7 +255,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self.classes_ = np.array(meta["classes"], dtype=meta["classes_dtype"])
-        self.likelihood_ = saved.LIKELIHOODS[meta["likelihood"]]()
+        self.likelihood_ = files.LIKELIHOODS[meta["likelihood"]]()
         self.multilabel_, self._tensors = meta["multilabel"], meta["tensors"]
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()

@@ -17,11 +17,14 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import behavior, saved, scores
+from linnet import scores
 from linnet._common import files, messages
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import check_precision
-from linnet.behavior import drawn_inputs
+from linnet._estimator import behavior
+from linnet._estimator import files as saved
+from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.portable import Portable
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
 from linnet.jacobian.jacobian import Jacobian
@@ -32,7 +35,6 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.network.parameters import Params
 from linnet.network.weight_watch import Watch
-from linnet.portable import Portable
 from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent import checked_inputs, like, plain_options
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from linnet import laplace_saved, laplace_search, predictions
 from linnet._common.distributed import check_ranks_agree
-from linnet.behavior import drawn_inputs
+from linnet._estimator.behavior import drawn_inputs
 from linnet.inference.evidence.log_determinants import LogDet
 from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings, choose_solver

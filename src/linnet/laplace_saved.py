@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from linnet import behavior, saved
 from linnet._common import files
+from linnet._estimator import behavior
+from linnet._estimator import files as saved
 from linnet.jacobian.kronecker import Rotation
 from linnet.laplace_search import Step
 from linnet.network.flat_output import Sites
@@ -34,7 +35,8 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 
 
 def save(la: Laplace, path: str | os.PathLike[str]) -> None:
-    """Write a fitted approximation; see `linnet.saved.save` for what a posterior in function space takes along."""
+    """Write a fitted approximation; see `linnet._estimator.files.save` for what a posterior in function space takes
+    along."""
     found = la.posterior_
     name = type(found).__name__
     tensors = {f"posterior.{part}": saved._part(found, part) for part in PARTS[name]}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common.messages import check_module
+from linnet._estimator.optimizer_steps import epoch, shuffled
 from linnet.data.sources import as_source
 from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
 from linnet.laplace_search import Method
@@ -28,7 +29,6 @@ from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.priors import PriorSpec, check_prior
-from linnet.training import epoch, shuffled
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import saved
 from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.messages import check_module
-from linnet.behavior import drawn_inputs
+from linnet._estimator import files
+from linnet._estimator.behavior import drawn_inputs
 from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.inference.gaussian import closed_form, updates
 from linnet.inference.gaussian.iterative import cached_if_fits
@@ -286,7 +286,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         self._log_variances = self._linearize(network, dtype, second=True) if both else None
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        meta, tensors = saved.task_state(self._train, self._fit_)
+        meta, tensors = files.task_state(self._train, self._fit_)
         if self._level is not None:
             tensors["level"] = self._level
         found = self.noise_.tolist() if isinstance(self.noise_, np.ndarray | Tensor) else self.noise_
@@ -294,8 +294,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self._one_column, self._level = meta["one_column"], tensors.get("level")
-        self.prior_ = saved.prior_from(self)
-        self._train, self._fit_ = saved.task_from(meta, tensors, J, self)
+        self.prior_ = files.prior_from(self)
+        self._train, self._fit_ = files.task_from(meta, tensors, J, self)
         self.noise_floored_ = _single(meta["floored"])
         self.noise_ = np.array(meta["noise_"]) if isinstance(meta["noise_"], list) else meta["noise_"]
         self.evidence_path_, self._kept = (), {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import forward_mode
+from linnet._estimator.portable import Portable
 from linnet.data.batch import Batch, Given, Source
 from linnet.data.forward_signature import as_tensors, read_only_welcome
 from linnet.data.sources import InMemory, as_source
@@ -25,7 +26,6 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.network.parameters import select
 from linnet.network.top_blocks import block_names, top_blocks
-from linnet.portable import Portable
 from linnet.probability.posteriors import Posterior
 from linnet.probability.priors import layer_sums
 
@@ -196,10 +196,10 @@ class Tangent(Portable, BaseEstimator):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
-        from linnet import saved
+        from linnet._estimator import files
 
         check_is_fitted(self)
-        saved.save(self, path)
+        files.save(self, path)
 
     def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
         """Linearize the network, as fitting does."""

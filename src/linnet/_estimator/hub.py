@@ -13,9 +13,9 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
-from linnet import saved
 from linnet._common import files
 from linnet._common.messages import listing
+from linnet._estimator import files as saved
 
 FILE = "linnet.safetensors"
 """What was fitted."""
@@ -168,7 +168,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
 def fetched(
     name: str | os.PathLike[str], model: nn.Module | None, *, output: Any, score: Any, options: Mapping[str, Any]
 ) -> Any:
-    """The estimator in a folder or repository; see `linnet.portable.Portable.from_pretrained`."""
+    """The estimator in a folder or repository; see `linnet._estimator.portable.Portable.from_pretrained`."""
     name = os.fspath(name)
     if (os.path.isabs(name) or name.startswith(".") or name.count("/") > 1) and not os.path.isdir(name):
         raise FileNotFoundError(f"There is no folder {name}; a repository of the hub is called owner/name.")

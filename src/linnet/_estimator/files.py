@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet import _light, behavior  # noqa: F401 (the first before anything that imports scikit-learn)
 from linnet._common import files
+from linnet._estimator import behavior, light  # noqa: F401
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.problem import Fit, Noise, Task
 from linnet.linalg.matrices import Stack
@@ -28,7 +28,11 @@ KIND = "tangent estimator"
 Reader = Callable[..., Any]
 _READERS: dict[str, Reader] = {}
 # Where the reader of each kind of file is registered; imported when such a file is read.
-_HOMES = {KIND: "linnet.saved", "fisher embedding": "linnet.fisher", "laplace approximation": "linnet.laplace_saved"}
+_HOMES = {
+    KIND: "linnet._estimator.files",
+    "fisher embedding": "linnet.fisher",
+    "laplace approximation": "linnet.laplace_saved",
+}
 _TANGENT = {"TangentRegressor": "linnet.regressor", "TangentClassifier": "linnet.classifier"}
 
 

@@ -1,4 +1,5 @@
-"""`save_pretrained`, `push_to_hub` and `from_pretrained`, which every estimator has; the work is in `linnet.hub`."""
+"""`save_pretrained`, `push_to_hub` and `from_pretrained`, which every estimator has; the work is in
+`linnet._estimator.hub`."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from torch import nn
 
 
 def _hub() -> ModuleType:
-    """`linnet.hub`, which needs an extra that is imported when it is asked for."""
+    """`linnet._estimator.hub`, which needs an extra that is imported when it is asked for."""
     try:
-        from linnet import hub
+        from linnet._estimator import hub
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "huggingface_hub":
             raise
