@@ -12,7 +12,7 @@ from drawn import double, normal
 from torch import Tensor, nn
 
 from linnet import TangentRegressor, linearize
-from linnet.tangent import Linearity
+from linnet.tangent.base import Linearity
 from linnet.testing import dense_jacobian
 
 DENSE = ["function", "weight"]

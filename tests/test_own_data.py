@@ -10,7 +10,7 @@ from torch import nn
 
 import linnet
 from linnet.inference.problem import Noise, Task
-from linnet.own_data import own_data_ratio
+from linnet.tangent.own_data_warning import own_data_ratio
 
 
 def task(energy: torch.Tensor, noise: float | torch.Tensor = 1.0) -> Task:

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from linnet.classifier import TangentClassifier
+from linnet.tangent.classifier import TangentClassifier
 
 
 @parametrize_with_checks([TangentClassifier()])

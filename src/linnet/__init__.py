@@ -51,8 +51,8 @@ __all__ = [
 _LATER = {
     "FisherEmbedding": "fisher",
     "Laplace": "laplace",
-    "TangentClassifier": "classifier",
-    "TangentRegressor": "regressor",
+    "TangentClassifier": "tangent.classifier",
+    "TangentRegressor": "tangent.regressor",
     "attach_head": "heads",
     "load": "_estimator.files",
     "train_with_evidence": "online",
@@ -61,12 +61,12 @@ _LATER = {
 if TYPE_CHECKING:
     from linnet import limits, report
     from linnet._estimator.files import load
-    from linnet.classifier import TangentClassifier
     from linnet.fisher import FisherEmbedding
     from linnet.heads import attach_head
     from linnet.laplace import Laplace
     from linnet.online import train_with_evidence
-    from linnet.regressor import TangentRegressor
+    from linnet.tangent.classifier import TangentClassifier
+    from linnet.tangent.regressor import TangentRegressor
 else:
 
     def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace_predict import Predictive
 from linnet.probability.posteriors import Posterior, by_root
-from linnet.tangent import Tangent, as_targets
+from linnet.tangent.base import Tangent, as_targets
 
 ROWS = 1000
 """Rows (examples times outputs) whose kernel is decomposed for a spectrum."""
@@ -52,7 +52,7 @@ def fitted(estimator: Any, X: Any, y: Any) -> Fitted:
         X: The inputs it was fitted to.
         y: Their targets.
     """
-    from linnet.classifier import TangentClassifier, label_array
+    from linnet.tangent.classifier import TangentClassifier, label_array
 
     if isinstance(estimator, Predictive):
         J = estimator._jacobian(X)

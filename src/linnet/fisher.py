@@ -36,7 +36,7 @@ from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.network.parameters import Params
 from linnet.network.weight_watch import Watch
 from linnet.statistics import Statistics, fisher_statistics
-from linnet.tangent import checked_inputs, like, plain_options
+from linnet.tangent.base import checked_inputs, like, plain_options
 
 KIND = "fisher embedding"
 

@@ -21,7 +21,7 @@ from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.priors import PriorSpec, make_prior
 from linnet.structures import Diagonal, Full, Function, Kron, Structure
-from linnet.tangent import as_targets, fast_float64
+from linnet.tangent.base import as_targets, fast_float64
 
 StructureName = Literal["kron", "ekfac", "diag", "full", "function"]
 STRUCTURES: dict[str, Callable[[Jacobian, Tensor], Structure]] = {

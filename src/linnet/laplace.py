@@ -32,7 +32,7 @@ from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
-from linnet.tangent import as_targets, checked_inputs, fast_float64, plain_options
+from linnet.tangent.base import as_targets, checked_inputs, fast_float64, plain_options
 
 At = Literal["network", "linear_mode"]
 

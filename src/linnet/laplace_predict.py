@@ -20,7 +20,7 @@ from linnet.jacobian.linearization import Linearization
 from linnet.network.flat_output import FlatOutput, Sites, unflattened
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.posteriors import Posterior, SamplePosterior
-from linnet.tangent import Linearity, as_targets, checked_inputs, like
+from linnet.tangent.base import Linearity, as_targets, checked_inputs, like
 
 DRAWN = 1 << 26
 """Entries of the samples of the parameters that are held at once."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linnet.data.forward_signature import Signature
 from linnet.generated import Generated, Generator, Latent, draw
-from linnet.tangent import like
+from linnet.tangent.base import like
 
 # Linear probes.
 

@@ -20,8 +20,8 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
 from torch import nn
 
-from linnet.classifier import TangentClassifier
 from linnet.labels import Task, check_targets, encoded
+from linnet.tangent.classifier import TangentClassifier
 
 Penalty = Literal["cv", "evidence"] | float
 PENALTIES = tuple(10.0**e for e in range(5, -4, -1))

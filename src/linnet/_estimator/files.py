@@ -21,7 +21,7 @@ from linnet.probability import posteriors
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.probability.posteriors import Posterior
 from linnet.probability.priors import Prior
-from linnet.tangent import Tangent, default_network
+from linnet.tangent.base import Tangent, default_network
 
 KIND = "tangent estimator"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "fisher embedding": "linnet.fisher",
     "laplace approximation": "linnet.laplace_saved",
 }
-_TANGENT = {"TangentRegressor": "linnet.regressor", "TangentClassifier": "linnet.classifier"}
+_TANGENT = {"TangentRegressor": "linnet.tangent.regressor", "TangentClassifier": "linnet.tangent.classifier"}
 
 
 def register(estimator: str, reader: Reader, *, kind: str) -> None:

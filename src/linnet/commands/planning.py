@@ -21,7 +21,7 @@ from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Params
 from linnet.network.top_blocks import top_blocks
 from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
-from linnet.tangent import fast_float64
+from linnet.tangent.base import fast_float64
 
 LAYERS = 24
 """Lines of a plan that are printed; `linnet info` prints all."""

@@ -24,7 +24,7 @@ from linnet.probability.posteriors import (
     by_root,
 )
 from linnet.probability.priors import PriorSpec
-from linnet.regressor import TangentRegressor
+from linnet.tangent.regressor import TangentRegressor
 
 try:
     from botorch.models.model import Model

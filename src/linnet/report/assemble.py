@@ -19,7 +19,7 @@ from linnet.report.content import Classes, Missing, Numbers, Report
 from linnet.report.gather import array, softmax
 from linnet.report.shown import Inputs, inputs_of
 from linnet.report.words import number
-from linnet.tangent import Tangent
+from linnet.tangent.base import Tangent
 
 NO_TEST = Missing("There is no test data, and on the data that it was fitted to a model always looks too good.")
 NO_TRAIN = Missing("This takes the data that it was fitted to: pass train=(X, y).")

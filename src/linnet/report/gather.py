@@ -14,7 +14,7 @@ from torch import Tensor
 from linnet import diagnostics, metrics
 from linnet.laplace_predict import Predictive
 from linnet.report.content import Classes, Evidence, Linear, Missing, Numbers, Spectrum
-from linnet.tangent import Linearity, Tangent
+from linnet.tangent.base import Linearity, Tangent
 
 COMPARED = 1000
 """Test examples on which the linear model is compared with the network."""

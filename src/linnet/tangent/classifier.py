@@ -31,7 +31,7 @@ from linnet.network.parameters import Params
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.tangent import Mean, Tangent, at_hand, default_network, like, plain_options
+from linnet.tangent.base import Mean, Tangent, at_hand, default_network, like, plain_options
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""

@@ -27,9 +27,9 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.matrices import Stack
 from linnet.network.parameters import Params
-from linnet.own_data import warn_of_own_data
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.tangent import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
+from linnet.tangent.base import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
+from linnet.tangent.own_data_warning import warn_of_own_data
 
 NOISE_FLOOR = 1e-3
 """What measured best over few-shot sinusoids with noise from 1 % to half of their amplitude."""
