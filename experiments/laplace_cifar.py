@@ -24,7 +24,8 @@ from experiments import common
 from experiments.adaptation import Clock, in_parts, in_turn
 from experiments.laplace_digits import averaged
 from experiments.pretrained import as_cifar10, cifar10, grayscale, resnet
-from linnet import metrics, predictions
+from linnet import metrics
+from linnet.laplace import predictions
 from linnet.probability.likelihoods import Categorical
 
 NAME, MAP, ALONE = "laplace_cifar", "MAP", ", the evidence alone"

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet import Laplace
 from linnet.inference.mode.newton import function_space
-from linnet.laplace import LOOKED_AT
-from linnet.laplace_search import Search, best, best_factor, largest_factor
+from linnet.laplace.estimator import LOOKED_AT
+from linnet.laplace.search import Search, best, best_factor, largest_factor
 from linnet.probability.likelihoods import Categorical, Gaussian, Likelihood
 
 
@@ -810,7 +810,7 @@ def test_a_prior_that_is_given_is_not_narrowed() -> None:
 
 def test_narrowing_looks_at_some_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own loss is what averaging is compared with; the standard error is that of all."""
-    monkeypatch.setattr("linnet.laplace.LOOKED_AT", 8)
+    monkeypatch.setattr("linnet.laplace.estimator.LOOKED_AT", 8)
     model, x = nn.Sequential(double(nn.Linear(3, 4), 2), Times(12.0)), normal(40, 3, seed=3)
     y = model(x).argmax(1)
     la = Laplace(model, "classification", "full").fit(x, y)

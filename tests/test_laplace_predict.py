@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet import Laplace
 from linnet.jacobian.output_combinations import combined
-from linnet.predictions import groups_of, joint_log_likelihood, log_score, sampled_root
+from linnet.laplace.predictions import groups_of, joint_log_likelihood, log_score, sampled_root
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 
@@ -348,7 +348,7 @@ def test_a_seed_that_is_given_takes_the_place_of_the_estimators(method: str) -> 
 
 def test_samples_in_parts_are_draws_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     la, _ = fitted("numbers", "full")
-    monkeypatch.setattr("linnet.laplace_predict.DRAWN", 2 * la.lin_.p)
+    monkeypatch.setattr("linnet.laplace.predictive.DRAWN", 2 * la.lin_.p)
     found = la.sample(NEW, 5)
     assert found.shape == (5, 6, 2)
     distances = torch.cdist(found.flatten(1), found.flatten(1)) + torch.eye(5)
@@ -383,7 +383,7 @@ def test_the_joint_probability_of_labels_by_hand() -> None:
 def test_joint_densities_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     la, _ = fitted("numbers", "full")
     whole = la.joint_log_likelihood(X, NUMBERS, 4)
-    monkeypatch.setattr("linnet.predictions.ROWS", 16)  # two groups of four examples with two outputs
+    monkeypatch.setattr("linnet.laplace.predictions.ROWS", 16)  # two groups of four examples with two outputs
     assert la.joint_log_likelihood(X, NUMBERS, 4) == pytest.approx(whole, rel=1e-10)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet._estimator.optimizer_steps import epoch, shuffled
 from linnet.data.sources import as_source
-from linnet.online import EvidenceStep, train_with_evidence
+from linnet.laplace.training import EvidenceStep, train_with_evidence
 from linnet.probability.likelihoods import Gaussian
 
 

@@ -50,12 +50,12 @@ __all__ = [
 # What imports scikit-learn or GPyTorch, which take longer than all the rest, comes when it is asked for.
 _LATER = {
     "FisherEmbedding": "fisher",
-    "Laplace": "laplace",
+    "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
     "TangentRegressor": "tangent.regressor",
     "attach_head": "heads",
     "load": "_estimator.files",
-    "train_with_evidence": "online",
+    "train_with_evidence": "laplace.training",
 }
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from linnet._estimator.files import load
     from linnet.fisher import FisherEmbedding
     from linnet.heads import attach_head
-    from linnet.laplace import Laplace
-    from linnet.online import train_with_evidence
+    from linnet.laplace.estimator import Laplace
+    from linnet.laplace.training import train_with_evidence
     from linnet.tangent.classifier import TangentClassifier
     from linnet.tangent.regressor import TangentRegressor
 else:

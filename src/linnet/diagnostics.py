@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet.jacobian.jacobian import Jacobian
-from linnet.laplace_predict import Predictive
+from linnet.laplace.predictive import Predictive
 from linnet.probability.posteriors import Posterior, by_root
 from linnet.tangent.base import Tangent, as_targets
 

@@ -31,7 +31,7 @@ _READERS: dict[str, Reader] = {}
 _HOMES = {
     KIND: "linnet._estimator.files",
     "fisher embedding": "linnet.fisher",
-    "laplace approximation": "linnet.laplace_saved",
+    "laplace approximation": "linnet.laplace.files",
 }
 _TANGENT = {"TangentRegressor": "linnet.tangent.regressor", "TangentClassifier": "linnet.tangent.classifier"}
 

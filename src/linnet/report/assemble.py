@@ -12,7 +12,7 @@ import numpy as np
 from linnet import metrics
 from linnet._common.versions import versions
 from linnet.jacobian.plan import Plan
-from linnet.laplace_predict import Predictive
+from linnet.laplace.predictive import Predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.report import chosen, gather, page
 from linnet.report.content import Classes, Missing, Numbers, Report

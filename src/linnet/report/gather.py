@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linnet import diagnostics, metrics
-from linnet.laplace_predict import Predictive
+from linnet.laplace.predictive import Predictive
 from linnet.report.content import Classes, Evidence, Linear, Missing, Numbers, Spectrum
 from linnet.tangent.base import Linearity, Tangent
 

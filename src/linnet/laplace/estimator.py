@@ -13,7 +13,6 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet import laplace_saved, laplace_search, predictions
 from linnet._common.distributed import check_ranks_agree
 from linnet._estimator.behavior import drawn_inputs
 from linnet.inference.evidence.log_determinants import LogDet
@@ -22,16 +21,28 @@ from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.jacobian.output_combinations import combined
-from linnet.laplace_checks import StructureName, check_curvature, check_options, check_structure_fits
-from linnet.laplace_evidence import AtNetwork, Evidence, group_norms
-from linnet.laplace_predict import Predictive
-from linnet.laplace_search import Method, Search, Step
-from linnet.linear_mode import AtKernelMode, AtLinearMode, LinearModel
+from linnet.laplace import files, predictions
+from linnet.laplace import search as laplace_search
+from linnet.laplace.checks import StructureName, check_curvature, check_options, check_structure_fits
+from linnet.laplace.evidence import AtNetwork, Evidence, group_norms
+from linnet.laplace.linear_mode import AtKernelMode, AtLinearMode, LinearModel
+from linnet.laplace.predictive import Predictive
+from linnet.laplace.search import Method, Search, Step
+from linnet.laplace.structures import (
+    Diagonal,
+    Full,
+    Function,
+    Kron,
+    LowRank,
+    Sampled,
+    Structure,
+    Subnetwork,
+    kernels_of,
+)
 from linnet.network.flat_output import FlatOutput, Sites
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.structures import Diagonal, Full, Function, Kron, LowRank, Sampled, Structure, Subnetwork, kernels_of
 from linnet.tangent.base import as_targets, checked_inputs, fast_float64, plain_options
 
 At = Literal["network", "linear_mode"]
@@ -72,9 +83,9 @@ class Laplace(Predictive):
         likelihood: "classification" (softmax; one output is the logit of 1; targets (n, c) of zeros and ones are
             labels that are on or off apart from each other), "regression" (Gaussian noise), "heteroscedastic" (means,
             then as many log variances), or a `linnet.likelihoods.Likelihood`.
-        structure: The form of the posterior, see `linnet.structures`: "full" and "function" are exact and equal;
-            "kron", "ekfac", "diag", "lowrank", "subnetwork" and "samples" approximate. "auto" takes an exact one where
-            it fits memory, then "samples".
+        structure: The form of the posterior, see `linnet.laplace.structures`: "full" and "function" are exact and
+            equal; "kron", "ekfac", "diag", "lowrank", "subnetwork" and "samples" approximate. "auto" takes an exact one
+            where it fits memory, then "samples".
         prior: Variances of theta itself, around zero: "shared", "ntk", "balanced" or "layerwise", whose scales the
             evidence chooses, for classes no wider than the training labels bear (see `tune`); "unit"; a variance; or
             variances by layer glob. Variance is one over the precision or weight decay that others speak of.
@@ -576,7 +587,7 @@ class Laplace(Predictive):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
         check_is_fitted(self)
-        laplace_saved.save(self, path)
+        files.save(self, path)
 
     def _check_data(self, what: str) -> None:
         if not hasattr(self, "_structure"):

@@ -10,13 +10,13 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from linnet import predictions
 from linnet._common.distributed import check_ranks_agree
 from linnet._estimator.portable import Portable
 from linnet.data.batch import Batch
 from linnet.inference.problem import check_covariance_fits
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
+from linnet.laplace import predictions
 from linnet.network.flat_output import FlatOutput, Sites, unflattened
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.posteriors import Posterior, SamplePosterior

@@ -23,7 +23,7 @@ from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
-from linnet.laplace_evidence import Terms, group_norms
+from linnet.laplace.evidence import Terms, group_norms
 from linnet.linalg.cholesky import solve_lower
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.posteriors import by_root

@@ -15,7 +15,7 @@ from linnet.probability.priors import check_prior
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian
-    from linnet.laplace import Laplace
+    from linnet.laplace.estimator import Laplace
 
 StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
 

@@ -14,7 +14,7 @@ import scipy
 from torch import Tensor
 
 from linnet.inference.evidence.log_determinants import Cost
-from linnet.laplace_evidence import Evidence, Terms
+from linnet.laplace.evidence import Evidence, Terms
 
 Method = Literal["gradient", "mackay"]
 

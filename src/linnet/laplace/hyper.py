@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
-from linnet.laplace_evidence import AtNetwork, Terms, group_norms
-from linnet.laplace_search import Method, Search, best
+from linnet.laplace.evidence import AtNetwork, Terms, group_norms
+from linnet.laplace.search import Method, Search, best
+from linnet.laplace.structures import Diagonal, Full, Function, Kron, Structure
 from linnet.network.flat_output import FlatOutput, Sites
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.probability.priors import PriorSpec, make_prior
-from linnet.structures import Diagonal, Full, Function, Kron, Structure
 from linnet.tangent.base import as_targets, fast_float64
 
 StructureName = Literal["kron", "ekfac", "diag", "full", "function"]

@@ -11,7 +11,7 @@ from linnet._common import files
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
 from linnet.jacobian.kronecker import Rotation
-from linnet.laplace_search import Step
+from linnet.laplace.search import Step
 from linnet.network.flat_output import Sites
 from linnet.probability import posteriors
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
@@ -19,7 +19,7 @@ from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Het
 from linnet.probability.posteriors import Posterior
 
 if TYPE_CHECKING:
-    from linnet.laplace import Laplace
+    from linnet.laplace.estimator import Laplace
 
 KIND = "laplace approximation"
 
@@ -91,7 +91,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
 def _read(
     path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
 ) -> Laplace:
-    from linnet.laplace import Laplace
+    from linnet.laplace.estimator import Laplace
 
     saved.check_base(path, meta["base"], model)
     saved.check_given(path, "output", meta["needs_output"], output)

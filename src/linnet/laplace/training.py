@@ -7,7 +7,7 @@ Steps of an ordinary optimizer on the log posterior alternate with steps on the 
           + \tfrac12 \log\det A - \tfrac12 \log\det H
 
 so that no validation data is needed for the weight decay, which is A. Where the first steps run until nothing changes,
-this is MacKay's loop of training and re-estimation. The evidence is that of `linnet.laplace_evidence`.
+this is MacKay's loop of training and re-estimation. The evidence is that of `linnet.laplace.evidence`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from linnet._common.messages import check_module
 from linnet._estimator.optimizer_steps import epoch, shuffled
 from linnet.data.sources import as_source
-from linnet.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
-from linnet.laplace_search import Method
+from linnet.laplace.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
+from linnet.laplace.search import Method
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Likelihood
@@ -122,7 +122,7 @@ def train_with_evidence(
         data: Inputs with targets: a tuple of tensors, a dict, a Dataset or a DataLoader, as for
             ``lin.jacobian``. Shuffled where it can be read by position.
         likelihood: "classification", "regression", "heteroscedastic", or a `linnet.likelihoods.Likelihood`.
-        structure: Of the curvature in the evidence, see `linnet.structures`: "kron", "ekfac", "diag", "full",
+        structure: Of the curvature in the evidence, see `linnet.laplace.structures`: "kron", "ekfac", "diag", "full",
             "function".
         prior: "layerwise", "shared" or "ntk", whose scales are chosen; or fixed: "unit", a variance, variances by
             layer.

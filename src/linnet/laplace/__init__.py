@@ -1,0 +1,1 @@
+"""Door 2: `Laplace` and `train_with_evidence`."""
