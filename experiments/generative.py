@@ -18,7 +18,7 @@ from experiments import common
 from experiments.adaptation import in_parts
 from experiments.gan import LATENT, Generator
 from experiments.pretrained import CIFAR10_MEAN, CIFAR10_STD, Discriminator, cifar10, loaded
-from linnet.elbo import Bound
+from linnet.scores.elbo import Bound
 
 FOLDER = common.RESULTS / "encoders"
 NOISE = 0.05  # variance of a pixel in [-1, 1] around what the VAE decodes

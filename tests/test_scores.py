@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import linnet
 from linnet import scores
 from linnet.data.sources import as_source
-from linnet.elbo import LIKELIHOODS, noise
-from linnet.generated import draw
+from linnet.scores.elbo import LIKELIHOODS, noise
+from linnet.scores.generated_samples import draw
 
 X = normal(7, 3)
 

@@ -18,7 +18,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from linnet.data.forward_signature import Signature
-from linnet.generated import Generated, Generator, Latent, draw
+from linnet.scores.generated_samples import Generated, Generator, Latent, draw
 from linnet.tangent.base import like
 
 # Linear probes.

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from linnet._common import messages
 from linnet.data.batch import Source
-from linnet.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
-from linnet.generated import Generator, Latent, check_logits, generated, without_sigmoid
 from linnet.jacobian.linearization import Linearization
 from linnet.network.functional_model import Output
-from linnet.readings import Forward, Read, TokenLikelihood, log_sum_exp, one_number, rewired
+from linnet.scores.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
+from linnet.scores.generated_samples import Generator, Latent, check_logits, generated, without_sigmoid
+from linnet.scores.readout import Forward, Read, TokenLikelihood, log_sum_exp, one_number, rewired
 
 
 class Score(ABC):
@@ -251,8 +251,8 @@ def vae(
 ) -> Score:
     """The evidence lower bound of a variational autoencoder with a standard normal prior (Zhang et al., equation 2).
 
-    The draws of z belong to the example's values and the seed (`linnet.elbo.noise`), so an example has the same score
-    in every batch and every pass. Not centered.
+    The draws of z belong to the example's values and the seed (`linnet.scores.elbo.noise`), so an example has the same
+    score in every batch and every pass. Not centered.
 
     Args:
         encode: ``(model, x)`` to the mean and log variance of q(z | x); by default ``model.encode(x)``. It must use the
