@@ -29,8 +29,8 @@ from experiments.pretrained import cifar10, lenet5, mnist
 from experiments.ranks import launch
 from experiments.wrn import augmented, wide_resnet
 from linnet._common.torch_settings import Precision, arithmetic
+from linnet.fisher.statistics import Statistics
 from linnet.linalg.svd.truncated import low_rank
-from linnet.statistics import Statistics
 
 PANELS = ("time", "accuracy", "ranks")
 LINNET, PUBLISHED, GRAM = "linnet", "published algorithm", "Gram matrix and truncated SVD"

@@ -38,7 +38,7 @@ from experiments.contenders import (
     problem,
     relative_error,
 )
-from linnet.curvature import fisher_vector_product
+from linnet.fisher.fisher_product import fisher_vector_product
 from linnet.probability.likelihoods import Categorical
 
 PANELS = ("data", "parameters", "products")

@@ -26,7 +26,7 @@ from experiments.adaptation import Labeled, Search, in_parts, steps
 from experiments.gains import interval
 from experiments.pretrained import grayscale
 from experiments.trained import lenet, train
-from linnet import probes
+from linnet.fisher import probes
 
 SPACES = ("function", "parameters")
 FIRST, SECOND, OTHER, NEW = "MNIST1", "MNIST2", "Fashion-MNIST", "untrained"

@@ -27,7 +27,7 @@ from experiments import common, gains
 from experiments.adaptation import in_parts
 from experiments.pretrained import cifar10
 from experiments.wrn import accuracy, augmented, wide_resnet
-from linnet.distill import WithEmbedding, distill
+from linnet.fisher.distillation import WithEmbedding, distill
 
 ALONE, KD, AT, NFKD = "student", "KD", "AT", "NFKD"
 PAPER = {ALONE: 90.72, KD: 91.27, AT: 91.60, NFKD: 92.42}

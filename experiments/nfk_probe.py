@@ -27,8 +27,8 @@ from experiments.generative import color_gan, color_images, color_vae, digit_gan
 from experiments.pretrained import cifar10, dcgan_discriminator, mnist
 from experiments.spectra import from_generator
 from experiments.wrn import wide_resnet
+from linnet.fisher.probes import kernel_features
 from linnet.logistic import RATIOS, Logistic, fit_logistic
-from linnet.probes import kernel_features
 
 GAN, VAE, TEACHER, DIGIT_GAN, DIGIT_VAE = "gan", "vae", "teacher", "mnist gan", "mnist vae"
 TITLES = {

@@ -24,7 +24,7 @@ import linnet
 from experiments import common
 from experiments.gan import LATENT, step, train_gan, untrained_generator
 from experiments.pretrained import dcgan_discriminator, lenet5, mnist
-from linnet.probes import Spectrum, spectrum
+from linnet.fisher.probes import Spectrum, spectrum
 
 KERNELS = ("nfk", "ntk")
 SHARES = (0.9, 0.95, 0.99, 0.995)

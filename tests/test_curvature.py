@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet.curvature import fisher_vector_product
+from linnet.fisher.fisher_product import fisher_vector_product
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.testing import dense_jacobian, zoo
 

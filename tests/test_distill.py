@@ -9,7 +9,7 @@ import torch
 from drawn import double, normal
 from torch import Tensor, nn
 
-from linnet.distill import EmbeddingHead, distill, distill_loss
+from linnet.fisher.distillation import EmbeddingHead, distill, distill_loss
 
 LOGITS, TEACHER, Y = normal(6, 3), normal(6, 3, seed=1), torch.tensor([0, 2, 1, 1, 0, 2])
 H, Q = normal(6, 4, seed=2), normal(6, 4, seed=3)
@@ -161,7 +161,7 @@ def test_the_rate_falls_tenfold_after_60_and_80_percent(monkeypatch: pytest.Monk
         optimizer.step()
         return 0.0
 
-    monkeypatch.setattr("linnet.distill.epoch", epoch)
+    monkeypatch.setattr("linnet.fisher.distillation.epoch", epoch)
     x, y, target = normal(6, 5), torch.zeros(6, dtype=torch.long), normal(6, 2, seed=1)
     distill(student(), x, y, target=target, epochs=10, lr=0.2, momentum=0.7, weight_decay=0.03)
     assert seen == [(0.2, 0.7, 0.03)] * 6 + [(0.02, 0.7, 0.03)] * 2 + [(0.002, 0.7, 0.03)] * 2

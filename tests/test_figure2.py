@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 import linnet
 from experiments import common, contenders, figure2
 from experiments.__main__ import main
-from linnet.curvature import fisher_vector_product
+from linnet.fisher.fisher_product import fisher_vector_product
 from linnet.probability.likelihoods import Categorical
 from linnet.testing import dense_jacobian
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import FisherEmbedding, scores
-from linnet.probes import spectrum
+from linnet.fisher.probes import spectrum
 
 X, NEW = normal(30, 3), normal(9, 3, seed=5)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import linnet
 from linnet import logistic
+from linnet.fisher.probes import kernel_features
 from linnet.logistic import fit_logistic
-from linnet.probes import kernel_features
 
 
 def problem(n=60, d=5, classes=3):

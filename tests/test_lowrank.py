@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
+from linnet.fisher.statistics import fisher_statistics
 from linnet.linalg.matrices import LowRank, Matrix, Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import orthonormality
@@ -34,7 +35,6 @@ from linnet.linalg.svd.initial_block import (
     rows_of,
 )
 from linnet.linalg.svd.truncated import Decomposition, choose_method, low_rank, squared_norm
-from linnet.statistics import fisher_statistics
 from linnet.testing.case import Net
 from tests.drawn import double, normal
 

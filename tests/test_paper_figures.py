@@ -13,7 +13,7 @@ from experiments import common, figure3, figure4, figure5
 from experiments.__main__ import main
 from experiments.adaptation import Labeled, in_parts
 from experiments.trained import lenet, perceptron
-from linnet import probes
+from linnet.fisher import probes
 
 
 def needs(*names):

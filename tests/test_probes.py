@@ -14,8 +14,8 @@ from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor, nn
 
 import linnet
-from linnet import probes
-from linnet.fisher import FisherEmbedding
+from linnet.fisher import probes
+from linnet.fisher.embedding import FisherEmbedding
 from linnet.scores import gan
 
 E = normal(40, 5)

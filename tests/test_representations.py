@@ -12,7 +12,7 @@ from experiments import common, encoders, generative, inversion, nfk_distill, nf
 from experiments.__main__ import main
 from experiments.gan import train_pair
 from experiments.pretrained import loaded, stored
-from linnet.distill import EmbeddingHead, WithEmbedding, distill
+from linnet.fisher.distillation import EmbeddingHead, WithEmbedding, distill
 
 
 def needs(*names):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import linnet
-from linnet.similarity import similarity
+from linnet.fisher.comparison import similarity
 from linnet.testing import dense_jacobian
 
 N, D, C = 6, 3, 2

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
+from linnet.fisher.statistics import Statistics, fisher_statistics
 from linnet.jacobian import column_moments
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.svd.truncated import squared_norm
-from linnet.statistics import Statistics, fisher_statistics
 from linnet.testing.case import Net
 from tests.drawn import double, normal
 

@@ -5,16 +5,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from linnet import scores
-from linnet.curvature import fisher_vector_product
 from linnet.data.batch import Batch
-from linnet.distill import distill_loss
+from linnet.fisher.comparison import similarity
+from linnet.fisher.distillation import distill_loss
+from linnet.fisher.fisher_product import fisher_vector_product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.plan import Plan
 from linnet.linalg.matrices import LowRank, Matrix
 from linnet.linalg.operator import LinearOperator
 from linnet.network.batchnorm_folding import fold_batchnorm
-from linnet.similarity import similarity
 
 try:
     __version__ = version("linnet")
@@ -49,7 +49,7 @@ __all__ = [
 
 # What imports scikit-learn or GPyTorch, which take longer than all the rest, comes when it is asked for.
 _LATER = {
-    "FisherEmbedding": "fisher",
+    "FisherEmbedding": "fisher.embedding",
     "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
     "TangentRegressor": "tangent.regressor",
@@ -61,7 +61,7 @@ _LATER = {
 if TYPE_CHECKING:
     from linnet import limits, report
     from linnet._estimator.files import load
-    from linnet.fisher import FisherEmbedding
+    from linnet.fisher.embedding import FisherEmbedding
     from linnet.heads import attach_head
     from linnet.laplace.estimator import Laplace
     from linnet.laplace.training import train_with_evidence

@@ -2,7 +2,7 @@ r"""Multinomial logistic regression on tensors, where they are: probes with many
 
 .. math:: \min_{W, b} -\sum_i \log \mathrm{softmax}(W z_i + b)_{y_i} + \tfrac{\lambda}{2} \|W\|^2
 
-`linnet.probes.linear_probe` is scikit-learn's, for a few hundred features on a CPU.
+`linnet.fisher.probes.linear_probe` is scikit-learn's, for a few hundred features on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of an optimizer over data: what `linnet.distill` and `linnet.laplace.training` share."""
+"""Steps of an optimizer over data: what `linnet.fisher.distillation` and `linnet.laplace.training` share."""
 
 from __future__ import annotations
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import linnet
-from linnet import probes, scores
+from linnet import scores
 from linnet.commands import outputs, planning, publishing, reporting, runs, sources
 from linnet.commands.examples import Examples, Reading, settled
 from linnet.commands.fitting import finish
 from linnet.commands.planning import Chosen
 from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes, record
+from linnet.fisher import probes
 
 SCORES = {
     "classifier": scores.classifier,

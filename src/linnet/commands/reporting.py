@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 import linnet
-from linnet import probes
 from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Loaded, Settings, Tested
 from linnet.commands.shared import Printer, record
 from linnet.commands.targets import trained_on
+from linnet.fisher import probes
 from linnet.jacobian.plan import Plan
 from linnet.report import About, Report, assemble
 from linnet.report.content import Group, Item, Points, Spectrum

@@ -175,8 +175,8 @@ def low_rank(
             from it; it is removed at the end, but stays where krylov gives up, so that a call with a larger tolerance
             or more passes can go on, too. With several ranks, all must see it.
         progress: As in `linnet.Linearization.jacobian`.
-        trace: ``||V||_F^2`` where it is known, as for Fisher vectors (`linnet.statistics.Statistics.trace`); otherwise
-            it takes one more pass.
+        trace: ``||V||_F^2`` where it is known, as for Fisher vectors (`linnet.fisher.statistics.Statistics.trace`);
+            otherwise it takes one more pass.
         memory: Bytes that the basis, or a dense V V^T, may take. A Krylov basis that would grow beyond is restarted
             from its leading vectors.
         coarse: V in a cheaper precision. Krylov passes are made with it until they have converged, and only then with

@@ -27,6 +27,7 @@ from linnet._estimator.behavior import drawn_inputs
 from linnet._estimator.portable import Portable
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
+from linnet.fisher.statistics import Statistics, fisher_statistics
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.plan import dense_budget
@@ -35,7 +36,6 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.network.parameters import Params
 from linnet.network.weight_watch import Watch
-from linnet.statistics import Statistics, fisher_statistics
 from linnet.tangent.base import checked_inputs, like, plain_options
 
 KIND = "fisher embedding"
@@ -99,7 +99,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         right_vectors_: P, one row for each column that was kept.
         statistics_: Z, I and the kept columns; None for "ntk".
         dropped_columns_: How many parameters are left out: the scores do not depend on them, or by rounding only; see
-            `linnet.statistics.fisher_statistics`.
+            `linnet.fisher.statistics.fisher_statistics`.
         passes_: Passes over the data, without the one for the statistics.
         method_: The method used; ``residuals_`` are the errors that it left.
         lin_: The linearized model.
@@ -290,7 +290,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
     def gram(self, X: Any, Y: Any = None) -> Any:
         """The whole kernel of examples, V_X V_Y^T, (n, m): what `kernel` approximates with the leading components.
 
-        Each pair of examples costs a product of two rows of p numbers; `linnet.probes.kernel_features` takes it.
+        Each pair of examples costs a product of two rows of p numbers; `linnet.fisher.probes.kernel_features` takes it.
         """
         check_is_fitted(self)
         V, W = (

@@ -1,0 +1,1 @@
+"""Door 3: `FisherEmbedding`, similarity of networks, distillation."""
