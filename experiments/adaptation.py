@@ -299,7 +299,7 @@ class Contest:
             model = self.head(self.train, penalty)
         with clock("predicting"):
             p = probabilities(model, self.test.X)
-        return self.scores(p, clock, penalty=float(linnet.heads.head_of(model).penalty_)), model
+        return self.scores(p, clock, penalty=float(linnet.heads.attach.head_of(model).penalty_)), model
 
     def tangent(self, headed: nn.Module, **settings: Any) -> dict[str, Any]:
         """Activation and gradient features of the network with its head."""
@@ -335,7 +335,7 @@ class Contest:
 
         def start(data: Labeled) -> nn.Module:
             """The network with the head of the first so many examples, of which data are the inputs."""
-            head = linnet.heads.head_of(self.head(self.train[: len(data)], penalty))
+            head = linnet.heads.attach.head_of(self.head(self.train[: len(data)], penalty))
             return whole.with_head(head)
 
         with clock("seconds"):

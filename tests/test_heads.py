@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer
-from linnet.heads import Head, Headed, attach_head, head_of
+from linnet.heads.attach import Head, Headed, attach_head, head_of
+from linnet.heads.pooling import vector
+from linnet.heads.readout import fit_readout
 from linnet.network.top_blocks import top_blocks
-from linnet.pooling import vector
-from linnet.readout import fit_readout
 from linnet.testing import dense_jacobian, zoo
 from linnet.testing.case import Net
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet._common import checksums, files
-from linnet.heads import attach_head
+from linnet.heads.attach import attach_head
 from linnet.network.weight_watch import Watch
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))

@@ -53,7 +53,7 @@ _LATER = {
     "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
     "TangentRegressor": "tangent.regressor",
-    "attach_head": "heads",
+    "attach_head": "heads.attach",
     "load": "_estimator.files",
     "train_with_evidence": "laplace.training",
 }
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from linnet import limits, report
     from linnet._estimator.files import load
     from linnet.fisher.embedding import FisherEmbedding
-    from linnet.heads import attach_head
+    from linnet.heads.attach import attach_head
     from linnet.laplace.estimator import Laplace
     from linnet.laplace.training import train_with_evidence
     from linnet.tangent.classifier import TangentClassifier

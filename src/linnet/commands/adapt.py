@@ -14,7 +14,7 @@ from linnet.commands.examples import Examples, Reading
 from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
 from linnet.commands.shared import Printer, UsageError, as_usage, is_first, noted, processes
 from linnet.commands.targets import Goal, classes_of, wanted
-from linnet.heads import head_of
+from linnet.heads.attach import head_of
 
 FILE = "adapter.safetensors"
 

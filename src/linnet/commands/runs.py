@@ -24,8 +24,8 @@ from linnet.commands import publishing, sources, trust
 from linnet.commands.examples import Examples, Reading, for_network
 from linnet.commands.outputs import as_json, write_json
 from linnet.commands.shared import UsageError, as_usage
-from linnet.heads import head_of, put_head
-from linnet.readout import Readout
+from linnet.heads.attach import head_of, put_head
+from linnet.heads.readout import Readout
 
 FORMAT = 2
 """The format of run.json; format 1 had no checksums and no signature."""

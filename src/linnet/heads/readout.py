@@ -20,7 +20,7 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
 from torch import nn
 
-from linnet.labels import Task, check_targets, encoded
+from linnet.heads.labels import Task, check_targets, encoded
 from linnet.tangent.classifier import TangentClassifier
 
 Penalty = Literal["cv", "evidence"] | float

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet import cut, pooling
 from linnet._common import messages
-from linnet.cut import Cut
 from linnet.data.batch import Batch, Source, leaves
 from linnet.data.sources import as_source
+from linnet.heads import features as cut
+from linnet.heads import pooling
+from linnet.heads.features import Cut
+from linnet.heads.labels import Task, check_targets
+from linnet.heads.pooling import Pool
+from linnet.heads.readout import Penalty, Readout, fit_readout
 from linnet.jacobian.linearization import linearize
-from linnet.labels import Task, check_targets
 from linnet.network.call_trace import Trace, trace
 from linnet.network.weight_watch import Watch
-from linnet.pooling import Pool
-from linnet.readout import Penalty, Readout, fit_readout
 
 EXAMPLES = 2
 """Examples on which the network is looked at, and the new one checked."""

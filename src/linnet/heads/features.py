@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet.heads.pooling import first_tensor, last_hidden, tensor_of
 from linnet.network.call_trace import Trace
-from linnet.pooling import first_tensor, last_hidden, tensor_of
 
 
 class Reached(Exception):
