@@ -19,7 +19,7 @@ from linnet.report.content import (
     Report,
     Spectrum,
 )
-from linnet.report.shown import Inputs
+from linnet.report.examples import Inputs
 
 RECORD = {
     "command": "linnet adapt --model nets.py:cnn --train train --out 'my run'",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import linnet
-from linnet import diagnostics
+from linnet.report import diagnostics
 
 N, M, C = 14, 5, 3
 X, Z = normal(N, 4, seed=1), normal(M, 4, seed=2)

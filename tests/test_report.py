@@ -21,11 +21,11 @@ import linnet
 from linnet.report import render, verdicts
 from linnet.report.chosen import certain
 from linnet.report.content import Classes, Evidence, Missing, Numbers
-from linnet.report.markup import h, join
-from linnet.report.outcomes import error_by_std, wilson
-from linnet.report.shown import LETTERS, Inputs, inputs_of
-from linnet.report.svg import Scale, around
-from linnet.report.words import count, meaning, number, percent
+from linnet.report.examples import LETTERS, Inputs, inputs_of
+from linnet.report.formatting import count, meaning, number, percent
+from linnet.report.html.markup import h, join
+from linnet.report.html.outcomes import error_by_std, wilson
+from linnet.report.html.svg import Scale, around
 
 EVIL = "<script>alert('x')</script>\"'&<img src=x onerror=alert(1)>"
 

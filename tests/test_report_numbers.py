@@ -10,11 +10,12 @@ import pytest
 import report_cases as cases
 from scipy.stats import norm
 
-from linnet.report import outcomes, verdicts
+from linnet.report import verdicts
 from linnet.report.chosen import certain
 from linnet.report.content import Classes, Numbers
-from linnet.report.outcomes import coverage, error_by_std, predicted, rejection, reliability, wilson
-from linnet.report.svg import Plot
+from linnet.report.html import outcomes
+from linnet.report.html.outcomes import coverage, error_by_std, predicted, rejection, reliability, wilson
+from linnet.report.html.svg import Plot
 
 Z = norm.ppf(0.975)
 

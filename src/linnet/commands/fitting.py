@@ -19,7 +19,7 @@ from linnet.commands.shared import Printer, UsageError, record
 from linnet.commands.targets import Goal, classes_of, goal_of, outputs_of, positions
 from linnet.probability.priors import PriorSpec
 from linnet.report import Report, save
-from linnet.report.assemble import NO_TEST
+from linnet.report.build import NO_TEST
 
 REPORT = "report.html"
 

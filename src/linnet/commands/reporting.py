@@ -17,10 +17,10 @@ from linnet.commands.shared import Printer, record
 from linnet.commands.targets import trained_on
 from linnet.fisher import probes
 from linnet.jacobian.plan import Plan
-from linnet.report import About, Report, assemble
+from linnet.report import About, Report, build
 from linnet.report.content import Group, Item, Points, Spectrum
-from linnet.report.shown import Inputs, inputs_of
-from linnet.report.words import count, number, percent
+from linnet.report.examples import Inputs, inputs_of
+from linnet.report.formatting import count, number, percent
 
 COMPONENTS = 3
 """Leading components whose extreme examples are shown."""
@@ -76,7 +76,7 @@ def of_fit(
         )
         targets = y if loaded.goal.task == "classification" else np.asarray(y, dtype=float)
         X = None if test is None else test.X
-        return assemble(
+        return build(
             found, about, result.outcome, X=X, train=(train.X, targets), scores=result.scores or None, plan=plan
         )
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from linnet import diagnostics
 from linnet.metrics import Z95
 from linnet.probability.posteriors import PointPosterior, SamplePosterior
+from linnet.report import diagnostics
 from linnet.report.content import Classes, Group, Item, Missing, Numbers
+from linnet.report.examples import Inputs
+from linnet.report.formatting import count, number, percent
 from linnet.report.gather import array, attempt, some
-from linnet.report.shown import Inputs
-from linnet.report.words import count, number, percent
 
 SHOWN = 6
 """Examples of a kind that are shown."""

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet import diagnostics, metrics
+from linnet import metrics
 from linnet.laplace.predictive import Predictive
+from linnet.report import diagnostics
 from linnet.report.content import Classes, Evidence, Linear, Missing, Numbers, Spectrum
 from linnet.tangent.base import Linearity, Tangent
 

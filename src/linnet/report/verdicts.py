@@ -10,7 +10,7 @@ import numpy as np
 
 from linnet.metrics import Z95
 from linnet.report.content import Classes, Linear, Missing, Numbers, Report
-from linnet.report.words import count, distance, number, percent
+from linnet.report.formatting import count, distance, number, percent
 
 State = Literal["good", "fair", "bad", "open"]
 

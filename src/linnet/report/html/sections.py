@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from linnet.report import figures, outcomes, tables
 from linnet.report.content import Classes, Linear, Missing, Numbers, Points, Report
-from linnet.report.markup import Child, Markup, h
+from linnet.report.formatting import MINUS, count, distance, meaning, nats, number, percent
+from linnet.report.html import figures, outcomes, tables
+from linnet.report.html.markup import Child, Markup, h
 from linnet.report.verdicts import checks
-from linnet.report.words import MINUS, count, distance, meaning, nats, number, percent
 
 SIGNS = {"good": "✓", "fair": "~", "bad": "✕", "open": "?"}
 PATH = 4

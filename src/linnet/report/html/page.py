@@ -6,9 +6,9 @@ import os
 from importlib.resources import files
 
 from linnet._common.files import whole
-from linnet.report import sections
 from linnet.report.content import Points, Report
-from linnet.report.markup import Markup, h
+from linnet.report.html import sections
+from linnet.report.html.markup import Markup, h
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What a browser may load for the page: its own style sheet and pictures, and nothing else; no scripts run."""
@@ -21,7 +21,7 @@ ICON = (
 
 def render(report: Report) -> str:
     """The report as one HTML page; equal data give equal pages."""
-    style = Markup((files("linnet.report") / "page.css").read_text(encoding="utf-8"))
+    style = Markup((files("linnet.report.html") / "page.css").read_text(encoding="utf-8"))
     last = [sections.examples(report), sections.inside(report)]
     if isinstance(report.outcome, Points):  # what an embedding sees is all there is to say about it
         last.reverse()

@@ -10,10 +10,10 @@ import numpy as np
 from linnet import metrics
 from linnet.metrics import Z95
 from linnet.report.content import Classes, Numbers
-from linnet.report.figures import figure
-from linnet.report.markup import Markup
-from linnet.report.svg import Plot, around, share
-from linnet.report.words import count, number, percent
+from linnet.report.formatting import count, number, percent
+from linnet.report.html.figures import figure
+from linnet.report.html.markup import Markup
+from linnet.report.html.svg import Plot, around, share
 
 BINS = 10
 POINTS = 100

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.report.markup import Markup, h
-from linnet.report.words import MINUS, number, percent
+from linnet.report.formatting import MINUS, number, percent
+from linnet.report.html.markup import Markup, h
 
 Values = Sequence[float] | np.ndarray
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from linnet.jacobian.plan import Plan, _bytes, _count
 from linnet.report.content import Classes, Group, Item
-from linnet.report.markup import Child, Markup, h
-from linnet.report.words import DASH, count, meaning, nats, percent
+from linnet.report.formatting import DASH, count, meaning, nats, percent
+from linnet.report.html.markup import Child, Markup, h
 
 LAYERS = 24
 """Layers of a network that are listed; the others are added up or left out with a word."""

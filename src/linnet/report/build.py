@@ -14,11 +14,12 @@ from linnet._common.versions import versions
 from linnet.jacobian.plan import Plan
 from linnet.laplace.predictive import Predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical
-from linnet.report import chosen, gather, page
+from linnet.report import chosen, gather
 from linnet.report.content import Classes, Missing, Numbers, Report
+from linnet.report.examples import Inputs, inputs_of
+from linnet.report.formatting import number
 from linnet.report.gather import array, softmax
-from linnet.report.shown import Inputs, inputs_of
-from linnet.report.words import number
+from linnet.report.html import page
 from linnet.tangent.base import Tangent
 
 NO_TEST = Missing("There is no test data, and on the data that it was fitted to a model always looks too good.")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from linnet.report.content import Evidence, Linear, Points, Spectrum
-from linnet.report.markup import Child, Markup, h
-from linnet.report.svg import Plot, Scale, around
-from linnet.report.words import count, number, percent
+from linnet.report.formatting import count, number, percent
+from linnet.report.html.markup import Child, Markup, h
+from linnet.report.html.svg import Plot, Scale, around
 
 FAINT = 1e-3
 """Signal over noise below which directions are not drawn: the data say next to nothing about them."""

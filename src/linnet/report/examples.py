@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from linnet.report.content import Shown
-from linnet.report.words import number
+from linnet.report.formatting import number
 
 CELLS = 8
 """Columns of a row that are shown."""
