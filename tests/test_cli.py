@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 import linnet
-from linnet import demo, metrics
-from linnet._demo_baselines import ANGLE, PENALTIES, RATES, fine_tuned, network, turn, turned_digits
-from linnet.cli import app
+from linnet import metrics
+from linnet.cli import app, demo
+from linnet.cli.demo_baselines import ANGLE, PENALTIES, RATES, fine_tuned, network, turn, turned_digits
 
-HEAVY = ("matplotlib", "gpytorch", "torchmetrics", "linnet.demo", "linnet.commands")
+HEAVY = ("matplotlib", "gpytorch", "torchmetrics", "linnet.cli.demo", "linnet.cli.commands")
 COMMANDS = ("demo", "adapt", "uncertainty", "predict", "embed", "spectrum", "similarity", "info")
 
 

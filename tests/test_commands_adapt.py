@@ -12,7 +12,7 @@ from command_cases import diabetes, digits, done, networks, pictures, read_table
 from safetensors.torch import save_file
 
 import linnet
-from linnet.commands import sources
+from linnet.cli import model_source
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def nets(tmp_path):
 def test_regression_from_tables(tmp_path, nets, monkeypatch):
     train, test = diabetes(tmp_path)
     weights, out = tmp_path / "w.safetensors", tmp_path / "run"
-    save_file(sources.network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu")).state_dict(), weights)
+    save_file(model_source.network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu")).state_dict(), weights)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/linnet", "adapt", "--out", "my run"])
     said = done(
         "adapt",
@@ -60,7 +60,7 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
     rows = [np.array(list(map(float, column))) for column in read_table(train).values()]
     X, y = np.stack(rows[:4], 1), rows[4]
     Z = torch.tensor((X - X.mean(0)) / X.std(0), dtype=torch.float32)
-    model = sources.network(f"{nets}:numbers", weights, seed=0, device=torch.device("cpu"))
+    model = model_source.network(f"{nets}:numbers", weights, seed=0, device=torch.device("cpu"))
     reg = linnet.TangentRegressor(model).fit(Z, y)
     assert found["log_evidence"] == pytest.approx(reg.log_evidence_, rel=1e-9)
     new = np.stack([np.array(list(map(float, column))) for column in read_table(test).values()][:4], 1)
@@ -192,7 +192,7 @@ def test_image_folders(tmp_path, nets):
 def test_uncertainty(tmp_path, nets):
     train, test = diabetes(tmp_path)
     out = tmp_path / "run"
-    model = sources.network(f"{nets}:numbers", None, seed=0, device=torch.device("cpu"))
+    model = model_source.network(f"{nets}:numbers", None, seed=0, device=torch.device("cpu"))
     columns = [torch.tensor(list(map(float, column))) for column in read_table(train).values()]
     X, y = torch.stack(columns[:4], 1), columns[4]
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from command_cases import pictures, write_table
 
-from linnet.commands.examples import Reading, for_network, read, settled, standardization
-from linnet.commands.outputs import write_csv
-from linnet.commands.shared import UsageError
-from linnet.commands.targets import task_of
-from linnet.commands.texts import read_texts
+from linnet.cli.data_files.examples import Reading, for_network, read, settled, standardization
+from linnet.cli.data_files.texts import read_texts
+from linnet.cli.outputs import write_csv
+from linnet.cli.task import task_of
+from linnet.cli.terminal import UsageError
 
 
 def table(tmp_path: Path, rows, header=("a", "b", "y"), name="t.csv") -> Path:
@@ -325,7 +325,7 @@ def test_an_image_that_is_too_large_is_left_out_or_stops(tmp_path, monkeypatch):
 
 
 def test_whatever_a_damaged_image_raises(tmp_path, monkeypatch):
-    from linnet.commands import images
+    from linnet.cli.data_files import images
 
     folder, read_one = pictures(tmp_path / "p"), images._read
 

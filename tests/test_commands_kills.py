@@ -25,9 +25,9 @@ import pytest
 import torch
 
 from linnet._common import files
-from linnet.commands import outputs, publishing, runs
-from linnet.commands.examples import Reading
-from linnet.commands.shared import UsageError
+from linnet.cli import outputs, publishing, run_folder
+from linnet.cli.data_files.examples import Reading
+from linnet.cli.terminal import UsageError
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
 """Audit events of calls that change files; "open" changes some."""
@@ -42,13 +42,13 @@ def publish(out: Path, stamp: int) -> None:
         if stamp % 2:
             outputs.write_csv(folder / "predictions.csv", {"stamp": [stamp] * 50})
         outputs.write_json(folder / "metrics.json", {"stamp": stamp})
-        runs.save(folder, runs.make_run("adapt", "adapter.safetensors", "a:b", None, Reading(), seed=stamp))
+        run_folder.save(folder, run_folder.make_run("adapt", "adapter.safetensors", "a:b", None, Reading(), seed=stamp))
 
 
 def accepted(out: Path) -> tuple[int, bool] | None:
     """The stamp of the run that `linnet predict` would take, and whether the run is whole; None where it takes none."""
     try:
-        run = runs.read(out)
+        run = run_folder.read(out)
     except UsageError:
         return None
     stamps = {run.seed, *files.load(out / run.file, kind="kills")[0]["x"].tolist()}
@@ -167,7 +167,7 @@ def test_killed_at_every_call(kills, exchange):
         if found == "none":  # between two renames, where folders cannot be exchanged
             assert not exchange and publishing.find_set_aside(kills.out) is not None
             with pytest.raises(UsageError, match="was killed while it replaced this run; the run is in"):
-                runs.read(kills.out)
+                run_folder.read(kills.out)
             with pytest.warns(UserWarning, match="The earlier run is there again"):
                 kills.recover()
         if kills.published:  # all calls of a run are through

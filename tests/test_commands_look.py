@@ -12,8 +12,8 @@ from command_cases import diabetes, digits, done, networks, read_table, refused
 from rich.console import Console
 
 import linnet
-from linnet.commands import sources
-from linnet.commands.shared import Printer
+from linnet.cli import model_source
+from linnet.cli.terminal import Printer
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_embed_and_what_it_says_about_new_data(tmp_path, nets):
         E, values, y = file["embedding"], file["eigenvalues"], file["y"]
     assert E.shape == (30, 3) and y.tolist() == np.load(train)["y"].tolist()
     np.testing.assert_allclose(np.square(E).sum(0), values, rtol=1e-4)
-    model = sources.network(f"{nets}:digits", None, seed=0, device=CPU)
+    model = model_source.network(f"{nets}:digits", None, seed=0, device=CPU)
     X, Z = (torch.tensor(np.load(path)["x"], dtype=torch.float32) for path in (train, test))
     embedding = linnet.FisherEmbedding(model, 3).fit(X)
     np.testing.assert_allclose(values, embedding.eigenvalues_, rtol=1e-5)
@@ -87,12 +87,14 @@ def test_spectrum(tmp_path, nets):
 def test_similarity(tmp_path, nets):
     train, _ = digits(tmp_path)
     for seed in (1, 2):
-        torch.save(sources.network(f"{nets}:digits", None, seed=seed, device=CPU).state_dict(), tmp_path / f"{seed}.pt")
+        torch.save(
+            model_source.network(f"{nets}:digits", None, seed=seed, device=CPU).state_dict(), tmp_path / f"{seed}.pt"
+        )
     line = ["similarity", "--model", f"{nets}:digits", "--data", train]
     weights = ["--weights", tmp_path / "1.pt", "--weights", tmp_path / "2.pt"]
     done(*line, *weights, "--out", tmp_path / "s.json")
     found = json.loads((tmp_path / "s.json").read_text())
-    a, b = (sources.network(f"{nets}:digits", tmp_path / f"{seed}.pt", seed=0, device=CPU) for seed in (1, 2))
+    a, b = (model_source.network(f"{nets}:digits", tmp_path / f"{seed}.pt", seed=0, device=CPU) for seed in (1, 2))
     X = torch.tensor(np.load(train)["x"], dtype=torch.float32)
     assert found["similarity"][0][1] == pytest.approx(linnet.similarity(a, b, X), rel=1e-6)
     assert found["similarity"][0][0] == 1

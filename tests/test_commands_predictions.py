@@ -11,8 +11,8 @@ from torch import nn
 
 import linnet
 from linnet import metrics
-from linnet.commands.examples import Examples
-from linnet.commands.predictions import before, outcome_of, predict
+from linnet.cli.commands.predictions import before, outcome_of, predict
+from linnet.cli.data_files.examples import Examples
 
 Z = norm.ppf(0.975)
 X, NEW = normal(30, 3, seed=1), normal(12, 3, seed=2)

@@ -9,8 +9,9 @@ import pytest
 from command_cases import diabetes, done, networks, read_table, refused, run
 from safetensors import SafetensorError
 
-from linnet.commands import adapt as job
-from linnet.commands import runs, uncertainty
+from linnet.cli import run_folder
+from linnet.cli.commands import adapt as job
+from linnet.cli.commands import uncertainty
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_a_full_disk_leaves_what_there_was(tmp_path, line, monkeypatch, where):
         raise error
 
     if where == "json":
-        monkeypatch.setattr(runs, "write_json", full)
+        monkeypatch.setattr(run_folder, "write_json", full)
     else:
         error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         monkeypatch.setattr("linnet._common.files.save_file", full)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from command_cases import diabetes, done, networks, refused
 
-from linnet.commands import adapt as job
-from linnet.commands import publishing, runs, trust
-from linnet.commands.shared import UsageError
+from linnet.cli import publishing, run_folder, trust
+from linnet.cli.commands import adapt as job
+from linnet.cli.terminal import UsageError
 
 HOLD = """
 import fcntl, os, sys
@@ -251,13 +251,13 @@ def test_run_json_has_a_checksum_of_itself(copied):
     out, _ = copied
     path = out / "run.json"
     whole = path.read_bytes()
-    was = runs.read(out)
+    was = run_folder.read(out)
     assert was.own
     for at in range(0, len(whole), 7):
         for flip in (1, 16):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
             try:
-                found = runs.read(out)
+                found = run_folder.read(out)
             except UsageError as error:
                 assert str(path) in str(error)
             else:  # another space between two values, or another signature
@@ -266,10 +266,10 @@ def test_run_json_has_a_checksum_of_itself(copied):
     for name in ("files", "sha256"):
         path.write_text(json.dumps({key: value for key, value in said.items() if key != name}))
         with pytest.raises(UsageError, match="is damaged"):
-            runs.read(out)
+            run_folder.read(out)
     path.write_text("[]")
     with pytest.raises(UsageError, match="no JSON object"):
-        runs.read(out)
+        run_folder.read(out)
 
 
 def test_files_of_two_runs(tmp_path, line, copied):
@@ -326,8 +326,8 @@ def test_a_run_that_names_other_code_since(copied, made, tmp_path):
     mark = tmp_path / "imported"
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
     found = json.loads(path.read_text()) | {"model": f"{tmp_path / 'evil.py'}:build", "own": True}
-    path.write_text(json.dumps(found | {"sha256": runs._sha256(runs._content_text(found))}))
-    assert not runs.read(out).own
+    path.write_text(json.dumps(found | {"sha256": run_folder._sha256(run_folder._content_text(found))}))
+    assert not run_folder.read(out).own
     assert f"names: {tmp_path / 'evil.py'}:build" in refused(*predict)
     assert not mark.exists()
 
@@ -364,7 +364,7 @@ def test_a_key_that_cannot_be_kept(tmp_path, line, monkeypatch):
     (tmp_path / "short" / "linnet").mkdir(parents=True)
     (tmp_path / "short" / "linnet" / "key").write_bytes(b"short")
     assert "has 5 bytes, and a key has 32" in " ".join(done(*line, "--force").split())
-    assert not runs.read(tmp_path / "run").own
+    assert not run_folder.read(tmp_path / "run").own
 
 
 def test_keys_are_made_once(tmp_path, monkeypatch):

@@ -12,14 +12,14 @@ from command_cases import networks
 from safetensors.torch import save_file
 from torch import nn
 
-from linnet.commands import sources
-from linnet.commands.shared import UsageError
+from linnet.cli import model_source
+from linnet.cli.terminal import UsageError
 
 CPU = torch.device("cpu")
 
 
 def made(spec, weights=None, seed=0):
-    return sources.network(spec, weights, seed=seed, device=CPU)
+    return model_source.network(spec, weights, seed=seed, device=CPU)
 
 
 def refused(spec, weights=None) -> str:
@@ -140,8 +140,8 @@ def test_timm(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", fake)
     model = made("timm:tiny")
     assert model.given is True
-    assert sources.pixels_of(model) == {"pixel_mean": (0.1,) * 3, "pixel_std": (0.2,) * 3, "size": (8, 9)}
-    assert sources.pixels_of(nn.Linear(1, 1)) == {}
+    assert model_source.pixels_of(model) == {"pixel_mean": (0.1,) * 3, "pixel_std": (0.2,) * 3, "size": (8, 9)}
+    assert model_source.pixels_of(nn.Linear(1, 1)) == {}
     assert "Unknown model (huge)" in refused("timm:huge")
 
 

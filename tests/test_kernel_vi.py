@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentClassifier, metrics
-from linnet._demo_baselines import network, train, turned_digits
+from linnet.cli.demo_baselines import network, train, turned_digits
 from linnet.inference.kernel_vi import full
 from linnet.inference.mode.newton import function_space
 from linnet.inference.variational import lowrank, meanfield

@@ -438,7 +438,7 @@ def test_a_report_that_fails_does_not_take_the_run_with_it(tmp_path, monkeypatch
     def broken(*args, **more):
         raise RuntimeError("out of ink")
 
-    monkeypatch.setattr("linnet.commands.reporting.assemble", broken)
+    monkeypatch.setattr("linnet.cli.run_report.assemble", broken)
     said = done("adapt", "--model", f"{nets}:numbers", "--train", train, "--target", "y", "--out", tmp_path / "run")
     assert "The report could not be made (RuntimeError: out of ink)." in " ".join(said.split())
     assert (tmp_path / "run" / "adapter.safetensors").is_file() and not (tmp_path / "run" / "report.html").exists()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from linnet._common.messages import listing
-from linnet.commands.outputs import raw_text
-from linnet.commands.shared import UsageError
+from linnet.cli.outputs import raw_text
+from linnet.cli.terminal import UsageError
 
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
 """Numbers as tables have them; Python's own, such as 1_0, are more."""
@@ -128,7 +128,7 @@ class Table:
         return self._decoded(name, whole_or_text(texts))
 
     def _decoded(self, name: str, found: np.ndarray) -> np.ndarray:
-        """Text without the quotation marks that `linnet.commands.outputs.write_csv` puts before formulas."""
+        """Text without the quotation marks that `linnet.cli.outputs.write_csv` puts before formulas."""
         if found.dtype.kind != "U":
             return found
         raw = {text: raw_text(text) for text in found.tolist()}

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import linnet
 from linnet._common import files as io
-from linnet.commands import publishing, sources, trust
-from linnet.commands.examples import Examples, Reading, for_network
-from linnet.commands.outputs import as_json, write_json
-from linnet.commands.shared import UsageError, as_usage
+from linnet.cli import model_source, publishing, trust
+from linnet.cli.data_files.examples import Examples, Reading, for_network
+from linnet.cli.outputs import as_json, write_json
+from linnet.cli.terminal import UsageError, as_usage
 from linnet.heads.attach import head_of, put_head
 from linnet.heads.readout import Readout
 
@@ -53,7 +53,7 @@ class Run:
         home: The folder that modules of ``model`` were looked for in.
         files: The SHA-256 of every other file of the run, by name; none in format 1.
         sha256: SHA-256 of everything in run.json but for this checksum and the signature.
-        signature: Signature of run.json by the key of the user who made the run; see `linnet.commands.trust`.
+        signature: Signature of run.json by the key of the user who made the run; see `linnet.cli.trust`.
         own: Whether this user made the run; decided when a run is read, and not written.
     """
 
@@ -90,10 +90,10 @@ def make_run(
         more: Other attributes of `Run`.
     """
     if reading.tokenizer is not None:
-        reading = replace(reading, tokenizer=sources.locate(f"hf:{reading.tokenizer}").removeprefix("hf:"))
+        reading = replace(reading, tokenizer=model_source.locate(f"hf:{reading.tokenizer}").removeprefix("hf:"))
     path = None if weights is None else str(weights.resolve())
     given = {"task": "", "classes": [], "targets": []} | more
-    return Run(command, file, sources.locate(model), path, seed, reading, home=os.getcwd(), **given)
+    return Run(command, file, model_source.locate(model), path, seed, reading, home=os.getcwd(), **given)
 
 
 def save_head(folder: Path, run: Run, model: nn.Module) -> None:
@@ -213,7 +213,7 @@ def network(
     """The network of a run, with its head; ``model`` and ``weights`` where they have moved."""
     path = weights if weights is not None else None if run.weights is None else Path(run.weights)
     home = run.home if model is None else None
-    base = sources.network(model or run.model, path, seed=run.seed, device=device, home=home)
+    base = model_source.network(model or run.model, path, seed=run.seed, device=device, home=home)
     if not run.new_head:
         return base
     tensors, meta = io.load(folder / HEAD, kind=HEAD_KIND)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from linnet.commands import outputs, publishing, runs
-from linnet.commands.examples import for_network, read
-from linnet.commands.predictions import predict
-from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes
+from linnet.cli import outputs, publishing, run_folder
+from linnet.cli.commands.predictions import predict
+from linnet.cli.data_files.examples import for_network, read
+from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, processes
 
 
 def run(
@@ -36,20 +36,20 @@ def run(
         trusted: Whether code that the run names is imported though the run was not made here.
         device: Where.
     """
-    kept = runs.read(folder)
+    kept = run_folder.read(folder)
     ending = ".npz" if kept.command == "embed" else ".csv"
     if out.suffix != ending:
         raise UsageError(f"The run is of linnet {kept.command}, so --out must be a {ending} file; got {out}.")
     if model is None:
-        runs.check_trusted(folder, kept, trusted=trusted)
+        run_folder.check_trusted(folder, kept, trusted=trusted)
     with processes(device), publishing.file(out, force=force):
         printer = Printer()
         if model is None:
-            printer.say(f"the network is {kept.model}, as {folder / runs.RUN} says; its code is imported")
+            printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
         found = read(data, kept.reading, labeled=False)
-        network = runs.network(folder, kept, found, model=model, weights=weights, device=device)
+        network = run_folder.network(folder, kept, found, model=model, weights=weights, device=device)
         found = for_network(found, network)
-        estimator = runs.estimator(folder, kept, network)
+        estimator = run_folder.estimator(folder, kept, network)
         printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
         with as_usage("The network does not take these data: "):
             estimator.lin_.jacobian(found.X, progress=False)
@@ -67,7 +67,7 @@ def run(
         printer.written(out.parent, [out.name])
 
 
-def _known(y: np.ndarray, kept: runs.Run) -> bool:
+def _known(y: np.ndarray, kept: run_folder.Run) -> bool:
     """Whether the targets in the file are such as the run has seen, so that they can be scored."""
     columns = y.reshape(len(y), -1).shape[1]
     if kept.task == "classification":

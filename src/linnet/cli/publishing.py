@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from linnet._common.files import _sync
-from linnet.commands.shared import UsageError, is_first
+from linnet.cli.terminal import UsageError, is_first
 
 if os.name == "posix":
     import fcntl

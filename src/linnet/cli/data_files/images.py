@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from linnet._common.messages import listing
-from linnet.commands.shared import UsageError
+from linnet.cli.terminal import UsageError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = {1: "L", 3: "RGB"}

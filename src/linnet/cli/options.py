@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from linnet.commands.examples import Reading
-from linnet.commands.shared import UsageError
+from linnet.cli.data_files.examples import Reading
+from linnet.cli.terminal import UsageError
 
 _READING = ("target", "task", "columns", "drop", "size", "gray", "pixel_mean", "pixel_std", "strict", "max_length")
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 import linnet
-from linnet.commands import planning, publishing, reporting
-from linnet.commands.examples import Examples, Reading
-from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
-from linnet.commands.shared import Printer, UsageError, is_first, noted, processes
-from linnet.commands.targets import Goal, classes_of, trained_on, wanted
+from linnet.cli import planning, publishing, run_report
+from linnet.cli.commands.fitting import Files, Settings, load, run_of, tested, write
+from linnet.cli.data_files.examples import Examples, Reading
+from linnet.cli.task import Goal, classes_of, trained_on, wanted
+from linnet.cli.terminal import Printer, UsageError, is_first, noted, processes
 
 FILE = "laplace.safetensors"
 EXACT = ("auto", "full", "function")
@@ -52,7 +52,7 @@ def run(files: Files, reading: Reading, settings: Settings, *, structure: str) -
             _tell(printer, found)
         names = ("network alone", "with error bars")
         result = tested(printer, found, loaded, classes, names=names, what=str(files.test))
-        page = reporting.of_fit(
+        page = run_report.of_fit(
             printer, "uncertainty", found, files, settings, loaded, result, J.plan, notes=notes, classes=classes
         )
         if not is_first():

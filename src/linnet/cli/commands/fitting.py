@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet.commands import outputs, runs, sources
-from linnet.commands.examples import Examples, Reading, settled
-from linnet.commands.planning import Chosen
-from linnet.commands.predictions import Predicted, before, outcome_of, predict
-from linnet.commands.runs import Run
-from linnet.commands.shared import Printer, UsageError, record
-from linnet.commands.targets import Goal, classes_of, goal_of, outputs_of, positions
+from linnet.cli import model_source, outputs, run_folder
+from linnet.cli.commands.predictions import Predicted, before, outcome_of, predict
+from linnet.cli.data_files.examples import Examples, Reading, settled
+from linnet.cli.planning import Chosen
+from linnet.cli.run_folder import Run
+from linnet.cli.task import Goal, classes_of, goal_of, outputs_of, positions
+from linnet.cli.terminal import Printer, UsageError, record
 from linnet.probability.priors import PriorSpec
 from linnet.report import Report, save
 from linnet.report.build import NO_TEST
@@ -54,7 +54,7 @@ class Settings:
         prior: On them.
         inference: "auto", "vi", "laplace" or "map"; for classes.
         mean: "auto", "network" or "zero".
-        head: "auto", "new" or "keep"; see `linnet.commands.targets.goal_of`.
+        head: "auto", "new" or "keep"; see `linnet.cli.task.goal_of`.
         features: What a new head reads; None for what the last layer is given.
         standardize: Whether the columns are standardized.
         seed: Of everything that is drawn.
@@ -94,7 +94,7 @@ class Loaded:
 def load(files: Files, reading: Reading, settings: Settings, printer: Printer) -> Loaded:
     """Make the network, read the data, and find out what is to be predicted."""
     asked = reading.task
-    model = sources.network(files.model, files.weights, seed=settings.seed, device=settings.device)
+    model = model_source.network(files.model, files.weights, seed=settings.seed, device=settings.device)
     train, reading = settled(files.train, reading, model, labeled=True, standardize=settings.standardize)
     printer.say(f"{files.train}: {train.what}")
     test = None
@@ -174,7 +174,7 @@ def run_of(command: str, file: str, files: Files, settings: Settings, loaded: Lo
         more: The classes, and whatever else `Run` keeps.
     """
     given = {"task": loaded.goal.task, "targets": loaded.targets} | more
-    return runs.make_run(command, file, files.model, files.weights, loaded.reading, seed=settings.seed, **given)
+    return run_folder.make_run(command, file, files.model, files.weights, loaded.reading, seed=settings.seed, **given)
 
 
 def write(
@@ -200,7 +200,7 @@ def write(
     found.save(folder / kept.file)
     if told is not None:
         outputs.write_csv(folder / "predictions.csv", told.columns)
-    runs.save_head(folder, kept, model)
+    run_folder.save_head(folder, kept, model)
     device = next(model.parameters()).device
     outputs.write_json(folder / "metrics.json", record(kept.seed, device, **details))
     return finish(folder, kept, page)
@@ -208,8 +208,8 @@ def write(
 
 def finish(folder: Path, kept: Run, page: Report | None) -> list[str]:
     """Write report.html and then run.json, which has the checksums of all other files; the names of all."""
-    names = {path.name for path in folder.iterdir()} | {runs.RUN}
+    names = {path.name for path in folder.iterdir()} | {run_folder.RUN}
     if page is not None:
         save(folder / REPORT, replace(page, files=sorted(names)))
-    runs.save(folder, kept)
+    run_folder.save(folder, kept)
     return sorted(path.name for path in folder.iterdir())

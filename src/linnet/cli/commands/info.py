@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from linnet._common import files
-from linnet.commands import runs, sources
-from linnet.commands.examples import Reading, settled
-from linnet.commands.planning import Chosen, jacobian_of
-from linnet.commands.shared import Printer, UsageError, as_usage
+from linnet.cli import model_source, run_folder
+from linnet.cli.data_files.examples import Reading, settled
+from linnet.cli.planning import Chosen, jacobian_of
+from linnet.cli.terminal import Printer, UsageError, as_usage
 from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Layout, select
 from linnet.network.top_blocks import block_names
@@ -22,7 +22,7 @@ def of_file(path: Path) -> None:
     """What a saved file holds, or the files of a run."""
     printer = Printer()
     if path.is_dir():
-        kept = runs.read(path)
+        kept = run_folder.read(path)
         printer.say(f"{path}: linnet {kept.command}, {kept.task or 'an embedding'}")
         printer.say(
             f"network: {kept.model}{'' if kept.weights is None else f', weights {kept.weights}'}, seed {kept.seed}"
@@ -44,7 +44,7 @@ def of_file(path: Path) -> None:
     with as_usage():
         contents = files.contents(path)
     if kept is not None:
-        runs.check_same(path.parent, kept)
+        run_folder.check_same(path.parent, kept)
     printer.say(f"{path}: {contents.meta.get('estimator', contents.kind)}, written by linnet {contents.version}")
     for name, value in contents.meta.items():
         if name in ("dtype", "posterior", "base", "structure", "likelihood"):
@@ -69,7 +69,7 @@ def of_network(
 ) -> None:
     """Parameters by layer; with data, the plan."""
     printer = Printer()
-    network = sources.network(model, weights, seed=seed, device=device)
+    network = model_source.network(model, weights, seed=seed, device=device)
     found = None
     if data is not None:
         found, _ = settled(data, reading, network, labeled=False)

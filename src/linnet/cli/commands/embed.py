@@ -12,11 +12,11 @@ from torch import nn
 
 import linnet
 from linnet import scores
-from linnet.commands import outputs, planning, publishing, reporting, runs, sources
-from linnet.commands.examples import Examples, Reading, settled
-from linnet.commands.fitting import finish
-from linnet.commands.planning import Chosen
-from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes, record
+from linnet.cli import model_source, outputs, planning, publishing, run_folder, run_report
+from linnet.cli.commands.fitting import finish
+from linnet.cli.data_files.examples import Examples, Reading, settled
+from linnet.cli.planning import Chosen
+from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, processes, record
 from linnet.fisher import probes
 
 SCORES = {
@@ -71,7 +71,7 @@ def run(
             _tell(printer, spectrum)
             dropped = f"{embedding.dropped_columns_:,} parameters play no part"
             printer.say(f"{embedding.passes_} passes by {embedding.method_!r}; {dropped}")
-        page = reporting.of_embedding(
+        page = run_report.of_embedding(
             printer,
             embedding,
             E,
@@ -102,7 +102,7 @@ def run(
             "kernel": settings.kernel,
         }
         outputs.write_json(folder / "metrics.json", record(settings.seed, settings.device, **details))
-        kept = runs.make_run("embed", "embedding.safetensors", model, weights, reading, seed=settings.seed)
+        kept = run_folder.make_run("embed", "embedding.safetensors", model, weights, reading, seed=settings.seed)
         written = finish(folder, kept, page)
     printer.written(out, written)
 
@@ -135,7 +135,7 @@ def _read(
     model: str, weights: Path | None, data: Path, reading: Reading, settings: Settings, printer: Printer
 ) -> tuple[nn.Module, Examples, Reading]:
     with printer.step("Read"):
-        network = sources.network(model, weights, seed=settings.seed, device=settings.device)
+        network = model_source.network(model, weights, seed=settings.seed, device=settings.device)
         found, reading = settled(data, reading, network, labeled=False, standardize=settings.standardize)
         printer.say(f"{data}: {found.what}")
         return network, found, reading

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet.commands.examples import Examples
-from linnet.commands.shared import Printer, UsageError, as_usage
+from linnet.cli.data_files.examples import Examples
+from linnet.cli.terminal import Printer, UsageError, as_usage
 from linnet.inference import any_likelihood
 from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from linnet._common.messages import listing
-from linnet.commands.shared import UsageError
+from linnet.cli.terminal import UsageError
 
 HELP = "--model is module:function or file.py:function (a function that returns the network), timm:NAME or hf:PATH."
 WRAPPERS = ("state_dict", "model_state_dict", "model")

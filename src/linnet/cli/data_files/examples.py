@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common.messages import listing
-from linnet.commands.images import read_images
-from linnet.commands.shared import UsageError
-from linnet.commands.sources import pixels_of
-from linnet.commands.tables import Table, read_arrays, read_table, split_arrays
-from linnet.commands.texts import read_texts, tokenized
+from linnet.cli.data_files.images import read_images
+from linnet.cli.data_files.tables import Table, read_arrays, read_table, split_arrays
+from linnet.cli.data_files.texts import read_texts, tokenized
+from linnet.cli.model_source import pixels_of
+from linnet.cli.terminal import UsageError
 
 LENGTH = 128
 """Tokens of a text where nobody has said how many."""

@@ -9,11 +9,11 @@ import numpy as np
 from torch import nn
 
 import linnet
-from linnet.commands import planning, publishing, reporting
-from linnet.commands.examples import Examples, Reading
-from linnet.commands.fitting import Files, Settings, load, run_of, tested, write
-from linnet.commands.shared import Printer, UsageError, as_usage, is_first, noted, processes
-from linnet.commands.targets import Goal, classes_of, wanted
+from linnet.cli import planning, publishing, run_report
+from linnet.cli.commands.fitting import Files, Settings, load, run_of, tested, write
+from linnet.cli.data_files.examples import Examples, Reading
+from linnet.cli.task import Goal, classes_of, wanted
+from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, noted, processes
 from linnet.heads.attach import head_of
 
 FILE = "adapter.safetensors"
@@ -48,7 +48,7 @@ def run(files: Files, reading: Reading, settings: Settings) -> None:
             _tell(printer, found)
         names = ("new head alone" if goal.new_head else "network as it was", "adapted")
         result = tested(printer, found, loaded, classes, names=names, what=str(files.test))
-        page = reporting.of_fit(printer, "adapt", found, files, settings, loaded, result, J.plan, notes=notes)
+        page = run_report.of_fit(printer, "adapt", found, files, settings, loaded, result, J.plan, notes=notes)
         if not is_first():
             return
         kept = run_of(

@@ -11,8 +11,8 @@ import torch
 
 import linnet
 from linnet import metrics
-from linnet.commands.examples import Examples
-from linnet.commands.targets import positions
+from linnet.cli.data_files.examples import Examples
+from linnet.cli.task import positions
 from linnet.metrics import Z95
 from linnet.report.content import Classes, Numbers
 from linnet.report.gather import softmax

@@ -28,7 +28,16 @@ from torch import Tensor, nn
 
 from linnet import TangentClassifier, __version__, metrics
 from linnet._common.files import whole
-from linnet._demo_baselines import ANGLE, Task, fine_tuned, last_layer, network, probabilities, train, turned_digits
+from linnet.cli.demo_baselines import (
+    ANGLE,
+    Task,
+    fine_tuned,
+    last_layer,
+    network,
+    probabilities,
+    train,
+    turned_digits,
+)
 from linnet.inference.any_likelihood import Inference
 
 ADAPTATION, CONFIDENCE, METRICS = "adaptation.png", "confidence.png", "metrics.json"

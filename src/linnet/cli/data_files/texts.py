@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from linnet.commands.shared import UsageError
-from linnet.commands.tables import rows_of, whole_or_text
+from linnet.cli.data_files.tables import rows_of, whole_or_text
+from linnet.cli.terminal import UsageError
 
 TEXT_NAMES = ("text", "sentence")
 """What the first column of a header may be called."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from linnet._common import messages
-from linnet.commands.examples import Examples
-from linnet.commands.shared import UsageError, as_usage
+from linnet.cli.data_files.examples import Examples
+from linnet.cli.terminal import UsageError, as_usage
 from linnet.data.sources import as_source
 
 FEW = 50

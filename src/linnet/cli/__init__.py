@@ -78,8 +78,8 @@ def demo(
 
     Needs no download and takes less than a minute on two CPU cores.
     """
-    from linnet import demo as job
-    from linnet.commands.shared import reported
+    from linnet.cli import demo as job
+    from linnet.cli.terminal import reported
 
     with reported(traceback=context.obj):
         job.run(out, seed=seed, quick=quick)
@@ -120,11 +120,11 @@ def adapt(
     Writes report.html, adapter.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict
     reads.
     """
-    from linnet.commands import adapt as job
-    from linnet.commands.fitting import Files, Settings
-    from linnet.commands.options import about_data, one_of, reading_of
-    from linnet.commands.planning import chosen, prior_of
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import adapt as job
+    from linnet.cli.commands.fitting import Files, Settings
+    from linnet.cli.options import about_data, one_of, reading_of
+    from linnet.cli.planning import chosen, prior_of
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         one_of("--inference", inference, ("auto", "vi", "laplace", "map"))
@@ -181,11 +181,11 @@ def uncertainty(
     Writes report.html, laplace.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict
     reads.
     """
-    from linnet.commands import uncertainty as job
-    from linnet.commands.fitting import Files, Settings
-    from linnet.commands.options import about_data, one_of, reading_of
-    from linnet.commands.planning import chosen, prior_of
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import uncertainty as job
+    from linnet.cli.commands.fitting import Files, Settings
+    from linnet.cli.options import about_data, one_of, reading_of
+    from linnet.cli.planning import chosen, prior_of
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         known = ("auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples")
@@ -216,8 +216,8 @@ def predict(
 
     Imports the code that run.json names, as --model was given. A run that this user did not make needs --trust.
     """
-    from linnet.commands import predict as job
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import predict as job
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         where = device_of(device)
@@ -257,10 +257,10 @@ def embed(
     run.json.
     `torchrun --nproc-per-node N -m linnet embed ...` shares the work among N processes.
     """
-    from linnet.commands import embed as job
-    from linnet.commands.options import about_data, one_of, reading_of
-    from linnet.commands.planning import chosen
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import embed as job
+    from linnet.cli.options import about_data, one_of, reading_of
+    from linnet.cli.planning import chosen
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         one_of("--method", method, ("auto", "krylov", "power", "nystrom", "exact"))
@@ -297,10 +297,10 @@ def spectrum(
     force: Force = False,
 ) -> None:
     """The eigenvalues of the network's Fisher kernel on data: how many directions matter."""
-    from linnet.commands import embed as job
-    from linnet.commands.options import about_data, reading_of
-    from linnet.commands.planning import chosen
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import embed as job
+    from linnet.cli.options import about_data, reading_of
+    from linnet.cli.planning import chosen
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         reading = reading_of(model, **about_data(locals()))
@@ -333,10 +333,10 @@ def similarity(
     force: Force = False,
 ) -> None:
     """How alike networks are on the same data, to first order: 1 for alike, 0 for orthogonal."""
-    from linnet.commands import similarity as job
-    from linnet.commands.options import about_data, reading_of
-    from linnet.commands.planning import chosen
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import similarity as job
+    from linnet.cli.options import about_data, reading_of
+    from linnet.cli.planning import chosen
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         reading = reading_of(model[0], **about_data(locals()))
@@ -376,10 +376,10 @@ def info(
     seed: Seed = 0,
 ) -> None:
     """A network's parameters by layer, and the plan for data; or what a saved file or a run folder holds."""
-    from linnet.commands import info as job
-    from linnet.commands.options import about_data, reading_of
-    from linnet.commands.planning import chosen
-    from linnet.commands.shared import device_of, reported
+    from linnet.cli.commands import info as job
+    from linnet.cli.options import about_data, reading_of
+    from linnet.cli.planning import chosen
+    from linnet.cli.terminal import device_of, reported
 
     with reported(traceback=context.obj):
         if (path is None) == (model is None):

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 import linnet
-from linnet.commands import outputs, publishing, sources
-from linnet.commands.examples import Reading, for_network, settled
-from linnet.commands.planning import Chosen
-from linnet.commands.shared import Printer, UsageError, as_usage, is_first, processes, record
+from linnet.cli import model_source, outputs, publishing
+from linnet.cli.data_files.examples import Reading, for_network, settled
+from linnet.cli.planning import Chosen
+from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, processes, record
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     with processes(device), publishing.file(out, force=force):
         printer = Printer()
         with printer.step("Read"):
-            networks = [sources.network(spec, path, seed=seed, device=device) for spec, path in pairs]
+            networks = [model_source.network(spec, path, seed=seed, device=device) for spec, path in pairs]
             found, _ = settled(data, reading, networks[0], labeled=False)
             printer.say(f"{data}: {found.what}")
         names = [f"{i + 1}: {spec}{'' if path is None else f' {path.name}'}" for i, (spec, path) in enumerate(pairs)]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 import linnet
-from linnet.commands.examples import Examples, Reading
-from linnet.commands.fitting import Files, Loaded, Settings, Tested
-from linnet.commands.shared import Printer, record
-from linnet.commands.targets import trained_on
+from linnet.cli.commands.fitting import Files, Loaded, Settings, Tested
+from linnet.cli.data_files.examples import Examples, Reading
+from linnet.cli.task import trained_on
+from linnet.cli.terminal import Printer, record
 from linnet.fisher import probes
 from linnet.jacobian.plan import Plan
 from linnet.report import About, Report, build

@@ -1,0 +1,1 @@
+"""Data files of every kind as inputs and targets."""
