@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.adaptation import Labeled, Loss, Search, cross_entropy, steps
-from linnet.testing.zoo_dense import mlp
+from linnet.testing.zoo.dense import mlp
 
 Net = TypeVar("Net", bound=nn.Module)
 

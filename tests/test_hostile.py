@@ -5,7 +5,7 @@ import torch
 
 import linnet
 from linnet.jacobian.jacobian import Jacobian
-from linnet.testing.hostile import Verdict, cases, main, table, verdict
+from linnet.testing.hostile.judge import Verdict, cases, main, table, verdict
 
 CASES = cases()
 

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib.util
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,33 +22,33 @@ from torch.utils import _pytree as pytree
 
 import linnet
 from linnet.network.parameters import select
-from linnet.testing import (
-    hostile_batch,
-    hostile_energy,
-    hostile_frozen,
-    hostile_late,
-    hostile_operations,
-    hostile_order,
-    hostile_random,
-    hostile_reach,
-    hostile_state,
-    hostile_structure,
-)
 from linnet.testing.case import call, dense_jacobian, examples, preserved, seeded
-from linnet.testing.hostile_case import Hostile
+from linnet.testing.hostile import (
+    batch,
+    energy,
+    frozen,
+    late,
+    operations,
+    order,
+    random,
+    reach,
+    state,
+    structure,
+)
+from linnet.testing.hostile.case import Hostile
 from linnet.testing.products import difference, products
 
 _FILES = (
-    hostile_reach,
-    hostile_operations,
-    hostile_energy,
-    hostile_frozen,
-    hostile_late,
-    hostile_order,
-    hostile_batch,
-    hostile_random,
-    hostile_state,
-    hostile_structure,
+    reach,
+    operations,
+    energy,
+    frozen,
+    late,
+    order,
+    batch,
+    random,
+    state,
+    structure,
 )
 
 Answer = Literal["right", "refused", "crashed", "wrong"]
@@ -289,7 +288,3 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name} ({case.kind}): {found.answer}, expected {case.expects}. {found.details}", flush=True)
     print(table(verdicts))
     return 0 if all(found.meets(cases()[name]) for name, found in verdicts.items()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

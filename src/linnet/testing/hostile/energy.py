@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.testing.case import Net, parameter
-from linnet.testing.hostile_case import Hostile, Register, normal
+from linnet.testing.hostile.case import Hostile, Register, normal
 
 add = Register("outputs are gradients", expects="either")
 

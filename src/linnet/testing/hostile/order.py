@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.testing.case import Net
-from linnet.testing.hostile_case import Hostile, Register, draw, integers, normal
+from linnet.testing.hostile.case import Hostile, Register, draw, integers, normal
 
 add = Register("reordered examples")
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.testing.case import Net
-from linnet.testing.hostile_case import Hostile, Register, normal
+from linnet.testing.hostile.case import Hostile, Register, normal
 
 add = Register("reaches parameters", expects="either")
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from linnet.testing.case import Net, parameter
-from linnet.testing.hostile_case import Hostile, Register, draw, integers, late, normal, tokens
+from linnet.testing.hostile.case import Hostile, Register, draw, integers, late, normal, tokens
 
 add = Register("unusual structures")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.testing.case import Net
-from linnet.testing.hostile_case import Hostile, Register, late, normal
+from linnet.testing.hostile.case import Hostile, Register, late, normal
 
 add = Register("random outputs", expects="refused", predicts=True)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.testing.case import Net, parameter
-from linnet.testing.hostile_case import Hostile, Register, draw, integers, late, normal
+from linnet.testing.hostile.case import Hostile, Register, draw, integers, late, normal
 
 add = Register("changes state", expects="either")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.testing.case import Net
-from linnet.testing.hostile_case import Hostile, Register, integers, late, normal
+from linnet.testing.hostile.case import Hostile, Register, integers, late, normal
 
 add = Register("frozen hard decisions", expects="either", params="head.*", frozen=True)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.testing.case import Case, Net, case, normal
-from linnet.testing.zoo_dense import frozen
+from linnet.testing.zoo.dense import frozen
 
 
 class Autoencoder(nn.Module):

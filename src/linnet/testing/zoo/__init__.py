@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from linnet.testing import (
-    zoo_attention,
-    zoo_conv,
-    zoo_dense,
-    zoo_norm,
-    zoo_sequence,
-    zoo_sharing,
-    zoo_transformers,
-)
 from linnet.testing.case import Case
+from linnet.testing.zoo import attention, conv, dense, norm, sequence, sharing, transformers
 
-_FILES = (zoo_dense, zoo_sharing, zoo_conv, zoo_norm, zoo_sequence, zoo_attention, zoo_transformers)
+_FILES = (dense, sharing, conv, norm, sequence, attention, transformers)
 
 
 def zoo() -> dict[str, Case]:

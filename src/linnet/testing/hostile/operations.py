@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linnet.testing.case import Net, parameter
-from linnet.testing.hostile_case import Hostile, Register, draw, integers, late, normal, tokens
+from linnet.testing.hostile.case import Hostile, Register, draw, integers, late, normal, tokens
 
 add = Register("operations", predicts=True)
 

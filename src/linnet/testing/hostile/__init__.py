@@ -1,0 +1,1 @@
+"""Unusual networks, and the judge of what linnet says of them."""
