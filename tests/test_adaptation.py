@@ -7,7 +7,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from drawn import normal
 from torch import nn
 
 import linnet
@@ -15,6 +14,7 @@ from experiments import adaptation, common, gains, transfer
 from experiments.__main__ import main
 from experiments.adaptation import GRADIENTS, LINEAR, Labeled, Search, fine_tune, in_turn
 from experiments.pretrained import CIFAR10_MEAN, CIFAR10_STD, as_cifar10, resnet
+from tests.support.drawn import normal
 
 
 def needs(*names):

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from drawn import normal
 from torch.distributions import Normal
 
 from experiments import common, sinusoids, uci
@@ -14,6 +13,7 @@ from experiments.__main__ import main, parser
 from experiments.baselines import Search, fit_networks, likeliest_noise
 from experiments.networks import forward, initial, module, train
 from experiments.processes import Features, Process
+from tests.support.drawn import normal
 
 WIDTHS = (2, 5, 4, 1)
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from drawn import normal
 from torch.distributions import MultivariateNormal
 
 import linnet
@@ -16,6 +15,7 @@ from experiments.__main__ import main
 from linnet.fisher.fisher_product import fisher_vector_product
 from linnet.probability.likelihoods import Categorical
 from linnet.testing import dense_jacobian
+from tests.support.drawn import normal
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import sys
 import gpytorch
 import pytest
 import torch
-from drawn import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
@@ -19,6 +18,7 @@ from torch import Tensor
 import linnet
 from linnet.limits import InfiniteWidth, infinite_width
 from linnet.probability.priors import make_prior
+from tests.support.drawn import normal
 
 CASES = [(activation, kernel) for activation in ("relu", "erf") for kernel in ("ntk", "nngp")]
 

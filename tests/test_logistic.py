@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from drawn import normal
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
@@ -10,6 +9,7 @@ import linnet
 from linnet import logistic
 from linnet.fisher.probes import kernel_features
 from linnet.logistic import fit_logistic
+from tests.support.drawn import normal
 
 
 def problem(n=60, d=5, classes=3):

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from drawn import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, log_loss, root_mean_squared_error
 
 from linnet import metrics
+from tests.support.drawn import normal
 
 SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)
 

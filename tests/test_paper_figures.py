@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from drawn import normal
 from torch import nn
 
 import linnet
@@ -14,6 +13,7 @@ from experiments.__main__ import main
 from experiments.adaptation import Labeled, in_parts
 from experiments.trained import lenet, perceptron
 from linnet.fisher import probes
+from tests.support.drawn import normal
 
 
 def needs(*names):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from drawn import normal
 from torch import nn
 
 from benchmarks.models import WideResNet
@@ -13,6 +12,7 @@ from experiments.__main__ import main
 from experiments.gan import train_pair
 from experiments.pretrained import loaded, stored
 from linnet.fisher.distillation import EmbeddingHead, WithEmbedding, distill
+from tests.support.drawn import normal
 
 
 def needs(*names):

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from drawn import normal
 from torch.distributions import Normal
 
 import linnet
@@ -15,6 +14,7 @@ from experiments import common, malaria, olivetti, shifts
 from experiments.__main__ import main
 from experiments.adaptation import Labeled, Search, in_parts, loss_of
 from experiments.trained import gaussian_nll, perceptron, squared_error, train
+from tests.support.drawn import normal
 
 
 def needs(*names):

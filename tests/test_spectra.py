@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from drawn import normal
 
 from experiments import common, spectra
 from experiments.__main__ import main
 from experiments.gan import LATENT, train_gan, untrained_generator
 from experiments.pretrained import cifar10, dcgan_discriminator, decoded, lenet5, mnist, resnet
+from tests.support.drawn import normal
 
 WEIGHTS = common.DATA / "weights"
 

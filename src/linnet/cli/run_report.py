@@ -17,7 +17,7 @@ from linnet.cli.task import trained_on
 from linnet.cli.terminal import Printer, record
 from linnet.fisher import probes
 from linnet.jacobian.plan import Plan
-from linnet.report import About, Report, build
+from linnet.report import About, Report, assemble
 from linnet.report.content import Group, Item, Points, Spectrum
 from linnet.report.examples import Inputs, inputs_of
 from linnet.report.formatting import count, number, percent
@@ -76,7 +76,7 @@ def of_fit(
         )
         targets = y if loaded.goal.task == "classification" else np.asarray(y, dtype=float)
         X = None if test is None else test.X
-        return build(
+        return assemble(
             found, about, result.outcome, X=X, train=(train.X, targets), scores=result.scores or None, plan=plan
         )
 

@@ -179,14 +179,14 @@ def _by_glob(layout: Layout, spec: Mapping[str, float], ones: Tensor) -> Tensor:
             out[layout.slices[name]] = float(spec[found[0]])
     if missing:
         raise ValueError(
-            f"prior gives no variance for {messages.listing(missing)}. Add a glob for them, such as '*' as the last one "
-            "(the first that matches counts), or leave them out with params=."
+            f"prior gives no variance for {messages.listing(missing)}. Add a glob for them, such as '*' as the last "
+            "one (the first that matches counts), or leave them out with params=."
         )
     unused = [g for g in spec if g not in used]
     if unused:
         raise ValueError(
-            f"prior names {messages.listing(unused)}, which match no selected layer or come after another that matches; "
-            f"the layers are {messages.listing(list(layout.layers))}."
+            f"prior names {messages.listing(unused)}, which match no selected layer or come after another that "
+            f"matches; the layers are {messages.listing(list(layout.layers))}."
         )
     return out
 

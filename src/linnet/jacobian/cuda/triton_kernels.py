@@ -2,7 +2,7 @@
 
 They are written in Triton, which CUDA builds of torch bring along. They compute exactly the sums of their torch
 counterparts in `linnet.jacobian.blocks.convolution`, `linnet.jacobian.layers.rules` and
-`linnet.jacobian.column_moments`, and ``tests/test_kernels.py`` compares them on a GPU.
+`linnet.jacobian.column_moments`, and ``tests/jacobian/cuda/test_triton_kernels.py`` compares them on a GPU.
 """
 
 from __future__ import annotations

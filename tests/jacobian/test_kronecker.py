@@ -1,0 +1,292 @@
+"""Kronecker factors of the curvature and the coordinates they give, against dense float64 references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.jacobian.blocks.base import Scale
+from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.kronecker import EXACT, Kronecker, Rotation, constant_over
+from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
+from tests.support.drawn import double, normal
+
+
+class Positions(nn.Module):
+    """Tokens with positions, used several times per example, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.place = nn.Embedding(7, 4), nn.Parameter(torch.zeros(3, 4))
+        self.inner, self.norm, self.head = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.inner(self.table(ids) + self.place))).mean(1))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.one(torch.tanh(self.one(x)))))
+
+
+class Transposed(nn.Module):
+    """A weight stored as (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def ids(n: int) -> Tensor:
+    return torch.randint(7, (n, 3), generator=torch.Generator().manual_seed(1))
+
+
+CASES = {
+    "mlp": (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), normal(9, 4)),
+    "no bias": (nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3)), normal(9, 4)),
+    "norms": (nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)), normal(9, 4)),
+    "cnn": (
+        nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 3)),
+        normal(7, 2, 4, 4),
+    ),
+    "groups": (
+        nn.Sequential(nn.Conv2d(4, 6, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)),
+        normal(7, 4, 3, 3),
+    ),
+    "tokens": (Positions(), ids(8)),
+    "tied": (Tied(), normal(9, 4)),
+    "transposed": (Transposed(), normal(9, 4)),
+}
+
+
+def case(name: str) -> Jacobian:
+    model, X = CASES[name]
+    return linnet.linearize(double(model).eval()).jacobian(X, batch_size=4)
+
+
+def root_of(J: Jacobian, likelihood: Likelihood | None = None) -> Tensor:
+    return (likelihood or Categorical()).root(J.outputs())
+
+
+def curvature(J: Jacobian, root: Tensor) -> Tensor:
+    """J^T B J, dense."""
+    D = J.dense().view(J.n, J.c, -1)
+    H = torch.einsum("ncm,ncp->nmp", root, D) if root.ndim == 3 else root[..., None] * D
+    return torch.einsum("nmp,nmq->pq", H, H)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_rotated_jacobian_is_the_jacobian_times_an_orthonormal_matrix(name: str) -> None:
+    J = case(name)
+    root = root_of(J)
+    rotation, _ = J.kronecker(root).decomposed()
+    p = J.shape[1]
+    Q = rotation.back(torch.eye(p, dtype=torch.float64))
+    torch.testing.assert_close(Q.T @ Q, torch.eye(p, dtype=torch.float64), rtol=0, atol=1e-12)
+    JQ, R = J.dense() @ Q, J.rotated(rotation)
+    D, V, U = normal(p, seed=3).square(), normal(p, 3, seed=4), normal(J.shape[0], 2, seed=5)
+    C = (JQ * D) @ JQ.T
+    close = {"rtol": 1e-9, "atol": 1e-10}
+    torch.testing.assert_close(R @ V, JQ @ V, **close)
+    torch.testing.assert_close(R.T @ U, JQ.T @ U, **close)
+    torch.testing.assert_close(R.gram(scale=D), C, **close)
+    torch.testing.assert_close(R.gram_diag(scale=D), C.diagonal(), **close)
+    at = torch.arange(J.n)
+    blocks = C.view(J.n, J.c, J.n, J.c)[at, :, at]
+    torch.testing.assert_close(R.gram_blocks(scale=D), blocks, **close)
+    torch.testing.assert_close(R.column_norms(root @ root.mT), (Q.T @ curvature(J, root) @ Q).diagonal(), **close)
+    torch.testing.assert_close(rotation.rows(J.dense()), JQ, **close)
+    kept = R.cached()
+    torch.testing.assert_close(kept.gram_diag(scale=D), C.diagonal(), **close)
+    torch.testing.assert_close(kept.subset(torch.tensor([3, 1])).dense(), JQ.view(J.n, J.c, p)[[3, 1]].flatten(0, 1))
+    torch.testing.assert_close(R.subset(torch.tensor([3, 1])).dense(), JQ.view(J.n, J.c, p)[[3, 1]].flatten(0, 1))
+
+
+def factors_by_hand(X: Tensor, g: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors of a linear layer with inputs X (n, T, d) and output gradients g (n, c, T, e)."""
+    n, T = X.shape[:2]
+    A = torch.einsum("ntd,nte->de", X, X) / (n * T)
+    h = torch.einsum("ncm,nctd->nmtd", root, g)
+    return A, torch.einsum("nmtd,nmte->de", h, h)
+
+
+def test_the_factors_of_a_linear_layer_are_the_published_ones() -> None:
+    """Also where an example uses the weight several times: a mean over uses on one side, a sum on the other."""
+    inner, head = double(nn.Linear(4, 5)), double(nn.Linear(5, 3), seed=1)
+    X = normal(8, 6, 4)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = inner, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.inner(x)).mean(1))
+
+    J = linnet.linearize(Net()).jacobian(X, batch_size=3)
+    root = root_of(J)
+    found = J.kronecker(root)
+    hidden = torch.tanh(inner(X)).detach()
+    g = head.weight.detach()[None, :, None] * (1 - hidden.square())[:, None] / 6
+    A, G = factors_by_hand(X, g, root)
+    pair = found.pairs[0, 20]
+    torch.testing.assert_close(pair.A[0], A, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(pair.G[0], G, rtol=1e-9, atol=1e-12)
+    rotation, values = found.decomposed()
+    Q = rotation.back(torch.eye(J.shape[1], dtype=torch.float64))
+    H = (Q * values) @ Q.T
+    torch.testing.assert_close(H[:20, :20], torch.kron(G, A), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(H[20:25, 20:25], G, rtol=1e-8, atol=1e-10)
+    exact = curvature(J, root)
+    torch.testing.assert_close(H[40:, 40:], exact[40:, 40:], rtol=1e-8, atol=1e-10)  # the head's bias
+
+
+def test_one_use_and_one_output_without_curvature_is_exact() -> None:
+    """With equal inputs there is nothing to approximate."""
+    model = double(nn.Linear(4, 2))
+    X = normal(1, 4).expand(5, 4).contiguous()
+    J = linnet.linearize(model).jacobian(X)
+    rotation, values = J.kronecker().decomposed()
+    Q = rotation.back(torch.eye(10, dtype=torch.float64))
+    exact = J.dense().T @ J.dense()
+    torch.testing.assert_close(((Q * values) @ Q.T)[:8, :8], exact[:8, :8], rtol=1e-9, atol=1e-10)
+
+
+def test_norm_layers_keep_their_exact_blocks_and_tables_their_diagonal() -> None:
+    J = case("tokens")
+    root = root_of(J)
+    found = J.kronecker(root)
+    rotation, values = found.decomposed()
+    Q = rotation.back(torch.eye(J.shape[1], dtype=torch.float64))
+    H, exact = (Q * values) @ Q.T, curvature(J, root)
+    layout = J.lin.layout
+    for name in ("norm.weight", "norm.bias", "place"):
+        s = layout.slices[name]
+        assert (s.start, s.stop) in found.exact
+        torch.testing.assert_close(H[s, s], exact[s, s], rtol=1e-8, atol=1e-11)
+    s = layout.slices["table.weight"]
+    torch.testing.assert_close(values[s], exact.diagonal()[s], rtol=1e-9, atol=1e-12)
+    assert (s.start, s.stop) not in rotation.turns
+
+
+def test_large_parameters_without_kronecker_form_keep_their_diagonal() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.head = nn.Parameter(torch.zeros(EXACT + 1)), nn.Linear(EXACT + 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(x + self.shift))
+
+    J = linnet.linearize(double(Shift()), "shift").jacobian(normal(5, EXACT + 1))
+    found = J.kronecker()
+    assert not found.exact and not found.pairs
+    torch.testing.assert_close(found.decomposed()[1], J.column_norms(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
+def test_chunks_and_shapes_of_the_root_do_not_matter(likelihood: Likelihood) -> None:
+    model, X = CASES["mlp"]
+    lin = linnet.linearize(double(model))
+    J = lin.jacobian(X)
+    root = likelihood.root(J.outputs())
+    one = J.kronecker(root)
+    full = root if root.ndim == 3 else torch.diag_embed(root)
+    for other in (lin.jacobian(X, batch_size=2).kronecker(root), J.kronecker(full)):
+        for key, pair in one.pairs.items():
+            torch.testing.assert_close(other.pairs[key].A, pair.A, rtol=1e-10, atol=0)
+            torch.testing.assert_close(other.pairs[key].G, pair.G, rtol=1e-10, atol=1e-14)
+
+
+def test_an_outer_product_is_weighed_without_its_rows() -> None:
+    x, g = normal(4, 2, 1, 3), normal(4, 2, 2, 1, 5, seed=1)
+    D = normal(40, seed=2).square()
+    for swapped in (False, True):
+        factor = Outer(x, g, weight=(0, 30), bias=(30, 40), swapped=swapped)
+        rows = factor.expand()
+        torch.testing.assert_close(factor.diag(Scale(D)), rows.diag(Scale(D)), rtol=1e-10, atol=0)
+        torch.testing.assert_close(factor.blocks(Scale(D)), rows.blocks(Scale(D)), rtol=1e-10, atol=1e-12)
+        lone = Outer(x, g, weight=None, bias=(30, 40), swapped=swapped)
+        torch.testing.assert_close(lone.diag(Scale(D)), lone.expand().diag(Scale(D)), rtol=1e-10, atol=0)
+
+
+def test_a_rotation_survives_its_file() -> None:
+    J = case("transposed")
+    rotation, _ = J.kronecker().decomposed()
+    again = Rotation.from_tensors(rotation.tensors(), J.lin.layout)
+    assert torch.equal(J.rotated(again).dense(), J.rotated(rotation).dense())
+
+
+# What is refused.
+
+
+def test_errors_name_what_is_wrong() -> None:
+    J = case("mlp")
+    found = J.kronecker()
+    rotation, _ = found.decomposed()
+    with pytest.raises(ValueError, match=r"root of shape \(9, 3\[, m\]\); got \(4, 3\)"):
+        J.kronecker(normal(4, 3))
+    with pytest.raises(ValueError, match="rotated already"):
+        J.rotated(rotation).rotated(rotation)
+    with pytest.raises(ValueError, match="own coordinates"):
+        J.rotated(rotation).kronecker()
+    with pytest.raises(ValueError, match="different coordinates"):
+        J.rotated(rotation).gram(J)
+    with pytest.raises(ValueError, match="different coordinates"):
+        J.rotated(rotation).gram_normal(J)
+    with pytest.raises(ValueError, match="no Kronecker factors"):
+        J.cached().kronecker()
+    variance = torch.ones(J.shape[1], dtype=torch.float64)
+    constant_over(rotation.turns, variance, J.lin.layout)
+    variance[0] = 2
+    with pytest.raises(ValueError, match=r"one prior variance for all of .*0\.weight.*got 1 to 2"):
+        constant_over(rotation.turns, variance, J.lin.layout)
+
+
+def test_a_layer_in_another_form_is_refused_by_name() -> None:
+    J = case("mlp")
+    sample = [f for f in J._sample if f.ranges[0][0] == 0]
+    found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=torch.float64, device=J.device)
+    rows = sample[0].expand()
+    with pytest.raises(ValueError, match=r"0\.weight.* is used in another way"):
+        found.add([rows], None, 4)
+    rotation, _ = J.kronecker().decomposed()
+    part = type(rows)([(0, 3)], [rows.parts[0][..., :3]])
+    with pytest.raises(ValueError, match=r"0\.weight.* is used in another way"):
+        rotation(part)
+
+
+def test_factors_that_are_not_finite_are_refused() -> None:
+    J = case("mlp")
+    found = J.kronecker()
+    found.pairs[0, 20].A[0, 0, 0] = float("nan")
+    with pytest.raises(ArithmeticError, match=r"0\.weight.*not finite"):
+        found.decomposed()
+
+
+def test_eigenvalues_belong_to_their_directions_in_every_layout() -> None:
+    """With one output gradient for all examples the two factors are exact, also for a weight stored as (in, out)."""
+    for model in (nn.Linear(4, 3), Transposed()):
+        J = linnet.linearize(double(model)).jacobian(normal(9, 4), batch_size=4)
+        rotation, values = J.kronecker().decomposed()
+        Q = rotation.back(torch.eye(15, dtype=torch.float64))
+        D = J.dense()
+        torch.testing.assert_close(((Q * values) @ Q.T)[:12, :12], (D.T @ D)[:12, :12], rtol=1e-9, atol=1e-9)
+
+
+def test_factors_are_added_up_in_float64() -> None:
+    """One large input, then ones in chunks of their own, which a sum in float32 would round away."""
+    X = torch.ones(65, 1)
+    X[0] = 1e4
+    J = linnet.linearize(nn.Linear(1, 1, bias=False)).jacobian(X, 1)
+    assert float(J.kronecker().pairs[0, 1].A) * 65 == pytest.approx(1e8 + 64, rel=1e-12)

@@ -1,0 +1,1 @@
+"""Networks, data and references that several tests share."""
