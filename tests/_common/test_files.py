@@ -124,7 +124,7 @@ def test_failure_leaves_the_old_file_and_nothing_else(
 KILLED = """
     import os, sys, time
     import torch
-    from linnet import io
+    from linnet._common import files as io
 
     whole = io.save_file
 

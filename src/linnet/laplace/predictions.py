@@ -169,7 +169,7 @@ def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) ->
 def sampled_root(likelihood: Likelihood, f: Tensor, draws: int, *, seed: int) -> Tensor:
     r"""L (n, c, m) with ``E[L L^T] = B``: gradients of log p(y | f) for m targets drawn from the likelihood itself.
 
-    >>> from linnet.likelihoods import Categorical
+    >>> from linnet.probability.likelihoods import Categorical
     >>> f = torch.zeros(1, 3)
     >>> L = sampled_root(Categorical(), f, 20000, seed=0)
     >>> bool(torch.allclose(L @ L.mT, Categorical().curvature(f), atol=0.01))

@@ -101,7 +101,7 @@ def adam(
 
     Example:
         >>> import linnet
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> X = torch.linspace(-2, 2, 40).double()[:, None]
         >>> J = linnet.linearize(torch.nn.Linear(1, 1).double()).jacobian(X)
         >>> found = adam(J, (X[:, 0] > 0).double(), variance=torch.ones(2).double(), likelihood=Bernoulli())

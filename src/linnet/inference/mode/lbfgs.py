@@ -78,7 +78,7 @@ def descend(
 
     Example:
         >>> import torch
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> from linnet.linalg.preconditioners.nystrom import Preconditioner
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
