@@ -21,6 +21,7 @@ from linnet.heads.pooling import Pool
 from linnet.heads.readout import Penalty, Readout, fit_readout
 from linnet.jacobian.linearization import linearize
 from linnet.network.call_trace import Trace, trace
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.weight_watch import Watch
 
 EXAMPLES = 2
@@ -271,7 +272,7 @@ def _reader(model: nn.Module, place: Cut, pool: Pool, seen: Trace) -> _Reader:
     call = seen.of(place.name)[0]
     raw = seen.out if not place.name else call.out if place.side == "output" else next(iter(call.args), None)
     chosen = pooling.resolve(pool, raw, str(place), after=call.module if place.side == "output" else None)
-    shared = copy.deepcopy(model, {id(t): t for t in model.parameters()}).eval()
+    shared = copy_sharing_parameters(model).eval()
     return _Reader(shared, place, chosen)
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linnet._common import messages
 from linnet._common.torch_settings import network
 from linnet.network.call_trace import arguments
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.result_uses import Uses, by_example, by_graph, tensors
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -296,7 +297,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
 def _check_equal(model: nn.Module, new: nn.Module, example: Any) -> None:
     """Both networks give the same outputs on the example."""
     args, kwargs = arguments(example)
-    shadow = copy.deepcopy(model, {id(t): t for t in model.parameters()}).eval()
+    shadow = copy_sharing_parameters(model).eval()
     device = next(model.parameters()).device
     with torch.no_grad(), network(shadow, "highest", device):
         pairs = list(zip(tensors(shadow(*args, **kwargs)), tensors(new(*args, **kwargs)), strict=True))

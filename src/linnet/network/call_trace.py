@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from linnet._common.torch_settings import arithmetic, network
 from linnet.data.batch import Batch
+from linnet.network.copies import copy_sharing_parameters
 
 
 @dataclass
@@ -61,7 +61,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         (['', '0', '1'], (1, 3))
     """
     found, time = Trace(), 0
-    shadow = copy.deepcopy(model, {id(t): t for t in model.parameters()}).eval()
+    shadow = copy_sharing_parameters(model).eval()
     names = {module: name for name, module in shadow.named_modules()}
     running: list[Call] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from linnet.data.batch import Batch, Source, check_finite, leaves
 from linnet.data.forward_signature import Signature
 from linnet.data.sources import as_source
 from linnet.jacobian.linearization import Linearization, linearize
+from linnet.network.copies import copy_sharing_parameters
 
 Generator = nn.Module | Callable[[Tensor], Any]
 Latent = int | Sequence[int] | Tensor | Callable[[int, torch.Generator], Tensor]
@@ -37,7 +37,7 @@ class Generated(Source):
         self.latents, self.signature, self.device = latents, signature, device
         if isinstance(generator, nn.Module):
             # In eval mode, and in the dtype of its own weights.
-            generator = copy.deepcopy(generator, {id(t): t for t in generator.parameters()}).eval()
+            generator = copy_sharing_parameters(generator).eval()
             first = next((t for t in generator.parameters() if t.is_floating_point()), None)
             if first is not None:
                 self.device = first.device
@@ -149,7 +149,7 @@ def without_sigmoid(model: nn.Module) -> nn.Module:
     path = _last(model)
     if path is None:
         return model
-    other = copy.deepcopy(model, {id(t): t for t in model.parameters()})
+    other = copy_sharing_parameters(model)
     parent, _, name = path.rpartition(".")
     setattr(other.get_submodule(parent), name, nn.Identity())
     return other

@@ -1,12 +1,10 @@
-"""How a model is read as one number per example: checks, other forwards, token likelihoods."""
+"""How the output of a model becomes one number per example."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from torch import Tensor, nn
 
 from linnet._common import messages
 from linnet.network.functional_model import Output
-
-Forward = Callable[..., Any]
 
 
 def one_number(out: Any) -> Tensor:
@@ -33,36 +29,6 @@ def one_number(out: Any) -> Tensor:
             "score=lambda out: ..."
         )
     return out.reshape(len(out))
-
-
-def rewired(model: nn.Module, forward: Forward) -> nn.Module:
-    """The same module with another forward, called with the module first; parameters keep their names.
-
-    Inside that forward, calling the module means its own.
-
-    >>> model = nn.Linear(2, 3)
-    >>> other = rewired(model, lambda module, x: module.weight.sum() * x[:, 0])
-    >>> other(torch.ones(5, 2)).shape, model(torch.ones(5, 2)).shape
-    (torch.Size([5]), torch.Size([5, 3]))
-    """
-    other = copy.copy(model)
-    # A deep copy of the module takes the method along, bound to the copy.
-    other.forward = MethodType(_Instead(forward), other)
-    return other
-
-
-class _Instead:
-    """A forward that stands aside while it runs."""
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward, self.__signature__ = forward, inspect.signature(forward)
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mine = vars(module).pop("forward")
-        try:
-            return self.forward(module, *args, **kwargs)
-        finally:
-            vars(module)["forward"] = mine
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.data.batch import Source
 from linnet.jacobian.linearization import Linearization
+from linnet.network.copies import Forward, with_forward
 from linnet.network.functional_model import Output
 from linnet.scores.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
 from linnet.scores.generated_samples import Generator, Latent, check_logits, generated, without_sigmoid
-from linnet.scores.readout import Forward, Read, TokenLikelihood, log_sum_exp, one_number, rewired
+from linnet.scores.readout import Read, TokenLikelihood, log_sum_exp, one_number
 
 
 class Score(ABC):
@@ -138,7 +139,7 @@ class Flow(Score):
                 f"flow needs a module with log_prob(x); {type(model).__name__} has none. Say how to get it: "
                 "flow(lambda model, x: model().log_prob(x))."
             )
-        return rewired(model, given), Read(None)
+        return with_forward(model, given), Read(None)
 
 
 @final
@@ -165,7 +166,7 @@ class Vae(Score):
                 )
         encode, decode = self.encode or _encode, self.decode or _decode
         bound = Bound(encode, decode, self.likelihood, self.noise, self.samples, self.importance, self.seed)
-        return rewired(model, bound), Read(None)
+        return with_forward(model, bound), Read(None)
 
 
 @final
@@ -181,7 +182,7 @@ class Autoregressive(Score):
 
     def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
         forward = TokenLikelihood(inspect.signature(type(model).forward), self.targets, self.shift, self.axis)
-        return rewired(model, forward), Read(None)
+        return with_forward(model, forward), Read(None)
 
 
 # The public names.
