@@ -269,8 +269,8 @@ class _Reader(Headed):
 
 def _reader(model: nn.Module, place: Cut, pool: Pool, seen: Trace) -> _Reader:
     """The network up to its features, sharing the parameters, checked on the example that was traced."""
-    call = seen.of(place.name)[0]
-    raw = seen.out if not place.name else call.out if place.side == "output" else next(iter(call.args), None)
+    call = seen.calls_of(place.name)[0]
+    raw = seen.output if not place.name else call.output if place.side == "output" else next(iter(call.args), None)
     chosen = pooling.resolve(pool, raw, str(place), after=call.module if place.side == "output" else None)
     shared = copy_sharing_parameters(model).eval()
     return _Reader(shared, place, chosen)

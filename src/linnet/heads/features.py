@@ -82,11 +82,11 @@ class Cut:
         What the network itself returns is there as soon as a module has returned it.
         """
         if self.name:
-            call = trace.of(self.name)[0]
+            call = trace.calls_of(self.name)[0]
             time = call.start if self.side == "input" else call.stop
         else:
-            out = tensor_of(trace.out, str(self))
-            made = [call.stop for call in trace.calls if call.name and first_tensor(call.out) is out]
+            out = tensor_of(trace.output, str(self))
+            made = [call.stop for call in trace.calls if call.name and first_tensor(call.output) is out]
             if not made:
                 return []
             time = min(made)
@@ -125,7 +125,7 @@ def found(model: nn.Module, trace: Trace) -> Cut:
     Encoders that return their last hidden state, and models that say they have zero classes, have no head: their
     output is taken.
     """
-    if last_hidden(trace.out) is not None or getattr(model, "num_classes", None) == 0:
+    if last_hidden(trace.output) is not None or getattr(model, "num_classes", None) == 0:
         return Cut("", implied=True)
     linears = [call for call in trace.calls if isinstance(call.module, nn.Linear)]
     if not linears:
@@ -150,24 +150,24 @@ def found(model: nn.Module, trace: Trace) -> Cut:
 
 def check_called(cut: Cut, trace: Trace) -> None:
     """The named module is called exactly once in a forward pass."""
-    count = len(trace.of(cut.name))
+    count = len(trace.calls_of(cut.name))
     if count == 1:
         return
     what = "is not called" if count == 0 else f"is called {count} times"
     raise ValueError(
         f"The features are the {cut}, and {cut.name!r} {what} in one forward pass. Name a module that is called once: "
-        f"{messages.listing([call.name for call in trace.calls if len(trace.of(call.name)) == 1 and call.name])}."
+        f"{messages.listing([call.name for call in trace.calls if len(trace.calls_of(call.name)) == 1 and call.name])}."
     )
 
 
 def ends_with(cut: Cut, trace: Trace) -> bool:
     """Whether what the module before which the network is cut returns is what the network returns."""
-    call = trace.of(cut.name)[0]
+    call = trace.calls_of(cut.name)[0]
     try:
-        out = messages.output_tensor(trace.out)
+        out = messages.output_tensor(trace.output)
     except TypeError:
         return False
-    return isinstance(call.out, Tensor) and call.out.shape == out.shape and bool((call.out == out).all())
+    return isinstance(call.output, Tensor) and call.output.shape == out.shape and bool((call.output == out).all())
 
 
 def warn_if_not_head(cut: Cut, trace: Trace) -> None:
