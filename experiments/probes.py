@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.data.forward_signature import Signature
 from linnet.fisher.probes import as_arrays, linear_probe
-from linnet.scores.generated_samples import Generated, Generator, Latent, draw
+from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent, draw_latents
 from linnet.tangent.base import like
 
 
@@ -121,7 +121,7 @@ class Inversion:
     def reconstruct(self, X: Any) -> Any:
         """What the generator makes of the latents of examples."""
         h = torch.as_tensor(self.latents(X))
-        source = Generated(self.generator, h, Signature(lambda x: x), device=self.W.device)
+        source = GeneratedSamples(self.generator, h, Signature(lambda x: x), device=self.W.device)
         return like(X, torch.cat([batch.args[0] for batch in source.batches(256)]))
 
 
@@ -140,9 +140,9 @@ def invert(
         ridge: lambda.
         seed: Of h.
     """
-    h = draw(latent, samples, seed)
+    h = draw_latents(latent, samples, seed)
     lin = embedding.lin_
-    E = embedding.transform(Generated(generator, h, Signature(lin.module.forward), device=lin.device)).double()
+    E = embedding.transform(GeneratedSamples(generator, h, Signature(lin.module.forward), device=lin.device)).double()
     H = h.flatten(1).to(E)
     if len(H) <= E.shape[1]:
         raise ValueError(f"A map from {E.shape[1]} numbers needs more than as many samples; got {len(H)}.")
