@@ -29,6 +29,7 @@ from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
 from linnet.jacobian.rule_selection import PROBE, Structure
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import READERS
 
 Key = tuple[str, int]
@@ -86,7 +87,7 @@ class _Root:
 
     def __call__(self, kept: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self.state.replaying(kept):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.module.forward(*args, **kwargs)
 
 
 class _State:
@@ -172,7 +173,7 @@ class Frozen:
         probe = batch.part(0, min(PROBE, batch.n))
         self.lin, self._whole = lin, copy.copy(lin)
         self._state = _State()
-        self._whole._model = model = copy.deepcopy(lin.module, {id(t): t for t in lin.module.parameters()})
+        self._whole._model = model = copy_sharing_parameters(lin.module)
         selected = set(lin._places)
         for name, module in model.named_modules():
             inside = any(place.startswith(f"{name}.") for place in selected)
@@ -269,11 +270,8 @@ class Frozen:
     def _above(self) -> Linearization:
         """The linearization of a copy of the network whose frozen calls are replaced."""
         top = copy.copy(self._whole)
-        top._model.forward = _Root(top._model, self._state)
-        # Its own copy records without it, through the class.
-        self._whole = copy.copy(self._whole)
-        self._whole._model = copy.copy(top._model)
-        self._whole._model.__dict__.pop("forward")
+        top._model = copy.copy(top._model)  # the whole network keeps its forward
+        top._model.forward = _Root(self._whole._model, self._state)
         top._structures, top._abilities, top._changes = {}, {}, NO_CHANGES
         top._at_first = None  # what its passes leave behind is their own business
         top.last_structure = Structure([], (), ())

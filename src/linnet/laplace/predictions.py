@@ -15,10 +15,10 @@ from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.jacobian.differentiable_rows import TangentFeatures, product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
-from linnet.network.flat_output import Sites
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,

@@ -16,6 +16,7 @@ from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.data.batch import Batch, leaves
 from linnet.jacobian.cuda.float32_convolution import Convolving
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import address
 from linnet.network.parameters import Layout, Params, select
 from linnet.network.weight_watch import Watch
@@ -55,7 +56,7 @@ class Functional:
         self._model = _shadow(model, selected)
         self._originals = list(selected.items())  # nothing may read them: a pass has other tensors in their place
         self._elsewhere: list[tuple[str, Tensor]] = []  # the same of the network that this one was cast from
-        self._unused = copy.deepcopy(self._model, {id(t): t for t in self._model.parameters()})  # as it was at first
+        self._unused = copy_sharing_parameters(self._model)  # as it was at first
         self._at_first: list[tuple[Any, ...]] | None = _state(self._model)
         self._places = _places(self._model, selected)
         self._watched = Watch(model)
@@ -110,7 +111,7 @@ class Functional:
     def _as_at_first(self) -> Functional:
         """The same function by a copy of the network that has never run."""
         fresh = copy.copy(self)
-        fresh._model = copy.deepcopy(self._unused, {id(t): t for t in self._unused.parameters()})
+        fresh._model = copy_sharing_parameters(self._unused)
         return fresh
 
     def _storages(self) -> dict[int, str]:
