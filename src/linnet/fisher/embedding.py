@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from linnet import scores
 from linnet._common import files, messages
 from linnet._common.distributed import check_ranks_agree
+from linnet._common.memory import dense_budget
 from linnet._common.torch_settings import check_precision
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
@@ -30,7 +31,6 @@ from linnet.data.sources import as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import _full_precision
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank

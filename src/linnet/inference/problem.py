@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
+from linnet._common.memory import check_fits, dense_budget
 from linnet.inference.evidence.gaussian import Choice
-from linnet.jacobian.plan import check_fits, dense_budget
 from linnet.linalg.cholesky import Solution
 from linnet.probability.posteriors import Posterior
 

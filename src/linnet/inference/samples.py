@@ -20,12 +20,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import probes_of
 from linnet.inference.mode.newton import as_weight, inner_matrix
 from linnet.inference.problem import Settings
 from linnet.inference.sampling_system import again, system_of
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import Solution, cg, cholesky_, cholesky_solve
 from linnet.linalg.cholesky import log_det_from as dense_log_det
 from linnet.linalg.lanczos import log_det_from

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode.spaces import squared
 from linnet.inference.problem import Settings
 from linnet.jacobian.informative_rows import reduced
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import autodiff_wins, dense_budget
+from linnet.jacobian.plan import autodiff_wins
 from linnet.linalg.cholesky import Product
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator

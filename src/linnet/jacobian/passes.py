@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
+from linnet._common.memory import budget
 from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
 from linnet.data.batch import Batch, Deferred, Source
 from linnet.data.sources import bar
@@ -38,7 +39,6 @@ from linnet.jacobian.plan import (
     Plan,
     Request,
     autodiff_wins,
-    budget,
     check_engine,
     choose,
     chunk_size,

@@ -17,8 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.operator import LinearOperator
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, Spectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget, fused_cost, gram_cost
+from linnet.jacobian.plan import fused_cost, gram_cost
 from linnet.linalg.cholesky import cg
 from linnet.linalg.lanczos import lanczos, log_det_from
 from linnet.linalg.operator import LinearOperator

@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from linnet._common import messages
 from linnet._common.distributed import smallest
+from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import _full_precision
 from linnet.linalg.operator import Affine, LinearOperator
 from linnet.linalg.svd.block_krylov import Ritz, State, combine, eigh, krylov, orthonormal
