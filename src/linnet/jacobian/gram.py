@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet._common.memory import budget
-from linnet.data.sources import bar
+from linnet._common.progress import bar
 from linnet.jacobian.blocks.base import Factor, Rows, Scale
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
