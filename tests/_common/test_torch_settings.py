@@ -64,8 +64,8 @@ SETTINGS = {
     "network": lambda: network(MODEL, "highest", CPU),
     "network on a GPU": lambda: network(MODEL, "highest", torch.device("cuda")),
     "forward mode": lambda: forward_mode(MODEL),
-    "IEEE": lambda: torch_settings._tf32(False),
-    "tf32": lambda: torch_settings._tf32(True),
+    "IEEE": lambda: torch_settings.tf32(False),
+    "tf32": lambda: torch_settings.tf32(True),
 }
 
 

@@ -31,9 +31,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from linnet.data.batch import first_bad
+from linnet._common.progress import bar
+from linnet.data.batch import Batch, Source, first_bad
 from linnet.data.datasets import checksum
-from linnet.data.sources import Batch, Source, as_source, bar
+from linnet.data.sources import as_source
 
 N = 11
 # Python 3.12 says this whenever a worker process is forked.

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnet._common.memory import format_bytes
 from linnet.cli.data_files.examples import Examples
 from linnet.cli.terminal import Printer, UsageError, as_usage
 from linnet.inference import any_likelihood
 from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
-from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Params
 from linnet.network.top_blocks import top_blocks
 from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
@@ -154,7 +154,7 @@ def announce(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, infe
     words = {"function": f"a dense kernel ({rows:,} x {rows:,})", "weight": f"dense weight space ({p:,} x {p:,})"}
     about = 1 + 2 * once + seconds
     printer.say(
-        f"solved by {words.get(solver, 'conjugate gradients')}: about {_bytes(memory)} of memory and about "
+        f"solved by {words.get(solver, 'conjugate gradients')}: about {format_bytes(memory)} of memory and about "
         f"{duration(about)}, estimated from a few examples"
     )
     return about

@@ -28,18 +28,11 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.inference.mode.newton import (
-    FLOOR,
-    Line,
-    as_weight,
-    check_concave,
-    check_kind,
-    check_mean,
-    check_operator,
-)
-from linnet.linalg.cholesky import Solvable, cg, cholesky_, log_det_from
+from linnet.inference.mode.newton import FLOOR, Line, check_concave, check_kind, check_mean, check_operator
+from linnet.linalg.cholesky import cholesky_, log_det_from
+from linnet.linalg.conjugate_gradients import Solvable, cg
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import weigh
+from linnet.linalg.row_weights import as_weight, weigh
 from linnet.probability.expectations import Expected, expected
 from linnet.probability.likelihoods import Likelihood
 

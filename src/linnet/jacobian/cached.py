@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
-import psutil
 import torch
 from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
+from linnet._common.memory import budget, free
 from linnet._common.torch_settings import arithmetic, of_network
 from linnet.data.batch import Batch, leaves, moved
 from linnet.jacobian.blocks.base import Factor, Recipe
@@ -21,7 +21,7 @@ from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.chunk import Chunk, Prepare
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Kronecker
-from linnet.jacobian.plan import PRODUCTS, Engine, Request, budget
+from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
 from linnet.linalg.operator import LinearOperator
@@ -305,7 +305,7 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * psutil.virtual_memory().available)
+        return int(0.25 * free(device))
     return budget(memory, device)
 
 

@@ -325,6 +325,9 @@ class Kept(Source):
         self.n, self.by_position = base.n, base.by_position
         self.kind = f"{base.kind}, with activations {where}"
 
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.base.code(start, stop)  # the activations follow from the data
+
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         for batch in self.base.batches(size, start, stop):
             part = [t[batch.start : batch.start + batch.n] for t in self.tensors]

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.distributed import add_up, rank_and_world, share_rows
+from linnet._common import files, messages
+from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, share_rows
+from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch, Deferred, Given, Source
-from linnet.data.sources import bar
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.gram import Grams, by_range
@@ -32,8 +32,7 @@ from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.passes import Piece
 from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
-from linnet.linalg.operator import LinearOperator, RowFn
-from linnet.linalg.operator_checks import by_block, check_fn_result, check_weight
+from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
 
 BatchFn = Callable[[Tensor, Batch], Tensor]
@@ -175,7 +174,7 @@ class Jacobian(Grams):
             check_fn_result(self, found, given)
             return found[:, None] if vector else found
 
-        return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
+        return apply_to_columns(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
 
     def pullback(self, fn: Callable[[Batch], Tensor]) -> Tensor:
         r""":math:`J^\top u` for a u that depends on the outputs, (p,): one forward and one backward pass.
@@ -334,6 +333,17 @@ class Jacobian(Grams):
     def subset(self, index: Tensor) -> Jacobian:
         """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
         return self._of(self._source.subset(index))
+
+    def rows(self, index: Tensor) -> Jacobian | None:
+        return self.subset(index) if self.by_position else None
+
+    def fingerprint(self) -> str:
+        return files.fingerprint(self.lin.theta)
+
+    def checksums(self) -> dict[str, str]:
+        own = self._source.code(*self._own)
+        weights = f"{self.lin._watched.code:016x}"
+        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
 
     def _of(self, source: Source) -> Jacobian:
         """The Jacobian of some of the examples."""

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
+from linnet._common.memory import budget
+from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
 from linnet.data.batch import Batch, Deferred, Source
-from linnet.data.sources import bar
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Rows
 from linnet.jacobian.blocks.composite import Lazy, pack
@@ -38,7 +39,6 @@ from linnet.jacobian.plan import (
     Plan,
     Request,
     autodiff_wins,
-    budget,
     check_engine,
     choose,
     chunk_size,

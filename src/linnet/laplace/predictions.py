@@ -15,6 +15,7 @@ from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.jacobian.differentiable_rows import TangentFeatures, product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
+from linnet.linalg.row_weights import weigh
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
@@ -26,7 +27,6 @@ from linnet.probability.posteriors import (
     Posterior,
     SamplePosterior,
     WeightPosterior,
-    by_root,
     square_root,
 )
 
@@ -132,7 +132,7 @@ def _form(posterior: Posterior, rows: Tensor) -> tuple[Tensor, Tensor | None, Te
         return rows, S, rows @ (S.sqrt()[:, None] * posterior.basis) @ known, -1.0
     assert isinstance(posterior, FunctionPosterior)
     S = posterior.prior_variance
-    cross = by_root(posterior.root, product(posterior.J, (rows * S).T), transpose=True)
+    cross = weigh(product(posterior.J, (rows * S).T), posterior.root, transpose=True)
     return rows, S, torch.linalg.solve_triangular(posterior.factor.tril(), cross, upper=False).T, -1.0
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace.predictive import Predictive
-from linnet.probability.posteriors import Posterior, by_root
+from linnet.linalg.row_weights import weigh
+from linnet.probability.posteriors import Posterior
 from linnet.tangent.base import Tangent, as_targets
 
 ROWS = 1000
@@ -123,7 +124,7 @@ def spectrum(fit: Fitted, *, rows: int = ROWS) -> tuple[np.ndarray, int]:
         index = torch.linspace(0, J.n - 1, few).long()
         J = J.subset(index)
         root = root.view(fit.J.n, -1)[index].flatten() if root.ndim == 1 else root[index]
-    half = by_root(root, J.gram(scale=fit.variance), transpose=True)
-    M = by_root(root, half.T.contiguous(), transpose=True)
+    half = weigh(J.gram(scale=fit.variance), root, transpose=True)
+    M = weigh(half.T.contiguous(), root, transpose=True)
     values = torch.linalg.eigvalsh(0.5 * (M + M.T).double()).flip(0)
     return values.clamp_min(0).cpu().numpy(), few  # what is below zero is rounding

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from linnet._common import files
+from linnet._common.memory import format_bytes
 from linnet.cli import model_source, run_folder
 from linnet.cli.data_files.examples import Reading, settled
 from linnet.cli.planning import Chosen, jacobian_of
 from linnet.cli.terminal import Printer, UsageError, as_usage
-from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Layout, select
 from linnet.network.top_blocks import block_names
 
@@ -54,7 +54,7 @@ def of_file(path: Path) -> None:
         printer.say(f"parameters: {len(parameters)} tensors, {parameters[0]} to {parameters[-1]}")
     rows = [[name, " x ".join(map(str, shape)) or "1", f"{prod(shape):,}"] for name, shape in contents.shapes.items()]
     printer.table(["tensor", "shape", "numbers"], rows)
-    printer.say(f"{_bytes(path.stat().st_size)}")
+    printer.say(f"{format_bytes(path.stat().st_size)}")
 
 
 def of_network(

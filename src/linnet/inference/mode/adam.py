@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
+from linnet._common.progress import bar
 from linnet.data.batch import Batch, Deferred, moved
-from linnet.data.sources import bar
-from linnet.inference.mode.newton import FLOOR, Line, Mode, as_weight, check_concave
+from linnet.inference.mode.newton import FLOOR, Line, Mode, check_concave
 from linnet.inference.mode.replay import Repeated
 from linnet.jacobian.jacobian import Jacobian
+from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Likelihood
 
 TRIALS = 4

@@ -17,16 +17,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode import newton
 from linnet.inference.mode.lbfgs import descend
-from linnet.inference.mode.newton import Mode, as_weight
+from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import Settings
 from linnet.jacobian.cached import Cached, cache_limit
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
-from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.low_rank import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch
+from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Gaussian, Likelihood
 
 SKETCHED = {False: 256, True: 512}

@@ -34,15 +34,15 @@ from linnet.inference.mode.spaces import (
     Renew,
     Space,
     Weights,
-    as_weight,
     check_concave,
     check_kind,
     check_mean,
     check_operator,
-    inner_matrix,
 )
-from linnet.linalg.cholesky import Solvable, log_det_from
+from linnet.linalg.cholesky import log_det_from
+from linnet.linalg.conjugate_gradients import Solvable
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import as_weight, inner_matrix
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 
 __all__ = [

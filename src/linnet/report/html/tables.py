@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from linnet.jacobian.plan import Plan, _bytes, _count
+from linnet._common.memory import format_bytes
+from linnet.jacobian.plan import Plan, _count
 from linnet.report.content import Classes, Group, Item
 from linnet.report.formatting import DASH, count, meaning, nats, percent
 from linnet.report.html.markup import Child, Markup, h
@@ -132,7 +133,7 @@ def plan(found: Plan) -> Markup:
     head = (
         f"Jacobian of {count(found.n, 'example')} and {count(found.c, 'output')}: {found.shape[0]:,} by "
         f"{found.shape[1]:,}, {found.note}; chunks of {count(found.chunk, 'example')}, "
-        f"{_bytes(found.per_example)} each."
+        f"{format_bytes(found.per_example)} each."
     )
     titles = ["layer", "rule", "parameters", "uses", "products", "Gram", "cost"]
     return h(
