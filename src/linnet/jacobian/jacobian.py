@@ -48,8 +48,6 @@ class Jacobian(Grams):
     """
 
     symbol = "J"
-    stays = False
-    """Whether `minibatches` gives this very Jacobian, whose factors stay where they are, in every epoch."""
 
     # Products.
 
