@@ -239,11 +239,10 @@ class Jacobian(Grams):
 
         Only convolutions in float32 on a GPU make a difference; elsewhere it is the Jacobian itself.
         """
-        if type(self) is not Jacobian or not self.lin.convolves(self._settings.precision):
+        if type(self) is not Jacobian or not self.lin.network.convolves_exactly(self._settings.precision):
             return self
         other = copy.copy(self)
-        other.lin = copy.copy(self.lin)
-        other.lin.steady, other._proofs = True, Proofs()
+        other.lin, other._proofs = self.lin.steady(), Proofs()
         return other
 
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -259,7 +258,7 @@ class Jacobian(Grams):
                 for batch in self._batches(self._chunk(columns=True)):
                     proved: AbstractContextManager[tuple[list[Tensor], Any]]
                     proved = nullcontext(([], None)) if theta else self._outputs_proved(batch)
-                    with proved as (made, _), self.lin._setting(self._settings.precision):
+                    with proved as (made, _), self.lin.network.in_precision(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                         made.append(f)
                     messages.check_outputs_finite(f, batch.start)

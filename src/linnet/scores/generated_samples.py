@@ -91,7 +91,7 @@ def generated(
     try:
         batch = next(iter(source.batches(PROBE, 0, min(PROBE, source.n))))
         _check_like(batch, next(iter(data.batches(1, 0, 1))))
-        with torch.no_grad(), lin._setting("highest"):
+        with torch.no_grad(), lin.network.in_precision("highest"):
             lin.forward({}, batch.to(lin.device))
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"The generator's samples do not fit the discriminator: {error}") from error
@@ -172,7 +172,7 @@ def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: 
     """Raise if a sigmoid was left out that the output is not the sigmoid of; warn if one seems to have stayed."""
     several = min(64, source.n)
     batch = next(iter(source.batches(several, 0, several))).to(lin.device)
-    with torch.no_grad(), lin._setting("highest"):
+    with torch.no_grad(), lin.network.in_precision("highest"):
         z = lin.forward({}, batch)[:, 0]
     if _last(model) is None:
         if bool(((z > 0) & (z < 1)).all()):
@@ -183,7 +183,7 @@ def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: 
             )
         return
     whole = linearize(model, list(lin.theta), lambda raw: read(messages.output_tensor(raw))).to(lin.dtype)
-    with torch.no_grad(), whole._setting("highest"):
+    with torch.no_grad(), whole.network.in_precision("highest"):
         p = whole.forward({}, batch)[:, 0]
     if not messages.close(z.sigmoid(), p, 1e-3):
         raise ValueError(

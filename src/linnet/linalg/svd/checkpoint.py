@@ -102,7 +102,7 @@ class Resumable:
         own = source.code(*shard(source.n, *rank_and_world()))
         every = torch.tensor(own - 2**64 if own >= 2**63 else own, device=V.device)
         add_up(every)
-        return {"the data": f"{int(every) % 2**64:016x}", "the weights": f"{V.lin._watched.code:016x}"}
+        return {"the data": f"{int(every) % 2**64:016x}", "the weights": f"{V.lin.network.watch.code:016x}"}
 
     def _agree(self, found: bool) -> None:
         """Raise on all ranks if only some have found the file."""
