@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
+from linnet.jacobian.linearization import Linearization
 from linnet.network.copies import with_forward
+from linnet.network.functional_model import FunctionalModel
 
 NAME = "linnet_root"
 """The keyword under which the combinations travel with the inputs."""
@@ -31,6 +32,7 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
 
     Example:
         >>> import torch
+        >>> from linnet import linearize
         >>> J = linearize(nn.Linear(2, 5)).jacobian(torch.ones(3, 2))
         >>> combined(J, torch.ones(3, 5, 2)).shape
         (6, 15)
@@ -39,11 +41,12 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
         raise ValueError(f"combined needs a root of shape ({J.n}, {J.c}, m); got {tuple(root.shape)}.")
     lin = J.lin
     lin.check_unchanged()
-    other = linearize(_combining(lin.module, lin._output), list(lin.theta))
-    other._watched, other._cast, other.steady = lin._watched, lin._cast, lin.steady
+    net = lin.network
+    other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
+    other = replace(other, watch=net.watch, cast=net.cast)
     settings = J._settings
     return Jacobian(
-        other,
+        Linearization(other),
         _WithRoot(J._source, root.detach()),
         batch_size=settings.batch_size,
         memory=settings.memory,

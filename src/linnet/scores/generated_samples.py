@@ -89,7 +89,7 @@ def make_samples(
     try:
         batch = next(iter(source.batches(2, 0, min(2, source.n))))
         _check_like(batch, next(iter(data.batches(1, 0, 1))))
-        with torch.no_grad(), lin._setting("highest"):
+        with torch.no_grad(), lin.network.in_precision("highest"):
             lin.forward({}, batch.to(lin.device))
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"The generator's samples do not fit the discriminator: {error}") from error
@@ -172,7 +172,7 @@ def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: 
     """Raise if the model's output is not the sigmoid of the output without it; warn if a sigmoid seems to remain."""
     several = min(64, source.n)
     batch = next(iter(source.batches(several, 0, several))).to(lin.device)
-    with torch.no_grad(), lin._setting("highest"):
+    with torch.no_grad(), lin.network.in_precision("highest"):
         z = lin.forward({}, batch)[:, 0]
     if _find_sigmoid(model) is None:
         if bool(((z > 0) & (z < 1)).all()):
@@ -183,7 +183,7 @@ def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: 
             )
         return
     whole = linearize(model, list(lin.theta), lambda raw: read(messages.output_tensor(raw))).to(lin.dtype)
-    with torch.no_grad(), whole._setting("highest"):
+    with torch.no_grad(), whole.network.in_precision("highest"):
         p = whole.forward({}, batch)[:, 0]
     if not messages.close(z.sigmoid(), p, 1e-3):
         raise ValueError(
