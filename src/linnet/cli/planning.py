@@ -18,8 +18,8 @@ from linnet.inference import any_likelihood
 from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
+from linnet.network.depth import top_blocks
 from linnet.network.parameters import Params
-from linnet.network.top_blocks import top_blocks
 from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
 from linnet.tangent.base import fast_float64
 

@@ -14,8 +14,8 @@ from linnet.cli import model_source, run_folder
 from linnet.cli.data_files.examples import Reading, settled
 from linnet.cli.planning import Chosen, jacobian_of
 from linnet.cli.terminal import Printer, UsageError, as_usage
+from linnet.network.depth import block_names
 from linnet.network.parameters import Layout, select
-from linnet.network.top_blocks import block_names
 
 
 def of_file(path: Path) -> None:
