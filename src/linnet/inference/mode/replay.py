@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linnet._common import messages
-from linnet.data.batch import Deferred, Given
+from linnet._common.deferred import Deferred
+from linnet.data.batch import SingleBatch
 from linnet.jacobian.jacobian import Jacobian
 
 DEVICE = "cuda"
@@ -197,7 +198,7 @@ class _Slot:
         self.y, self.trials = y.clone(), 0
         given = _given(part)
         copied = given.batch._map(lambda t: t.clone() if isinstance(t, Tensor) else t, scalars=True)
-        self.own = part._of(Given(copied, given.kind))
+        self.own = part._of(SingleBatch(copied, given.kind))
         self._network = torch.empty(part.n, part.c, dtype=part.dtype, device=part.device)
         self.own._late = Deferred(lambda f, index: self._network.copy_(f), most=-1)  # at once
 
@@ -217,7 +218,7 @@ class _Slot:
 
 def kind_of(part: Jacobian) -> Hashable | None:
     """What a minibatch shares with those that can be written over it; None where there are none."""
-    if not isinstance(part._source, Given) or part._chunk(columns=True) < part.n:
+    if not isinstance(part._source, SingleBatch) or part._chunk(columns=True) < part.n:
         return None
     leaves, spec = pytree.tree_flatten((part._source.batch.args, part._source.batch.kwargs))
     kinds: list[Hashable] = [str(spec)]
@@ -236,8 +237,8 @@ def _inputs(part: Jacobian) -> list[object]:
     return pytree.tree_flatten((batch.args, batch.kwargs))[0]
 
 
-def _given(part: Jacobian) -> Given:
-    assert isinstance(part._source, Given)
+def _given(part: Jacobian) -> SingleBatch:
+    assert isinstance(part._source, SingleBatch)
     return part._source
 
 
