@@ -1,10 +1,10 @@
 """linnet: linearized neural networks. One fast, exact Jacobian of any PyTorch model, and what follows from it."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from linnet import scores
+from linnet._common.versions import __version__
 from linnet.data.batch import Batch
 from linnet.fisher.comparison import similarity
 from linnet.fisher.distillation import distill_loss
@@ -15,11 +15,6 @@ from linnet.jacobian.plan import Plan
 from linnet.linalg.matrices import LowRank, Matrix
 from linnet.linalg.operator import LinearOperator
 from linnet.network.batchnorm_folding import fold_batchnorm
-
-try:
-    __version__ = version("linnet")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
 
 __all__ = [
     "Batch",

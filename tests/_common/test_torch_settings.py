@@ -235,8 +235,16 @@ def test_an_interrupt_of_a_pass_leaves_the_settings_as_they_were():
         J @ v
 
     action()
-    names = ("torch_settings", "functional_model", "chunk", "autodiff", "passes")
-    files = tuple(f"/{name}.py" for name in names)
+    files = tuple(
+        f"linnet/{name}.py"
+        for name in (
+            "_common/torch_settings",
+            "network/functional_model",
+            "jacobian/chunk",
+            "jacobian/blocks/autodiff",
+            "jacobian/passes",
+        )
+    )
     step, interrupted = 1, 0
     while Interrupt(step, files).run(action):
         step, interrupted = step + 31, interrupted + 1

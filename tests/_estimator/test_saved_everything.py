@@ -239,7 +239,7 @@ def test_foreign_files_are_refused_and_never_run(tmp_path: Path) -> None:
 FIRE = """
     import os, random, signal, sys, time
     import torch
-    from linnet import io
+    from linnet._common import files as io
 
     path, children = sys.argv[1], int(sys.argv[2])
     seen = set()

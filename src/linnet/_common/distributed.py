@@ -67,7 +67,7 @@ def check_ranks_agree(lin: Any, source: Any, **more: Any) -> None:
     world = rank_and_world()[1]
     if world == 1:
         return
-    values = {"the weights of the model": lin._watched.code}
+    values = {"the weights of the model": lin.network.watch.code}
     if source is not None:
         values |= {"the number of examples": source.n, "the data": source.glimpse()}
     values |= {name: int(tensor_code(v)) if isinstance(v, Tensor) else v for name, v in more.items()}

@@ -30,7 +30,7 @@ _READERS: dict[str, Reader] = {}
 # Where the reader of each kind of file is registered; imported when such a file is read.
 _HOMES = {
     KIND: "linnet._estimator.files",
-    "fisher embedding": "linnet.fisher",
+    "fisher embedding": "linnet.fisher.embedding",
     "laplace approximation": "linnet.laplace.files",
 }
 _TANGENT = {"TangentRegressor": "linnet.tangent.regressor", "TangentClassifier": "linnet.tangent.classifier"}

@@ -34,7 +34,6 @@ from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.network.parameters import Params
-from linnet.network.weight_watch import Watch
 from linnet.tangent.base import checked_inputs, like, plain_options
 
 KIND = "fisher embedding"
@@ -219,7 +218,8 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """Linearize the score of the model."""
         module, output = score.bind(self.model)
         lin = linearize(module, self.params, output)
-        lin._watched = Watch(self.model)  # a score may have put another module around it
+        # A score may have put another module around the model.
+        lin = lin.watching(self.model)
         names = {"float32": torch.float32, "float64": torch.float64}
         dtype = names.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
         if dtype == "auto":

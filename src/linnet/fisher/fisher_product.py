@@ -59,7 +59,7 @@ def fisher_vector_product(
 
     Example:
         >>> import linnet
-        >>> from linnet.likelihoods import Categorical
+        >>> from linnet.probability.likelihoods import Categorical
         >>> lin = linnet.linearize(torch.nn.Linear(4, 3))
         >>> v = torch.ones(lin.p)
         >>> fisher_vector_product(lin, torch.ones(5, 4), v, likelihood=Categorical()).shape

@@ -68,7 +68,7 @@ def full(
         iterations: At most as many.
 
     Example:
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> A = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double(), "K": A @ A.T}

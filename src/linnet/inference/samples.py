@@ -163,7 +163,7 @@ def posterior_samples(
 
     Example:
         >>> from linnet import linearize
-        >>> from linnet.likelihoods import Gaussian
+        >>> from linnet.probability.likelihoods import Gaussian
         >>> J = linearize(torch.nn.Linear(3, 1)).jacobian(torch.eye(3))
         >>> samples = posterior_samples(J, torch.ones(4), Gaussian(0.1).root(J.outputs()), 64)
         >>> samples.Z.shape, samples.posterior().variance(J).shape

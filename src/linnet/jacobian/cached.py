@@ -133,9 +133,7 @@ class Cached(Jacobian):
     def _copied(self, index: Tensor) -> Cached:
         """The examples at ``index``, with forms for products that are made once."""
         part = self.subset(index)
-        copied = Cached(part, [replace(piece, forms={}) for piece in part._kept])
-        copied.stays = True
-        return copied
+        return Cached(part, [replace(piece, forms={}) for piece in part._kept])
 
     def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[Kept]:
         """The examples at ``index``, which lie in the pieces at ``places``, as one piece or, if unlike, as several."""

@@ -49,8 +49,6 @@ class Jacobian(Grams):
     """
 
     symbol = "J"
-    stays = False
-    """Whether `minibatches` gives this very Jacobian, whose factors stay where they are, in every epoch."""
 
     # Products.
 
@@ -239,11 +237,10 @@ class Jacobian(Grams):
 
         Only convolutions in float32 on a GPU make a difference; elsewhere it is the Jacobian itself.
         """
-        if type(self) is not Jacobian or not self.lin.convolves(self._settings.precision):
+        if type(self) is not Jacobian or not self.lin.network.convolves_exactly(self._settings.precision):
             return self
         other = copy.copy(self)
-        other.lin = copy.copy(self.lin)
-        other.lin.steady, other._proofs = True, Proofs()
+        other.lin, other._proofs = self.lin.steady(), Proofs()
         return other
 
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -259,7 +256,7 @@ class Jacobian(Grams):
                 for batch in self._batches(self._chunk(columns=True)):
                     proved: AbstractContextManager[tuple[list[Tensor], Any]]
                     proved = nullcontext(([], None)) if theta else self._outputs_proved(batch)
-                    with proved as (made, _), self.lin._setting(self._settings.precision):
+                    with proved as (made, _), self.lin.network.in_precision(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                         made.append(f)
                     messages.check_outputs_finite(f, batch.start)
@@ -343,7 +340,7 @@ class Jacobian(Grams):
 
     def checksums(self) -> dict[str, str]:
         own = self._source.code(*self._own)
-        weights = f"{self.lin._watched.code:016x}"
+        weights = f"{self.lin.network.watch.code:016x}"
         return {"the data": add_up_checksums(own, self.device), "the weights": weights}
 
     def _of(self, source: Source) -> Jacobian:

@@ -16,10 +16,10 @@ from linnet.jacobian.differentiable_rows import TangentFeatures, product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.linalg.row_weights import weigh
-from linnet.network.flat_output import Sites
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
@@ -169,7 +169,7 @@ def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) ->
 def sampled_root(likelihood: Likelihood, f: Tensor, draws: int, *, seed: int) -> Tensor:
     r"""L (n, c, m) with ``E[L L^T] = B``: gradients of log p(y | f) for m targets drawn from the likelihood itself.
 
-    >>> from linnet.likelihoods import Categorical
+    >>> from linnet.probability.likelihoods import Categorical
     >>> f = torch.zeros(1, 3)
     >>> L = sampled_root(Categorical(), f, 20000, seed=0)
     >>> bool(torch.allclose(L @ L.mT, Categorical().curvature(f), atol=0.01))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from linnet._common import messages
-from linnet.network.call_trace import arguments, trace
+from linnet.network.call_trace import as_arguments, trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -119,7 +119,7 @@ def call_order(model: nn.Module, example: Any) -> dict[str, int]:
         {'': 0, '0': 1, '1': 2}
     """
     order: dict[str, int] = {}
-    for call in trace(model, *arguments(example)).calls:
+    for call in trace(model, *as_arguments(example)).calls:
         order.setdefault(call.name, len(order))
     return order
 

@@ -340,7 +340,7 @@ class LinearizedModule(nn.Module):
         self.lin.check_unchanged()
         theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
         # The kernels that forward mode takes are also those that can be differentiated twice.
-        with self.lin._setting("highest"), forward_mode(self.lin.module):
+        with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):
             f = self.lin.forward(theta, batch)
             if not f.requires_grad:
                 return f, torch.zeros_like(f)

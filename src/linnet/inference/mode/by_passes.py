@@ -70,7 +70,7 @@ def mode_by_passes(
     Example:
         >>> import torch
         >>> from linnet import linearize
-        >>> from linnet.likelihoods import Categorical
+        >>> from linnet.probability.likelihoods import Categorical
         >>> J = linearize(torch.nn.Linear(2, 3).double()).jacobian(torch.eye(2).double())
         >>> given = {"variance": torch.ones(9).double(), "mean": J.outputs(), "settings": Settings()}
         >>> mode, P = mode_by_passes(J, torch.tensor([0, 2]), likelihood=Categorical(), **given)

@@ -70,7 +70,7 @@ def descend(
 
     Example:
         >>> import torch
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))

@@ -6,9 +6,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 import linnet
-from linnet import logistic
+from experiments import logistic
+from experiments.logistic import fit_logistic
 from linnet.fisher.probes import kernel_features
-from linnet.logistic import fit_logistic
 from tests.support.drawn import normal
 
 
