@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from linnet import TangentClassifier, __version__, metrics
-from linnet._common.files import whole
+from linnet._common.files import atomic_write
 from linnet.cli.demo_baselines import (
     ANGLE,
     Task,
@@ -464,5 +464,5 @@ def _writable(folder: Path) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(content)

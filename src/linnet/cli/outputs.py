@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet._common.files import whole
+from linnet._common.files import atomic_write
 
 FORMULA = re.compile(r"'*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 """Beginnings of cells that spreadsheets take for formulas, behind any number of quotation marks; the last four are the
@@ -21,7 +21,7 @@ full-width forms of = + - @."""
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """JSON, whole or not at all; what is not a finite number becomes null."""
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(as_json(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -32,7 +32,7 @@ def write_csv(path: Path, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> 
     `raw_text` takes it away again.
     """
     lists = [column.tolist() if isinstance(column, np.ndarray) else list(column) for column in columns.values()]
-    with whole(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([safe_text(name) for name in columns])
         writer.writerows([safe_text(cell) for cell in row] for row in zip(*lists, strict=True))
@@ -58,7 +58,7 @@ def raw_text(cell: str) -> str:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """A .npz file, whole or not at all."""
-    with whole(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from linnet._common.files import _sync
+from linnet._common.files import sync
 from linnet.cli.terminal import UsageError, is_first
 
 if os.name == "posix":
@@ -146,7 +146,7 @@ def _beside(place: Path, ending: str) -> Path:
 def _publish(temporary: Path, place: Path) -> None:
     """Put a finished folder in the place of an earlier one."""
     for path in temporary.iterdir():
-        _sync(path)
+        sync(path)
     _sync_folder(temporary)
     if not place.exists():
         os.rename(temporary, place)
@@ -159,7 +159,7 @@ def _publish(temporary: Path, place: Path) -> None:
 
 def _sync_folder(path: Path) -> None:
     if os.name == "posix":  # other systems do not open folders
-        _sync(path)
+        sync(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:

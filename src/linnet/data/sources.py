@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet._common import messages
 from linnet.data.batch import Batch, Source, check_finite, leaves
-from linnet.data.dataloaders import loaded
-from linnet.data.datasets import Iterated, Mapped
+from linnet.data.dataloaders import wrap_loader
+from linnet.data.datasets import IterableData, MapDataset
 from linnet.data.forward_signature import Signature
 
 
@@ -49,16 +49,16 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
         return data
     signature = Signature(forward)
     if isinstance(data, DataLoader):
-        return loaded(data, signature)
+        return wrap_loader(data, signature)
     if isinstance(data, IterableDataset):
-        return Iterated(data, signature)
+        return IterableData(data, signature)
     if type(data) is TensorDataset:
         return InMemory(data.tensors, signature)
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple) or (isinstance(data, list) and not _is_examples(data)):
         return InMemory(data, signature)
     by_position = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc")
     if by_position and not isinstance(data, str | bytes):
-        return Mapped(data, signature)
+        return MapDataset(data, signature)
     raise messages.unknown_data(data)
 
 

@@ -15,7 +15,7 @@ from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
 from linnet._common.memory import budget, free
 from linnet._common.torch_settings import arithmetic, of_network
-from linnet.data.batch import Batch, leaves, moved
+from linnet.data.batch import Batch, leaves, move
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.chunk import Chunk, Prepare
@@ -217,7 +217,7 @@ class Kept:
 
     def take(self, index: Tensor) -> Kept:
         """Copies of some examples."""
-        there = moved(index, self.f.device)
+        there = move(index, self.f.device)
         taken = _once(lambda t: t.index_select(0, there))
         factors = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.factors]
         return Kept(self.batch.take(index), self.f.index_select(0, there), factors)
@@ -245,7 +245,7 @@ class Kept:
         for column in columns:
             tensors = zip(*(tensors for _, tensors in column), strict=True)
             factors.append((column[0][0], tuple(join(group) for group in tensors)))
-        batch = Batch.joined([part.batch for part in parts], start)
+        batch = Batch.join([part.batch for part in parts], start)
         return Kept(batch, torch.cat([part.f for part in parts]), factors)
 
 

@@ -100,7 +100,7 @@ class ChunkBuilder:
             name: nn.Parameter(t.detach(), requires_grad=graph) for name, t in net.theta.items()
         }
         known = shared = None
-        with net.in_precision(precision), torch.set_grad_enabled(graph):
+        with net.in_precision(precision), torch.enable_grad() if graph else torch.no_grad():
             if along is None or not along.shape[1] or not (columns and graph):
                 f = net.forward(leaves, batch)
             else:

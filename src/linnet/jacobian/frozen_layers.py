@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from linnet._common import messages
-from linnet.data.batch import Batch, Source, moved
+from linnet.data.batch import Batch, Source, move
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
@@ -335,7 +335,7 @@ class Kept(Source):
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)
         for chunk, batch in zip(held, self.base._gather(held), strict=True):
-            yield Frozen.with_kept(batch, [t.index_select(0, moved(chunk, t.device)) for t in self.tensors])
+            yield Frozen.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
 
 
 def storage(frozen: Frozen, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:

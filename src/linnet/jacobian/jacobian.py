@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common import files, messages
+from linnet._common.deferred import Deferred
 from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, share_rows
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
-from linnet.data.batch import Batch, Deferred, Given, Source
+from linnet.data.batch import Batch, SingleBatch, Source
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.gram import Grams, by_range
@@ -325,7 +326,7 @@ class Jacobian(Grams):
         places = self.index
         for index, batch in zip(chunks, source._gather(chunks), strict=True):
             given = replace(batch, start=0, positions=places[index]).to(self.device)
-            yield self._of(Given(given, source.kind))
+            yield self._of(SingleBatch(given, source.kind))
 
     def subset(self, index: Tensor) -> Jacobian:
         """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""

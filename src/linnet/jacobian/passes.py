@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from linnet._common import messages
+from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
 from linnet._common.memory import budget
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
-from linnet.data.batch import Batch, Deferred, Source
+from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Rows
 from linnet.jacobian.blocks.composite import Lazy, pack

@@ -42,7 +42,7 @@ def of_file(path: Path) -> None:
     else:
         kept = None
     with as_usage():
-        contents = files.contents(path)
+        contents = files.describe(path)
     if kept is not None:
         run_folder.check_same(path.parent, kept)
     printer.say(f"{path}: {contents.meta.get('estimator', contents.kind)}, written by linnet {contents.version}")

@@ -18,9 +18,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from linnet._common.deferred import Deferred
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
 from linnet._common.progress import bar
-from linnet.data.batch import Batch, Deferred, moved
+from linnet.data.batch import Batch, move
 from linnet.inference.mode.newton import FLOOR, Line, Mode, check_concave
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.row_weights import as_weight
@@ -158,7 +159,7 @@ class _Task:
 
     def targets(self, part: Jacobian) -> Tensor:
         """Those of a minibatch, (m, ...)."""
-        return self.y.index_select(0, moved(part.index, self.y.device))
+        return self.y.index_select(0, move(part.index, self.y.device))
 
     def outputs(self, shift: Tensor, batch: Batch) -> Tensor:
         """f (m, c) of a batch, for ``J delta`` (m c,)."""
@@ -223,7 +224,7 @@ class _Task:
         sums = torch.zeros(2, dtype=torch.float64, device=J.device)
 
         def pull(shift: Tensor, batch: Batch) -> Tensor:
-            columns, y = [], self.y.index_select(0, moved(batch.index, self.y.device))
+            columns, y = [], self.y.index_select(0, move(batch.index, self.y.device))
             for i, column in enumerate(shift.unbind(1)):
                 f = self.outputs(column, batch)
                 sums[i] += self.likelihood.log_prob(f, y).double().sum()

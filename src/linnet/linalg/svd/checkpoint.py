@@ -67,10 +67,10 @@ class Resumable:
         Q, U = ([tensors[f"{name}{i}"] for i in range(meta["blocks"])] for name in "QU")
         return State(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"], meta["rest"])
 
-    def done(self) -> None:
+    def remove(self) -> None:
         """Remove the file."""
         if self.writes:
-            self.file.done()
+            self.file.remove()
 
     @cached_property
     def _probe(self) -> Tensor:

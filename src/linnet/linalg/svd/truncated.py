@@ -302,7 +302,7 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
             f"{wanted} components. Take a larger block=, or allow more passes=."
         )
     if converged or s.passes is not None:
-        resumable.done()
+        resumable.remove()
     return _Found(found, wanted, state.Q, state.U, state.passes, converged)
 
 
@@ -348,7 +348,7 @@ def _power(V: LinearOperator, s: _Settings, resumable: Resumable) -> _Found:
             resumable.save(state)
             tick(1)
     found = _single(V, orthonormalize(state.X), s, passes=state.passes + 1)  # lines 9 to 12
-    resumable.done()
+    resumable.remove()
     return found
 
 

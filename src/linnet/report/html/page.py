@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.resources import files
 
-from linnet._common.files import whole
+from linnet._common.files import atomic_write
 from linnet.report.content import Points, Report
 from linnet.report.html import sections
 from linnet.report.html.markup import Markup, h
@@ -45,5 +45,5 @@ def render(report: Report) -> str:
 
 def save(path: str | os.PathLike[str], report: Report) -> None:
     """Write the page, whole or not at all."""
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(render(report), encoding="utf-8")
