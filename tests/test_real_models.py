@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.pretrained import cifar10, minilm, resnet, word_pieces
-from experiments.pretrained import sst2 as sentences
+from experiments.common.pretrained import cifar10, minilm, resnet, word_pieces
+from experiments.common.pretrained import sst2 as sentences
 
 WEIGHTS = common.DATA / "weights"
 
