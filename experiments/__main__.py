@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from experiments import common
+from experiments.common import plots
 
 PAPERS = {
     "maddox2021": {
@@ -77,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--quick", action="store_true", help="a small version, to see that it runs; nothing to report")
         one.add_argument("--out", type=Path, default=None, help="default: results, with --quick results/quick")
-        load(name).add_arguments(one)
+        for flag, how in load(name).ARGUMENTS.items():  # text alone: of an option that takes a whole number
+            one.add_argument(flag, **({"type": int, "help": how} if isinstance(how, str) else how))
     return result
 
 
@@ -109,11 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             raise ValueError(f"--share is of a GPU's memory: it goes with --device cuda; got {options.device}.")
         torch.cuda.set_per_process_memory_fraction(options.share, torch.device(options.device).index)
     start, cpu = time.perf_counter(), time.process_time()
-    outcome = load(options.name).run(options)
     command = "python -m experiments " + " ".join(shlex.quote(word) for word in without_places(given))
     folder = common.results_folder(options.out, quick=options.quick)
-    spent = common.Spent(time.perf_counter() - start, time.process_time() - cpu)
-    where = common.save(outcome, folder, name=options.name, command=command, spent=spent, device=options.device)
+    with plots.style():
+        outcome = load(options.name).run(options)
+        spent = common.Spent(time.perf_counter() - start, time.process_time() - cpu)
+        where = common.save(outcome, folder, name=options.name, command=command, spent=spent, device=options.device)
     print(f"wrote {where}")
     return where
 

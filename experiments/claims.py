@@ -31,27 +31,27 @@ class Judged(NamedTuple):
     finding: Finding
 
 
-def judged(folder: Path = common.RESULTS) -> list[Judged]:
+def judge_all(folder: Path = common.RESULTS) -> list[Judged]:
     """All claims with what the results in a folder say."""
     names = {claim.experiment for paper in PAPERS for claim in paper.claims}
     known = {name: metrics_of(name, folder) for name in names}
     return [Judged(p, claim, judge(claim, known[claim.experiment])) for p in PAPERS for claim in p.claims]
 
 
-def counted(found: Sequence[Judged]) -> str:
+def count_verdicts(found: Sequence[Judged]) -> str:
     """`3 claims: 1 yes, 1 no, 1 not shown, 0 open`."""
     counts = Counter(one.finding.verdict for one in found)
     return f"{len(found)} claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
 
 
-def failed(found: Sequence[Judged]) -> list[Judged]:
+def find_failed(found: Sequence[Judged]) -> list[Judged]:
     """Those that did not come out."""
     return [one for one in found if one.finding.verdict in (NO, NOT_SHOWN)]
 
 
 def markdown(found: Sequence[Judged]) -> str:
     """A table for each paper, and below them the reasons of what did not come out."""
-    parts = [f"{counted(found)}."]
+    parts = [f"{count_verdicts(found)}."]
     for paper in PAPERS:
         rows = [
             [_sentence(claim), finding.numbers, _shown(finding.verdict)] for p, claim, finding in found if p is paper
@@ -60,7 +60,7 @@ def markdown(found: Sequence[Judged]) -> str:
         parts += [f"### {paper.authors}", f"*{paper.title}.*", table]
     parts.append("## Where it did not come out")
     for paper in PAPERS:
-        own = [(claim, finding) for p, claim, finding in failed(found) if p is paper]
+        own = [(claim, finding) for p, claim, finding in find_failed(found) if p is paper]
         lines = [f"- {_sentence(claim)} **{finding.verdict.capitalize()}.** {finding.why}" for claim, finding in own]
         parts += [f"### {paper.authors}: reasons", "\n".join(lines)] if lines else []
     return "\n\n".join(parts)
@@ -68,7 +68,7 @@ def markdown(found: Sequence[Judged]) -> str:
 
 def text(found: Sequence[Judged]) -> str:
     """The same for a terminal."""
-    lines = [counted(found)]
+    lines = [count_verdicts(found)]
     for paper in PAPERS:
         lines += ["", f"{paper.authors}: {paper.title}"]
         for _, claim, finding in (one for one in found if one.paper is paper):
@@ -87,4 +87,4 @@ def _sentence(claim: Claim) -> str:
 
 
 if __name__ == "__main__":
-    print(text(judged()))
+    print(text(judge_all()))

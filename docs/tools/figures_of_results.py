@@ -190,9 +190,9 @@ def claims() -> str:
     """What the papers claim and what our numbers say of it, judged anew from the metrics."""
     if str(ROOT) not in sys.path:  # the experiments are no part of the package that is installed
         sys.path.append(str(ROOT))
-    from experiments.claims import judged, markdown
+    from experiments.claims import judge_all, markdown
 
-    return markdown(judged())
+    return markdown(judge_all())
 
 
 def results() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -23,23 +23,17 @@ from torch import Tensor, nn
 import linnet
 from experiments import common
 from experiments.allingham2023.laplace_cifar import KAPPAS, areas, joint
-from experiments.allingham2023.laplace_digits import alone, averaged, temperature
-from experiments.common.adaptation import Clock, Labeled, Search, fine_tune, in_parts, in_turn
-from experiments.common.gains import bars, interval, plain
-from experiments.common.gains import shown as told
-from experiments.common.pretrained import grayscale
-from experiments.common.trained import lenet, train
-from experiments.maddox2021.olivetti import turned
+from experiments.allingham2023.laplace_digits import average_links, temperature, tune_alone
+from experiments.common import plots
+from experiments.common.data import grayscale, turn
+from experiments.common.networks import lenet
+from experiments.common.statistics import show_interval, show_value, subtract, summarize
+from experiments.common.training import Labeled, Search, fine_tune, in_parts, in_turn, train
 from linnet import metrics
 
 NAME, SIZE, MEMBERS = "joint", 20, 5
 MAP, TEMPERATURE, ENSEMBLE = "MAP", "temperature by held-out digits", "ensemble of 5"
-DEFAULT, ALONE, VALIDATED, LAST = (
-    "linnet",
-    "linnet, the evidence alone",
-    "linnet, tune(validation)",
-    "linnet, last layer",
-)
+DEFAULT, ALONE, LAST = "linnet", "linnet, the evidence alone", "linnet, last layer"
 METHODS = {
     MAP: "the network",
     TEMPERATURE: "its logits over one number, likeliest on the held-out digits",
@@ -48,13 +42,8 @@ METHODS = {
     ALONE: "tune(narrow=False): the largest evidence, whatever averaging costs",
     LAST: "Laplace(model, params='9.*').fit(X, y)",
 }
-COLORS = dict(
-    zip(
-        METHODS,
-        (common.GRAY, common.ORANGE, common.GREEN, common.BLUE, common.PURPLE, common.SKY),
-        strict=True,
-    )
-)
+PALETTE = (plots.GRAY, plots.ORANGE, plots.GREEN, plots.BLUE, plots.PURPLE, plots.SKY)
+COLORS = dict(zip(METHODS, PALETTE, strict=True))
 UNKNOWN, TURNED = "Fashion-MNIST", 45
 TRIED = (
     "sizes are the third tried: with 300 digits and 300 draws the evidence alone was behind the ensemble, upright at 5"
@@ -62,23 +51,21 @@ TRIED = (
 JOINT = {"joint log likelihood": "upright", f"joint log likelihood, turned by {TURNED}": f"turned by {TURNED}°"}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Seeds, digits for training, held out, for the test; epochs at most; joint samples; angles; channels."""
-
-    seeds: int
-    train: int
-    held: int
-    test: int
-    epochs: int
-    draws: int
-    angles: tuple[int, ...]
-    channels: tuple[int, int] = (4, 8)
-
-
-QUICK = Sizes(2, 30, 20, 20, 3, 10, (0, TURNED), (2, 2))
-CPU = Sizes(5, 500, 200, 200, 60, 2000, (0, 15, 30, TURNED, 60, 90))
-CUDA = Sizes(10, 500, 200, 1000, 60, 2000, (0, 15, 30, TURNED, 60, 75, 90))
+# Seeds, digits for training, held out, for the test; epochs at most; joint samples; angles; channels.
+QUICK = Sizes(seeds=2, train=30, held=20, test=20, epochs=3, draws=10, angles=(0, TURNED), channels=(2, 2))
+CPU = Sizes(
+    seeds=5, train=500, held=200, test=200, epochs=60, draws=2000, angles=(0, 15, 30, TURNED, 60, 90), channels=(4, 8)
+)
+CUDA = Sizes(
+    seeds=10,
+    train=500,
+    held=200,
+    test=1000,
+    epochs=60,
+    draws=2000,
+    angles=(0, 15, 30, TURNED, 60, 75, 90),
+    channels=(4, 8),
+)
 
 
 class Found(NamedTuple):
@@ -109,13 +96,13 @@ class Data(NamedTuple):
 Stored = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def stored(options: argparse.Namespace) -> Stored:
+def read_images(options: argparse.Namespace) -> Stored:
     """Read once: it takes longer than a network."""
     names = {"train": ("mnist", True), "test": ("mnist", False), UNKNOWN: ("fashion_mnist", False)}
     return {key: grayscale(options.data, *name) for key, name in names.items()}
 
 
-def drawn(source: Stored, sizes: Sizes, seed: int, device: str) -> Data:
+def draw_data(source: Stored, sizes: Sizes, seed: int, device: str) -> Data:
     """Digits of a seed: classes in turn for training, at random for the rest."""
     random = torch.Generator().manual_seed(seed)
 
@@ -136,7 +123,7 @@ def network(sizes: Sizes, seed: int, device: str) -> nn.Module:
     return lenet(SIZE, 10, channels=sizes.channels, hidden=2 * sizes.channels[1], seed=seed).to(device)
 
 
-def trained(data: Labeled, sizes: Sizes, seed: int, device: str) -> tuple[list[nn.Module], dict[str, float]]:
+def train_members(data: Labeled, sizes: Sizes, seed: int, device: str) -> tuple[list[nn.Module], dict[str, float]]:
     """The network after a search, and members that are trained likewise from other weights; float64."""
     search = Search((3e-3, 1e-2), sizes.epochs, patience=15)
     first = fine_tune(lambda _: network(sizes, 100 * seed, device), data, search, seed=seed)
@@ -161,7 +148,7 @@ def of_samples(f: Tensor) -> Found:
 
 def of_posterior(la: linnet.Laplace, draws: int) -> Method:
     def at(X: Tensor) -> Found:
-        p, variance = averaged(la, X, ("probit",))
+        p, variance = average_links(la, X, ("probit",))
         return Found(p["probit"], variance, lambda: la.sample(X, draws))
 
     return at
@@ -185,18 +172,18 @@ def methods(nets: Sequence[nn.Module], data: Data, sizes: Sizes) -> dict[str, Ca
         TEMPERATURE: lambda: lambda x: of_samples(in_parts(net, (x,))[None] / t),
         ENSEMBLE: lambda: lambda x: of_samples(torch.stack([in_parts(one, (x,)) for one in nets])),
         DEFAULT: lambda: of_posterior(fitted(exact), sizes.draws),
-        ALONE: lambda: of_posterior(alone(exact), sizes.draws),
+        ALONE: lambda: of_posterior(tune_alone(exact), sizes.draws),
         LAST: lambda: of_posterior(fitted(last), sizes.draws),
     }
 
 
-def asked(method: Method, data: Data, sizes: Sizes, seed: int) -> dict[str, Any]:
+def score(method: Method, data: Data, sizes: Sizes, seed: int) -> dict[str, Any]:
     """Scores by angle, joint log likelihoods upright and turned, and how well other images are told from digits."""
     X, y = data.test.X[0].double(), data.test.y
     out: dict[str, Any] = {"angles": {}, "AUROC": {}}
     upright = method(X)
     for angle in sizes.angles:
-        found = upright if angle == 0 else method(turned(X, torch.full((len(X),), float(angle)).to(X)))
+        found = upright if angle == 0 else method(turn(X, torch.full((len(X),), float(angle)).to(X)))
         out["angles"][str(angle)] = metrics.classification(found.p, y)
         if angle in (0, TURNED):
             name = "joint log likelihood" + (f", turned by {angle}" if angle else "")
@@ -211,29 +198,30 @@ def asked(method: Method, data: Data, sizes: Sizes, seed: int) -> dict[str, Any]
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=None, help="draws of digits and networks (default: 5; cuda: 10)")
+ARGUMENTS = {
+    "--seeds": "draws of digits and networks (default: 5; cuda: 10)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """All seeds."""
-    sizes = QUICK if options.quick else CUDA if options.device.startswith("cuda") else CPU
-    seeds = range(options.seed, options.seed + (options.seeds or sizes.seeds))
-    source, parts = stored(options), {}
+    sizes = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}[common.kind_of(options)]
+    seeds = common.seeds_of(options, sizes.seeds)
+    source, parts = read_images(options), {}
     where = f"{sizes.train} digits, {sizes.test} for the test, {sizes.draws} draws"
     for seed in seeds:
-        clock = Clock(options.device)
+        clock = common.Clock(options.device)
         with clock("seconds"):
-            data = drawn(source, sizes, seed, options.device)
-            nets, chosen = trained(data.train, sizes, seed, options.device)
+            data = draw_data(source, sizes, seed, options.device)
+            nets, chosen = train_members(data.train, sizes, seed, options.device)
             fitted = methods(nets, data, sizes)
-            found = {name: asked(make(), data, sizes, seed) for name, make in fitted.items()}
+            found = {name: score(make(), data, sizes, seed) for name, make in fitted.items()}
         one = {"chosen": chosen, **clock.seconds, "methods": {name: found[name] for name in METHODS}}
         parts = common.keep(options, NAME, {where: {f"seed {seed}": one}})
         print(f"seed {seed}:", {name: round(one["angles"]["0"]["nll"], 3) for name, one in found.items()}, flush=True)
     # Seeds that other runs of the same size have kept count too: they may run side by side.
     each = list(parts[where].values())
-    table = summarized([one["methods"] for one in each])
+    table = summarize_seeds([one["methods"] for one in each])
     record = {
         "settings": {"now": where, "seeds": len(each), "held out": sizes.held, "kappas": KAPPAS},
         "errors": "95 % intervals by Student's t over seeds (digits and networks); differences are paired",
@@ -248,25 +236,13 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(record, figure(table, sizes), rows(table, sizes, len(each)), command=command, time=spent)
 
 
-def nested(values: Sequence[Any]) -> Any:
-    """Intervals of numbers in nested dicts of the same keys."""
-    if isinstance(values[0], Mapping):
-        return {key: nested([value[key] for value in values]) for key in values[0]}
-    return interval([float(value) for value in values])
-
-
-def less(a: Any, b: Any) -> Any:
-    """a - b in nested dicts, of the keys that both have."""
-    return {key: less(a[key], b[key]) for key in a if key in b} if isinstance(a, Mapping) else a - b
-
-
-def summarized(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_seeds(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Scores, and the same less those of MAP and of the ensemble."""
     return {
         name: {
-            "scores": nested([one[name] for one in each]),
-            "less MAP": nested([less(one[name], one[MAP]) for one in each]),
-            "less ensemble": nested([less(one[name], one[ENSEMBLE]) for one in each]),
+            "scores": summarize([one[name] for one in each]),
+            "less MAP": summarize([subtract(one[name], one[MAP]) for one in each]),
+            "less ensemble": summarize([subtract(one[name], one[ENSEMBLE]) for one in each]),
         }
         for name in METHODS
     }
@@ -285,45 +261,38 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
         told_joint = []
         for key in JOINT:
             values = ", ".join(f"{value['mean']:.2f}" for value in one["scores"][key].values())
-            gap = told(one["less ensemble"][key]["5"], digits=2)
+            gap = show_interval(one["less ensemble"][key]["5"], digits=2)
             told_joint.append(f"{JOINT[key]} {values}; less the ensemble's at 5: {gap}")
         said = paper.get(name, "not on the slides" if name == TEMPERATURE else laplace)
         out.append(common.Row(f"{name}: joint log likelihood for kappa = 1 .. 5", said, "; ".join(told_joint), differs))
-        nll = ", ".join(f"{angle}°: {plain(value['nll'])}" for angle, value in one["scores"]["angles"].items())
+        nll = ", ".join(f"{angle}°: {show_value(value['nll'])}" for angle, value in one["scores"]["angles"].items())
         out.append(common.Row(f"{name}: NLL by angle", "not on the slides", nll, differs))
         area = one["scores"]["AUROC"][UNKNOWN]
-        auroc = ", ".join(f"{key} {plain(value, 3)}" for key, value in area.items())
+        auroc = ", ".join(f"{key} {show_value(value, 3)}" for key, value in area.items())
         out.append(common.Row(f"{name}: AUROC of {UNKNOWN}", "not on the slides", auroc, differs))
     return out
 
 
 def figure(table: Mapping[str, Any], sizes: Sizes) -> Figure:
     """Joint log likelihoods less the ensemble's, NLL against the angle, areas under the ROC curve."""
-    with common.style():
-        picture, axes = plt.subplots(2, 2, figsize=(11.5, 8.4))
-        for ax, (key, title) in zip(axes[0], JOINT.items(), strict=True):
-            for i, (name, one) in enumerate(table.items()):
-                x = [kappa + 0.05 * (i - 3) for kappa in KAPPAS]
-                values = list(one["less ensemble"][key].values())
-                bars(ax, x, values, color=COLORS[name], label=name)
-            ax.set(
-                xlabel="kappa (inputs in a group)",
-                ylabel="joint log likelihood less the ensemble's",
-                title=f"digits, {title}",
-            )
-            ax.set_yscale("symlog", linthresh=1.0)
-        for i, (name, one) in enumerate(table.items()):
-            x = [angle + 0.8 * (i - 3) for angle in sizes.angles]
-            bars(axes[1, 0], x, [one["scores"]["angles"][str(a)]["nll"] for a in sizes.angles], color=COLORS[name])
-            area = one["scores"]["AUROC"][UNKNOWN]
-            for value, mark in zip(area.values(), "o^D", strict=False):
-                ends = [[max(0.0, value["mean"] - value["low"])], [max(0.0, value["high"] - value["mean"])]]
-                row = i + {"o": -0.2, "^": 0.0, "D": 0.2}[mark]
-                xerr = None if value["low"] != value["low"] else ends
-                axes[1, 1].errorbar(value["mean"], row, xerr=xerr, fmt=mark, ms=5, lw=1, color=COLORS[name])
-        axes[1, 0].set(xlabel="digits turned by, degrees", ylabel="test NLL")
-        axes[1, 1].set_yticks(range(len(table)), [name.replace(" by held-out digits", "") for name in table])
-        axes[1, 1].invert_yaxis()
-        axes[1, 1].set_xlabel(f"AUROC of {UNKNOWN}: o largest probability,\n^ entropy, D variance of the logits")
-        picture.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    picture, axes = plt.subplots(2, 2, figsize=(11.5, 8.4))
+    angle, area = axes[1]
+    for i, (name, one) in enumerate(table.items()):
+        for ax, key in zip(axes[0], JOINT, strict=True):
+            x = [kappa + 0.05 * (i - 3) for kappa in KAPPAS]
+            plots.draw_means(ax, x, list(one["less ensemble"][key].values()), color=COLORS[name], label=name)
+        x = [value + 0.8 * (i - 3) for value in sizes.angles]
+        losses = [one["scores"]["angles"][str(value)]["nll"] for value in sizes.angles]
+        plots.draw_means(angle, x, losses, color=COLORS[name])
+        for j, value in enumerate(one["scores"]["AUROC"][UNKNOWN].values()):
+            how = {"fmt": "o^D"[j], "ms": 5, "lw": 1, "color": COLORS[name]}
+            plots.draw_means(area, [i + 0.2 * (j - 1)], [value], across=True, **how)
+    for ax, title in zip(axes[0], JOINT.values(), strict=True):
+        ax.set(xlabel="kappa (inputs in a group)", ylabel="joint log likelihood less the ensemble's")
+        ax.set_title(f"digits, {title}")
+        ax.set_yscale("symlog", linthresh=1.0)
+    angle.set(xlabel="digits turned by, degrees", ylabel="test NLL")
+    plots.name_rows(area, [name.replace(" by held-out digits", "") for name in table])
+    area.set_xlabel(f"AUROC of {UNKNOWN}: o largest probability,\n^ entropy, D variance of the logits")
+    plots.legend_below(picture, axes[0, 0], 4)
     return picture

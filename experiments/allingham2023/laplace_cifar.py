@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.allingham2023.laplace_digits import averaged
-from experiments.common.adaptation import Clock, in_parts, in_turn
-from experiments.common.pretrained import as_cifar10, cifar10, grayscale, resnet
+from experiments.allingham2023.laplace_digits import average_links
+from experiments.common import plots
+from experiments.common.data import as_cifar10, cifar10, grayscale
+from experiments.common.networks import resnet
+from experiments.common.training import in_parts, in_turn
 from linnet import metrics, predictions
 from linnet.likelihoods import Categorical
 
@@ -45,26 +47,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--methods", nargs="*", choices=METHODS, default=list(METHODS), help="default: all; none shows what is kept"
-    )
-    parser.add_argument(
-        "--train", type=int, nargs=3, default=None, help="images for each method (default: 1000 100 40; cuda: more)"
-    )
-    parser.add_argument("--samples", type=int, default=None, help="posterior samples (default: 16; cuda: 32)")
-    parser.add_argument("--test", type=int, default=None, help="test images (default: 300; cuda: 10,000)")
-    parser.add_argument("--unknown", type=int, default=None, help="images of each other set (default: 100; cuda: 2000)")
-    parser.add_argument("--draws", type=int, default=None, help="joint samples (default: 100; cuda: 500)")
+ARGUMENTS = {
+    "--methods": {
+        "nargs": "*",
+        "choices": METHODS,
+        "default": list(METHODS),
+        "help": "default: all; none shows what is kept",
+    },
+    "--train": {"type": int, "nargs": 3, "help": "images for each method (default: 1000 100 40; cuda: more)"},
+    "--samples": "posterior samples (default: 16; cuda: 32)",
+    "--test": "test images (default: 300; cuda: 10,000)",
+    "--unknown": "images of each other set (default: 100; cuda: 2000)",
+    "--draws": "joint samples (default: 100; cuda: 500)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """The network alone, then each method, with the default prior and with that of largest evidence."""
-    kind = "quick" if options.quick else options.device.partition(":")[0]
-    for name, value in DEFAULTS[kind].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    parts = measured(options) if options.methods else common.earlier(options, NAME).get("parts", {})
+    common.fill(options, DEFAULTS)
+    parts = measure(options) if options.methods else common.earlier(options, NAME).get("parts", {})
     if not parts:
         raise ValueError("Nothing is kept yet: name what to measure with --methods, or leave it out for all.")
     order = sorted(parts, key=lambda where: -image_count(where))
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(metrics_, figure(parts[order[0]]), every, COMMAND, common.duration(spent))
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that is kept, after the methods have been measured."""
     where, parts = setting(options), {}
 
@@ -87,22 +88,22 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     X_test, y_test = (t.to(options.device) for t in cifar10(options.data, "test", count=options.test))
     others = unknown(options)
     f = in_parts(net, (X_test,)).double()
-    keep(MAP, scored(f.softmax(1), y_test) | alone(f, y_test, options) | {"unknown": of_network(net, f, others)})
+    keep(MAP, score(f.softmax(1), y_test) | alone(f, y_test, options) | {"unknown": of_network(net, f, others)})
     for name, count in zip(METHODS, options.train, strict=True):
         if name not in options.methods:
             continue
         X, y = (t.to(options.device) for t in training(options, count))
-        clock = Clock(options.device)
+        clock = common.Clock(options.device)
         with clock("fit"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
             la = linnet.Laplace(net, samples=options.samples, seed=options.seed, progress=False, **METHODS[name])
             la.fit(X, y)
-        keep(name, asked(la, X_test, y_test, others, options, clock) | {"training images": count})
-        clock = Clock(options.device)
+        keep(name, ask(la, X_test, y_test, others, options, clock) | {"training images": count})
+        clock = common.Clock(options.device)
         with clock("fit"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
             la.tune(narrow=False)
-        keep(name + ALONE, asked(la, X_test, y_test, others, options, clock) | {"training images": count})
+        keep(name + ALONE, ask(la, X_test, y_test, others, options, clock) | {"training images": count})
     return parts
 
 
@@ -123,8 +124,7 @@ def setting(options: argparse.Namespace) -> str:
 def training(options: argparse.Namespace, count: int) -> tuple[Tensor, Tensor]:
     """The first batches, or as many of each class from the first."""
     if count > 2000:
-        parts = [cifar10(options.data, part) for part in ("train_1", "train_2")]
-        X, y = (torch.cat(both) for both in zip(*parts, strict=True))
+        X, y = cifar10(options.data, "train")
         return X[:count], y[:count]
     X, y = cifar10(options.data, "train_1", count=2 * count + 200)
     chosen = in_turn(y, count, 10, torch.Generator().manual_seed(options.seed))
@@ -143,7 +143,7 @@ def unknown(options: argparse.Namespace) -> dict[str, Tensor]:
 # Scores.
 
 
-def scored(p: Tensor, y: Tensor) -> dict[str, Any]:
+def score(p: Tensor, y: Tensor) -> dict[str, Any]:
     return metrics.classification(p.double(), y)
 
 
@@ -161,24 +161,24 @@ def alone(f: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     return joint(f[None], y, options)
 
 
-def asked(
+def ask(
     la: linnet.Laplace,
     X: Tensor,
     y: Tensor,
     others: Mapping[str, Tensor],
     options: argparse.Namespace,
-    clock: Clock,
+    clock: common.Clock,
 ) -> dict[str, Any]:
     """Scores on the test images, and how well other images are told from them."""
     draws = min(options.draws, la.samples) if la.structure_ == "samples" else options.draws
     with clock("predict"):
-        p, v = averaged(la, X, LINKS)
+        p, v = average_links(la, X, LINKS)
         samples = la.sample(X, draws)
-    found = scored(p["probit"], y) | joint(samples, y, options)
+    found = score(p["probit"], y) | joint(samples, y, options)
     links = {link: metrics.nll(p[link], y) for link in LINKS}
     apart = {}
     for name, x in others.items():
-        q, w = averaged(la, x, LINKS[:1])
+        q, w = average_links(la, x, LINKS[:1])
         apart[name] = areas((p["probit"], v), (q["probit"], w))
     return found | {
         "NLL by link": links,
@@ -236,36 +236,27 @@ def rows(found: Mapping[str, Any], where: str) -> list[common.Row]:
 
 def figure(found: Mapping[str, Any]) -> Figure:
     """Joint log likelihoods per label less MAP's, NLL, and areas under the ROC curve."""
-    palette = (common.GRAY, common.BLUE, common.SKY, common.GREEN, common.YELLOW, common.PURPLE, common.VERMILION)
+    palette = (plots.GRAY, plots.BLUE, plots.SKY, plots.GREEN, plots.YELLOW, plots.PURPLE, plots.VERMILION)
     colors = dict(zip(found, palette, strict=False))
     titles = list(found[MAP]["unknown"])
-    with common.style():
-        picture, axes = plt.subplots(1, 3, figsize=(13, 4.2))
-        for name, one in found.items():
-            gaps = [
-                (value - found[MAP]["joint log likelihood"][kappa]) / max(1, 10 * (int(kappa) - 1))
-                for kappa, value in one["joint log likelihood"].items()
-            ]
-            axes[0].plot(KAPPAS, gaps, "o-", color=colors[name], label=name)
-        axes[0].set(xlabel="kappa (inputs in a group)", ylabel="joint log likelihood per label, less MAP's")
-        axes[0].set_yscale("symlog", linthresh=0.2)
-        axes[1].barh(range(len(found)), [one["nll"] for one in found.values()], color=list(colors.values()))
-        axes[1].set_yticks(range(len(found)), list(found))
-        axes[1].invert_yaxis()
-        axes[1].set_xlabel("test NLL")
-        for i, (name, one) in enumerate(found.items()):
-            for j, title in enumerate(titles):
-                area = one["unknown"].get(title, {})
-                x = [area[key] for key in area]
-                y = [i + 0.2 * (j - 0.5)] * len(x)
-                for at, row, mark in zip(x, y, "o^D", strict=False):
-                    axes[2].plot(at, row, mark, color=colors[name], mfc=colors[name] if j == 0 else "white")
-        axes[2].set_yticks(range(len(found)), list(found))
-        axes[2].invert_yaxis()
-        axes[2].set_xlabel("AUROC: o largest probability,\n^ entropy, D variance\n" + told_by_fill(titles))
-        picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    picture, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2))
+    for i, (name, one) in enumerate(found.items()):
+        gaps = [
+            (value - found[MAP]["joint log likelihood"][kappa]) / max(1, 10 * (int(kappa) - 1))
+            for kappa, value in one["joint log likelihood"].items()
+        ]
+        left.plot(KAPPAS, gaps, "o-", color=colors[name], label=name)
+        middle.barh(i, one["nll"], color=colors[name])
+        for j, title in enumerate(titles):
+            for x, mark in zip(one["unknown"].get(title, {}).values(), "o^D", strict=False):
+                face = colors[name] if j == 0 else "white"
+                right.plot(x, i + 0.2 * (j - 0.5), mark, color=colors[name], mfc=face)
+    left.set(xlabel="kappa (inputs in a group)", ylabel="joint log likelihood per label, less MAP's")
+    left.set_yscale("symlog", linthresh=0.2)
+    middle.set_xlabel("test NLL")
+    fills = "; ".join(f"{title} {fill}" for title, fill in zip(titles, ("filled", "open"), strict=False))
+    right.set_xlabel(f"AUROC: o largest probability,\n^ entropy, D variance\n{fills}")
+    for ax in (middle, right):
+        plots.name_rows(ax, list(found))
+    plots.legend_below(picture, left, 4)
     return picture
-
-
-def told_by_fill(titles: list[str]) -> str:
-    return "; ".join(f"{title} {fill}" for title, fill in zip(titles, ("filled", "open"), strict=False))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from scipy.optimize import minimize_scalar
@@ -24,6 +23,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
+from experiments.common import plots
+from experiments.common.networks import draw_network
+from experiments.common.statistics import average, show_error, summarize
+from experiments.common.training import Labeled, train
 from linnet import metrics
 from linnet.expectations import predictive
 from linnet.likelihoods import Categorical
@@ -91,20 +94,11 @@ def network(kind: str) -> nn.Sequential:
     )
 
 
-def trained(kind: str, data: Digits, *, decay: float, epochs: int, seed: int) -> nn.Sequential:
+def train_digits(kind: str, data: Digits, *, decay: float, epochs: int, seed: int) -> nn.Sequential:
     """Adam on minibatches of 64, from weights as torch draws them; float64 afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = network(kind)
-    X, random = data.X.float(), torch.Generator().manual_seed(seed)
+    model = draw_network(lambda: network(kind), seed)
     rate = 1e-3 if kind == "MLP" else 3e-3
-    optimizer = torch.optim.Adam(model.parameters(), rate, weight_decay=decay)
-    for _ in range(epochs):
-        for part in torch.randperm(len(X), generator=random).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(X[part]), data.y[part]).backward()
-            optimizer.step()
-    return model.double().eval()
+    return train(model, Labeled((data.X.float(),), data.y), epochs=epochs, rate=rate, seed=seed, decay=decay).double()
 
 
 def temperature(f: Tensor, y: Tensor) -> float:
@@ -130,38 +124,39 @@ def probabilities(model: nn.Sequential, others: Sequence[nn.Module], data: Digit
 
     def note(name: str, tuned: Callable[[], linnet.Laplace], links: Sequence[str] = ()) -> None:
         start = time.perf_counter()
-        found, _ = averaged(tuned(), X_test, ("probit", *links))
+        found, _ = average_links(tuned(), X_test, ("probit", *links))
         spent = time.perf_counter() - start
         out.update({name if link == "probit" else f"{name}, {link}": (p, spent) for link, p in found.items()})
 
     exact = linnet.Laplace(model, progress=False).fit(X, y)
     note(DEFAULT, exact.tune, LINKS)
     note("auto, tune(validation)", lambda: exact.tune(validation=(X_held, y_held)))
-    note(ALONE, lambda: alone(exact), ("mc", "bridge"))
+    note(ALONE, lambda: tune_alone(exact), ("mc", "bridge"))
     for name, given in STRUCTURES.items():
         given = {**given, "params": f"{len(model) - 1}.*"} if "params" in given else given
         note(name, lambda given=given: linnet.Laplace(model, progress=False, **given).fit(X, y).tune())  # type: ignore[misc]
     return out
 
 
-def averaged(la: linnet.Laplace, X: Tensor, links: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
+def average_links(la: linnet.Laplace, X: Tensor, links: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
     """Probabilities as `Laplace.predict_proba` has them, and variances of the logits (n, c); one pass for all links."""
     f, C = la.predict(X), la.posterior_.blocks(la.lin_.jacobian(X, progress=False))
     found = {link: predictive(Categorical(), f, C, link=link).double() for link in links}
     return found, C.diagonal(dim1=1, dim2=2)
 
 
-def alone(la: linnet.Laplace) -> linnet.Laplace:
+def tune_alone(la: linnet.Laplace) -> linnet.Laplace:
     """The largest evidence; that it is too wide is the point."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
         return la.tune("shared", narrow=False)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: both")
-    parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS), help="default: 0 and 1e-3")
-    parser.add_argument("--networks", type=int, default=None, help="networks of each kind (default: 3)")
+ARGUMENTS = {
+    "--kinds": {"nargs": "+", "choices": KINDS, "default": list(KINDS), "help": "default: both"},
+    "--decays": {"type": float, "nargs": "+", "default": list(DECAYS), "help": "default: 0 and 1e-3"},
+    "--networks": "networks of each kind (default: 3)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -176,7 +171,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
                 seed = 1 + 100 * options.seed + i
                 data = digits(n, seed, test=test)
                 one, *others = [
-                    trained(kind, data, decay=decay, epochs=epochs, seed=seed + 1000 * j) for j in range(members)
+                    train_digits(kind, data, decay=decay, epochs=epochs, seed=seed + 1000 * j) for j in range(members)
                 ]
                 found = probabilities(one, others, data)
                 scores = {
@@ -187,10 +182,10 @@ def run(options: argparse.Namespace) -> common.Outcome:
                     loss = float(nn.functional.cross_entropy(one(data.X), data.y))
                 kept = {case: {f"seed {seed}": {"training loss": loss, "methods": scores}}}
                 parts = common.keep(options, "laplace_digits", kept)
-            show(case, list(parts[case].values()))
+            print(f"{case} done", flush=True)
     each = {case: list(found.values()) for case, found in sorted(parts.items(), reverse=True)}
-    summary = {case: summarized(found) for case, found in each.items()}
-    overall = summarized([one for found in each.values() for one in found])
+    summary = {case: summarize_networks(found) for case, found in each.items()}
+    overall = summarize_networks([one for found in each.values() for one in found])
     record = {
         "settings": {"networks": count, "train": n, "held out": HELD, "test": len(data.y_test), "epochs": epochs},
         "errors": "standard errors over networks; less MAP: paired",
@@ -203,25 +198,13 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(record, figure(summary), rows(overall, summary, count, n), command)
 
 
-def summarized(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_networks(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Scores over networks, and the NLL less that of the same network alone."""
-    out: dict[str, Any] = {}
+    each = [one["methods"] for one in found]
+    out = summarize([{name: one[name] for name in METHODS} for one in each], average)
     for name in METHODS:
-        own = [one["methods"][name] for one in found]
-        base = [one["methods"][MAP]["nll"] for one in found]
-        out[name] = {key: common.spread([one[key] for one in own]) for key in own[0]}
-        out[name]["NLL less MAP"] = common.spread([one["nll"] - b for one, b in zip(own, base, strict=True)])
+        out[name]["NLL less MAP"] = average([one[name]["nll"] - one[MAP]["nll"] for one in each])
     return out
-
-
-def show(case: str, found: Sequence[Mapping[str, Any]]) -> None:
-    print(f"\n{case}, training loss {np.mean([one['training loss'] for one in found]):.4f}")
-    for name, one in summarized(found).items():
-        print(
-            f"  {name:32s} NLL {common.show(one['nll'], 4):>16s}  less MAP {common.show(one['NLL less MAP'], 4):>16s}"
-            f"  ECE {one['ece']['mean']:.3f}  accuracy {one['accuracy']['mean']:.3f}  {one['seconds']['mean']:5.1f} s",
-            flush=True,
-        )
 
 
 def rows(overall: Mapping[str, Any], cases: Mapping[str, Any], count: int, n: int) -> list[common.Row]:
@@ -230,13 +213,13 @@ def rows(overall: Mapping[str, Any], cases: Mapping[str, Any], count: int, n: in
         common.Row(
             f"{name}: NLL - MAP, ECE, accuracy",
             "not on the slides",
-            f"{common.show(one['NLL less MAP'], 4)}, {one['ece']['mean']:.3f}, {100 * one['accuracy']['mean']:.1f} %",
+            f"{show_error(one['NLL less MAP'], 4)}, {one['ece']['mean']:.3f}, {100 * one['accuracy']['mean']:.1f} %",
             f"{differs} ({count} of each)",
         )
         for name, one in overall.items()
     ]
     told = "; ".join(
-        f"{case}: {common.show(one[DEFAULT]['nll'], 3)} (MAP {common.show(one[MAP]['nll'], 3)})"
+        f"{case}: {show_error(one[DEFAULT]['nll'], 3)} (MAP {show_error(one[MAP]['nll'], 3)})"
         for case, one in cases.items()
     )
     return [*out, common.Row(f"{DEFAULT}, test NLL by network", "not on the slides", told, differs)]
@@ -244,20 +227,16 @@ def rows(overall: Mapping[str, Any], cases: Mapping[str, Any], count: int, n: in
 
 def figure(cases: Mapping[str, Any]) -> Figure:
     """NLL less MAP's, method by method."""
-    shown = [name for name in METHODS if name != MAP]
-    colors, markers = (common.BLUE, common.SKY, common.VERMILION, common.ORANGE), "osD^"
-    with common.style():
-        picture, ax = plt.subplots(figsize=(8, 0.36 * len(shown) + 1.8))
-        for i, (case, found) in enumerate(cases.items()):
-            gap = [found[name]["NLL less MAP"] for name in shown]
-            y = [row + 0.15 * (i - 1.5) for row in range(len(shown))]
-            error = [0.0 if np.isnan(one["error"]) else one["error"] for one in gap]
-            x = [one["mean"] for one in gap]
-            ax.errorbar(x, y, xerr=error, fmt=markers[i], color=colors[i], ms=5, lw=1, label=case)
-        ax.axvline(0, color="black", lw=1)
-        ax.set_xscale("symlog", linthresh=0.02, linscale=1.5)
-        ax.set_yticks(range(len(shown)), shown)
-        ax.invert_yaxis()
-        ax.set_xlabel("test NLL less the network's own (left is better; linear to ±0.02, then logarithmic)")
-        picture.legend(loc="outside lower center", ncols=4)
+    names = [name for name in METHODS if name != MAP]
+    colors, markers = (plots.BLUE, plots.SKY, plots.VERMILION, plots.ORANGE), "osD^"
+    picture, ax = plt.subplots(figsize=(8, 0.36 * len(names) + 1.8))
+    for i, (case, found) in enumerate(cases.items()):
+        gaps = [found[name]["NLL less MAP"] for name in names]
+        how = {"across": True, "fmt": markers[i], "color": colors[i], "ms": 5, "lw": 1, "label": case}
+        plots.draw_means(ax, plots.place_rows(len(names), i, 4, 0.6), gaps, **how)
+    ax.axvline(0, color="black", lw=1)
+    ax.set_xscale("symlog", linthresh=0.02, linscale=1.5)
+    plots.name_rows(ax, names)
+    ax.set_xlabel("test NLL less the network's own (left is better; linear to ±0.02, then logarithmic)")
+    picture.legend(loc="outside lower center", ncols=4)
     return picture

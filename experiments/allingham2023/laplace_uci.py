@@ -23,8 +23,9 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.laplace import Job, peer
 from experiments import common
-from experiments.common.baselines import Prediction, Search, fit_networks
-from experiments.common.ensembles import module
+from experiments.common import plots
+from experiments.common.ensembles import Prediction, Search, fit_networks, module
+from experiments.common.statistics import average, show_error
 from experiments.maddox2021 import uci
 
 SETS = ("boston", "concrete", "energy", "wine")
@@ -71,7 +72,7 @@ NOTES = {
 }
 
 
-def barred(model: nn.Module, X: Tensor, y: Tensor, at: Tensor, given: Mapping[str, Any]) -> Prediction:
+def predict(model: nn.Module, X: Tensor, y: Tensor, at: Tensor, given: Mapping[str, Any]) -> Prediction:
     """Fit and predict; a network that was stopped early is not at a mode, as is usual."""
     options = {key: value for key, value in given.items() if key != "narrow"}
     with warnings.catch_warnings():
@@ -132,22 +133,23 @@ def table_of(
     }
     for name, given in STRUCTURES.items():
         start = time.perf_counter()
-        each = [barred(model, data.X[i], data.y[i], data.X_test[i], given) for i, model in enumerate(models)]
+        each = [predict(model, data.X[i], data.y[i], data.X_test[i], given) for i, model in enumerate(models)]
         found[name] = each, time.perf_counter() - start
     if python is not None:
         found |= by_peer(python, models, data, steps=peer_steps)
     out = {}
     for name, (predicted, seconds) in found.items():
-        scored = uci.scored(predicted, data)
+        scored = uci.score(predicted, data)
         out[name] = {**uci.summary(scored), "by split": scored, "seconds": seconds / s}
     return out
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sets", nargs="+", choices=uci.SETS, default=None, help=f"default: {' '.join(SETS)}")
-    parser.add_argument("--splits", type=int, default=None, help="splits of each set (default: 3)")
-    parser.add_argument("--largest", type=int, default=None, help="most training examples (default: 1000)")
-    parser.add_argument("--peer", default=None, metavar="PYTHON", help="an interpreter that has laplace-torch")
+ARGUMENTS = {
+    "--sets": {"nargs": "+", "choices": uci.SETS, "help": f"default: {' '.join(SETS)}"},
+    "--splits": "splits of each set (default: 3)",
+    "--largest": "most training examples (default: 1000)",
+    "--peer": {"metavar": "PYTHON", "help": "an interpreter that has laplace-torch"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -169,7 +171,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             python=options.peer,
             peer_steps=5 if options.quick else 300,
         )
-        uci.print_table(name, "the same", results[name])
+        print(f"{name} done", flush=True)
     metrics: dict[str, Any] = {
         "settings": {"sets": sizes, "seed": options.seed, "members": members, "steps": search.steps},
         "errors": "standard errors over splits",
@@ -195,7 +197,7 @@ def over_sets(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     out = {}
     for method in methods_of(results):
         out[method] = {
-            "NLL less MAP": common.spread([gap for table in results.values() for gap in gaps(table, method)]),
+            "NLL less MAP": average([gap for table in results.values() for gap in gaps(table, method)]),
             "RMSE over MAP": float(
                 np.mean([t[method]["rmse"]["mean"] / t[MAP]["rmse"]["mean"] for t in results.values()])
             ),
@@ -211,7 +213,7 @@ def rows(summary: Mapping[str, Any], sizes: Mapping[str, Any], largest: int) -> 
         common.Row(
             f"{method}: NLL - MAP, RMSE / MAP, coverage",
             "not on the slides",
-            f"{common.show(one['NLL less MAP'], 3)}, {one['RMSE over MAP']:.3f}, {100 * one['coverage']:.0f} %",
+            f"{show_error(one['NLL less MAP'], 3)}, {one['RMSE over MAP']:.3f}, {100 * one['coverage']:.0f} %",
             f"{differs}; {NOTES[method]}" if method in NOTES else differs,
         )
         for method, one in summary.items()
@@ -221,28 +223,22 @@ def rows(summary: Mapping[str, Any], sizes: Mapping[str, Any], largest: int) -> 
 def figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """NLL less MAP's, per set and method."""
     names: Sequence[str] = list(results)
-    shown = [method for method in methods_of(results) if method != MAP]
-    palette = (common.GRAY, common.ORANGE, common.BLUE, common.SKY, common.GREEN, common.PURPLE, common.PURPLE)
-    palette += (common.YELLOW, common.VERMILION, "black")
+    methods = [method for method in methods_of(results) if method != MAP]
+    palette = (plots.GRAY, plots.ORANGE, plots.BLUE, plots.SKY, plots.GREEN, plots.PURPLE, plots.PURPLE)
+    palette += (plots.YELLOW, plots.VERMILION, "black")
     # A peer's structure has the color of ours, as a cross; the largest evidence of one that has another noise, hollow.
-    alike = (common.PURPLE, common.VERMILION, "black")
+    alike = (plots.PURPLE, plots.VERMILION, "black")
     colors = dict(zip([*list(ALONE)[1:], *PEERS], (*palette, *alike), strict=True))
-    with common.style():
-        picture, ax = plt.subplots(figsize=(8, 0.95 * len(names) + 2.2))
-        for i, method in enumerate(shown):
-            found = [common.spread(gaps(results[name], method)) for name in names]
-            y = [row + 0.8 / len(shown) * (i - (len(shown) - 1) / 2) for row in range(len(names))]
-            error = [0.0 if np.isnan(one["error"]) else one["error"] for one in found]
-            marker = "x" if method in PEERS else "os^Dv"[i % 5]
-            x = [one["mean"] for one in found]
-            face = "none" if "narrow" in STRUCTURES.get(method, {}) else colors[method]
-            ax.errorbar(x, y, xerr=error, fmt=marker, color=colors[method], mfc=face, ms=5, lw=1, label=method)
-        ax.axvline(0, color="black", lw=1)
-        ax.set_yticks(range(len(names)), names)
-        ax.invert_yaxis()
-        ax.set_xlabel("test NLL less MAP's (left is better)")
-        ax.grid(axis="y", visible=False)
-        for row in range(len(names) - 1):
-            ax.axhline(row + 0.5, color="black", lw=0.4, alpha=0.3)
-        picture.legend(loc="outside lower center", ncols=3)
+    picture, ax = plt.subplots(figsize=(8, 0.95 * len(names) + 2.2))
+    for i, method in enumerate(methods):
+        how = {"color": colors[method], "ms": 5, "lw": 1, "label": method}
+        how["fmt"] = "x" if method in PEERS else "os^Dv"[i % 5]
+        how["mfc"] = "none" if "narrow" in STRUCTURES.get(method, {}) else colors[method]
+        found = [average(gaps(results[name], method)) for name in names]
+        plots.draw_means(ax, plots.place_rows(len(names), i, len(methods)), found, across=True, **how)
+    ax.axvline(0, color="black", lw=1)
+    plots.name_rows(ax, names, lines=True)
+    ax.set_xlabel("test NLL less MAP's (left is better)")
+    ax.grid(axis="y", visible=False)
+    picture.legend(loc="outside lower center", ncols=3)
     return picture

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 import linnet
 from experiments import common
 from experiments.allingham2023 import evidence, laplace_digits
-from experiments.common.adaptation import Labeled
-from experiments.common.gains import bars, interval, plain
-from experiments.common.gains import shown as told
-from experiments.common.trained import perceptron, squared_error, train
+from experiments.common import plots
+from experiments.common.networks import perceptron
+from experiments.common.statistics import interval, show_interval, show_value, subtract, summarize
+from experiments.common.training import Labeled, squared_error, train
 from linnet import metrics
 from linnet.likelihoods import Categorical, Gaussian, Likelihood
 
@@ -33,25 +34,14 @@ NAME = "not_linearized"
 MAP, LINEAR, NETWORK = "the network alone", "linear model", "network with drawn weights"
 CURVE, DIGITS = "curve", "digits"
 CHOSEN = "evidence"
-COLORS = {MAP: common.GRAY, LINEAR: common.BLUE, NETWORK: common.VERMILION}
+COLORS = {MAP: plots.GRAY, LINEAR: plots.BLUE, NETWORK: plots.VERMILION}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Networks of each kind, hidden width, steps of training, points, digits and epochs, draws, precisions."""
-
-    networks: int
-    width: int
-    steps: int
-    n: int
-    digits: int
-    epochs: int
-    draws: int
-    lambdas: tuple[float, ...]
-
-
-QUICK = Sizes(2, 10, 100, 30, 20, 40, 10, (100.0, 1.0))
-CPU = Sizes(5, 50, 1500, 100, 100, 200, 100, (1000.0, 100.0, 10.0, 1.0, 0.1))
+# Networks of each kind, hidden width, steps of training, points, digits and epochs, draws, precisions.
+QUICK = Sizes(networks=2, width=10, steps=100, n=30, digits=20, epochs=40, draws=10, lambdas=(100.0, 1.0))
+CPU = Sizes(
+    networks=5, width=50, steps=1500, n=100, digits=100, epochs=200, draws=100, lambdas=(1000.0, 100.0, 10.0, 1.0, 0.1)
+)
 
 
 def posterior(model: nn.Module, data: tuple[Tensor, Tensor], case: str, precision: float | None) -> linnet.Laplace:
@@ -69,7 +59,7 @@ def posterior(model: nn.Module, data: tuple[Tensor, Tensor], case: str, precisio
     return la
 
 
-def drawn(la: linnet.Laplace, X: Tensor, draws: int, *, seed: int) -> dict[str, Tensor]:
+def draw_outputs(la: linnet.Laplace, X: Tensor, draws: int, *, seed: int) -> dict[str, Tensor]:
     """Outputs (draws, n, c) of both models for the same weights, and those of the network at its own, (1, n, c)."""
     found = la.linearity(X, draws, seed=seed)
     return {
@@ -109,13 +99,13 @@ def problem(case: str, sizes: Sizes, seed: int) -> Problem:
     """Trained with Adam; float64."""
     if case == CURVE:
         random = torch.Generator().manual_seed(1000 + seed)
-        X, y = evidence.observed(sizes.n, gap=True, generator=random)
-        near, everywhere = (evidence.observed(5 * sizes.n, gap=gap, generator=random) for gap in (True, False))
+        X, y = evidence.observe(sizes.n, gap=True, generator=random)
+        near, everywhere = (evidence.observe(5 * sizes.n, gap=gap, generator=random) for gap in (True, False))
         model = perceptron((1, sizes.width, sizes.width, 1), seed=seed).double()
         train(model, Labeled((X,), y), epochs=sizes.steps, rate=5e-3, batch=len(y), loss=squared_error, seed=seed)
         return Problem(case, model, (X, y), {"training": (X, y), "test": near, "test, gap too": everywhere})
     data = laplace_digits.digits(sizes.digits, 1 + seed, test=5 * sizes.digits)
-    net = laplace_digits.trained("CNN", data, decay=1e-3, epochs=sizes.epochs, seed=seed)
+    net = laplace_digits.train_digits("CNN", data, decay=1e-3, epochs=sizes.epochs, seed=seed)
     return Problem(case, net, (data.X, data.y), {"training": (data.X, data.y), "test": (data.X_test, data.y_test)})
 
 
@@ -126,7 +116,7 @@ def of_problem(given: Problem, sizes: Sizes, seed: int) -> dict[str, Any]:
         la = posterior(given.model, given.train, given.case, precision)
         one: dict[str, Any] = {"lambda": precision or 1 / next(iter(la.scales_.values()))}
         for name, (X, y) in given.test.items():
-            f = drawn(la, X, sizes.draws, seed=seed)
+            f = draw_outputs(la, X, sizes.draws, seed=seed)
             one[name] = {way: scores_of(given.case, found, y) for way, found in f.items()}
             step, apart = f[LINEAR] - f[MAP], f[NETWORK] - f[LINEAR]
             one[name]["network to linear model, relative"] = float(apart.norm() / step.norm())
@@ -137,14 +127,14 @@ def of_problem(given: Problem, sizes: Sizes, seed: int) -> dict[str, Any]:
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--networks", type=int, default=None, help="networks of each kind (default: 5)")
+ARGUMENTS = {
+    "--networks": "networks of each kind (default: 5)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Both kinds, several seeds; the first network of the curve is drawn."""
-    if options.device != "cpu":
-        raise ValueError(f"These networks are small: {NAME} runs on the CPU only; got {options.device!r}.")
+    common.require_cpu(options, "These networks are small")
     sizes = QUICK if options.quick else CPU
     seeds = range(options.seed, options.seed + (options.networks or sizes.networks))
     each: dict[str, list[dict[str, Any]]] = {CURVE: [], DIGITS: []}
@@ -157,7 +147,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             common.keep(options, NAME, {case: {f"seed {seed}": found[-1]}})
             print(f"{case}, seed {seed} done", flush=True)
     assert first is not None
-    table = {case: summarized(found) for case, found in each.items()}
+    table = {case: summarize_networks(found) for case, found in each.items()}
     record = {
         "settings": {"networks": len(seeds), "points": sizes.n, "digits": sizes.digits, "draws": sizes.draws},
         "errors": "95 % intervals by Student's t over networks, each with data of its own",
@@ -169,19 +159,18 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(record, figure(first, table, sizes, options.seed), rows(table, sizes, len(seeds)))
 
 
-def summarized(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_networks(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Intervals over networks; the network with drawn weights less the linear model, paired."""
     out: dict[str, Any] = {}
     for precision, one in each[0].items():
         out[precision] = {"lambda": interval([found[precision]["lambda"] for found in each])}
-        for data in one:
-            if data == "lambda":
-                continue
+        for data in [name for name in one if name != "lambda"]:
             pairs = [found[precision][data] for found in each]
-            cell = {way: {key: interval([pair[way][key] for pair in pairs]) for key in pairs[0][way]} for way in COLORS}
-            gap = {key: interval([pair[NETWORK][key] - pair[LINEAR][key] for pair in pairs]) for key in pairs[0][MAP]}
-            far = interval([pair["network to linear model, relative"] for pair in pairs])
-            out[precision][data] = {**cell, "not linearized less linear": gap, "relative distance": far}
+            out[precision][data] = {
+                **summarize([{way: pair[way] for way in COLORS} for pair in pairs]),
+                "not linearized less linear": summarize([subtract(pair[NETWORK], pair[LINEAR]) for pair in pairs]),
+                "relative distance": interval([pair["network to linear model, relative"] for pair in pairs]),
+            }
     return out
 
 
@@ -196,10 +185,11 @@ def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> list[common.Row]
         differs = f"{kinds[case]}; {sizes.draws} draws, {count} networks, 95 % intervals"
         for data in ("training", "test"):
             cell = found[CHOSEN][data]
-            ways = "; ".join(f"{way} {plain(cell[way]['nll'])}, {plain(cell[way]['error'], 3)}" for way in COLORS)
+            each = {way: (show_value(cell[way]["nll"]), show_value(cell[way]["error"], 3)) for way in COLORS}
+            ways = "; ".join(f"{way} {', '.join(both)}" for way, both in each.items())
             out.append(common.Row(f"{case}, the evidence's lambda: NLL and {error}, {data} data", paper, ways, differs))
             gaps = "; ".join(
-                f"{name}: {told(one[data]['not linearized less linear']['nll'], digits=2)}"
+                f"{name}: {show_interval(one[data]['not linearized less linear']['nll'], digits=2)}"
                 for name, one in found.items()
             )
             what = f"{case}: NLL of the network with drawn weights less the linear model's by lambda, {data} data"
@@ -211,25 +201,23 @@ def figure(first: Problem, table: Mapping[str, Any], sizes: Sizes, seed: int) ->
     """Draws of one posterior through both models; NLL along the precision."""
     x = torch.linspace(-2, 2, 161, dtype=torch.float64)[:, None]
     la = posterior(first.model, first.train, CURVE, None)
-    f = drawn(la, x, sizes.draws, seed=seed)
-    with common.style():
-        picture, axes = plt.subplots(2, 2, figsize=(11, 7.4))
-        for ax, way in zip(axes[0], (LINEAR, NETWORK), strict=True):
-            mean, std = f[way].mean(0)[:, 0], f[way].std(0)[:, 0]
-            ax.plot(x, f[way][:25, :, 0].T, color=COLORS[way], lw=0.5, alpha=0.4)
-            ax.fill_between(x[:, 0], mean - 2 * std, mean + 2 * std, color=COLORS[way], alpha=0.2, lw=0)
-            ax.plot(x, mean, color=COLORS[way], lw=2)
-            ax.plot(x, evidence.curve(x), color="black", lw=0.8, ls=":")
-            ax.plot(first.train[0], first.train[1], ".", color="black", ms=3)
-            ax.set(title=f"{way}: mean ± 2 deviations, 25 draws", ylim=(-4, 4), xlabel="x")
-        for ax, (case, found) in zip(axes[1], table.items(), strict=True):
-            for data, style in (("test", "o-"), ("training", "s:")):
-                for way, color in COLORS.items():
-                    values = [found[f"{v:g}"][data][way]["nll"] for v in sizes.lambdas]
-                    bars(ax, sizes.lambdas, values, fmt=style, color=color, label=f"{way}, {data}")
-            ax.axvline(found[CHOSEN]["lambda"]["mean"], color="black", lw=0.8, ls="--", label="the evidence's lambda")
-            ax.set(xscale="log", xlabel=r"prior precision $\lambda$", ylabel="NLL", title=case)
-            if case == CURVE:
-                ax.set_yscale("symlog", linthresh=1.0)
-        axes[1, 0].legend(fontsize=7)
+    f = draw_outputs(la, x, sizes.draws, seed=seed)
+    picture, axes = plt.subplots(2, 2, figsize=(11, 7.4))
+    for ax, way in zip(axes[0], (LINEAR, NETWORK), strict=True):
+        mean, std = f[way].mean(0)[:, 0], f[way].std(0)[:, 0]
+        ax.plot(x, f[way][:25, :, 0].T, color=COLORS[way], lw=0.5, alpha=0.4)
+        plots.draw_posterior(ax, x[:, 0], mean, std, color=COLORS[way], alpha=0.2, lw=2)
+        ax.plot(x, evidence.curve(x), color="black", lw=0.8, ls=":")
+        ax.plot(first.train[0], first.train[1], ".", color="black", ms=3)
+        ax.set(title=f"{way}: mean ± 2 deviations, 25 draws", ylim=(-4, 4), xlabel="x")
+    for ax, (case, found) in zip(axes[1], table.items(), strict=True):
+        for data, style in (("test", "o-"), ("training", "s:")):
+            for way, color in COLORS.items():
+                values = [found[f"{v:g}"][data][way]["nll"] for v in sizes.lambdas]
+                plots.draw_means(ax, sizes.lambdas, values, fmt=style, color=color, label=f"{way}, {data}")
+        ax.axvline(found[CHOSEN]["lambda"]["mean"], color="black", lw=0.8, ls="--", label="the evidence's lambda")
+        ax.set(xscale="log", xlabel=r"prior precision $\lambda$", ylabel="NLL", title=case)
+        if case == CURVE:
+            ax.set_yscale("symlog", linthresh=1.0)
+    axes[1, 0].legend(fontsize=7)
     return picture

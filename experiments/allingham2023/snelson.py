@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.adaptation import Labeled
-from experiments.common.gains import bars, interval, plain
-from experiments.common.trained import squared_error, train
+from experiments.common import plots
+from experiments.common.statistics import interval, scores, show_value, summarize
+from experiments.common.training import Labeled, squared_error, train
 from linnet.evidence import LOG_2PI
 from linnet.limits import InfiniteWidth, infinite_width
 
@@ -36,21 +37,11 @@ BAYES = "Bayesian network (MCMC)"
 DRAWN, TRAINED = "as drawn", "trained"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Widths of the kernels, of the posteriors and of the Bayesian networks; seeds; points; steps; draws of MCMC."""
-
-    widths: tuple[int, ...]
-    shown: tuple[int, ...]
-    bayes: tuple[int, ...]
-    seeds: int
-    n: int
-    steps: int
-    draws: int
-
-
-QUICK = Sizes((8, 32), (8, 32), (8,), 2, 24, 20, 40)
-CPU = Sizes((10, 20, 50, 100, 200, 500), (10, 50, 200), (10, 50), 5, 100, 500, 1500)
+# Widths of the kernels, of the posteriors and of the Bayesian networks; seeds; points; steps; draws of MCMC.
+QUICK = Sizes(widths=(8, 32), shown=(8, 32), bayes=(8,), seeds=2, n=24, steps=20, draws=40)
+CPU = Sizes(
+    widths=(10, 20, 50, 100, 200, 500), shown=(10, 50, 200), bayes=(10, 50), seeds=5, n=100, steps=500, draws=1500
+)
 
 
 def curve(x: Tensor) -> Tensor:
@@ -58,15 +49,15 @@ def curve(x: Tensor) -> Tensor:
     return torch.sin(2.2 * x) * (1.2 - 0.15 * x) + 0.6 * torch.cos(0.9 * x)
 
 
-def observed(n: int, generator: torch.Generator, *, gap: bool) -> tuple[Tensor, Tensor]:
+def observe(n: int, generator: torch.Generator, *, gap: bool) -> tuple[Tensor, Tensor]:
     """Inputs (n, 1), centered and scaled, and targets (n,); with a gap in the middle, or everywhere."""
     low, high = GAP
     u = torch.rand(n, generator=generator, dtype=torch.float64) * (6.0 - (high - low if gap else 0.0))
     x = torch.where(u > low, u + (high - low), u) if gap else u
-    return scaled(x), curve(x) + NOISE * torch.randn(n, generator=generator, dtype=torch.float64)
+    return scale(x), curve(x) + NOISE * torch.randn(n, generator=generator, dtype=torch.float64)
 
 
-def scaled(x: Tensor) -> Tensor:
+def scale(x: Tensor) -> Tensor:
     return (x[:, None] - 3) / 1.5
 
 
@@ -108,7 +99,7 @@ def log_evidence(K: Tensor, y: Tensor, noise: Tensor | float) -> Tensor:
     return -0.5 * (white.square().sum() + len(y) * LOG_2PI) - factor.diagonal().log().sum()
 
 
-def likeliest(X: Tensor, y: Tensor) -> Limit:
+def find_limit(X: Tensor, y: Tensor) -> Limit:
     """L-BFGS from three starts."""
 
     def negative(v: np.ndarray) -> tuple[float, np.ndarray]:
@@ -153,7 +144,7 @@ def kernel_errors(limit: Limit, width: int, seed: int, x: Tensor) -> dict[str, f
     return out
 
 
-def conditioned(
+def condition(
     net: nn.Sequential, which: str, limit: Limit, data: tuple[Tensor, Tensor], at: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Means and standard deviations of f with a network's kernel, under the limit's prior and noise."""
@@ -163,7 +154,7 @@ def conditioned(
     return linnet.TangentRegressor(net, prior=prior, **given).fit(*data).predict(at, return_std=True)
 
 
-def bayesian(
+def sample_bayesian(
     limit: Limit, width: int, data: tuple[Tensor, Tensor], at: Tensor, *, draws: int, seed: int
 ) -> tuple[Tensor, Tensor, float]:
     """Means and standard deviations of f for the network itself with all its weights random.
@@ -230,16 +221,16 @@ def bayesian(
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=None, help="draws of data and networks (default: 5)")
+ARGUMENTS = {
+    "--seeds": "draws of data and networks (default: 5)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """All seeds; the first is drawn."""
-    if options.device != "cpu":
-        raise ValueError(f"These networks have one input: {NAME} runs on the CPU only; got {options.device!r}.")
+    common.require_cpu(options, "These networks have one input")
     sizes = QUICK if options.quick else CPU
-    seeds = range(options.seed, options.seed + (options.seeds or sizes.seeds))
+    seeds = common.seeds_of(options, sizes.seeds)
     each: list[dict[str, Any]] = []
     curves: dict[str, Any] = {}
     for seed in seeds:
@@ -248,7 +239,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         each.append(found)
         common.keep(options, NAME, {f"seed {seed}": found})
         print(f"seed {seed} done", flush=True)
-    table = summarized(each)
+    table = summarize_seeds(each)
     record = {
         "settings": {"seeds": len(seeds), "points": sizes.n, "steps": sizes.steps, "MCMC draws": sizes.draws},
         "errors": "95 % intervals by Student's t over seeds (data and network)",
@@ -261,17 +252,17 @@ def run(options: argparse.Namespace) -> common.Outcome:
 def of_seed(sizes: Sizes, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Numbers, and curves to draw."""
     random = torch.Generator().manual_seed(1000 + seed)
-    X, y = data = observed(sizes.n, random, gap=True)
-    X_test, y_test = observed(5 * sizes.n, random, gap=False)
-    limit = likeliest(X, y)
+    X, y = data = observe(sizes.n, random, gap=True)
+    X_test, y_test = observe(5 * sizes.n, random, gap=False)
+    limit = find_limit(X, y)
     x = torch.linspace(0, 6, 61, dtype=torch.float64)
-    at = torch.cat([scaled(x), X_test])
+    at = torch.cat([scale(x), X_test])
     limits = {which: process(limit, kind, data, at) for which, kind in LIMIT.items()}
 
     def compared(moments: tuple[Tensor, Tensor], which: str) -> dict[str, float]:
         """On a grid, in units of the limit's own deviations; and on new data."""
         (mean, std), (base, width) = moments, limits[which]
-        k, test = len(x), common.scores(mean[len(x) :], std[len(x) :].square() + limit.noise, y_test)
+        k, test = len(x), scores(mean[len(x) :], std[len(x) :].square() + limit.noise, y_test)
         return {
             "means apart": float(((mean - base)[:k] / width[:k]).square().mean().sqrt()),
             "deviations apart": float((std[:k] / width[:k]).log().square().mean().sqrt()),
@@ -280,7 +271,7 @@ def of_seed(sizes: Sizes, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         }
 
     found: dict[str, Any] = {"limit": {"weight": limit.weight, "bias": limit.bias, "noise": limit.noise}}
-    found["kernels"] = {str(w): kernel_errors(limit, w, seed, scaled(x)) for w in sizes.widths}
+    found["kernels"] = {str(w): kernel_errors(limit, w, seed, scale(x)) for w in sizes.widths}
     methods = {LIMIT[which].upper(): compared(limits[which], which) for which in LIMIT}
     shown = {"data": (X[:, 0] * 1.5 + 3, y), "x": x, "NNGP": limits[LAST], "NTK": limits[FULL]}
     for w in sizes.shown:
@@ -291,133 +282,99 @@ def of_seed(sizes: Sizes, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
                 rate = min(1e-2, 0.3 / w)
                 train(net, Labeled((X,), y), epochs=sizes.steps, rate=rate, batch=len(y), loss=squared_error, seed=seed)
             for which in LIMIT:
-                moments = conditioned(net, which, limit, data, at)
+                moments = condition(net, which, limit, data, at)
                 methods[f"{state}, {which}, {w}"] = compared(moments, which)
                 shown[f"{state}, {which}, {w}"] = moments
     for w in sizes.bayes:
-        mean, std, error = bayesian(limit, w, data, at, draws=sizes.draws, seed=seed)
+        mean, std, error = sample_bayesian(limit, w, data, at, draws=sizes.draws, seed=seed)
         methods[f"{BAYES}, {w}"] = compared((mean, std), LAST) | {"halves of the chain apart": error}
         shown[f"{BAYES}, {w}"] = (mean, std)
     return found | {"posteriors": methods}, shown
 
 
-def summarized(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_seeds(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Intervals over seeds, and how kernels approach their limits: the slope of log error against log width."""
-    first = each[0]
-    log_widths = np.log([int(w) for w in first["kernels"]])
-    slopes = {
-        which: interval(
-            [float(np.polyfit(log_widths, np.log([k[which] for k in one["kernels"].values()]), 1)[0]) for one in each]
-        )
-        for which in LIMIT
-    }
-    return {
-        "kernels": {
-            w: {which: interval([one["kernels"][w][which] for one in each]) for which in LIMIT}
-            for w in first["kernels"]
-        },
-        "slopes": slopes,
-        "posteriors": {
-            name: {key: interval([one["posteriors"][name][key] for one in each]) for key in values}
-            for name, values in first["posteriors"].items()
-        },
-    }
+
+    def slope(kernels: Mapping[str, Any], which: str) -> float:
+        errors = [kernel[which] for kernel in kernels.values()]
+        return float(np.polyfit(np.log([int(w) for w in kernels]), np.log(errors), 1)[0])
+
+    slopes = {which: interval([slope(one["kernels"], which) for one in each]) for which in LIMIT}
+    both = summarize([{key: one[key] for key in ("kernels", "posteriors")} for one in each])
+    return {"kernels": both["kernels"], "slopes": slopes, "posteriors": both["posteriors"]}
 
 
 def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]:
     differs = f"data made here, {sizes.n} points; erf, {DEPTH} hidden layers; {seeds} seeds, 95 % intervals"
     out = []
     for which, kind in LIMIT.items():
-        errors = ", ".join(f"{w}: {plain(one[which], 3)}" for w, one in table["kernels"].items())
-        out.append(
-            common.Row(
-                f"kernel of the {which} as drawn, relative distance from the {kind.upper()}, by width",
-                "convergence can be fast (no numbers)",
-                f"{errors}; slope in log width {plain(table['slopes'][which])}",
-                differs,
-            )
-        )
-    series = {name: sizes.shown for name in (f"{state}, {which}" for state in (DRAWN, TRAINED) for which in LIMIT)}
-    for name, widths in (series | {BAYES: sizes.bayes}).items():
-        found = {w: table["posteriors"][f"{name}, {w}"] for w in widths}
-        values = "; ".join(
-            f"{w}: {plain(one['means apart'])}, {plain(one['deviations apart'])}, {plain(one['test NLL'], 3)}"
-            for w, one in found.items()
-        )
+        errors = ", ".join(f"{w}: {show_value(one[which], 3)}" for w, one in table["kernels"].items())
+        what = f"kernel of the {which} as drawn, relative distance from the {kind.upper()}, by width"
+        ours = f"{errors}; slope in log width {show_value(table['slopes'][which])}"
+        out.append(common.Row(what, "convergence can be fast (no numbers)", ours, differs))
+    for name, _, widths in series(sizes):
+        values = []
+        for w in widths:
+            one = table["posteriors"][f"{name}, {w}"]
+            apart = f"{show_value(one['means apart'])}, {show_value(one['deviations apart'])}"
+            values.append(f"{w}: {apart}, {show_value(one['test NLL'], 3)}")
         base = table["posteriors"]["NTK" if FULL in name else "NNGP"]["test NLL"]
         out.append(
             common.Row(
                 f"{name}: means and log deviations apart from the limit's, and test NLL, by width",
                 "50 units look like the process (figure, no numbers)" if name == BAYES else "not on the slides",
-                f"{values}; test NLL of the limit {plain(base, 3)}",
+                f"{'; '.join(values)}; test NLL of the limit {show_value(base, 3)}",
                 f"{differs}; means in units of the limit's standard deviations",
             )
         )
     return out
 
 
+def series(sizes: Sizes) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Posteriors by width: name, color and widths."""
+    colors = iter((plots.ORANGE, plots.SKY, plots.VERMILION, plots.GREEN))
+    found = [(f"{state}, {which}", next(colors), sizes.shown) for state in (DRAWN, TRAINED) for which in LIMIT]
+    return [*found, (BAYES, plots.BLUE, sizes.bayes)]
+
+
 def figure(curves: Mapping[str, Any], table: Mapping[str, Any], sizes: Sizes) -> Figure:
     """Posteriors of one data set; kernels and posteriors against width."""
-    x, (X, y) = curves["x"], curves["data"]
-    k = len(x)
-    w = sizes.bayes[-1]
+    x, (X, y), w = curves["x"], curves["data"], sizes.bayes[-1]
+    colors = {f"{name}, {w}": color for name, color, _ in series(sizes)}
     panels = {
-        f"Bayesian network, {w} units, and its limit": {"NNGP": common.GRAY, f"{BAYES}, {w}": common.BLUE},
-        f"Last layer's kernel, {w} units": {
-            "NNGP": common.GRAY,
-            f"{DRAWN}, {LAST}, {w}": common.ORANGE,
-            f"{TRAINED}, {LAST}, {w}": common.VERMILION,
-        },
-        f"Whole Jacobian's kernel, {w} units": {
-            "NTK": common.GRAY,
-            f"{DRAWN}, {FULL}, {w}": common.SKY,
-            f"{TRAINED}, {FULL}, {w}": common.GREEN,
-        },
+        f"Bayesian network, {w} units, and its limit": ("NNGP", f"{BAYES}, {w}"),
+        f"Last layer's kernel, {w} units": ("NNGP", *(f"{state}, {LAST}, {w}" for state in (DRAWN, TRAINED))),
+        f"Whole Jacobian's kernel, {w} units": ("NTK", *(f"{state}, {FULL}, {w}" for state in (DRAWN, TRAINED))),
     }
-    with common.style():
-        picture, axes = plt.subplots(2, 3, figsize=(13, 7.4))
-        for ax, (title, lines) in zip(axes[0], panels.items(), strict=True):
-            for name, color in lines.items():
-                mean, std = (t[:k] for t in curves[name])
-                if color == common.GRAY:
-                    ax.fill_between(x, mean - 2 * std, mean + 2 * std, color=color, alpha=0.3, lw=0)
-                else:
-                    ax.plot(x, mean - 2 * std, color=color, lw=1, ls="--")
-                    ax.plot(x, mean + 2 * std, color=color, lw=1, ls="--")
-                ax.plot(x, mean, color=color, label=name.rsplit(", ", 1)[0] if ", " in name else name)
-            ax.plot(X, y, ".", color="black", ms=3)
-            ax.set(title=title, xlabel="x", ylim=(-4.2, 3))
-            ax.legend(fontsize=8, loc="lower left")
-        axes[0, 0].set_ylabel("f: mean ± 2 standard deviations")
-        left, center, right = axes[1]
-        widths = np.array(sizes.widths)
-        for which, color in ((LAST, common.ORANGE), (FULL, common.SKY)):
-            bars(
-                left,
-                widths,
-                [table["kernels"][str(v)][which] for v in widths],
-                color=color,
-                label=f"{which} to {LIMIT[which].upper()}",
-            )
-        middle = table["kernels"][str(widths[0])][FULL]["mean"] * (widths / widths[0]) ** -0.5
-        left.plot(widths, middle, color="black", lw=0.8, ls=":", label="1 / sqrt(width)")
-        left.set(xscale="log", yscale="log", xlabel="width", ylabel="distance of the kernel, relative")
-        series = [
-            (f"{DRAWN}, {LAST}", common.ORANGE, sizes.shown),
-            (f"{TRAINED}, {LAST}", common.VERMILION, sizes.shown),
-            (f"{DRAWN}, {FULL}", common.SKY, sizes.shown),
-            (f"{TRAINED}, {FULL}", common.GREEN, sizes.shown),
-            (BAYES, common.BLUE, sizes.bayes),
-        ]
-        for i, (name, color, some) in enumerate(series):
-            moved = np.array(some) * 1.04 ** (i - 2)
-            found = [table["posteriors"][f"{name}, {v}"] for v in some]
-            bars(center, moved, [one["means apart"] for one in found], color=color, label=name)
-            bars(right, moved, [one["test NLL"] for one in found], color=color, label=name)
-        right.axhline(table["posteriors"]["NNGP"]["test NLL"]["mean"], color=common.GRAY, label="NNGP")
-        right.axhline(table["posteriors"]["NTK"]["test NLL"]["mean"], color=common.GRAY, ls=":", label="NTK")
-        center.set(xscale="log", yscale="log", xlabel="width", ylabel="posterior means apart, in deviations")
-        right.set(xscale="log", xlabel="width", ylabel="test NLL")
-        for ax in axes[1]:
-            ax.legend(fontsize=8)
+    picture, axes = plt.subplots(2, 3, figsize=(13, 7.4))
+    for ax, (title, (limit, *names)) in zip(axes[0], panels.items(), strict=True):
+        plots.draw_posterior(ax, x, *(t[: len(x)] for t in curves[limit]), color=plots.GRAY, label=limit)
+        for name in names:
+            mean, std = (t[: len(x)] for t in curves[name])
+            ax.plot(x, mean, color=colors[name], label=name.rsplit(", ", 1)[0])
+            for side in (-2, 2):
+                ax.plot(x, mean + side * std, color=colors[name], lw=1, ls="--")
+        ax.plot(X, y, ".", color="black", ms=3)
+        ax.set(title=title, xlabel="x", ylim=(-4.2, 3))
+        ax.legend(fontsize=8, loc="lower left")
+    axes[0, 0].set_ylabel("f: mean ± 2 standard deviations")
+    left, center, right = axes[1]
+    widths = np.array(sizes.widths)
+    for which, color in ((LAST, plots.ORANGE), (FULL, plots.SKY)):
+        values = [table["kernels"][str(v)][which] for v in widths]
+        plots.draw_means(left, widths, values, color=color, label=f"{which} to {LIMIT[which].upper()}")
+    middle = table["kernels"][str(widths[0])][FULL]["mean"] * (widths / widths[0]) ** -0.5
+    left.plot(widths, middle, color="black", lw=0.8, ls=":", label="1 / sqrt(width)")
+    left.set(xscale="log", yscale="log", xlabel="width", ylabel="distance of the kernel, relative")
+    for i, (name, color, some) in enumerate(series(sizes)):
+        found = [table["posteriors"][f"{name}, {v}"] for v in some]
+        for ax, key in ((center, "means apart"), (right, "test NLL")):
+            values = [one[key] for one in found]
+            plots.draw_means(ax, np.array(some) * 1.04 ** (i - 2), values, color=color, label=name)
+    for name, style in (("NNGP", "-"), ("NTK", ":")):
+        right.axhline(table["posteriors"][name]["test NLL"]["mean"], color=plots.GRAY, ls=style, label=name)
+    center.set(xscale="log", yscale="log", xlabel="width", ylabel="posterior means apart, in deviations")
+    right.set(xscale="log", xlabel="width", ylabel="test NLL")
+    for ax in axes[1]:
+        ax.legend(fontsize=8)
     return picture

@@ -1,4 +1,3 @@
-"""What the experiments share: where data and results lie, scores, figures, the table of results."""
+"""What the experiments share: results and their table, statistics, data, networks, training, Gaussian processes."""
 
 from experiments.common.results import *  # noqa: F403
-from experiments.common.results import line_of as line_of

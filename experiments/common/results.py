@@ -1,4 +1,4 @@
-"""What the experiments share: where data and results lie, scores, figures, the table of results."""
+"""Where data and results lie, what an experiment hands back, the files that it leaves and the table of results."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ import math
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
-from torch import Tensor
+
+if TYPE_CHECKING:  # slow to import, and not needed to read data
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DATA = ROOT.parent / "shared" / "data"
 RESULTS = ROOT / "results"
-
-# Okabe and Ito's palette: told apart by every kind of color vision.
-BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
-PURPLE, SKY, YELLOW, GRAY = "#cc79a7", "#56b4e9", "#c9a400", "#7f7f7f"
 
 HEADER = ("experiment", "the paper's value", "ours", "command", "what differs", "time")
 TITLE = """# Results
 
 Written by `python -m experiments NAME`, which replaces its own rows; figures and all numbers lie in the folder of each
 experiment. A result worse than the paper's stands as it is.
+
+Weights that experiments train are not in the repository. `python -m experiments wrn --device cuda` writes those of
+WRN-40-2 to results/wrn (read by `embedding_time`, `nfk_probe`, `nfk_distill`); `python -m experiments encoders --device
+cuda` and `python -m experiments encoders` write those of the GANs, the VAE and the rotation network to results/encoders
+(read by `nfk_probe`, `inversion`, `table1_mu`). With `--quick` all experiments run without them.
 """
 
 
@@ -85,6 +87,57 @@ class Spent:
         return f"{duration(self.wall)} ({duration(self.cpu)} of CPU)"
 
 
+@dataclass
+class Clock:
+    """Seconds of the blocks it was given: of the processor on a CPU (others may work beside), else by the clock."""
+
+    device: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def now(self) -> float:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+
+
+# Options.
+
+
+def kind_of(options: argparse.Namespace) -> str:
+    """The size of a run: "quick", or the kind of its device."""
+    return "quick" if options.quick else options.device.partition(":")[0]
+
+
+def fill(options: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> str:
+    """Give the options that were left out the values of the run's kind, which is returned."""
+    kind = kind_of(options)
+    for name, value in defaults[kind].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return kind
+
+
+def require_cpu(options: argparse.Namespace, why: str) -> None:
+    """Raise if an experiment on small networks is asked to run elsewhere."""
+    if options.device != "cpu":
+        raise ValueError(f"{why}: {options.name} runs on the CPU only; got {options.device!r}.")
+
+
+def seeds_of(options: argparse.Namespace, usual: int) -> range:
+    """The seeds of `--seed` and `--seeds`."""
+    return range(options.seed, options.seed + (options.seeds or usual))
+
+
+# Files.
+
+
 def data_file(folder: Path, name: str) -> Path:
     """The file `name` of the data folder, or an error that says where it was looked for."""
     path = Path(folder) / name
@@ -121,28 +174,43 @@ def keep(options: argparse.Namespace, name: str, part: Mapping[str, Any]) -> dic
     """
     where = results_folder(options.out, quick=options.quick) / name
     where.mkdir(parents=True, exist_ok=True)
-    with locked(where.parent):
+    with lock(where.parent):
         record = earlier(options, name)
-        record = {"experiment": name, **record, "parts": together(record.get("parts", {}), clean(part))}
+        record = {"experiment": name, **record, "parts": merge(record.get("parts", {}), clean(part))}
         write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     return record["parts"]
 
 
-def together(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dicts in one; where both have a value, the new one.
 
-    >>> together({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4})
+    >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4})
     {'a': {'x': 1, 'y': 3}, 'b': 4}
     """
     both = dict(old)
     for key, value in new.items():
         nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
-        both[key] = together(both[key], value) if nested else value
+        both[key] = merge(both[key], value) if nested else value
     return both
 
 
+def measure_parts(
+    options: argparse.Namespace, names: Sequence[str], measure: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Measure parts of an experiment by name and keep each, with its seconds and the machine; returns all parts."""
+    parts = earlier(options, options.name).get("parts", {})
+    for name in names:
+        clock = Clock(options.device)
+        with clock("seconds"):
+            found = measure(name)
+        found |= {**clock.seconds, "machine": machine(options.device)}
+        print(f"{name}: { ({key: value for key, value in found.items() if key != 'path'}) }", flush=True)
+        parts = keep(options, options.name, {name: found})
+    return parts
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """Only one process at a time is in such a block of the same folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -152,69 +220,19 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-# Scores of Gaussian predictions, per example.
-
-
-def scores(mean: Tensor, variance: Tensor, y: Tensor, *, unit: float = 1.0) -> dict[str, float]:
-    """RMSE, mean negative log density and coverage of the 95 % interval.
-
-    Args:
-        mean: Predictions (n,).
-        variance: Their variances, observation noise included (n,).
-        y: Targets (n,).
-        unit: Original units per unit of y: RMSE and NLL are given in original units.
-
-    >>> scores(torch.zeros(2), torch.ones(2), torch.tensor([1.0, -3.0]))["coverage"]
-    0.5
-    """
-    if not bool((variance > 0).all()):
-        raise ValueError(f"Variances must be positive; the smallest is {float(variance.min()):.3g}.")
-    error = y - mean
-    nll = 0.5 * (math.log(2 * math.pi) + variance.log() + error.square() / variance) + math.log(unit)
-    covered = error.abs() <= 1.959964 * variance.sqrt()
-    return {
-        "rmse": unit * float(error.square().mean().sqrt()),
-        "nll": float(nll.mean()),
-        "coverage": float(covered.double().mean()),
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its standard error (NaN for one value)."""
-    x = torch.tensor(list(values), dtype=torch.float64)
-    error = float(x.std() / math.sqrt(len(x))) if len(x) > 1 else math.nan
-    return {"mean": float(x.mean()), "error": error}
-
-
-def show(value: Mapping[str, float], digits: int = 2) -> str:
-    """`1.23 ± 0.04`, or the mean alone where there is no standard error."""
-    text = f"{value['mean']:.{digits}f}"
-    return text if math.isnan(value["error"]) else f"{text} ± {value['error']:.{digits}f}"
-
-
-def ranks(values: Sequence[float]) -> list[int]:
-    """1 for the smallest.
-
-    >>> ranks([0.3, 0.1, 0.2])
-    [3, 1, 2]
-    """
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    return [order.index(i) + 1 for i in range(len(values))]
-
-
-# Files.
+# The table of results.
 
 
 def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spent, device: str) -> Path:
     """Write metrics.json and figure.png under folder/name and the rows into folder/README.md."""
     where = folder / name
     where.mkdir(parents=True, exist_ok=True)
-    with locked(folder):  # runs side by side share the table
+    with lock(folder):  # runs side by side share the table
         path, table = where / "metrics.json", folder / "README.md"
         parts = {}
         if "parts" in outcome.metrics and path.exists():
             kept = json.loads(path.read_text(encoding="utf-8")).get("parts", {})
-            parts = {"parts": together(kept, clean(outcome.metrics["parts"]))}
+            parts = {"parts": merge(kept, clean(outcome.metrics["parts"]))}
             if outcome.renewed is not None and parts["parts"] != clean(outcome.metrics["parts"]):
                 outcome = outcome.renewed(parts["parts"])
         record = {
@@ -227,20 +245,22 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
             **parts,
         }
         write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
-        with replacing(where / "figure.png") as temporary:
+        with replace_file(where / "figure.png") as temporary:
             outcome.figure.savefig(temporary, format="png", dpi=150)
         before = table.read_text(encoding="utf-8") if table.exists() else ""
         shown = outcome.command or command, outcome.time or str(spent)
-        write(table, updated(before, name, *shown, outcome.rows))
+        write(table, update_table(before, name, *shown, outcome.rows))
+    for row in outcome.rows:
+        print(f"{row.what}: {row.ours}")
     return where
 
 
-def updated(text: str, name: str, command: str, time: str, rows: Sequence[Row]) -> str:
+def update_table(text: str, name: str, command: str, spent: str, rows: Sequence[Row]) -> str:
     """The page of results with the rows of one experiment replaced, in place or at the end."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     kept = [line for line in lines if not line.startswith(("| experiment ", "| ---"))]
     first = next((i for i, line in enumerate(kept) if line.startswith(f"| {name}: ")), len(kept))
-    own = [line_of((f"{name}: {row.what}", row.paper, row.ours, f"`{command}`", row.differs, time)) for row in rows]
+    own = [line_of((f"{name}: {row.what}", row.paper, row.ours, f"`{command}`", row.differs, spent)) for row in rows]
     before = [line for line in kept[:first] if not line.startswith(f"| {name}: ")]
     after = [line for line in kept[first:] if not line.startswith(f"| {name}: ")]
     table = [line_of(HEADER), line_of(["---"] * len(HEADER)), *before, *own, *after]
@@ -267,12 +287,12 @@ def clean(value: Any) -> Any:
 
 
 def write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
+    with replace_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """A temporary name in the same folder, renamed to `path` when the block has ended well."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     os.close(handle)
@@ -290,21 +310,3 @@ def machine(device: str) -> str:
     if device.startswith("cuda"):
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{platform.machine()}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}"
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Settings of every figure, for the duration of a block."""
-    settings = {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-        "figure.constrained_layout.use": True,
-        "savefig.facecolor": "white",
-    }
-    with matplotlib.rc_context(settings):
-        yield

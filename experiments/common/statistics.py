@@ -23,7 +23,7 @@ def interval(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half, "count": len(x)}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def average(values: Sequence[float]) -> dict[str, float]:
     """Mean and its standard error (NaN for one value)."""
     x = torch.tensor(list(values), dtype=torch.float64)
     error = float(x.std() / math.sqrt(len(x))) if len(x) > 1 else math.nan
@@ -33,7 +33,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def summarize(runs: Sequence[Any], how: Callable[[Sequence[float]], Any] = interval) -> Any:
     """The intervals, or what else `how` makes, of numbers in nested dicts with the same keys.
 
-    >>> summarize([{"a": {"b": 1.0}}, {"a": {"b": 3.0}}], spread)
+    >>> summarize([{"a": {"b": 1.0}}, {"a": {"b": 3.0}}], average)
     {'a': {'b': {'mean': 2.0, 'error': 1.0}}}
     """
     if isinstance(runs[0], Mapping):
@@ -46,13 +46,13 @@ def subtract(a: Any, b: Any) -> Any:
     return {key: subtract(a[key], b[key]) for key in a if key in b} if isinstance(a, Mapping) else a - b
 
 
-def show(value: Mapping[str, float], digits: int = 2) -> str:
+def show_error(value: Mapping[str, float], digits: int = 2) -> str:
     """`1.23 ± 0.04`, or the mean alone where there is no standard error."""
     text = f"{value['mean']:.{digits}f}"
     return text if math.isnan(value["error"]) else f"{text} ± {value['error']:.{digits}f}"
 
 
-def shown(gain: Mapping[str, float], *, factor: float = 1.0, digits: int = 1) -> str:
+def show_interval(gain: Mapping[str, float], *, factor: float = 1.0, digits: int = 1) -> str:
     """`+5.1 (+3.9 to +6.3)`, or the mean alone where one draw has no interval."""
     text = f"{factor * gain['mean']:+.{digits}f}"
     if math.isnan(gain["low"]):
@@ -60,13 +60,13 @@ def shown(gain: Mapping[str, float], *, factor: float = 1.0, digits: int = 1) ->
     return f"{text} ({factor * gain['low']:+.{digits}f} to {factor * gain['high']:+.{digits}f})"
 
 
-def plain(value: Mapping[str, float], digits: int = 2) -> str:
+def show_value(value: Mapping[str, float], digits: int = 2) -> str:
     """`0.12 (0.10 to 0.14)`: an interval that is not one of differences.
 
-    >>> plain({"mean": 0.123, "low": 0.1, "high": 0.146})
+    >>> show_value({"mean": 0.123, "low": 0.1, "high": 0.146})
     '0.12 (0.10 to 0.15)'
     """
-    return shown(value, digits=digits).replace("+", "")
+    return show_interval(value, digits=digits).replace("+", "")
 
 
 def scores(mean: Tensor, variance: Tensor, y: Tensor, *, unit: float = 1.0) -> dict[str, float]:

@@ -11,7 +11,7 @@ import argparse
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import gpytorch
@@ -23,11 +23,11 @@ from torch import Tensor
 
 import linnet
 from experiments import common
-from experiments.common.adaptation import Clock, Labeled, Search, fine_tune
-from experiments.common.gains import interval, plain
-from experiments.common.gains import shown as told
+from experiments.common import plots
+from experiments.common.networks import perceptron
 from experiments.common.processes import Process
-from experiments.common.trained import perceptron, squared_error
+from experiments.common.statistics import interval, show_interval, show_value, summarize
+from experiments.common.training import Labeled, Search, fine_tune, squared_error
 
 NAME, NOISE = "deep_gp", 0.05
 TRIED = "the deep GP's steps and rates are the last of four settings tried on these seeds, the others' the first"
@@ -45,36 +45,20 @@ METHODS = {
     LAPLACE: "the same network with error bars: Laplace(model, 'regression').fit(X, y)",
     TANGENT: "the same network as a kernel: TangentRegressor(model, mean='zero').fit(X, y)",
 }
-COLORS = dict(
-    zip(
-        METHODS,
-        (common.YELLOW, common.ORANGE, common.VERMILION, common.GRAY, common.BLUE, common.GREEN),
-        strict=True,
-    )
-)
+PALETTE = (plots.YELLOW, plots.ORANGE, plots.VERMILION, plots.GRAY, plots.BLUE, plots.GREEN)
+COLORS = dict(zip(METHODS, PALETTE, strict=True))
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Seeds, points, steps, rates and inducing points of the deep processes; epochs of the network at most."""
-
-    seeds: int
-    n: int
-    steps: int
-    rates: tuple[float, ...]
-    inducing: int
-    epochs: int
-
-
-QUICK = Sizes(2, 20, 5, (0.03,), 6, 5)
-CPU = Sizes(5, 60, 1000, (0.05, 0.1), 15, 600)
+# Seeds, points, steps, rates and inducing points of the deep processes; epochs of the network at most.
+QUICK = Sizes(seeds=2, n=20, steps=5, rates=(0.03,), inducing=6, epochs=5)
+CPU = Sizes(seeds=5, n=60, steps=1000, rates=(0.05, 0.1), inducing=15, epochs=600)
 
 
 def step(x: Tensor) -> Tensor:
     return (x > 0).to(x.dtype)
 
 
-def observed(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def observe(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Inputs (n, 1) in [-1, 1] and targets (n,)."""
     x = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
     return x[:, None], step(x) + NOISE * torch.randn(n, generator=generator, dtype=torch.float64)
@@ -179,13 +163,13 @@ Moments = tuple[Tensor, Tensor]
 def of_seed(sizes: Sizes, depths: Sequence[int], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Scores and seconds of all methods, and curves to draw."""
     random = torch.Generator().manual_seed(1000 + seed)
-    X, y = observed(sizes.n, random)
-    X_test, y_test = observed(1000, random)
+    X, y = observe(sizes.n, random)
+    X_test, y_test = observe(1000, random)
     x = torch.linspace(-1.5, 1.5, 151, dtype=torch.float64)[:, None]
     at = torch.cat([X_test, x])
     found: dict[str, Moments] = {}
     extra: dict[str, dict[str, float]] = {name: {} for name in METHODS}
-    clock = Clock("cpu")
+    clock = common.Clock("cpu")
     with clock(RBF):
         process = Process(X, y - y.mean(), kernel="rbf")
         process.fit()
@@ -234,19 +218,23 @@ def one_of(moments: tuple[Tensor, Tensor]) -> Moments:
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=None, help="draws of data and networks (default: 5)")
-    parser.add_argument(
-        "--layers", type=int, nargs="+", choices=(2, 3), default=[2], help="of deep processes (default: 2)"
-    )
+ARGUMENTS = {
+    "--seeds": "draws of data and networks (default: 5)",
+    "--layers": {
+        "type": int,
+        "nargs": "+",
+        "choices": (2, 3),
+        "default": [2],
+        "help": "of deep processes (default: 2)",
+    },
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """All seeds; the first is drawn."""
-    if options.device != "cpu":
-        raise ValueError(f"This data set has one input: {NAME} runs on the CPU only; got {options.device!r}.")
+    common.require_cpu(options, "This data set has one input")
     sizes = QUICK if options.quick else CPU
-    seeds = range(options.seed, options.seed + (options.seeds or sizes.seeds))
+    seeds = common.seeds_of(options, sizes.seeds)
     where = f"{sizes.n} points, {sizes.steps} steps"
     first: dict[str, Any] = {}
     parts: dict[str, Any] = {}
@@ -257,7 +245,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         print(f"seed {seed}:", {name: round(one["nll"], 3) for name, one in scores.items()}, flush=True)
     # Seeds that other runs of the same size have kept count too: they may run side by side.
     each = list(parts[where].values())
-    table = summarized(each)
+    table = summarize_seeds(each)
     record = {
         "settings": {"now": where, "seeds": len(each), "rates": sizes.rates},
         "errors": "95 % intervals by Student's t over seeds (data and start); differences are paired",
@@ -271,11 +259,11 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(record, figure(first, table), rows(table, sizes, len(each)), command=command, time=spent)
 
 
-def summarized(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_seeds(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Intervals over seeds, and the NLL less that of the network with error bars, of methods that all seeds have."""
     out: dict[str, Any] = {}
     for name in [name for name in METHODS if all(name in one for one in each)]:
-        out[name] = {key: interval([one[name][key] for one in each]) for key in each[0][name]}
+        out[name] = summarize([one[name] for one in each])
         out[name]["NLL less Laplace"] = interval([one[name]["nll"] - one[LAPLACE]["nll"] for one in each])
     return out
 
@@ -285,8 +273,9 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
         common.Row(
             f"step, {name}: test NLL, RMSE to the step, coverage, CPU seconds",
             "deep processes warp their way to the step (figure, no numbers)" if "deep" in name else "not in the talk",
-            f"{plain(one['nll'])}, {plain(one['RMSE to the step'], 3)}, {100 * one['coverage']['mean']:.0f} %, "
-            f"{one['seconds']['mean']:.1f} s; NLL less that of {LAPLACE} {told(one['NLL less Laplace'], digits=2)}",
+            f"{show_value(one['nll'])}, {show_value(one['RMSE to the step'], 3)}, {100 * one['coverage']['mean']:.0f} %"
+            f", {one['seconds']['mean']:.1f} s; NLL less that of {LAPLACE} "
+            f"{show_interval(one['NLL less Laplace'], digits=2)}",
             f"{sizes.n} points, noise {NOISE:g}; {seeds} seeds, 95 % intervals; {TRIED}",
         )
         for name, one in table.items()
@@ -296,37 +285,29 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
 def figure(first: Mapping[str, Any], table: Mapping[str, Any]) -> Figure:
     """Every method on one data set, and NLL against seconds."""
     x, (X, y) = first["x"], first["data"]
-    with common.style():
-        picture = plt.figure(figsize=(13, 6.8))
-        left, right = picture.subfigures(1, 2, width_ratios=(2.1, 1))
-        panels = left.subplots(2, 3, sharex=True, sharey=True)
-        for ax in panels.flat[len(first["curves"]) :]:
-            ax.axis("off")
-        for ax, (name, (mean, variance)) in zip(panels.flat, first["curves"].items(), strict=False):
-            center = mean.mean(0)
-            std = ((variance + mean.square()).mean(0) - center.square()).sqrt()
-            ax.fill_between(x, center - 2 * std, center + 2 * std, color=COLORS[name], alpha=0.3, lw=0)
-            ax.plot(x, center, color=COLORS[name])
-            ax.plot(x, step(x), color="black", lw=0.8, ls=":")
-            ax.plot(X, y, ".", color="black", ms=3)
-            ax.set(title=name, ylim=(-0.8, 1.8))
-        left.supylabel("observation: mean ± 2 deviations", fontsize=10)
-        scored, timed = right.subplots(2, 1, height_ratios=(2, 1))
-        names = list(table)
-        for i, name in enumerate(names):
-            value = table[name]["nll"]
-            error = (
-                None if math.isnan(value["low"]) else [[value["mean"] - value["low"]], [value["high"] - value["mean"]]]
-            )
-            scored.errorbar(value["mean"], i, xerr=error, fmt="o", color=COLORS[name])
-            timed.barh(i, table[name]["seconds"]["mean"], color=COLORS[name])
-        for ax in (scored, timed):
-            ax.set_yticks(range(len(names)), names)
-            ax.invert_yaxis()
-        ideal = 0.5 * math.log(2 * math.pi * math.e * NOISE**2)
-        scored.axvline(ideal, color="black", lw=0.8, ls=":", label="the step known")
-        scored.legend(fontsize=8)
-        scored.set_xlabel("test NLL (left is better)")
-        timed.set_xlabel("CPU seconds, training included")
-        timed.set_xscale("log")
+    picture = plt.figure(figsize=(13, 6.8))
+    left, right = picture.subfigures(1, 2, width_ratios=(2.1, 1))
+    panels = left.subplots(2, 3, sharex=True, sharey=True)
+    for ax in panels.flat[len(first["curves"]) :]:
+        ax.axis("off")
+    for ax, (name, (mean, variance)) in zip(panels.flat, first["curves"].items(), strict=False):
+        center = mean.mean(0)
+        std = ((variance + mean.square()).mean(0) - center.square()).sqrt()
+        plots.draw_posterior(ax, x, center, std, color=COLORS[name])
+        ax.plot(x, step(x), color="black", lw=0.8, ls=":")
+        ax.plot(X, y, ".", color="black", ms=3)
+        ax.set(title=name, ylim=(-0.8, 1.8))
+    left.supylabel("observation: mean ± 2 deviations", fontsize=10)
+    scored, timed = right.subplots(2, 1, height_ratios=(2, 1))
+    for i, (name, one) in enumerate(table.items()):
+        plots.draw_means(scored, [i], [one["nll"]], across=True, color=COLORS[name])
+        timed.barh(i, one["seconds"]["mean"], color=COLORS[name])
+    for ax in (scored, timed):
+        plots.name_rows(ax, list(table))
+    ideal = 0.5 * math.log(2 * math.pi * math.e * NOISE**2)
+    scored.axvline(ideal, color="black", lw=0.8, ls=":", label="the step known")
+    scored.legend(fontsize=8)
+    scored.set_xlabel("test NLL (left is better)")
+    timed.set_xlabel("CPU seconds, training included")
+    timed.set_xscale("log")
     return picture

@@ -26,6 +26,7 @@ from torch import Tensor
 import linnet
 from benchmarks.timing import timed
 from experiments import common
+from experiments.common import plots
 from experiments.maddox2021.contenders import (
     NOISE,
     TOLERANCE,
@@ -46,14 +47,14 @@ EXACT, FUNCTION, WEIGHT = "linnet, exact", "linnet, CG in function space", "linn
 DENSE, PUBLISHED = "all rows and torch's Cholesky", "the paper's CG: jvp, vjp, linear_cg"
 EXACT_PRODUCT, DIFFERENCE, BACKWARD = "linnet, exact product", "linnet, finite difference", "double backward"
 COLORS = {
-    EXACT: common.BLUE,
-    FUNCTION: common.SKY,
-    WEIGHT: common.GREEN,
-    DENSE: common.GRAY,
-    PUBLISHED: common.VERMILION,
-    EXACT_PRODUCT: common.BLUE,
-    DIFFERENCE: common.ORANGE,
-    BACKWARD: common.GRAY,
+    EXACT: plots.BLUE,
+    FUNCTION: plots.SKY,
+    WEIGHT: plots.GREEN,
+    DENSE: plots.GRAY,
+    PUBLISHED: plots.VERMILION,
+    EXACT_PRODUCT: plots.BLUE,
+    DIFFERENCE: plots.ORANGE,
+    BACKWARD: plots.GRAY,
 }
 
 
@@ -268,10 +269,14 @@ def products(device: str, chosen: Sizes) -> list[dict[str, Any]]:
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="what to measure; the others stay as they are"
-    )
+ARGUMENTS = {
+    "--panels": {
+        "nargs": "+",
+        "choices": PANELS,
+        "default": list(PANELS),
+        "help": "what to measure; the others stay as they are",
+    },
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -365,26 +370,25 @@ def seconds_of(value: float) -> str:
 
 def figure(devices: Mapping[str, Mapping[str, Any]]) -> Figure:
     """A row for each device: time against n, time against p, speedup of the products."""
-    with common.style():
-        picture, axes = plt.subplots(len(devices), 3, figsize=(15, 4.6 * len(devices)), squeeze=False)
-        for (left, center, right), (device, found) in zip(axes, devices.items(), strict=True):
-            title = {"cpu": "CPU", "cuda": "GPU"}[device]
-            for ax, name, label, text in (
-                (left, "data", "n", "examples, 803,601 parameters"),
-                (center, "parameters", "p", "parameters, 1,000 examples"),
-            ):
-                for contender, points in series(found.get(name, []), label).items():
-                    ax.loglog(*zip(*points, strict=True), "o-", ms=4, color=COLORS[contender], label=contender)
-                ax.set_xlabel(text)
-                ax.set_ylabel("seconds for the log evidence")
-                ax.set_title(f"{title}: {found['machine'].split(', ')[0]}")
-            if "data" in found and device == "cuda":
-                left.axhline(300, color="black", lw=0.8, ls=":")
-                left.annotate("the paper: five minutes", (left.get_xlim()[0] * 1.2, 320), fontsize=8, va="bottom")
-            bars(right, found.get("products", []))
-        for ax in axes[0, :2]:
-            if ax.get_legend_handles_labels()[0]:
-                ax.legend(fontsize=8)
+    picture, axes = plt.subplots(len(devices), 3, figsize=(15, 4.6 * len(devices)), squeeze=False)
+    for (left, center, right), (device, found) in zip(axes, devices.items(), strict=True):
+        title = {"cpu": "CPU", "cuda": "GPU"}[device]
+        for ax, name, label, text in (
+            (left, "data", "n", "examples, 803,601 parameters"),
+            (center, "parameters", "p", "parameters, 1,000 examples"),
+        ):
+            for contender, points in series(found.get(name, []), label).items():
+                ax.loglog(*zip(*points, strict=True), "o-", ms=4, color=COLORS[contender], label=contender)
+            ax.set_xlabel(text)
+            ax.set_ylabel("seconds for the log evidence")
+            ax.set_title(f"{title}: {found['machine'].split(', ')[0]}")
+        if "data" in found and device == "cuda":
+            left.axhline(300, color="black", lw=0.8, ls=":")
+            left.annotate("the paper: five minutes", (left.get_xlim()[0] * 1.2, 320), fontsize=8, va="bottom")
+        bars(right, found.get("products", []))
+    for ax in axes[0, :2]:
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=8)
     return picture
 
 

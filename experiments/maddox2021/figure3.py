@@ -11,40 +11,33 @@ import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.adaptation import Labeled, in_parts
-from experiments.common.trained import perceptron, squared_error, train
+from experiments.common import plots
+from experiments.common.networks import perceptron
+from experiments.common.statistics import average, scores, show_error, summarize
+from experiments.common.training import Labeled, in_parts, squared_error, train
 
 NOISE = 0.1
 UNTRAINED, TRAINED, ARCHITECTURES = "untrained", "trained", "architectures"
 SHAPES = {"100-100-100": (100, 100, 100), "200-50-200": (200, 50, 200), "20-500-20": (20, 500, 20)}
-COLORS = (common.ORANGE, common.GREEN, common.BLUE, common.PURPLE)
+COLORS = (plots.ORANGE, plots.GREEN, plots.BLUE, plots.PURPLE)
 OTHER_START = 1000
 KEPT = ("f", "mean", "std", "again")
 """What figures need of a fit and metrics do not."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Widths of the ReLU networks, full-batch steps of training, seeds, points of the grid."""
-
-    widths: tuple[int, ...]
-    steps: int
-    seeds: int
-    grid: int
-
-
-QUICK = Sizes((5, 20), 20, 2, 31)
-FULL = Sizes((10, 100, 1000, 5000), 1500, 6, 161)
+# Widths of the ReLU networks, full-batch steps of training, seeds, points of the grid.
+QUICK = Sizes(widths=(5, 20), steps=20, seeds=2, grid=31)
+FULL = Sizes(widths=(10, 100, 1000, 5000), steps=1500, seeds=6, grid=161)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ WAVE = Curve("wave", ((-2.0, -0.5), (0.5, 2.0)), 3.5)
 SINE = Curve("sine", ((-2.5, 2.5),), 5.0)
 
 
-def linearized(net: nn.Module, data: Labeled, curve: Curve, x: Tensor) -> dict[str, Any]:
+def condition(net: nn.Module, data: Labeled, curve: Curve, x: Tensor) -> dict[str, Any]:
     """The finite NTK of a network, conditioned on the observations, and how it compares with the truth."""
     reg = linnet.TangentRegressor(net, mean="zero", prior=1.0, progress=False).fit(data.X[0], data.y)
     mean, std = reg.predict(x[:, None], return_std=True)
@@ -94,7 +87,7 @@ def linearized(net: nn.Module, data: Labeled, curve: Curve, x: Tensor) -> dict[s
         "std": std,
         "RMSE of the network": rms(f - truth, inside),
         "RMSE of the posterior mean": rms(mean - truth, inside),
-        "NLL": common.scores(mean[inside], noisy[inside], truth[inside])["nll"],
+        "NLL": scores(mean[inside], noisy[inside], truth[inside])["nll"],
         "std near the data": float(std[inside].median()),
         "std away from the data": float(std[far].median()),
         "mean std near the data": float(std[inside].mean()),
@@ -115,11 +108,11 @@ def of_widths(sizes: Sizes, seed: int, x: Tensor) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {UNTRAINED: {}, TRAINED: {}}
     for width in sizes.widths:
         net = perceptron((1, width, 1), activation=nn.ReLU, seed=seed)
-        out[UNTRAINED][str(width)] = linearized(net, data, WAVE, x)
+        out[UNTRAINED][str(width)] = condition(net, data, WAVE, x)
         # Wide networks take steps of many weights together.
         rate = min(1e-2, 1.0 / width)
         train(net, data, epochs=sizes.steps, rate=rate, batch=len(data), loss=squared_error, seed=seed)
-        out[TRAINED][str(width)] = linearized(net, data, WAVE, x)
+        out[TRAINED][str(width)] = condition(net, data, WAVE, x)
     return out
 
 
@@ -131,7 +124,7 @@ def of_shapes(sizes: Sizes, seed: int, x: Tensor) -> dict[str, dict[str, Any]]:
         nets = [perceptron((1, *shape, 1), seed=start) for start in (seed, OTHER_START + seed)]
         for net in nets:
             train(net, data, epochs=sizes.steps, batch=len(data), loss=squared_error, seed=seed)
-        found, other = (linearized(net, data, SINE, x) for net in nets)
+        found, other = (condition(net, data, SINE, x) for net in nets)
         count = sum(p.numel() for p in nets[0].parameters())
         out[name] = found | {"again": other["mean"], "parameters": count}
     return out
@@ -140,16 +133,16 @@ def of_shapes(sizes: Sizes, seed: int, x: Tensor) -> dict[str, dict[str, Any]]:
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=None, help="observations and networks (default: 6)")
+ARGUMENTS = {
+    "--seeds": "observations and networks (default: 6)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Draw, train, condition."""
-    if options.device != "cpu":
-        raise ValueError(f"These networks have one input: figure3 runs on the CPU only; got {options.device!r}.")
+    common.require_cpu(options, "These networks have one input")
     sizes = QUICK if options.quick else FULL
-    seeds = range(options.seed, options.seed + (options.seeds or sizes.seeds))
+    seeds = common.seeds_of(options, sizes.seeds)
     wide, sine = (torch.linspace(-curve.limit, curve.limit, sizes.grid) for curve in (WAVE, SINE))
     found: list[dict[str, Any]] = []
     parts: dict[str, Any] = {}
@@ -159,13 +152,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             options, "figure3", {panel: {f"seed {seed}": bare(one)} for panel, one in found[-1].items()}
         )
         print(f"seed {seed} done", flush=True)
-    table = {
-        panel: {
-            name: {key: common.spread([one[panel][name][key] for one in found]) for key in measures}
-            for name, measures in bare(found[0][panel]).items()
-        }
-        for panel in found[0]
-    }
+    table = summarize([{panel: bare(one) for panel, one in each.items()} for each in found], average)
     apart = differences(found, sine)
     settings = {"steps": sizes.steps, "seeds": len(seeds), "noise": NOISE, "observations": WAVE.n}
     metrics = {"settings": settings, "results": table, "architectures apart": apart, "parts": parts}
@@ -182,17 +169,13 @@ def differences(found: Sequence[Mapping[str, Any]], x: Tensor) -> dict[str, Any]
 
     Beside them those of one architecture from two starts.
     """
-    inside = SINE.within(x)
+    inside, each = SINE.within(x), [one[ARCHITECTURES] for one in found]
+    pairs = list(itertools.combinations(SHAPES, 2))
     out: dict[str, Any] = {}
     for where, kept in (("near the data", inside), ("beyond", ~inside)):
-        pairs = list(itertools.combinations(SHAPES, 2))
-        between = [
-            rms(one[ARCHITECTURES][a]["mean"] - one[ARCHITECTURES][b]["mean"], kept) for one in found for a, b in pairs
-        ]
-        starts = [
-            rms(one[ARCHITECTURES][a]["mean"] - one[ARCHITECTURES][a]["again"], kept) for one in found for a in SHAPES
-        ]
-        out[where] = {"two architectures": common.spread(between), "two starts": common.spread(starts)}
+        between = [rms(one[a]["mean"] - one[b]["mean"], kept) for one in each for a, b in pairs]
+        starts = [rms(one[a]["mean"] - one[a]["again"], kept) for one in each for a in SHAPES]
+        out[where] = {"two architectures": average(between), "two starts": average(starts)}
     return out
 
 
@@ -200,44 +183,53 @@ def rows(table: Mapping[str, Any], apart: Mapping[str, Any], seeds: int) -> list
     differs = f"the paper's data are not given: our own curves with 40 points; mean ± standard error over {seeds} seeds"
 
     def by_name(panel: str, key: str, digits: int = 2) -> str:
-        return ", ".join(f"{name}: {common.show(one[key], digits)}" for name, one in table[panel].items())
+        return ", ".join(f"{name}: {show_error(one[key], digits)}" for name, one in table[panel].items())
 
     said = {
         UNTRAINED: "predictive variances rise with width",
         TRAINED: "less predictive variance than untrained, above all around the data",
     }
     out = []
+
+    def add(what: str, paper: str, ours: str, more: str = differs) -> None:
+        out.append(common.Row(what, paper, ours, more))
+
     for panel, text in said.items():
         for where in ("near the data", "away from the data"):
             what = f"{panel} ReLU networks by width: median posterior standard deviation {where}"
-            out.append(common.Row(what, text, by_name(panel, f"std {where}", 3), differs))
+            add(what, text, by_name(panel, f"std {where}", 3))
         what = f"{panel} ReLU networks by width: RMSE of the posterior mean"
-        out.append(
-            common.Row(what, "reasonable with 5,000 units", by_name(panel, "RMSE of the posterior mean"), differs)
-        )
-    what = "ReLU networks by width: mean posterior standard deviation near the data"
-    ours = "; ".join(f"{panel} {by_name(panel, 'mean std near the data', 3)}" for panel in said)
-    first = "the mean was looked at first and contradicts the paper, the median of the rows above was added after; "
-    out.append(common.Row(what, said[TRAINED], ours, first + differs))
-    what = "ReLU networks by width: largest posterior standard deviation near the data, largest output weight"
-    ours = "; ".join(
-        f"{panel} {by_name(panel, 'largest std near the data')} and {by_name(panel, 'largest output weight')}"
-        for panel in said
+        add(what, "reasonable with 5,000 units", by_name(panel, "RMSE of the posterior mean"))
+    add(
+        "ReLU networks by width: mean posterior standard deviation near the data",
+        said[TRAINED],
+        "; ".join(f"{panel} {by_name(panel, 'mean std near the data', 3)}" for panel in said),
+        "the mean was looked at first and contradicts the paper, the median of the rows above was added after; "
+        f"{differs}",
     )
-    why = (
+    add(
+        "ReLU networks by width: largest posterior standard deviation near the data, largest output weight",
+        "not in the paper",
+        "; ".join(
+            f"{panel} {by_name(panel, 'largest std near the data')} and {by_name(panel, 'largest output weight')}"
+            for panel in said
+        ),
         "believed to be why the mean rises, not tested: features jump at the kink of a unit by its output weight, and "
-        f"training makes some of these large; {differs}"
+        f"training makes some of these large; {differs}",
     )
-    out.append(common.Row(what, "not in the paper", ours, why))
-    what = "architectures with about 21,000 parameters: RMSE of the network, of the posterior mean"
-    ours = f"{by_name(ARCHITECTURES, 'RMSE of the network')}; {by_name(ARCHITECTURES, 'RMSE of the posterior mean')}"
-    out.append(common.Row(what, "vastly differ", ours, differs))
-    ours = "; ".join(
-        f"{where}: {common.show(one['two architectures'])}, two starts of one {common.show(one['two starts'])}"
-        for where, one in apart.items()
+    add(
+        "architectures with about 21,000 parameters: RMSE of the network, of the posterior mean",
+        "vastly differ",
+        "; ".join(by_name(ARCHITECTURES, f"RMSE of the {of}") for of in ("network", "posterior mean")),
     )
-    what = "architectures: RMS distance of their posterior means"
-    out.append(common.Row(what, "significantly different outside of the training data", ours, differs))
+    add(
+        "architectures: RMS distance of their posterior means",
+        "significantly different outside of the training data",
+        "; ".join(
+            f"{where}: {show_error(one['two architectures'])}, two starts of one {show_error(one['two starts'])}"
+            for where, one in apart.items()
+        ),
+    )
     return out
 
 
@@ -245,32 +237,24 @@ def rows(table: Mapping[str, Any], apart: Mapping[str, Any], seeds: int) -> list
 
 
 def figure(found: Mapping[str, Any], wide: Tensor, sine: Tensor, *, seed: int) -> Figure:
-    """The posteriors of the first seed."""
+    """The posteriors of the first seed: means with two standard deviations; dashed, the networks."""
     titles = {
         UNTRAINED: "untrained ReLU networks, by width",
         TRAINED: "trained ReLU networks, by width",
         ARCHITECTURES: "trained tanh networks, 21,000 parameters each",
     }
-    with common.style():
-        picture = plt.figure(figsize=(13, 5.2))
-        for ax, (panel, title) in zip(picture.subplots(1, 3), titles.items(), strict=True):
-            curve, x = (SINE, sine) if panel == ARCHITECTURES else (WAVE, wide)
-            draw(ax, found[panel], curve, x, data=curve.observed(seed), network=panel != UNTRAINED)
-            ax.set_title(title)
+    picture = plt.figure(figsize=(13, 5.2))
+    for ax, (panel, title) in zip(picture.subplots(1, 3), titles.items(), strict=True):
+        curve, x = (SINE, sine) if panel == ARCHITECTURES else (WAVE, wide)
+        data = curve.observed(seed)
+        for color, (name, one) in zip(COLORS, found[panel].items(), strict=False):
+            plots.draw_posterior(ax, x, one["mean"], one["std"], color=color, alpha=0.15, lw=1.8, label=name)
+            if panel != UNTRAINED:
+                ax.plot(x, one["f"], "--", color=color, lw=1)
+        if panel != UNTRAINED:
+            ax.plot([], [], "--", color=plots.GRAY, lw=1, label="networks")
+        ax.plot(x, curve.truth(x), ":", color="black", lw=1, label="truth")
+        ax.plot(data.X[0][:, 0], data.y, "o", color=plots.PURPLE, ms=4, mec="white", mew=0.5, label="observations")
+        ax.set(title=title, ylim=(-4, 4))
+        ax.legend(loc="upper left", fontsize=8, ncols=2)
     return picture
-
-
-def draw(ax: Axes, panel: Mapping[str, Any], curve: Curve, x: Tensor, *, data: Labeled, network: bool) -> None:
-    """Posterior means with two standard deviations; dashed, the networks."""
-    for color, (name, one) in zip(COLORS, panel.items(), strict=False):
-        mean, std = one["mean"], one["std"]
-        ax.fill_between(x, mean - 2 * std, mean + 2 * std, color=color, alpha=0.15, lw=0)
-        ax.plot(x, mean, color=color, lw=1.8, label=name)
-        if network:
-            ax.plot(x, one["f"], "--", color=color, lw=1)
-    if network:
-        ax.plot([], [], "--", color=common.GRAY, lw=1, label="networks")
-    ax.plot(x, curve.truth(x), ":", color="black", lw=1, label="truth")
-    ax.plot(data.X[0][:, 0], data.y, "o", color=common.PURPLE, ms=4, mec="white", mew=0.5, label="observations")
-    ax.set_ylim(-4, 4)
-    ax.legend(loc="upper left", fontsize=8, ncols=2)

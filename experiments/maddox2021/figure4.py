@@ -20,16 +20,18 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.adaptation import Clock, in_parts, in_turn
-from experiments.common.gains import interval, shown
-from experiments.common.pretrained import cifar10, resnet
+from experiments.common import plots
+from experiments.common.data import cifar10
+from experiments.common.networks import resnet
+from experiments.common.statistics import average, interval, show_interval
+from experiments.common.training import in_parts, in_turn
 from linnet import metrics
 
 NETWORK = "network"
 MEANS = {"network": "linearized network", "zero": "finite NTK"}
 INFERENCES = ("map", "laplace", "vi")
 SCORES = ("accuracy", "nll", "ece")
-COLORS = {NETWORK: common.GREEN, MEANS["network"]: common.ORANGE, MEANS["zero"]: common.BLUE}
+COLORS = {NETWORK: plots.GREEN, MEANS["network"]: plots.ORANGE, MEANS["zero"]: plots.BLUE}
 MARKS = {"map": "o", "laplace": "s", "vi": "^"}
 SMALL = 1e-4
 """Scale of the balanced prior, in which every layer moves the outputs by as much, below which they stay."""
@@ -44,24 +46,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depths", type=int, nargs="+", default=None, help="20, 32, 56 (default: 20; cuda: all)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="fit images (default: 100; cuda: 500 20000)")
-    parser.add_argument("--test", type=int, default=None, help="test images (default: 300; cuda: 10,000)")
-    parser.add_argument("--draws", type=int, default=None, help="of fit images (default: 3; cuda: 1)")
-    parser.add_argument("--top", type=int, default=None, help="blocks that adapt, 0 for all (default: 1; cuda: 0)")
-    parser.add_argument("--means", nargs="+", choices=MEANS, default=list(MEANS))
-    parser.add_argument(
-        "--inference", nargs="+", choices=INFERENCES, default=None, help=f"default: all, above {DENSE:,} images map"
-    )
+ARGUMENTS = {
+    "--depths": {"type": int, "nargs": "+", "help": "20, 32, 56 (default: 20; cuda: all)"},
+    "--sizes": {"type": int, "nargs": "+", "help": "fit images (default: 100; cuda: 500 20000)"},
+    "--test": "test images (default: 300; cuda: 10,000)",
+    "--draws": "of fit images (default: 3; cuda: 1)",
+    "--top": "blocks that adapt, 0 for all (default: 1; cuda: 0)",
+    "--means": {"nargs": "+", "choices": MEANS, "default": list(MEANS)},
+    "--inference": {"nargs": "+", "choices": INFERENCES, "help": f"default: all, above {DENSE:,} images map"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Fit and score one after the other, and keep each."""
-    kind = "quick" if options.quick else options.device.partition(":")[0]
-    for name, value in DEFAULTS[kind].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    common.fill(options, DEFAULTS)
     X, y, X_test, y_test = (t.to(options.device) for t in images(options))
     parts: dict[str, Any] = {}
     machine = common.machine(options.device)
@@ -77,28 +75,22 @@ def run(options: argparse.Namespace) -> common.Outcome:
         net = resnet(options.data / "weights", depth).to(options.device)
         f = in_parts(net, (X_test,))
         for n in options.sizes:
-            keep(depth, n, NETWORK, options.seed, scored(f.double().softmax(1), f, y_test))
+            keep(depth, n, NETWORK, options.seed, score(f.double().softmax(1), f, y_test))
             for seed in range(options.seed, options.seed + options.draws):
                 chosen = in_turn(y.cpu(), n, 10, torch.Generator().manual_seed(seed)).to(y.device)
                 for inference in options.inference or (INFERENCES if n <= DENSE else INFERENCES[:1]):
                     for mean in options.means:
                         how = {"mean": mean, "inference": inference, "top": options.top or None, "seed": seed}
-                        found = adapted(net, (X[chosen], y[chosen]), (X_test, y_test), f, how, options.device)
+                        found = adapt(net, (X[chosen], y[chosen]), (X_test, y_test), f, how, options.device)
                         keep(depth, n, f"{MEANS[mean]}, {inference}", seed, found)
     return outcome(parts)
 
 
 def images(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images to draw from and test images, with their labels."""
-    few = max(options.sizes) <= 1000
-    # Small draws are from the first images, which have enough of each class.
-    parts = (
-        [cifar10(options.data, "train_1", count=2000)]
-        if few
-        else [cifar10(options.data, part) for part in ("train_1", "train_2")]
-    )
-    X, y = (torch.cat(both) for both in zip(*parts, strict=True))
-    return X, y, *cifar10(options.data, "test", count=options.test)
+    few = max(options.sizes) <= 1000  # small draws are from the first images, which have enough of each class
+    train = cifar10(options.data, "train_1", count=2000) if few else cifar10(options.data, "train")
+    return *train, *cifar10(options.data, "test", count=options.test)
 
 
 def setting(n: int, options: argparse.Namespace) -> str:
@@ -106,14 +98,14 @@ def setting(n: int, options: argparse.Namespace) -> str:
     return f"{n} images, {layers}, {options.test} test images"
 
 
-def scored(p: Tensor, f: Tensor, y: Tensor) -> dict[str, Any]:
+def score(p: Tensor, f: Tensor, y: Tensor) -> dict[str, Any]:
     """Scores of probabilities, and how their accuracy differs from that of the network's outputs f, image by image."""
     difference = (p.argmax(1) == y).double() - (f.argmax(1) == y).double()
     error = float(difference.std() / math.sqrt(len(y)))
     return {**metrics.classification(p, y), "less the network": float(difference.mean()), "its standard error": error}
 
 
-def adapted(
+def adapt(
     net: nn.Module,
     train: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor],
@@ -122,7 +114,7 @@ def adapted(
     device: str,
 ) -> dict[str, Any]:
     """Fit to the training images and score on the test images; a solve that does not converge is said, not scored."""
-    clock = Clock(device)
+    clock = common.Clock(device)
     clf = linnet.TangentClassifier(net, dtype="float32", progress=False, **how)
     try:
         with clock("seconds"):
@@ -132,7 +124,7 @@ def adapted(
     except RuntimeError as error:
         return {"failed": f"{type(error).__name__}: {error}"}
     found = {"solver": clf.solver_, "passes": clf.passes_, "scale": next(iter(clf.scales_.values()), math.nan)}
-    return {**scored(p, f, test[1]), **clock.seconds, **found}
+    return {**score(p, f, test[1]), **clock.seconds, **found}
 
 
 # Tables.
@@ -147,11 +139,12 @@ def summary(parts: Mapping[str, Any]) -> dict[str, Any]:
                 rows = [row for row in draws.values() if "failed" not in row]
                 if not rows:
                     continue
-                table = out.setdefault(net, {}).setdefault(where, {}).setdefault(name, {})
-                table.update({key: common.spread([row[key] for row in rows]) for key in SCORES})
-                table["less the network"] = interval([row["less the network"] for row in rows])
-                table["scale"] = max(row.get("scale") or 0.0 for row in rows)
-                table["standard error over test images"] = max(row["its standard error"] for row in rows)
+                out.setdefault(net, {}).setdefault(where, {})[name] = {
+                    **{key: average([row[key] for row in rows]) for key in SCORES},
+                    "less the network": interval([row["less the network"] for row in rows]),
+                    "scale": max(row.get("scale") or 0.0 for row in rows),
+                    "standard error over test images": max(row["its standard error"] for row in rows),
+                }
     return out
 
 
@@ -162,18 +155,17 @@ def outcome(parts: Mapping[str, Any]) -> common.Outcome:
     rows = []
     for net, settings in tables.items():
         for where, methods in settings.items():
+            draws = max(len(d) for d in parts[net][where].values())
             for name, one in methods.items():
-                draws = max(len(d) for d in parts[net][where].values())
                 ours = f"{100 * one['accuracy']['mean']:.2f} %, {one['nll']['mean']:.3f}, {one['ece']['mean']:.3f}"
                 if name != NETWORK:
                     error = 100 * one["standard error over test images"]
-                    ours += f"; accuracy less the network's {shown(one['less the network'], factor=100, digits=2)} "
-                    ours += f"points, standard error over test images {error:.2f}"
+                    gap = show_interval(one["less the network"], factor=100, digits=2)
+                    ours += f"; accuracy less the network's {gap} points, standard error over test images {error:.2f}"
                     if one["scale"] < SMALL:
                         ours += "; the network has learned these images, and the evidence lets nothing move"
-                rows.append(
-                    common.Row(f"{net}, {name}: accuracy, NLL, ECE", said(net, name), ours, differs(where, draws))
-                )
+                what = f"{net}, {name}: accuracy, NLL, ECE"
+                rows.append(common.Row(what, said(net, name), ours, differs(where, draws)))
     settings_ = {
         "prior": "balanced, one scale by the Laplace evidence",
         "dtype": "float32",
@@ -183,9 +175,7 @@ def outcome(parts: Mapping[str, Any]) -> common.Outcome:
     metrics_ = {"settings": settings_, "results": tables, "parts": parts}
     if sum(map(len, tables.values())) == 1:
         return common.Outcome(metrics_, figure(tables), rows)
-    kept = [
-        row for net in parts.values() for where in net.values() for draws in where.values() for row in draws.values()
-    ]
+    kept = [row for net in parts.values() for where in net.values() for d in where.values() for row in d.values()]
     spent = common.duration(sum(row.get("seconds", 0.0) + row.get("predicting", 0.0) for row in kept))
     several = "python -m experiments figure4 (in several runs, by --device, --depths, --sizes, --test and --inference)"
     return common.Outcome(metrics_, figure(tables), rows, command=several, time=f"{spent} for all fits")
@@ -213,26 +203,22 @@ def differs(where: str, draws: int) -> str:
 def figure(tables: Mapping[str, Any]) -> Figure:
     """Scores against depth, in the setting of each network with the most test images and then the most fit images."""
     best = {net: max(settings, key=size_of) for net, settings in tables.items()}
-    with common.style():
-        picture = Figure(figsize=(12, 4.4))
-        for ax, key in zip(picture.subplots(1, 3), SCORES, strict=True):
-            names = dict.fromkeys(name for net, where in best.items() for name in tables[net][where])
-            for i, name in enumerate(names):
-                method, _, inference = name.partition(", ")
-                at = [j for j, (net, where) in enumerate(best.items()) if name in tables[net][where]]
-                found = [tables[net][where][name][key] for net, where in best.items() if name in tables[net][where]]
-                factor = 100 if key == "accuracy" else 1
-                error = [0.0 if math.isnan(one["error"]) else factor * one["error"] for one in found]
-                x = [j + 0.07 * (i - len(names) / 2) for j in at]
-                mark = MARKS.get(inference, "D")
-                mean = [factor * one["mean"] for one in found]
-                ax.errorbar(x, mean, yerr=error, fmt=mark, color=COLORS[method], ms=6, capsize=2, label=name)
-            ax.set_xticks(range(len(best)), [f"{net}\n{where.replace(', ', chr(10))}" for net, where in best.items()])
-            ax.tick_params(axis="x", labelsize=8)
-            ax.set_xlim(-0.6, len(best) - 0.4)
-            ax.set_title({"accuracy": "accuracy, %", "nll": "NLL", "ece": "ECE"}[key])
-        handles, labels = picture.axes[0].get_legend_handles_labels()
-        picture.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    shown = {net: tables[net][where] for net, where in best.items()}
+    names = list(dict.fromkeys(name for methods in shown.values() for name in methods))
+    picture = Figure(figsize=(12, 4.4))
+    axes = picture.subplots(1, 3)
+    for ax, (key, title) in zip(axes, zip(SCORES, ("accuracy, %", "NLL", "ECE"), strict=True), strict=True):
+        for i, name in enumerate(names):
+            method, _, inference = name.partition(", ")
+            found = {j: methods[name][key] for j, methods in enumerate(shown.values()) if name in methods}
+            x = [j + 0.07 * (i - len(names) / 2) for j in found]
+            how = {"fmt": MARKS.get(inference, "D"), "color": COLORS[method], "ms": 6, "capsize": 2, "label": name}
+            plots.draw_means(ax, x, list(found.values()), factor=100 if key == "accuracy" else 1, **how)
+        ax.set_xticks(range(len(best)), [f"{net}\n{where.replace(', ', chr(10))}" for net, where in best.items()])
+        ax.tick_params(axis="x", labelsize=8)
+        ax.set_xlim(-0.6, len(best) - 0.4)
+        ax.set_title(title)
+    plots.legend_below(picture, axes[0], 4, fontsize=9)
     return picture
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,51 +22,39 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.adaptation import Labeled, Search, in_parts, steps
-from experiments.common.gains import interval
-from experiments.common.pretrained import grayscale
-from experiments.common.trained import lenet, train
+from experiments.common import plots
+from experiments.common.data import grayscale
+from experiments.common.networks import lenet
+from experiments.common.statistics import average, show_error, show_value, summarize
+from experiments.common.training import Labeled, Search, in_parts, steps, train
 from linnet import probes
 
 SPACES = ("function", "parameters")
 FIRST, SECOND, OTHER, NEW = "MNIST1", "MNIST2", "Fashion-MNIST", "untrained"
 SETS = (FIRST, SECOND, OTHER)
 SAME, DIFFERENT = "same start", "different starts"
-COLORS = {FIRST: common.BLUE, SECOND: common.SKY, OTHER: common.VERMILION, NEW: common.GRAY}
+COLORS = {FIRST: plots.BLUE, SECOND: plots.SKY, OTHER: plots.VERMILION, NEW: plots.GRAY}
 LAST_HIDDEN, HEAD = 7, 9
 """Positions of the hidden layer and the outputs in the network."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Seeds, images and epochs of training, images of the Jacobians; those of the talk's questions.
-
-    Attributes:
-        seeds: Networks of each kind.
-        half: Training images of each set, at most 30,000.
-        epochs: Over them.
-        images: On which Jacobians are compared.
-        few: Training images of 5 against 90 epochs.
-        marks: Epochs at which those networks are kept.
-        runs: Seeds of both questions.
-        units: Hidden units that are removed, one at a time.
-        test: Images of accuracies.
-    """
-
-    seeds: int
-    half: int
-    epochs: int
-    images: int
-    few: int
-    marks: tuple[int, ...]
-    runs: int
-    units: int
-    test: int
-
-
-QUICK = Sizes(2, 200, 1, 10, 100, (0, 1, 2), 1, 2, 200)
-CPU = Sizes(10, 6000, 2, 100, 500, (0, 1, 2, 5, 10, 20, 40, 90), 3, 10, 2000)
-CUDA = Sizes(25, 30_000, 5, 300, 10_000, (0, 1, 2, 5, 10, 20, 40, 90), 5, 40, 10_000)
+# Seeds, training images of each set (at most 30,000), epochs over them, images of the Jacobians; of the talk's
+# questions: training images, epochs at which networks are kept, seeds, hidden units removed, images of accuracies.
+QUICK = Sizes(seeds=2, half=200, epochs=1, images=10, few=100, marks=(0, 1, 2), runs=1, units=2, test=200)
+CPU = Sizes(
+    seeds=10, half=6000, epochs=2, images=100, few=500, marks=(0, 1, 2, 5, 10, 20, 40, 90), runs=3, units=10, test=2000
+)
+CUDA = Sizes(
+    seeds=25,
+    half=30_000,
+    epochs=5,
+    images=300,
+    few=10_000,
+    marks=(0, 1, 2, 5, 10, 20, 40, 90),
+    runs=5,
+    units=40,
+    test=10_000,
+)
 
 
 def gray(folder: Any, name: str, train_: bool, device: str) -> Labeled:
@@ -86,7 +74,7 @@ def spectrum(net: nn.Module, X: Tensor) -> probes.Spectrum:
     return probes.spectrum(torch.linalg.eigvalsh(K.double()).clamp_min(0))
 
 
-def described(whole: probes.Spectrum) -> dict[str, Any]:
+def describe(whole: probes.Spectrum) -> dict[str, Any]:
     """What is kept of a spectrum: its shares of the trace at some components, and how many matter."""
     count = len(whole.eigenvalues)
     at = np.unique(np.geomspace(1, count, 60).round().astype(int))
@@ -153,7 +141,7 @@ def of_epochs(data: Labeled, test: Labeled, X: Tensor, sizes: Sizes, seed: int, 
     }
 
 
-def without(net: nn.Sequential, unit: int) -> nn.Sequential:
+def remove_unit(net: nn.Sequential, unit: int) -> nn.Sequential:
     """The network with the weights of one hidden unit set to zero, which for ReLU is the network without it."""
     new = copy.deepcopy(net)
     with torch.no_grad():
@@ -169,7 +157,7 @@ def of_nodes(net: nn.Sequential, test: Labeled, X: Tensor, sizes: Sizes, seed: i
     chosen = torch.randperm(net[LAST_HIDDEN].out_features, generator=torch.Generator().manual_seed(seed))
     out = []
     for unit in chosen[: sizes.units].tolist():
-        new = without(net, unit)
+        new = remove_unit(net, unit)
         moved = float((in_parts(new, (X,)).softmax(1) - before).abs().sum(1).mean() / 2)
         out.append({"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, test)})
     return out
@@ -178,15 +166,16 @@ def of_nodes(net: nn.Sequential, test: Labeled, X: Tensor, sizes: Sizes, seed: i
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=None, help="networks of each kind (default: 10; cuda: 25)")
-    parser.add_argument("--images", type=int, default=None, help="of the Jacobians (default: 100; cuda: 300)")
+ARGUMENTS = {
+    "--seeds": "networks of each kind (default: 10; cuda: 25)",
+    "--images": "of the Jacobians (default: 100; cuda: 300)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Train, compare."""
-    sizes = QUICK if options.quick else CUDA if options.device.startswith("cuda") else CPU
-    seeds = range(options.seed, options.seed + (options.seeds or sizes.seeds))
+    sizes = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}[common.kind_of(options)]
+    seeds = common.seeds_of(options, sizes.seeds)
     images = options.images or sizes.images
     digits, test = (gray(options.data, "mnist", part, options.device) for part in (True, False))
     sets = {
@@ -205,10 +194,10 @@ def run(options: argparse.Namespace) -> common.Outcome:
         found = {
             "similarity": pairs(nets[seed], nets[other], X),
             "accuracy on MNIST": {name: accuracy(nets[seed][name], test) for name in SETS},
-            "spectrum": {name: described(spectrum(net, X)) for name, net in nets[seed].items()},
+            "spectrum": {name: describe(spectrum(net, X)) for name, net in nets[seed].items()},
         }
         parts = common.keep(options, "figure5", {key: {"tasks": {f"seed {seed}": found}}})
-        print(f"seed {seed}: {shown(found['similarity'])}", flush=True)
+        print(f"seed {seed}: {found['similarity'][SAME]}", flush=True)
     for seed in list(seeds)[: sizes.runs]:
         epochs = of_epochs(sets[FIRST], test, X, sizes, seed, options.device)
         nodes = of_nodes(nets[seed][FIRST], test, X, sizes, seed)
@@ -220,36 +209,16 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return outcome(parts, key, names, sizes)
 
 
-def shown(similarities: Mapping[str, Any]) -> str:
-    table = similarities[SAME]
-    return "; ".join(f"{pair} {one['function']:.3f}, {one['parameters']:.3f}" for pair, one in table.items())
-
-
 def outcome(parts: dict[str, Any], key: str, names: Sequence[str], sizes: Sizes) -> common.Outcome:
-    tasks = {name: parts[key]["tasks"][name] for name in names}
-    epochs, nodes = ({name: parts[key][what][name] for name in names[: sizes.runs]} for what in ("epochs", "nodes"))
-    last = str(max(sizes.marks))
-    table = {
-        start: {
-            pair: {
-                space: interval([one["similarity"][start][pair][space] for one in tasks.values()]) for space in SPACES
-            }
-            for pair in tasks[names[0]]["similarity"][start]
-        }
-        for start in (SAME, DIFFERENT)
-    }
-    along = {
-        epoch: {
-            what: common.spread([one[epoch][what] for one in epochs.values()])
-            for what in (*SPACES, "accuracy", "effective rank")
-        }
-        for epoch in map(str, sizes.marks)
-    }
-    removed = {
-        what: common.spread([unit[what] for one in nodes.values() for unit in one])
-        for what in (*SPACES, "probability moved")
-    }
-    scores = {name: common.spread([one["accuracy on MNIST"][name] for one in tasks.values()]) for name in SETS}
+    tasks, epochs, nodes = (
+        {name: parts[key][what][name] for name in some}
+        for what, some in (("tasks", names), ("epochs", names[: sizes.runs]), ("nodes", names[: sizes.runs]))
+    )
+    each, last = list(tasks.values()), str(max(sizes.marks))
+    table = summarize([one["similarity"] for one in each])
+    along = summarize([{str(mark): one[str(mark)] for mark in sizes.marks} for one in epochs.values()], average)
+    moved = (*SPACES, "probability moved")
+    removed = {what: average([unit[what] for one in nodes.values() for unit in one]) for what in moved}
     metrics = {
         "settings": {
             "network": "LeNet-3 of 25,010 parameters",
@@ -257,54 +226,46 @@ def outcome(parts: dict[str, Any], key: str, names: Sequence[str], sizes: Sizes)
             "epochs": sizes.epochs,
             "images compared on": key,
             "seeds": len(names),
-            "accuracy on MNIST": scores,
+            "accuracy on MNIST": summarize([one["accuracy on MNIST"] for one in each], average),
             "intervals": "95 %, over seeds",
         },
         "similarity": table,
         f"epochs, against {last}": along,
         "a hidden unit removed": removed,
         **{
-            what: {
-                name: common.spread([one["spectrum"][name][what] for one in tasks.values()]) for name in (*SETS, NEW)
-            }
+            what: {name: average([one["spectrum"][name][what] for one in each]) for name in (*SETS, NEW)}
             for what in ("effective rank", "components for 99 %")
         },
         "parts": parts,
     }
-    differs = (
-        f"{len(names)} seeds (25 in the paper), Jacobians of {key} (5,000 in the paper), networks of 25,010 parameters "
-        f"trained {sizes.epochs} epochs; mean and 95 % interval"
-    )
     said = {
         f"{FIRST} and {SECOND}": "vastly more similar than to Fashion-MNIST (figure 5)",
         f"{FIRST} and {OTHER}": "nearly zero",
         f"{SECOND} and {OTHER}": "nearly zero",
     }
+    differs = (
+        f"{len(names)} seeds (25 in the paper), Jacobians of {key} (5,000 in the paper), networks of 25,010 parameters "
+        f"trained {sizes.epochs} epochs; mean and 95 % interval"
+    )
+    measure, ask = "similarity in function space, in parameter space", "asked in the talk, no value"
     rows = [
         common.Row(
-            f"{pair}, {start}: similarity in function space, in parameter space",
+            f"{pair}, {start}: {measure}",
             said.get(pair, "not in the paper") if start == SAME else "not in the paper",
-            ", ".join(range_of(one[space]) for space in SPACES),
+            ", ".join(show_value(one[space], 3) for space in SPACES),
             differs,
         )
         for start, pairs_ in table.items()
         for pair, one in pairs_.items()
     ]
-    ask = "asked in the talk, no value"
     if "5" in along:
-        ours = f"{common.show(along['5']['function'], 3)}, {common.show(along['5']['parameters'], 3)}"
+        ours = ", ".join(show_error(along["5"][space], 3) for space in SPACES)
         few = f"{sizes.few:,} images of MNIST1, {len(epochs)} seeds"
-        rows.append(
-            common.Row(f"5 against {last} epochs: similarity in function space, in parameter space", ask, ours, few)
-        )
-    ours = f"{common.show(removed['function'], 4)}, {common.show(removed['parameters'], 4)}"
+        rows.append(common.Row(f"5 against {last} epochs: {measure}", ask, ours, few))
+    ours = ", ".join(show_error(removed[space], 4) for space in SPACES)
     differs = f"{sizes.units} of 84 hidden units removed one at a time, {len(nodes)} seeds; standard errors"
-    rows.append(common.Row("a node removed: similarity in function space, in parameter space", ask, ours, differs))
+    rows.append(common.Row(f"a node removed: {measure}", ask, ours, differs))
     return common.Outcome(metrics, figure(tasks, along, nodes), rows)
-
-
-def range_of(one: Mapping[str, float]) -> str:
-    return f"{one['mean']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
 
 
 # The figure.
@@ -312,75 +273,43 @@ def range_of(one: Mapping[str, float]) -> str:
 
 def figure(tasks: Mapping[str, Any], along: Mapping[str, Any], nodes: Mapping[str, Any]) -> Figure:
     """Above, both similarities and the spectra; below, the talk's questions."""
-    with common.style():
-        picture, axes = plt.subplots(2, 3, figsize=(13, 7.5))
-        for ax, space in zip(axes[0], SPACES, strict=False):
-            violins(ax, tasks, space)
-            ax.set_title(f"{space.removesuffix('s')} space")
-            ax.grid(axis="x", visible=False)
-        axes[0, 0].set_ylabel("similarity on MNIST1")
-        ax = axes[0, 2]
-        for name in (*SETS, NEW):
-            for i, one in enumerate(tasks.values()):
-                shares = {int(k): share for k, share in one["spectrum"][name]["shares"].items() if share > 1e-9}
-                label = None if i else name
-                ax.loglog(list(shares), list(shares.values()), color=COLORS[name], lw=0.8, alpha=0.6, label=label)
-        ax.set(title="spectra of the tangent kernels", xlabel="component", ylabel="share of the trace")
+    picture, axes = plt.subplots(2, 3, figsize=(13, 7.5))
+    for ax, space in zip(axes[0], SPACES, strict=False):
+        draw_violins(ax, tasks, space)
+        ax.set_title(f"{space.removesuffix('s')} space")
+        ax.grid(axis="x", visible=False)
+    axes[0, 0].set_ylabel("similarity on MNIST1")
+    ax = axes[0, 2]
+    for name in (*SETS, NEW):
+        for i, one in enumerate(tasks.values()):
+            shares = {int(k): share for k, share in one["spectrum"][name]["shares"].items() if share > 1e-9}
+            label = None if i else name
+            ax.loglog(list(shares), list(shares.values()), color=COLORS[name], lw=0.8, alpha=0.6, label=label)
+    ax.set(title="spectra of the tangent kernels", xlabel="component", ylabel="share of the trace")
+    left, middle, right = axes[1]
+    at = [max(int(epoch), 0.5) for epoch in along]
+    units = [unit for one in nodes.values() for unit in one]
+    for space, color in zip(SPACES, (plots.BLUE, plots.ORANGE), strict=True):
+        label = f"{space.removesuffix('s')} space"
+        plots.draw_means(left, at, [one[space] for one in along.values()], color=color, capsize=2, label=label)
+        x, y = ([unit[what] for unit in units] for what in ("probability moved", space))
+        middle.plot(x, y, "o", color=color, ms=4, alpha=0.7, label=label)
+    left.plot(at, [one["accuracy"]["mean"] for one in along.values()], "--", color=plots.GRAY, label="test accuracy")
+    left.set(title=f"against the network of {list(along)[-1]} epochs", ylabel="similarity", ylim=(0, 1.05))
+    middle.set(title="a hidden unit removed", xlabel="probability that moves between classes")
+    middle.set_ylabel("similarity with the whole")
+    ranks = [one["effective rank"] for one in along.values()]
+    plots.draw_means(right, at, ranks, color=plots.GREEN, capsize=2)
+    right.set(title="effective rank along training", ylabel="effective rank", ylim=(0, None))
+    for ax in (left, right):
+        plots.log_ticks(ax, at, list(along))
+        ax.set_xlabel("epochs")
+    for ax in (axes[0, 2], left, middle):
         ax.legend(fontsize=9)
-        ax = axes[1, 0]
-        at = [max(int(epoch), 0.5) for epoch in along]
-        for space, color in zip(SPACES, (common.BLUE, common.ORANGE), strict=True):
-            mean, error = ([one[space][what] for one in along.values()] for what in ("mean", "error"))
-            ax.errorbar(
-                at,
-                mean,
-                yerr=None if np.isnan(error).any() else error,
-                fmt="o-",
-                color=color,
-                capsize=2,
-                label=f"{space.removesuffix('s')} space",
-            )
-        ax.plot(at, [one["accuracy"]["mean"] for one in along.values()], "--", color=common.GRAY, label="test accuracy")
-        ax.set_xscale("log")
-        ax.set_xticks(at, list(along))
-        ax.minorticks_off()
-        ax.set(
-            title=f"against the network of {list(along)[-1]} epochs",
-            xlabel="epochs",
-            ylabel="similarity",
-            ylim=(0, 1.05),
-        )
-        ax.legend(fontsize=9)
-        ax = axes[1, 1]
-        units = [unit for one in nodes.values() for unit in one]
-        for space, color in zip(SPACES, (common.BLUE, common.ORANGE), strict=True):
-            ax.plot(
-                [u["probability moved"] for u in units],
-                [u[space] for u in units],
-                "o",
-                color=color,
-                ms=4,
-                alpha=0.7,
-                label=f"{space.removesuffix('s')} space",
-            )
-        ax.set(
-            title="a hidden unit removed",
-            xlabel="probability that moves between classes",
-            ylabel="similarity with the whole",
-        )
-        ax.legend(fontsize=9)
-        ax = axes[1, 2]
-        ranks = {epoch: one["effective rank"] for epoch, one in along.items()}
-        mean, error = ([one[what] for one in ranks.values()] for what in ("mean", "error"))
-        ax.errorbar(at, mean, yerr=None if np.isnan(error).any() else error, fmt="o-", color=common.GREEN, capsize=2)
-        ax.set_xscale("log")
-        ax.set_xticks(at, list(along))
-        ax.minorticks_off()
-        ax.set(title="effective rank along training", xlabel="epochs", ylabel="effective rank", ylim=(0, None))
     return picture
 
 
-def violins(ax: Axes, tasks: Mapping[str, Any], space: str) -> None:
+def draw_violins(ax: Axes, tasks: Mapping[str, Any], space: str) -> None:
     """The similarities over seeds of each pair, from one start and from different ones."""
     labels: dict[float, str] = {}
     position = 0.0
@@ -395,8 +324,7 @@ def violins(ax: Axes, tasks: Mapping[str, Any], space: str) -> None:
             ax.plot([position], [np.mean(values)], "o", color="white", mec=color, ms=6)
             labels[position] = pair.replace(" and ", " / ")
             position += 1
-        middle = position - 2.5
-        ax.text(middle, 1.04, start, ha="center", fontsize=9)
+        ax.text(position - 2.5, 1.04, start, ha="center", fontsize=9)
         position += 0.5
     ax.set_xticks(list(labels), list(labels.values()), fontsize=8, rotation=35, ha="right", rotation_mode="anchor")
     ax.set_ylim(-0.02, 1.1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -19,8 +21,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common
-from experiments.common.adaptation import Labeled, Search, in_parts
-from experiments.common.trained import gaussian_nll, perceptron, train
+from experiments.common import plots
+from experiments.common.networks import perceptron
+from experiments.common.training import Labeled, Search, gaussian_nll, in_parts, train
 from experiments.maddox2021 import shifts
 
 SHIFTS = {"2012": "2012 to 2015", "2000": "2000 to 2015"}
@@ -42,21 +45,10 @@ STEP = 3
 """Every third row and column of a map is shown."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Hidden units, epochs of training, numbers of points, test points, seeds, rates of fine-tuning."""
-
-    width: int
-    epochs: int
-    points: tuple[int, ...]
-    test: int
-    seeds: int
-    rates: tuple[float, ...] = (1e-2, 3e-3, 1e-3)
-
-
-QUICK = Sizes(20, 5, (10, 20), 200, 1, rates=(1e-2,))
-CPU = Sizes(200, 150, (10, 30, 100, 300), 1000, 5)
-CUDA = Sizes(500, 500, (10, 30, 100, 300, 1000), 5000, 10)
+# Hidden units, epochs of training, numbers of points, test points, seeds, rates of fine-tuning.
+QUICK = Sizes(width=20, epochs=5, points=(10, 20), test=200, seeds=1, rates=(1e-2,))
+CPU = Sizes(width=200, epochs=150, points=(10, 30, 100, 300), test=1000, seeds=5, rates=(1e-2, 3e-3, 1e-3))
+CUDA = Sizes(width=500, epochs=500, points=(10, 30, 100, 300, 1000), test=5000, seeds=10, rates=(1e-2, 3e-3, 1e-3))
 
 
 @dataclass(frozen=True)
@@ -89,18 +81,23 @@ def load(folder: Path, region: str) -> Maps:
     return Maps((x - x.mean(0)) / x.std(0), place - place.amin(0), rates)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--region", choices=REGIONS, default="nigeria")
-    parser.add_argument("--width", type=int, default=None, help="hidden units (default: 200; cuda: the paper's 500)")
-    parser.add_argument("--seeds", type=int, default=None, help="draws of points and networks (default: 5; cuda: 10)")
+ARGUMENTS = {
+    "--region": {"choices": REGIONS, "default": "nigeria"},
+    "--width": "hidden units (default: 200; cuda: the paper's 500)",
+    "--seeds": "draws of points and networks (default: 5; cuda: 10)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Train on one year, adapt to another, score."""
-    sizes = QUICK if options.quick else CUDA if options.device.startswith("cuda") else CPU
+    sizes = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}[common.kind_of(options)]
     maps = load(options.data, options.region)
     width, seeds = options.width or sizes.width, options.seeds or sizes.seeds
-    settings: dict[str, Any] = {
+    make = {
+        shift: partial(cases, maps, year, sizes, width=width, device=options.device) for year, shift in SHIFTS.items()
+    }
+    tables, parts, case = shifts.run_cases(options, f"{options.region}, {width} units", make, seeds)
+    settings = {
         "region": options.region,
         "network": f"2-{width}-{width}-2, tanh",
         "training points": SOURCE,
@@ -111,19 +108,6 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "rates of fine-tuning": sizes.rates,
         "RMSE": "of prevalence, a share of children from 0 to 1",
     }
-    runs: list[dict[str, Any]] = []
-    parts: dict[str, Any] = {}
-    shown: list[tuple[str, Tensor]] = []
-    for seed in range(options.seed, options.seed + seeds):
-        for year, shift in SHIFTS.items():
-            for case in cases(maps, year, sizes, width=width, seed=seed, device=options.device):
-                runs.append({"shift": shift, "seed": seed, "points": len(case.adapt), "contenders": case.all()})
-                parts = common.keep(options, "malaria", {f"{options.region}, {width} units": shifts.part(runs[-1])})
-            print(f"{shift}, seed {seed} done", flush=True)
-            if not shown:
-                shown = pictures(maps, case, year)
-    tables = shifts.summary(runs)
-    shifts.print_tables(tables)
     metrics = {"settings": settings, "methods": shifts.METHODS, "results": tables, "parts": parts}
     differs = (
         f"2015 stands for 2016, which is not available; {options.region}, {width} hidden units, {SOURCE:,} points and "
@@ -131,10 +115,10 @@ def run(options: argparse.Namespace) -> common.Outcome:
         f"error over {seeds} seeds, 95 % intervals paired"
     )
     rows = shifts.rows(tables, said=SAID, differs=differs, unit=" of prevalence")
-    return common.Outcome(metrics, figure(tables, shown), rows)
+    return common.Outcome(metrics, figure(tables, pictures(maps, case, next(iter(SHIFTS)))), rows)
 
 
-def cases(maps: Maps, year: str, sizes: Sizes, *, width: int, seed: int, device: str) -> list[shifts.Case]:
+def cases(maps: Maps, year: str, sizes: Sizes, seed: int, *, width: int, device: str) -> list[shifts.Case]:
     """One network of the source year and, for each number of points of the target, what is to be adapted."""
     order = torch.randperm(len(maps.X), generator=torch.Generator().manual_seed(seed))
     most = max(sizes.points)
@@ -182,24 +166,21 @@ def pictures(maps: Maps, case: shifts.Case, year: str) -> list[tuple[str, Tensor
 
 def figure(tables: dict[str, Any], shown: list[tuple[str, Tensor]]) -> Figure:
     """RMSE and NLL against points for each shift; below, maps."""
-    with common.style():
-        picture = plt.figure(figsize=(13, 7.6))
-        upper, lower = picture.subfigures(2, 1, height_ratios=(1.4, 1))
-        axes = upper.subplots(1, 4)
-        for i, (shift, sizes) in enumerate(tables.items()):
-            shifts.curves(axes[2 * i], sizes, "rmse")
-            shifts.curves(axes[2 * i + 1], sizes, "nll")
-            axes[2 * i].set(title=shift, ylabel="RMSE of prevalence", ylim=shifts.error_range(sizes))
-            axes[2 * i + 1].set(title=shift, ylabel="NLL", ylim=shifts.likely_range(sizes))
-        handles, names = axes[0].get_legend_handles_labels()
-        upper.legend(handles, names, loc="outside lower center", ncols=5, fontsize=9)
-        top = float(shown[0][1].nan_to_num().max())
-        for ax, (title, values) in zip(lower.subplots(1, 4), shown, strict=True):
-            spread = title.startswith("its")
-            image = ax.imshow(
-                values.numpy(), cmap="viridis" if spread else "magma", vmin=0, vmax=None if spread else top
-            )
-            ax.set_title(title)
-            ax.axis("off")
-            lower.colorbar(image, ax=ax, shrink=0.8)
+    picture = plt.figure(figsize=(13, 7.6))
+    upper, lower = picture.subfigures(2, 1, height_ratios=(1.4, 1))
+    axes = upper.subplots(1, 4)
+    panels = [
+        (shift, key, label) for shift in tables for key, label in (("rmse", "RMSE of prevalence"), ("nll", "NLL"))
+    ]
+    for ax, (shift, key, label) in zip(axes, panels, strict=True):
+        shifts.draw_curves(ax, tables[shift], key)
+        ax.set(title=shift, ylabel=label)
+    plots.legend_below(upper, axes[0], 5, fontsize=9)
+    top = float(shown[0][1].nan_to_num().max())
+    for ax, (title, values) in zip(lower.subplots(1, 4), shown, strict=True):
+        how = {"cmap": "viridis"} if title.startswith("its") else {"cmap": "magma", "vmax": top}
+        image = ax.imshow(values.numpy(), vmin=0, **how)
+        ax.set_title(title)
+        ax.axis("off")
+        lower.colorbar(image, ax=ax, shrink=0.8)
     return picture

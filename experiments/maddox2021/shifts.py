@@ -7,6 +7,7 @@ training is then repeated with all of them; linnet chooses its prior and noise b
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 import statistics
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.adaptation import Clock, Labeled, Search, fine_tune, in_parts
-from experiments.common.gains import interval, shown
+from experiments.common import plots
 from experiments.common.processes import Process
-from experiments.common.trained import gaussian_nll, train
+from experiments.common.statistics import average, interval, scores, show_error, show_interval, summarize
+from experiments.common.training import Labeled, Search, fine_tune, gaussian_nll, in_parts, train
 
 NONE, FIXED, FIXED_LONGER = "no retraining", "last layer, as published", "last layer, as published, 6 x epochs"
 TUNED, EVERYTHING = "last layer, tuned", "all layers, tuned"
@@ -43,15 +44,15 @@ METHODS = {
     RESIDUALS: "the same on what the network leaves",
 }
 COLORS = {
-    NONE: common.GRAY,
-    FIXED: common.YELLOW,
+    NONE: plots.GRAY,
+    FIXED: plots.YELLOW,
     FIXED_LONGER: "black",
-    TUNED: common.ORANGE,
-    EVERYTHING: common.VERMILION,
-    LINNET: common.BLUE,
-    NTK: common.SKY,
-    EXACT: common.GREEN,
-    RESIDUALS: common.PURPLE,
+    TUNED: plots.ORANGE,
+    EVERYTHING: plots.VERMILION,
+    LINNET: plots.BLUE,
+    NTK: plots.SKY,
+    EXACT: plots.GREEN,
+    RESIDUALS: plots.PURPLE,
 }
 
 
@@ -89,7 +90,7 @@ class Case:
         A rate is given up after a tenth of the epochs without a better held-out loss, for the last layer alone, which
         costs little, after half as many epochs as the network was trained for.
         """
-        clock, bottom, start = Clock(self.device), self.model[: layers.start], self.model[layers]
+        clock, bottom, start = common.Clock(self.device), self.model[: layers.start], self.model[layers]
         with clock("seconds"):
             data, test = (replace(one, X=(in_parts(bottom, one.X),)) for one in (self.adapt, self.test))
             epochs = self.search.epochs
@@ -101,7 +102,7 @@ class Case:
 
     def published(self, *, times: int = 1) -> dict[str, Any]:
         """The last layer after as many epochs as the network was trained for, or so many times as many."""
-        clock, last = Clock(self.device), copy.deepcopy(self.model[-1])
+        clock, last = common.Clock(self.device), copy.deepcopy(self.model[-1])
         with clock("seconds"):
             data, test = (replace(one, X=(in_parts(self.model[:-1], one.X),)) for one in (self.adapt, self.test))
             epochs = times * self.search.epochs
@@ -115,7 +116,7 @@ class Case:
 
     def tangent(self, **settings: Any) -> dict[str, Any]:
         """linnet's regressor."""
-        clock = Clock(self.device)
+        clock = common.Clock(self.device)
         with clock("seconds"):
             reg = self.fitted(**settings)
         mean, std = reg.predict(self.test.X[0], return_std=True, noise=True)
@@ -127,7 +128,7 @@ class Case:
 
     def process(self, *, residuals: bool) -> dict[str, Any]:
         """A Gaussian process on the inputs (n, d)."""
-        clock = Clock(self.device)
+        clock = common.Clock(self.device)
         X, at = self.adapt.X[0].double(), self.test.X[0].double()
         f, base = (in_parts(self.model, (x.float(),))[:, 0].double() * residuals for x in (X, at))
         with clock("seconds"):
@@ -138,7 +139,7 @@ class Case:
 
     def scores(self, mean: Tensor, variance: Tensor) -> dict[str, float]:
         y = self.test.y.double()
-        return common.scores(mean.double(), variance.double(), y, unit=self.unit)
+        return scores(mean.double(), variance.double(), y, unit=self.unit)
 
     def all(self, *, skip: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         """Scores of the contenders that are not to be skipped."""
@@ -165,6 +166,8 @@ def gaussian(f: Tensor) -> tuple[Tensor, Tensor]:
 
 # Tables. A run is {"shift", "seed", "points", "contenders"}.
 
+LESS = "rmse less that of the linearized network"
+
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """By shift, number of points and contender: means and standard errors over seeds, and RMSE less linnet's."""
@@ -175,10 +178,9 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in same[0]:
             rows = [one[name] for one in same]
             keys = [key for key in ("rmse", "nll", "coverage", "seconds") if key in rows[0]]
-            table[name] = {key: common.spread([row[key] for row in rows]) for key in keys}
+            table[name] = summarize([{key: row[key] for key in keys} for row in rows], average)
             if name != LINNET:
-                less = [row["rmse"] - one[LINNET]["rmse"] for row, one in zip(rows, same, strict=True)]
-                table[name]["rmse less that of the linearized network"] = interval(less)
+                table[name][LESS] = interval([one[name]["rmse"] - one[LINNET]["rmse"] for one in same])
     return out
 
 
@@ -187,17 +189,35 @@ def part(run: Mapping[str, Any]) -> dict[str, Any]:
     return {run["shift"]: {f"{run['points']} points": {f"seed {run['seed']}": run["contenders"]}}}
 
 
-def print_tables(tables: Mapping[str, Any]) -> None:
-    for shift, sizes in tables.items():
-        for points, table in sizes.items():
-            print(f"\n{shift}, {points} points: RMSE, NLL, coverage; RMSE less linnet's with 95 % interval; seconds")
-            for name, one in table.items():
-                less = one.get("rmse less that of the linearized network")
-                print(
-                    f"  {name:26s} {common.show(one['rmse'], 4):>16s} {common.show(one['nll'], 3):>16s} "
-                    f"{one['coverage']['mean']:5.2f}  {'' if less is None else shown(less, digits=4):28s}"
-                    f"{one['seconds']['mean'] if 'seconds' in one else 0:7.2f}"
-                )
+def run_cases(
+    options: argparse.Namespace,
+    key: str,
+    make: Mapping[str, Callable[[int], list[Case]]],
+    seeds: int,
+    skip: Sequence[str] = (),
+) -> tuple[dict[str, Any], dict[str, Any], Case]:
+    """Adapt and score: the tables, all parts that are kept under a key, and a case to show.
+
+    Args:
+        options: Of the command.
+        key: Of the setting.
+        make: By shift, from a seed to the cases.
+        seeds: How many.
+        skip: Contenders that take no part.
+    """
+    runs: list[dict[str, Any]] = []
+    parts: dict[str, Any] = {}
+    example: Case | None = None
+    for seed in range(options.seed, options.seed + seeds):
+        for shift, cases in make.items():
+            for case in cases(seed):
+                found = case.all(skip=skip)
+                runs.append({"shift": shift, "seed": seed, "points": len(case.adapt), "contenders": found})
+                parts = common.keep(options, options.name, {key: part(runs[-1])})
+            print(f"{shift}, seed {seed} done", flush=True)
+            example = example or case
+    assert example is not None
+    return summary(runs), parts, example
 
 
 def rows(
@@ -207,12 +227,11 @@ def rows(
     out = []
     for shift, sizes in tables.items():
         most = max(sizes)
-        for name in sizes[most]:
-            errors = ", ".join(f"{n}: {common.show(table[name]['rmse'], digits)}" for n, table in sizes.items())
-            less = sizes[most][name].get("rmse less that of the linearized network")
-            if less is not None:
-                errors += f"; less the linearized network's at {most}: {shown(less, digits=digits)}"
-            errors += f"; NLL at {most}: {common.show(sizes[most][name]['nll'], 2)}"
+        for name, last in sizes[most].items():
+            errors = ", ".join(f"{n}: {show_error(table[name]['rmse'], digits)}" for n, table in sizes.items())
+            if LESS in last:
+                errors += f"; less the linearized network's at {most}: {show_interval(last[LESS], digits=digits)}"
+            errors += f"; NLL at {most}: {show_error(last['nll'], 2)}"
             what = f"{shift}, {name}: RMSE{unit} by points"
             out.append(common.Row(what, said.get(name, "not in the paper"), errors, differs))
     return out
@@ -221,32 +240,21 @@ def rows(
 # Panels.
 
 
-def curves(ax: Axes, sizes: Mapping[int, Any], key: str, *, factor: float = 1.0) -> None:
+def draw_curves(ax: Axes, sizes: Mapping[int, Any], key: str) -> None:
     """A score against the number of points, one curve for each contender, with standard errors."""
     for i, (name, color) in enumerate(COLORS.items()):
         if any(name not in table for table in sizes.values()):
             continue
         x = [n * 1.025 ** (i - len(COLORS) / 2) for n in sizes]
-        mean = [factor * table[name][key]["mean"] for table in sizes.values()]
-        error = [factor * table[name][key]["error"] for table in sizes.values()]
-        bars = None if any(math.isnan(e) for e in error) else error
         style = {NONE: "--", RESIDUALS: "--", FIXED: ":", FIXED_LONGER: ":"}.get(name, "-")
-        ax.errorbar(x, mean, yerr=bars, fmt="o" + style, color=color, ms=4, lw=1.5, capsize=2, label=name)
-    ax.set_xscale("log")
-    ax.set_xticks(list(sizes), [f"{n:,}" for n in sizes])
-    ax.minorticks_off()
+        values = [table[name][key] for table in sizes.values()]
+        plots.draw_means(ax, x, values, fmt="o" + style, color=color, lw=1.5, capsize=2, label=name)
+    plots.log_ticks(ax, list(sizes))
     ax.set_xlabel("adaptation points")
-
-
-def error_range(sizes: Mapping[int, Any]) -> tuple[float, float]:
-    """Of an axis of RMSE, without what is far worse than no retraining and the linear models."""
-    values = [one["rmse"]["mean"] for table in sizes.values() for one in table.values()]
-    shown = [table[name]["rmse"]["mean"] for table in sizes.values() for name in (NONE, LINNET, NTK)]
-    return 0.9 * min(values), 1.1 * max(shown)
-
-
-def likely_range(sizes: Mapping[int, Any]) -> tuple[float, float]:
-    """Of an axis of NLL, without what an overconfident contender has with few points."""
-    values = [one["nll"]["mean"] for table in sizes.values() for one in table.values()]
-    low, median = min(values), statistics.median(values)
-    return low - 0.1 * (median - low) - 0.05, median + 1.5 * (median - low) + 0.1
+    every = [one[key]["mean"] for table in sizes.values() for one in table.values()]
+    if key == "rmse":  # without what is far worse than no retraining and the linear models
+        near = [table[name][key]["mean"] for table in sizes.values() for name in (NONE, LINNET, NTK)]
+        ax.set_ylim(0.9 * min(every), 1.1 * max(near))
+    elif key == "nll":  # without what an overconfident contender has with few points
+        low, median = min(every), statistics.median(every)
+        ax.set_ylim(low - 0.1 * (median - low) - 0.05, median + 1.5 * (median - low) + 0.1)

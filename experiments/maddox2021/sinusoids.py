@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.baselines import Prediction
-from experiments.common.ensembles import forward, initial, module, train
+from experiments.common import plots
+from experiments.common.ensembles import Prediction, forward, initial, module, train
 from experiments.common.processes import Features, Process
+from experiments.common.statistics import average, scores, show_error
 
 WIDTHS = (1, 40, 40, 1)
 SHOTS = (5, 10, 20)
@@ -55,12 +56,22 @@ METHODS = {
     "deep kernel, shared": "the same, hyperparameters shared by the target tasks",
     "fine-tuning": "all weights, rate and steps tuned on other tasks with as many points",
 }
+# Those of the table of results.
+ROWS = (
+    *(f"finite NTK, {of}" for of in ("as published", "source", "shared", "own")),
+    "linearized network, shared",
+    "RBF, source",
+    "RBF, shared",
+    "ABLR, source",
+    "deep kernel, source",
+    "fine-tuning",
+)
 SHOWN = ("finite NTK, shared", "finite NTK, source", "RBF, source", "ABLR, source")
 COLORS = {
-    "finite NTK, shared": common.BLUE,
-    "finite NTK, source": common.SKY,
-    "RBF, source": common.YELLOW,
-    "ABLR, source": common.GRAY,
+    "finite NTK, shared": plots.BLUE,
+    "finite NTK, source": plots.SKY,
+    "RBF, source": plots.YELLOW,
+    "ABLR, source": plots.GRAY,
 }
 
 
@@ -123,29 +134,29 @@ class Tangent:
         return self.each(fixed, X, y, at)
 
     def transferred(self, X: Tensor, y: Tensor, at: Tensor, *, mean: str) -> Prediction:
-        fitted = quietly(self.make(mean=mean).fit, *self.source)
+        fitted = call_quietly(self.make(mean=mean).fit, *self.source)
         fixed = self.make(mean=mean, prior=fitted.scales_["all"], noise=fitted.noise_)
         return self.each(fixed, X, y, at)
 
     def shared(self, X: Tensor, y: Tensor, at: Tensor, **settings: Any) -> Prediction:
-        fitted = quietly(self.make(**settings).fit_tasks, list(zip(X, y, strict=True)))
-        return stacked(one.predict(x, return_std=True, noise=True) for one, x in zip(fitted.tasks_, at, strict=True))
+        fitted = call_quietly(self.make(**settings).fit_tasks, list(zip(X, y, strict=True)))
+        return stack(one.predict(x, return_std=True, noise=True) for one, x in zip(fitted.tasks_, at, strict=True))
 
     def each(self, regressor: linnet.TangentRegressor, X: Tensor, y: Tensor, at: Tensor) -> Prediction:
-        return stacked(
-            quietly(regressor.fit, x, t).predict(a, return_std=True, noise=True)
+        return stack(
+            call_quietly(regressor.fit, x, t).predict(a, return_std=True, noise=True)
             for x, t, a in zip(X, y, at, strict=True)
         )
 
 
-def quietly(fit: Any, *arguments: Any) -> Any:
+def call_quietly(fit: Any, *arguments: Any) -> Any:
     """Without the warning that the network was trained on these data: on the source task it was, by design."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The network's residuals", category=UserWarning)
         return fit(*arguments)
 
 
-def stacked(found: Iterator[tuple[Tensor, Tensor]]) -> Prediction:
+def stack(found: Iterator[tuple[Tensor, Tensor]]) -> Prediction:
     means, stds = zip(*found, strict=True)
     return Prediction(torch.stack(means), torch.stack(stds).square())
 
@@ -176,7 +187,7 @@ def without_source(tasks: Tasks, shots: int, at: Tensor, *, quick: bool) -> dict
     return found
 
 
-def tuned(
+def tune(
     theta: Tensor, tasks: Tasks, shots: int, at: Tensor, targets: Tensor, tried: Sequence[int] = TUNING_STEPS
 ) -> tuple[float, int, float]:
     """Learning rate, steps and noise of fine-tuning, by the error on tasks kept for this."""
@@ -258,7 +269,7 @@ def predictions(
         yield f"{label}, shared", Prediction(*process.predict(grid))
 
     tried = TUNING_STEPS[:5] if quick else TUNING_STEPS
-    rate, steps, noise_ = tuned(theta, tuning, shots, at.expand(len(tuning.y), -1, -1), held, tried)
+    rate, steps, noise_ = tune(theta, tuning, shots, at.expand(len(tuning.y), -1, -1), held, tried)
     fine = fine_tune(theta, X, y, torch.full((len(y),), rate), steps)
     g = forward(fine, grid, WIDTHS)
     yield "fine-tuning", Prediction(g, torch.full_like(g, noise_))
@@ -267,15 +278,15 @@ def predictions(
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sources", type=int, default=None, help="source tasks, each with its network (default: 8)")
-    parser.add_argument("--tasks", type=int, default=None, help="target tasks for each source (default: 25)")
+ARGUMENTS = {
+    "--sources": "source tasks, each with its network (default: 8)",
+    "--tasks": "target tasks for each source (default: 25)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Train the networks, adapt them, score."""
-    if options.device != "cpu":
-        raise ValueError(f"The networks have 1,761 parameters: sinusoids runs on the CPU only; got {options.device!r}.")
+    common.require_cpu(options, "The networks have 1,761 parameters")
     sources = options.sources or (1 if options.quick else 8)
     count = options.tasks or (3 if options.quick else 25)
     shots_all = SHOTS[:1] if options.quick else SHOTS
@@ -306,14 +317,12 @@ def run(options: argparse.Namespace) -> common.Outcome:
             )
             for name, found in (*made, *alone[n].items()):
                 pairs = zip(found.mean, found.variance, truth, strict=True)
-                rows[n][name].append([common.scores(mean, variance, y) for mean, variance, y in pairs])
+                rows[n][name].append([scores(mean, variance, y) for mean, variance, y in pairs])
                 if i == 0 and n == shots_all[min(1, len(shots_all) - 1)] and name in SHOWN:
                     kept[name] = found
         print(f"source {i + 1} of {sources} done")
 
     tables = {n: {name: summary(rows[n][name]) for name in METHODS} for n in shots_all}
-    for n in shots_all:
-        print_table(n, tables[n])
     shown = shots_all[min(1, len(shots_all) - 1)]
     model = module(nets[0], WIDTHS)
     metrics = {
@@ -332,44 +341,27 @@ def summary(found: list[list[dict[str, float]]]) -> dict[str, Any]:
     for key in ("rmse", "nll", "coverage"):
         values = torch.tensor([[one[key] for one in tasks] for tasks in found], dtype=torch.float64)
         each = values.mean(1).tolist()
-        out[key] = {**common.spread(each), "median": float(values.median()), "by source": each}
+        out[key] = {**average(each), "median": float(values.median()), "by source": each}
     return out
-
-
-def print_table(shots: int, table: Mapping[str, Any]) -> None:
-    print(f"\n{shots} context points{'':>27} RMSE           median    NLL              median  coverage")
-    for name, one in table.items():
-        rmse, nll = one["rmse"], one["nll"]
-        print(
-            f"  {name:39s} {common.show(rmse):>14s} {rmse['median']:8.2f} {common.show(nll):>18s} {nll['median']:8.2f}"
-            f"   {100 * one['coverage']['mean']:5.1f} %"
-        )
 
 
 def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -> list[common.Row]:
     differs = f"the paper plots a few tasks; mean ± standard error over {sources} sources x {count} tasks"
+    alike = "comparable with the transferred RBF process (figure 6)"
     said = {
-        "finite NTK, as published": "comparable with the transferred RBF process (figure 6)",
-        "finite NTK, source": "comparable with the transferred RBF process (figure 6)",
-        "finite NTK, shared": "not in the paper",
-        "finite NTK, own": "not in the paper",
-        "linearized network, shared": "not in the paper",
+        "finite NTK, as published": alike,
+        "finite NTK, source": alike,
         "RBF, source": "close to the gold standard",
-        "RBF, shared": "not in the paper",
         "ABLR, source": "clearly worse than the finite NTK",
         "deep kernel, source": "underfits",
-        "fine-tuning": "not in the paper",
     }
-    return [
-        common.Row(
-            f"{shots} points, {name}: RMSE, NLL, coverage",
-            text,
-            f"{common.show(table[name]['rmse'])}, {common.show(table[name]['nll'])}, "
-            f"{100 * table[name]['coverage']['mean']:.0f} %",
-            differs,
-        )
-        for name, text in said.items()
-    ]
+    rows = []
+    for name in ROWS:
+        one = table[name]
+        ours = f"{show_error(one['rmse'])}, {show_error(one['nll'])}, {100 * one['coverage']['mean']:.0f} %"
+        what = f"{shots} points, {name}: RMSE, NLL, coverage"
+        rows.append(common.Row(what, said.get(name, "not in the paper"), ours, differs))
+    return rows
 
 
 def figure(
@@ -383,55 +375,38 @@ def figure(
 ) -> Figure:
     """The source task and three targets, one row per method; below, the error against the number of points."""
     x = at.squeeze(-1)
-    which = [0, 1, 2]
-    with common.style():
-        picture = plt.figure(figsize=(11, 9.5))
-        upper, lower = picture.subfigures(2, 1, height_ratios=[3.1, 1.25])
-        axes = upper.subplots(len(SHOWN), 3, sharex=True, sharey="col")
-        for row, name in enumerate(SHOWN):
-            for column, task in enumerate(which):
-                ax, found = axes[row, column], kept[name]
-                std = found.variance[task].sqrt()
-                ax.fill_between(
-                    x,
-                    found.mean[task] - 1.96 * std,
-                    found.mean[task] + 1.96 * std,
-                    color=COLORS[name],
-                    alpha=0.3,
-                    lw=0,
-                    label="95 %",
-                )
-                ax.plot(x, found.mean[task], color=COLORS[name], lw=2, label="mean")
-                A, b, w = targets.parameters[task]
-                ax.plot(x, A * torch.sin(w * x + b), "k--", lw=1, label="truth")
-                X, y = targets.few(shots)
-                ax.plot(X[task, :, 0], y[task], "o", color=common.PURPLE, ms=5, mec="white", mew=0.5, label="context")
-                if row == 0:
-                    ax.set_title(f"new task {column + 1}")
-                if column == 0:
-                    ax.set_ylabel(name.replace(", ", ",\n"))
-                ax.set_ylim(-1.9 * float(A), 1.9 * float(A))
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        upper.legend(handles, labels, loc="outside lower center", ncols=4)
-        left, middle, right = lower.subplots(1, 3)
-        left.plot(source[0][:, 0], source[1], ".", color=common.ORANGE, ms=7, label="source task")
-        with torch.no_grad():
-            left.plot(x, model(at).squeeze(-1), color=common.ORANGE, lw=1, label="network")
-        left.set_title("the only task trained on")
-        left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8)
-        for ax, key, title in ((middle, "rmse", "RMSE, mean over tasks"), (right, "nll", "NLL, median over tasks")):
-            for name, color in {**COLORS, "fine-tuning": common.VERMILION, "RBF, shared": common.GREEN}.items():
-                value = "mean" if key == "rmse" else "median"
-                ax.plot(
-                    list(tables), [t[name][key][value] for t in tables.values()], "o-", color=color, ms=4, label=name
-                )
-            ax.set_xticks(list(tables))
-            ax.set_xlabel("context points")
-            ax.set_title(title)
-        middle.set_ylim(bottom=0)
-        right.set_yscale("symlog", linthresh=2)
-        ticks = [-2, -1, 0, 1, 2, 10, 100]
-        right.set_yticks(ticks, [f"{t}" for t in ticks])
-        right.minorticks_off()
-        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    picture = plt.figure(figsize=(11, 9.5))
+    upper, lower = picture.subfigures(2, 1, height_ratios=[3.1, 1.25])
+    axes = upper.subplots(len(SHOWN), 3, sharex=True, sharey="col")
+    X, y = targets.few(shots)
+    for row, name in zip(axes, SHOWN, strict=True):
+        row[0].set_ylabel(name.replace(", ", ",\n"))
+        for task, ax in enumerate(row):
+            mean, std = kept[name].mean[task], kept[name].variance[task].sqrt()
+            plots.draw_posterior(ax, x, mean, std, color=COLORS[name], lw=2, label="mean ± 2 deviations")
+            A, b, w = targets.parameters[task]
+            ax.plot(x, A * torch.sin(w * x + b), "k--", lw=1, label="truth")
+            ax.plot(X[task, :, 0], y[task], "o", color=plots.PURPLE, ms=5, mec="white", mew=0.5, label="context")
+            ax.set_ylim(-1.9 * float(A), 1.9 * float(A))
+    for task, ax in enumerate(axes[0]):
+        ax.set_title(f"new task {task + 1}")
+    plots.legend_below(upper, axes[0, 0], 4)
+    left, middle, right = lower.subplots(1, 3)
+    left.plot(source[0][:, 0], source[1], ".", color=plots.ORANGE, ms=7, label="source task")
+    with torch.no_grad():
+        left.plot(x, model(at).squeeze(-1), color=plots.ORANGE, lw=1, label="network")
+    left.set_title("the only task trained on")
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8)
+    for ax, key, value in ((middle, "rmse", "mean"), (right, "nll", "median")):
+        for name, color in {**COLORS, "fine-tuning": plots.VERMILION, "RBF, shared": plots.GREEN}.items():
+            values = [table[name][key][value] for table in tables.values()]
+            ax.plot(list(tables), values, "o-", color=color, ms=4, label=name)
+        ax.set_xticks(list(tables))
+        ax.set(xlabel="context points", title=f"{key.upper()}, {value} over tasks")
+    middle.set_ylim(bottom=0)
+    right.set_yscale("symlog", linthresh=2)
+    ticks = [-2, -1, 0, 1, 2, 10, 100]
+    right.set_yticks(ticks, [f"{t}" for t in ticks])
+    right.minorticks_off()
+    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return picture

@@ -24,8 +24,9 @@ from torch import Tensor
 
 import linnet
 from experiments import common
-from experiments.common.baselines import FINE_RATES, Prediction, Search, fit_networks
-from experiments.common.ensembles import forward, module
+from experiments.common import plots
+from experiments.common.ensembles import FINE_RATES, Prediction, Search, fit_networks, forward, module
+from experiments.common.statistics import average, scores, summarize
 
 SETS = ("boston", "concrete", "energy", "wine", "kin8nm", "power", "protein")
 HIDDEN = (50, 50)
@@ -166,13 +167,12 @@ def predictions(
         yield name, found, time.perf_counter() - start
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=None, help="default: all seven")
-    parser.add_argument("--splits", type=int, default=None, help="splits of each set (default: 5, large sets 2)")
-    parser.add_argument("--limit", type=int, default=None, help="largest number of adaptation examples (default: 1000)")
-    parser.add_argument(
-        "--steps", type=int, default=None, help="of a network's training (default: 2000, large sets 4000)"
-    )
+ARGUMENTS = {
+    "--sets": {"nargs": "+", "choices": SETS, "help": "default: all seven"},
+    "--splits": "splits of each set (default: 5, large sets 2)",
+    "--limit": "largest number of adaptation examples (default: 1000)",
+    "--steps": "of a network's training (default: 2000, large sets 4000)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -200,13 +200,11 @@ def run(options: argparse.Namespace) -> common.Outcome:
             for method, found, seconds in predictions(
                 data, setting, limit=limit, search=search, seed=options.seed, members=members, known=known
             ):
-                rows = scored(found, data)
+                rows = score(found, data)
                 table[method] = {**summary(rows), "by split": rows, "seconds": seconds / splits}
             results[setting][name] = table
-            print_table(name, setting, table)
+            print(f"{name}, {setting} data done", flush=True)
     ranking = {setting: rank(results[setting]) for setting in SETTINGS}
-    for setting in SETTINGS:
-        print_ranking(setting, ranking[setting])
     metrics = {
         "settings": {"sets": sizes, "limit": limit, "seed": options.seed, "members": members},
         "errors": "standard errors over splits",
@@ -217,18 +215,27 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome(metrics, figure(results), table_rows(results, ranking, limit))
 
 
-def scored(found: Prediction | Sequence[Prediction], data: Split) -> list[dict[str, float]]:
+def score(found: Prediction | Sequence[Prediction], data: Split) -> list[dict[str, float]]:
     """Scores of each split."""
     if isinstance(found, Prediction):
         found = [Prediction(mean, variance) for mean, variance in zip(found.mean, found.variance, strict=True)]
     return [
-        common.scores(one.mean, one.variance, y, unit=float(unit))
+        scores(one.mean, one.variance, y, unit=float(unit))
         for one, y, unit in zip(found, data.y_test, data.unit, strict=True)
     ]
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    return {key: common.spread([row[key] for row in rows]) for key in ("rmse", "nll", "coverage")}
+    return summarize(rows, average)
+
+
+def rank_of(values: Sequence[float]) -> list[int]:
+    """1 for the smallest.
+
+    >>> rank_of([0.3, 0.1, 0.2])
+    [3, 1, 2]
+    """
+    return [sorted(values).index(value) + 1 for value in values]
 
 
 def rank(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -243,7 +250,7 @@ def rank(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for table in results.values():
         base = table[NETWORK]["nll"]["mean"]
         for group, key in ((methods, "rank"), (own, "rank among tangents")):
-            for method, place in zip(group, common.ranks([table[m]["nll"]["mean"] for m in group]), strict=True):
+            for method, place in zip(group, rank_of([table[m]["nll"]["mean"] for m in group]), strict=True):
                 collected[method][key].append(place)
         for method in methods:
             collected[method]["NLL less network"].append(table[method]["nll"]["mean"] - base)
@@ -258,30 +265,8 @@ def rank(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for table in results.values()
             for mine, other in zip(table[method]["by split"], table[DEFAULT]["by split"], strict=True)
         ]
-        out[method]["NLL less default, over splits"] = common.spread(gaps)
+        out[method]["NLL less default, over splits"] = average(gaps)
     return dict(sorted(out.items(), key=lambda item: item[1]["rank"]))
-
-
-def print_table(name: str, setting: str, table: Mapping[str, Any]) -> None:
-    print(f"\n{name}, {setting} data{'':>14} RMSE             NLL              coverage   s/split")
-    for method, one in sorted(table.items(), key=lambda item: item[1]["nll"]["mean"]):
-        print(
-            f"  {method:32s} {common.show(one['rmse'], 3):>16s} {common.show(one['nll'], 3):>16s}"
-            f" {100 * one['coverage']['mean']:6.1f} %  {one['seconds']:7.2f}",
-            flush=True,
-        )
-
-
-def print_ranking(setting: str, ranking: Mapping[str, Any]) -> None:
-    head = "rank  among tangents  NLL - network  RMSE / network  coverage  NLL - default"
-    print(f"\n{setting} data, over sets{'':>12} {head}")
-    for method, one in ranking.items():
-        among = one.get("rank among tangents")
-        print(
-            f"  {method:32s} {one['rank']:5.2f}  {'' if among is None else f'{among:5.2f}':>14s}"
-            f"  {one['NLL less network']:13.3f}  {one['RMSE over network']:14.3f}  {100 * one['coverage']:6.1f} %"
-            f"  {common.show(one['NLL less default, over splits'], 4):>16s}"
-        )
 
 
 def table_rows(results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, Any], limit: int) -> list[common.Row]:
@@ -308,37 +293,31 @@ def table_rows(results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, A
 
 def figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """NLL less that of the network, per set and method, in both settings."""
-    shown = {
-        LAST: (common.GRAY, "s"),
-        FINE: (common.VERMILION, "v"),
-        ENSEMBLE: (common.ORANGE, "D"),
-        "tangent shared, network mean": (common.BLUE, "o"),
-        "tangent layerwise, network mean": (common.PURPLE, "o"),
-        "tangent shared, zero mean": (common.GREEN, "^"),
+    methods = {
+        LAST: (plots.GRAY, "s"),
+        FINE: (plots.VERMILION, "v"),
+        ENSEMBLE: (plots.ORANGE, "D"),
+        "tangent shared, network mean": (plots.BLUE, "o"),
+        "tangent layerwise, network mean": (plots.PURPLE, "o"),
+        "tangent shared, zero mean": (plots.GREEN, "^"),
     }
     names = list(results["new"])
-    with common.style():
-        picture, axes = plt.subplots(1, 2, figsize=(11, 0.62 * len(names) + 2.2), sharex=True, sharey=True)
-        for ax, setting in zip(axes, SETTINGS, strict=True):
-            for i, (method, (color, marker)) in enumerate(shown.items()):
-                y = [row + 0.11 * (i - (len(shown) - 1) / 2) for row in range(len(names))]
-                x, error = [], []
-                for name in names:
-                    table = results[setting][name]
-                    pairs = zip(table[method]["by split"], table[NETWORK]["by split"], strict=True)
-                    gain = common.spread([a["nll"] - b["nll"] for a, b in pairs])
-                    x.append(gain["mean"])
-                    error.append(0.0 if np.isnan(gain["error"]) else gain["error"])
-                ax.errorbar(x, y, xerr=error, fmt=marker, color=color, ms=5, lw=1, label=method)
-            ax.axvline(0, color="black", lw=1)
-            ax.set_xlabel("test NLL less the network's (left is better)")
-            ax.grid(axis="y", visible=False)
-            for row in range(len(names) - 1):
-                ax.axhline(row + 0.5, color="black", lw=0.4, alpha=0.3)
-        axes[0].set_title("adapted on data the network has not seen")
-        axes[1].set_title("adapted on the network's own training data")
-        axes[0].set_yticks(range(len(names)), names)
-        axes[0].invert_yaxis()
-        handles, labels = axes[0].get_legend_handles_labels()
-        picture.legend(handles, labels, loc="outside lower center", ncols=3)
+    picture, axes = plt.subplots(1, 2, figsize=(11, 0.62 * len(names) + 2.2), sharex=True, sharey=True)
+    for ax, setting in zip(axes, SETTINGS, strict=True):
+        for i, (method, (color, marker)) in enumerate(methods.items()):
+            gains = []
+            for table in results[setting].values():
+                pairs = zip(table[method]["by split"], table[NETWORK]["by split"], strict=True)
+                gains.append(average([a["nll"] - b["nll"] for a, b in pairs]))
+            how = {"across": True, "fmt": marker, "color": color, "ms": 5, "lw": 1, "label": method}
+            plots.draw_means(ax, plots.place_rows(len(names), i, len(methods), 0.66), gains, **how)
+        ax.axvline(0, color="black", lw=1)
+        ax.set_xlabel("test NLL less the network's (left is better)")
+        ax.grid(axis="y", visible=False)
+        for row in range(len(names) - 1):
+            ax.axhline(row + 0.5, color="black", lw=0.4, alpha=0.3)
+    axes[0].set_title("adapted on data the network has not seen")
+    axes[1].set_title("adapted on the network's own training data")
+    plots.name_rows(axes[0], names)
+    plots.legend_below(picture, axes[0], 3)
     return picture

@@ -17,15 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from experiments import common
-from experiments.common import gains
-from experiments.common.adaptation import EVERYTHING, GRADIENTS, SAME, Clock, Contest, Labeled, Search, Whole, in_turn
-from experiments.common.pretrained import minilm, sst2, word_pieces
+from experiments.common.data import sst2, word_pieces
+from experiments.common.networks import minilm
+from experiments.common.training import Labeled, Search, in_parts, in_turn
+from experiments.mu2020 import gains
+from experiments.mu2020.contest import EVERYTHING, GRADIENTS, SAME, run_contests
 
 NETWORK = "MiniLM-L6"
 CLASSES = 2
 LABELS = 6920  # of the training sentences
-SIZES = {"quick": [20], "cpu": [50, 200, 1000], "cuda": [50, 200, 1000, 3000, 6920]}
-TEST = {"quick": 40, "cpu": 400, "cuda": 1821}
+DEFAULTS = {
+    "quick": {"sizes": [20], "test": 40, "seeds": 1},
+    "cpu": {"sizes": [50, 200, 1000], "test": 400, "seeds": 3},
+    "cuda": {"sizes": [50, 200, 1000, 3000, 6920], "test": 1821, "seeds": 3},
+}
 SEARCH = {
     "quick": Search((1e-4,), 1),
     "cpu": Search((3e-4, 1e-4, 3e-5), 6, patience=2),
@@ -75,11 +80,9 @@ class Classifier(nn.Module):
         return self.top(self.embeddings(input_ids=ids), attention_mask)
 
 
-@torch.no_grad()
 def below(net: Any, layers: int, ids: Tensor, mask: Tensor) -> Tensor:
     """What the layers below the last ones make of sentences (n, T): (n, T, d)."""
-    parts = zip(ids.split(250), mask.split(250), strict=True)
-    return torch.cat([through(net.encoder.layer[:-layers], net.embeddings(input_ids=one), m) for one, m in parts])
+    return in_parts(lambda x, m: through(net.encoder.layer[:-layers], net.embeddings(input_ids=x), m), (ids, mask))
 
 
 def with_head(net: Any, head: nn.Module) -> nn.Module:
@@ -87,18 +90,17 @@ def with_head(net: Any, head: nn.Module) -> nn.Module:
     return Classifier(copy.deepcopy(net), copy.deepcopy(head))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", type=int, nargs="*", default=None, help="labels (default: 50 200 1000; cuda: all)")
-    parser.add_argument("--seeds", type=int, default=None, help="draws of labels, --seed the first (default: 3)")
-    parser.add_argument("--test", type=int, default=None, help="test sentences (default: 400; cuda: all)")
-    parser.add_argument("--layers", type=int, default=1, help="layers that adapt (default: 1)")
+ARGUMENTS = {
+    "--sizes": {"type": int, "nargs": "*", "help": "labels (default: 50 200 1000; cuda: all)"},
+    "--seeds": "draws of labels, --seed the first (default: 3)",
+    "--test": "test sentences (default: 400; cuda: all)",
+    "--layers": {"type": int, "default": 1, "help": "layers that adapt (default: 1)"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Draw labels, adapt, score."""
-    kind = "quick" if options.quick else options.device.partition(":")[0]
-    options.sizes = SIZES[kind] if options.sizes is None else options.sizes
-    options.test, options.seeds = options.test or TEST[kind], options.seeds or (1 if options.quick else 3)
+    kind = common.fill(options, DEFAULTS)
     net = minilm(options.data / "weights")
     if not 1 <= options.layers <= len(net.encoder.layer):
         raise ValueError(f"MiniLM has {len(net.encoder.layer)} layers; got --layers {options.layers}.")
@@ -138,29 +140,17 @@ def draw(
     kind: str,
     options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    """All contenders on one draw of labels and test sentences, of which smaller numbers of labels are the first."""
-    generator, clock, device = torch.Generator().manual_seed(seed), Clock(options.device), options.device
+    """All contenders on one draw of labels and test sentences."""
+    generator, device = torch.Generator().manual_seed(seed), options.device
     index = in_turn(train[1], max(options.sizes), CLASSES, generator)
     at = torch.randperm(len(test[1]), generator=generator)[: options.test]
     texts = [train[0][i] for i in index.tolist()] + [test[0][i] for i in at.tolist()]
     ids, mask = (t.to(device) for t in word_pieces(options.data / "weights", texts))
-    y, truth = train[1][index].to(device), test[1][at].to(device)
-    with clock("bottom"):
-        h = below(net, options.layers, ids, mask)
-    top = Top(copy.deepcopy(net.encoder.layer[-options.layers :]), nn.Linear(h.shape[2], CLASSES, device=device)).eval()
-    m = len(index)
-    for n in options.sizes:
-        contest = Contest(
-            top,
-            Labeled((h[:n], mask[:n]), y[:n]),
-            Labeled((h[m:], mask[m:]), truth),
-            CLASSES,
-            device,
-            SEARCH[kind],
-            seed,
-            dtype="auto" if device.startswith("cuda") else "float32",
-        )
-        whole = Whole(partial(with_head, net), Labeled((ids[:n], mask[:n]), y[:n]), (ids[m:], mask[m:]))
-        seconds = clock.seconds["bottom"] * (n + len(at)) / len(ids)
-        scores = contest.all(LIMITS[kind], whole)
-        yield {"labels": n, "every label": n == len(train[1]), "bottom seconds": seconds, "contenders": scores}
+    every, m = Labeled((ids, mask), torch.cat([train[1][index], test[1][at]]).to(device)), len(index)
+    head = nn.Linear(net.config.hidden_size, CLASSES, device=device)
+    top = Top(copy.deepcopy(net.encoder.layer[-options.layers :]), head).eval()
+    parts = top, lambda ids, mask: (below(net, options.layers, ids, mask), mask), partial(with_head, net)
+    how = {"limits": LIMITS[kind], "classes": CLASSES, "search": SEARCH[kind], "seed": seed}
+    dtype = "auto" if device.startswith("cuda") else "float32"
+    for one in run_contests(parts, every[:m], every[m:], options, dtype=lambda n: dtype, **how):
+        yield {**one, "every label": one["labels"] == len(train[1])}

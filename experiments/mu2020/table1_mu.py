@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +22,11 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common import gains, generative
-from experiments.common.adaptation import Contest, Labeled, Search, fine_tune, in_parts, in_turn, probabilities
-from experiments.common.pretrained import dcgan_discriminator, mnist
-from linnet import metrics
+from experiments.common import plots, statistics
+from experiments.common.data import color_images, mnist
+from experiments.common.networks import dcgan_discriminator, load_encoder
+from experiments.common.training import Labeled, Search, in_parts, in_turn
+from experiments.mu2020.contest import Contest
 
 CLASSES = 10
 PARTS = {
@@ -80,34 +79,30 @@ class Top(nn.Module):
 
 def encoder(part: str, options: argparse.Namespace) -> list[nn.Module]:
     """The blocks of a trained encoder, bottom to top; the last three are those that may adapt."""
-    quick, where = options.quick, partial(generative.folder_of, options)
-    if part == "gan":
-        trained = None if quick else generative.color_gan(where("dcgan_generator_cifar10"))[0]
-        return list((trained or generative.ColorDiscriminator(4)).blocks)
-    if part == "vae":
-        return list((generative.ColorVAE(4) if quick else generative.color_vae(where("vae_cifar10"))).blocks)
+    if part == "mnist":
+        weights = (None, 4) if options.quick else (options.data / "weights", 64)
+        main = dcgan_discriminator(weights[0], width=weights[1]).main
+        # The first block is a layer without batch norm.
+        return [nn.Sequential(*main[:2]), nn.Sequential(*main[2:5]), nn.Sequential(*main[5:8])]
+    net = load_encoder(options, part)
     if part == "rotation":
-        small = generative.WideResNet(22, 1) if quick else None
-        net = small or generative.rotation_network(where("rotation_cifar10"))
         lower = nn.Sequential(net.conv1, *net.groups[:2])
         return [lower, *net.groups[2][:2], nn.Sequential(net.groups[2][2], net.bn, nn.ReLU())]
-    main = dcgan_discriminator(None, width=4).main if quick else dcgan_discriminator(options.data / "weights").main
-    # The first block is a layer without batch norm.
-    return [nn.Sequential(*main[:2]), nn.Sequential(*main[2:5]), nn.Sequential(*main[5:8])]
+    return list((net[0] if part == "gan" else net).blocks)
 
 
 def images(part: str, options: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
     """Training and test images with labels."""
     if part == "mnist":
         return [mnist(options.data, train, network="dcgan", count=10_000) for train in (True, False)]
-    test = generative.color_images(options.data, ("test",))
+    test = color_images(options.data, "test")
     if options.quick:
         return [(test[0][:500], test[1][:500]), (test[0][500:], test[1][500:])]
-    return [generative.color_images(options.data, ("train_1", "train_2")), test]
+    return [color_images(options.data, "train"), test]
 
 
 @torch.no_grad()
-def redrawn(blocks: Sequence[nn.Module], which: Sequence[bool], x: Tensor, seed: int) -> list[nn.Module]:
+def redraw(blocks: Sequence[nn.Module], which: Sequence[bool], x: Tensor, seed: int) -> list[nn.Module]:
     """Copies of the blocks, some with new weights as torch draws them.
 
     From the first new one upwards, batch norm takes the statistics of images x, as it would in training.
@@ -141,11 +136,11 @@ def features(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
 # One draw of labels.
 
 
-def measured(
+def measure(
     part: str, top: int, draw: int, data: Sequence[tuple[Tensor, Tensor]], options: argparse.Namespace
 ) -> Mapping[str, Mapping[str, Any]]:
     """Accuracies of all rows of table 1, or of those of table 2, with so many blocks."""
-    kind = "quick" if options.quick else options.device.partition(":")[0]
+    kind = common.kind_of(options)
     generator = torch.Generator().manual_seed(draw)
     (x, y), (x_test, y_test) = data
     index = in_turn(y, options.labels, CLASSES, generator)
@@ -162,7 +157,7 @@ def measured(
     for lower, upper in reversed(combinations):  # the pretrained network first: its head's penalty serves all
         below = len(blocks) - top
         which = [lower] * below + [upper] * top
-        network = redrawn(blocks, which, x[:500], 1000 + draw)
+        network = redraw(blocks, which, x[:500], 1000 + draw)
         A, A_new = (features(network[:below], images) for images in (x, new))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(draw)
@@ -189,7 +184,8 @@ def measured(
         if not lower and not upper:
             rows[GAUSSIAN] = contest.tangent(headed, mean="zero", inference="vi")
             rows[BASELINE] = linear
-            rows |= fine_tuned(contest, penalty, draw)
+            rows[TUNED], tuned = contest.tune(penalty)
+            rows[BOTH] = contest.tangent(tuned, mean="zero", inference="map")
         for key, row in rows.items():
             if key.startswith(name) or (not lower and not upper):
                 print(f"{part}, top {place}, draw {draw}, {key}: {100 * row['accuracy']:.1f} %", flush=True)
@@ -199,32 +195,27 @@ def measured(
     return rows
 
 
-def fine_tuned(contest: Contest, penalty: float, seed: int) -> dict[str, dict[str, Any]]:
-    """Fine-tuning of the blocks and the head, and gradient features at what it finds."""
-    start = time.perf_counter()
-    found = fine_tune(lambda data: contest.head(data, penalty), contest.train, contest.search, seed=seed)
-    p = probabilities(found.model, contest.test.X)
-    row = {**metrics.classification(p.double(), contest.test.y), "rate": found.rate, "epochs": found.epochs}
-    tuned = {**row, "seconds": time.perf_counter() - start}
-    return {TUNED: tuned, BOTH: contest.tangent(found.model, mean="zero", inference="map")}
-
-
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=None, help="default: mnist; cuda: the other three")
-    parser.add_argument(
-        "--tops", type=int, nargs="+", choices=TOPS, default=list(TOPS), help="blocks that adapt, 0 for all"
-    )
-    parser.add_argument("--draws", type=int, nargs="+", default=None, help="seeds of labels and test images (0 1 2)")
-    parser.add_argument("--labels", type=int, default=None, help="default: 100; cuda: 500")
-    parser.add_argument("--test", type=int, default=None, help="test images of a draw (default: 1,000; cuda: 5,000)")
-    parser.add_argument("--ablate", nargs="*", choices=PARTS, default=["gan"], help="parts with all eight ways (gan)")
+ARGUMENTS = {
+    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: the other three"},
+    "--tops": {
+        "type": int,
+        "nargs": "+",
+        "choices": TOPS,
+        "default": list(TOPS),
+        "help": "blocks that adapt, 0 for all",
+    },
+    "--draws": {"type": int, "nargs": "+", "help": "seeds of labels and test images (0 1 2)"},
+    "--labels": "default: 100; cuda: 500",
+    "--test": "test images of a draw (default: 1,000; cuda: 5,000)",
+    "--ablate": {"nargs": "*", "choices": PARTS, "default": ["gan"], "help": "parts with all eight ways (gan)"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
-    kind = "quick" if options.quick else options.device.partition(":")[0]
+    kind = common.kind_of(options)
     options.labels, options.test = options.labels or LABELS[kind], options.test or TEST[kind]
     if options.parts is None:
         options.parts = {"quick": ["gan"], "cpu": ["mnist"]}.get(kind, ["gan", "vae", "rotation"])
@@ -236,7 +227,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         tops = [top for top in options.tops if top <= count]
         for draw in options.draws:
             for top in tops[:2] if options.quick else tops:
-                measured(part, top, draw, data, options)
+                measure(part, top, draw, data, options)
         spent = {"seconds": time.perf_counter() - start, "machine": common.machine(options.device)}
         parts = common.keep(options, "table1_mu", {part: {"last run": spent}})
     ordered = {part: parts[part] for part in PARTS if part in parts}
@@ -256,7 +247,7 @@ def table(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for name, draws in names.items():
             values = [100 * one["accuracy"] for one in draws.values()]
             less = [100 * (one["accuracy"] - linear[i]["accuracy"]) for i, one in draws.items() if i in linear]
-            cell = {"accuracy": gains.interval(values), "less linear": gains.interval(less or [float("nan")])}
+            cell = {"accuracy": statistics.interval(values), "less linear": statistics.interval(less or [float("nan")])}
             out.setdefault(top, {})[name] = cell
     return out
 
@@ -279,9 +270,9 @@ def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row
             for name in (*SAID,):
                 if name in names:
                     cell = names[name]
-                    ours = gains.shown(cell["accuracy"]).replace("+", "")
+                    ours = statistics.show_interval(cell["accuracy"]).replace("+", "")
                     if name != BASELINE:
-                        ours += f"; less linear {gains.shown(cell['less linear'])}"
+                        ours += f"; less linear {statistics.show_interval(cell['less linear'])}"
                     what = f"{PARTS[part]}, {'all blocks' if top == ALL else f'top {top}'}, {name}: accuracy %"
                     text = f"{differs}, {cell['accuracy']['count']} draws, 95 % interval"
                     result.append(common.Row(what, said(part, name, top), ours, text))
@@ -290,35 +281,21 @@ def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row
 
 def figure(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> Figure:
     """A panel for each encoder: accuracy less that of the linear classifier, with one, two and three blocks."""
-    shades = {"1": common.SKY, "2": common.BLUE, "3": common.PURPLE, ALL: common.GREEN}
-    with common.style():
-        result = Figure(figsize=(5.2 * max(1, len(tables)), 4.6))
-        axes = result.subplots(1, max(1, len(tables)), squeeze=False)[0]
-        for ax, (part, tops) in zip(axes, tables.items(), strict=False):
-            names = [name for name in SAID if name != BASELINE and any(name in of for of in tops.values())]
-            for j, (top, of) in enumerate(sorted(tops.items())):
-                for i, name in enumerate(name for name in names if name in of):
-                    draw(
-                        ax,
-                        of[name]["less linear"],
-                        0.22 * (1 - j) - names.index(name),
-                        shades[top],
-                        top if i == 0 else "",
-                    )
-            ax.axvline(0, color=common.GRAY, lw=1)
-            ax.set_yticks([-i for i in range(len(names))], names)
-            ax.set_ylim(-len(names) + 0.5, 0.5)
-            ax.set_ylabel("lower layers / upper layers / head")
-            linear = next(of[BASELINE]["accuracy"]["mean"] for of in tops.values())
-            title = f"{PARTS[part]}\n{parts[part].get('labels', 0):,} labels, linear {linear:.1f} %"
-            ax.set(xlabel="points above linear (95 %, paired)", title=title)
-            ax.legend(fontsize=8)
+    shades = {"1": plots.SKY, "2": plots.BLUE, "3": plots.PURPLE, ALL: plots.GREEN}
+    result = Figure(figsize=(5.2 * max(1, len(tables)), 4.6))
+    axes = result.subplots(1, max(1, len(tables)), squeeze=False)[0]
+    for ax, (part, tops) in zip(axes, tables.items(), strict=False):
+        names = [name for name in SAID if name != BASELINE and any(name in of for of in tops.values())]
+        for j, (top, of) in enumerate(sorted(tops.items())):
+            at = [names.index(name) - 0.22 * (1 - j) for name in names if name in of]
+            gaps = [of[name]["less linear"] for name in names if name in of]
+            label = top if top == ALL else f"top {top}"
+            plots.draw_means(ax, at, gaps, across=True, color=shades[top], capsize=2, label=label)
+        ax.axvline(0, color=plots.GRAY, lw=1)
+        plots.name_rows(ax, names)
+        ax.set_ylabel("lower layers / upper layers / head")
+        linear = next(of[BASELINE]["accuracy"]["mean"] for of in tops.values())
+        title = f"{PARTS[part]}\n{parts[part].get('labels', 0):,} labels, linear {linear:.1f} %"
+        ax.set(xlabel="points above linear (95 %, paired)", title=title)
+        ax.legend(fontsize=8)
     return result
-
-
-def draw(ax: Any, cell: Mapping[str, float], place: float, color: str, top: str) -> None:
-    """A point with its interval, where there is one; the first of a number of blocks carries the label."""
-    low, high = (cell["mean"] if math.isnan(cell[key]) else cell[key] for key in ("low", "high"))
-    error = [[cell["mean"] - low], [high - cell["mean"]]]
-    label = (top if top == ALL else f"top {top}") if top else None
-    ax.errorbar([cell["mean"]], [place], xerr=error, fmt="o", color=color, capsize=2, label=label)

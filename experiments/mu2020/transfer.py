@@ -21,25 +21,19 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import ResNet
 from experiments import common
-from experiments.common import gains
-from experiments.common.adaptation import (
-    EVERYTHING,
-    GRADIENTS,
-    SAME,
-    Clock,
-    Contest,
-    Labeled,
-    Search,
-    Whole,
-    in_parts,
-    in_turn,
-)
-from experiments.common.pretrained import as_cifar10, grayscale, resnet
+from experiments.common.data import as_cifar10, grayscale
+from experiments.common.networks import resnet
+from experiments.common.training import Labeled, Search, in_parts, in_turn
+from experiments.mu2020 import gains
+from experiments.mu2020.contest import EVERYTHING, GRADIENTS, SAME, run_contests
 
 SETS = {"fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
 CLASSES = 10
-SIZES = {"quick": [20], "cpu": [100, 300], "cuda": [100, 300, 1000, 3000, 10_000]}
-TEST = {"quick": 40, "cpu": 500, "cuda": 10_000}
+DEFAULTS = {
+    "quick": {"sizes": [20], "test": 40, "seeds": 1},
+    "cpu": {"sizes": [100, 300], "test": 500, "seeds": 3},
+    "cuda": {"sizes": [100, 300, 1000, 3000, 10_000], "test": 10_000, "seeds": 3},
+}
 SEARCH = {
     "quick": Search((1e-3,), 2),
     "cpu": Search((1e-2, 3e-3, 1e-3), 30),
@@ -93,20 +87,19 @@ def with_head(net: ResNet, head: nn.Module) -> nn.Module:
     return new
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=int, default=20, help="of the ResNet: 20, 32 or 56 (default: 20)")
-    parser.add_argument("--sizes", type=int, nargs="*", default=None, help="labels (default: 100 300; cuda: to 10,000)")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--seeds", type=int, default=None, help="draws of labels, --seed the first (default: 3)")
-    parser.add_argument("--test", type=int, default=None, help="test images of a draw (default: 500; cuda: all)")
-    parser.add_argument("--blocks", type=int, default=1, help="residual blocks that adapt (default: 1)")
+ARGUMENTS = {
+    "--depth": {"type": int, "default": 20, "help": "of the ResNet: 20, 32 or 56 (default: 20)"},
+    "--sizes": {"type": int, "nargs": "*", "help": "labels (default: 100 300; cuda: to 10,000)"},
+    "--sets": {"nargs": "+", "choices": SETS, "default": list(SETS)},
+    "--seeds": "draws of labels, --seed the first (default: 3)",
+    "--test": "test images of a draw (default: 500; cuda: all)",
+    "--blocks": {"type": int, "default": 1, "help": "residual blocks that adapt (default: 1)"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     """Draw labels, adapt, score."""
-    kind = "quick" if options.quick else options.device.partition(":")[0]
-    options.sizes = SIZES[kind] if options.sizes is None else options.sizes
-    options.test, options.seeds = options.test or TEST[kind], options.seeds or (1 if options.quick else 3)
+    kind = common.fill(options, DEFAULTS)
     net = resnet(options.data / "weights", options.depth).to(options.device)
     if not 1 <= options.blocks <= len(net.layer3):
         raise ValueError(
@@ -144,29 +137,22 @@ def draw(
     kind: str,
     options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    """All contenders on one draw of labels and test images, of which smaller numbers of labels are the first."""
-    generator, clock = torch.Generator().manual_seed(seed), Clock(options.device)
+    """All contenders on one draw of labels and test images."""
+    generator = torch.Generator().manual_seed(seed)
     index = in_turn(train[1], max(options.sizes), CLASSES, generator)
     at = torch.randperm(len(test[1]), generator=generator)[: options.test]
-    images, new = (as_cifar10(x).to(options.device) for x in (train[0][index], test[0][at]))
-    y, truth = train[1][index].to(options.device), test[1][at].to(options.device)
-    with clock("bottom"):
-        A, A_new = (below(net, options.blocks, x) for x in (images, new))
-    for n in options.sizes:
-        contest = Contest(
-            top,
-            Labeled((A[:n],), y[:n]),
-            Labeled((A_new,), truth),
-            CLASSES,
-            options.device,
-            SEARCH[kind],
-            seed,
-            # Half the time on a CPU, and with many labels on a GPU; the mode is that of float64 to four digits.
-            dtype="auto" if options.device.startswith("cuda") and n <= 1000 else "float32",
-        )
-        whole = Whole(partial(with_head, net), Labeled((images[:n],), y[:n]), (new,))
-        seconds = clock.seconds["bottom"] * (n + len(new)) / (len(images) + len(new))
-        yield {"labels": n, "bottom seconds": seconds, "contenders": contest.all(LIMITS[kind], whole)}
+    data = [
+        Labeled((as_cifar10(x[i]).to(options.device),), y[i].to(options.device))
+        for (x, y), i in ((train, index), (test, at))
+    ]
+
+    def dtype(n: int) -> str:
+        """Half the time on a CPU, and with many labels on a GPU; the mode is that of float64 to four digits."""
+        return "auto" if options.device.startswith("cuda") and n <= 1000 else "float32"
+
+    parts = top, lambda x: (below(net, options.blocks, x),), partial(with_head, net)
+    how = {"limits": LIMITS[kind], "classes": CLASSES, "search": SEARCH[kind], "seed": seed}
+    return run_contests(parts, *data, options, dtype=dtype, **how)
 
 
 def differs(how: Mapping[str, Any], runs: Sequence[gains.Run], gain: Mapping[str, float]) -> str:

@@ -25,9 +25,10 @@ from benchmarks import rivals
 from benchmarks.models import WideResNet
 from benchmarks.timing import timed
 from experiments import common
-from experiments.common.pretrained import cifar10, lenet5, mnist
+from experiments.common import plots
+from experiments.common.data import augment, cifar10, mnist
+from experiments.common.networks import lenet5, wide_resnet
 from experiments.zhang2022.ranks import launch
-from experiments.zhang2022.wrn import augmented, wide_resnet
 from linnet.contexts import Precision, arithmetic
 from linnet.lowrank import low_rank
 from linnet.statistics import Statistics
@@ -35,7 +36,7 @@ from linnet.statistics import Statistics
 PANELS = ("time", "accuracy", "ranks")
 LINNET, PUBLISHED, GRAM = "linnet", "published algorithm", "Gram matrix and truncated SVD"
 PRECISE = "published algorithm without tf32"
-COLORS = {LINNET: common.BLUE, PUBLISHED: common.VERMILION, GRAM: common.GREEN}
+COLORS = {LINNET: plots.BLUE, PUBLISHED: plots.VERMILION, GRAM: plots.GREEN}
 ITERATIONS = 10  # of the published algorithm
 TOLERANCE = 1e-4  # of linnet's eigenvalues in the timings
 
@@ -87,7 +88,7 @@ FULL = Sizes(
     ranks=(1, 2, 4, 8, 16),
     shared=4096,
 )
-QUICK = Sizes((24, 32), (24, 32), 24, 32, 32, 4, 60, 4, (1, 2), 48, krylov=(1, 2), power=(2, 3), small=True)
+QUICK = Sizes((8, 10), (8, 10), 8, 10, 10, 4, 24, 4, (1, 2), 24, krylov=(1, 2), power=(2, 3), small=True)
 
 
 # Seconds against n.
@@ -103,7 +104,7 @@ def images(folder: Path, n: int) -> Tensor:
     X = torch.cat(parts)
     generator = torch.Generator().manual_seed(0)
     while len(X) < n:
-        X = torch.cat([X, augmented(X[: min(len(X), n - len(X))], generator)])
+        X = torch.cat([X, augment(X[: min(len(X), n - len(X))], generator)])
     return X
 
 
@@ -169,12 +170,12 @@ def against_n(options: argparse.Namespace, chosen: Sizes) -> dict[str, Any]:
             contenders[GRAM] = gram
         for name, run in contenders.items():
             precision: Precision = "highest" if name == PRECISE else "high"
-            rows.append({"n": n, "contender": name, **measured(run, device, exact, precision)})
+            rows.append({"n": n, "contender": name, **measure(run, device, exact, precision)})
             report(rows[-1])
     return {"network": "WRN-10-1" if chosen.small else "WRN-40-2", "components": k, "rows": rows}
 
 
-def measured(
+def measure(
     run: Callable[[], tuple[Tensor | None, dict[str, Any]]], device: str, exact: Tensor | None, precision: Precision
 ) -> dict[str, Any]:
     """Seconds, the smaller of two runs where one is short; peak memory; the error."""
@@ -269,10 +270,14 @@ def ranks(options: argparse.Namespace, chosen: Sizes) -> dict[str, Any]:
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="what to measure; the others stay as they are"
-    )
+ARGUMENTS = {
+    "--panels": {
+        "nargs": "+",
+        "choices": PANELS,
+        "default": list(PANELS),
+        "help": "what to measure; the others stay as they are",
+    },
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -301,64 +306,46 @@ def table(panels: Mapping[str, Any]) -> list[common.Row]:
     if "time" in panels:
         found = panels["time"]
         at = {(row["n"], row["contender"]): row for row in found["rows"]}
-        last = max(n for n, name in at if name == PUBLISHED)
-        most = max(n for n, _ in at)
-        ratios = {n: at[last, PUBLISHED]["seconds"] * n / last / at[n, LINNET]["seconds"] for n in (last, most)}
-        slower = [
-            row["seconds"] / row["n"] * most / at[most, LINNET]["seconds"]
-            for row in at.values()
-            if row["contender"] == PRECISE
-        ]
+        seconds = {key: row["seconds"] for key, row in at.items()}
+        sizes = sorted({n for n, _ in at})
+        last, most = max(n for n, name in at if name == PUBLISHED), sizes[-1]
+        ratio, far = (seconds[last, PUBLISHED] * n / last / seconds[n, LINNET] for n in (last, most))
+        slower = [seconds[n, name] / n * most / seconds[most, LINNET] for n, name in at if name == PRECISE]
         errors = [
             max(row.get("largest relative error", 0.0) for row in found["rows"] if row["contender"] == name)
             for name in (LINNET, PUBLISHED)
         ]
-        ours = ", ".join(
-            f"{at[n, LINNET]['seconds']:.3g} s at n = {n:,}" for n in sorted({n for n, _ in at}) if n >= last
-        )
-        rows.append(
-            common.Row(
-                f"{found['components']} components of {found['network']} against n",
-                "its algorithm takes nearly linear time; the Gram matrix ends at 2^14",
-                f"{ours}; the published algorithm takes {ratios[last]:.0f} times as long at n = {last:,} and "
-                f"{ratios[most]:.0f} times, by extrapolation, at {most:,}; largest errors {errors[0]:.1g} against "
-                f"{errors[1]:.1g}" + (f"; without tf32, {slower[0]:.0f} times, by extrapolation" if slower else ""),
-                f"{found['machine']}; the published algorithm above its largest whole run from one iteration",
-            )
-        )
+        ours = ", ".join(f"{seconds[n, LINNET]:.3g} s at n = {n:,}" for n in sizes if n >= last)
+        ours += f"; the published algorithm takes {ratio:.0f} times as long at n = {last:,} and {far:.0f} times, by "
+        ours += f"extrapolation, at {most:,}; largest errors {errors[0]:.1g} against {errors[1]:.1g}"
+        ours += f"; without tf32, {slower[0]:.0f} times, by extrapolation" if slower else ""
+        what = f"{found['components']} components of {found['network']} against n"
+        paper = "its algorithm takes nearly linear time; the Gram matrix ends at 2^14"
+        whole = "the published algorithm above its largest whole run from one iteration"
+        rows.append(common.Row(what, paper, ours, f"{found['machine']}; {whole}"))
     if "accuracy" in panels:
         found = panels["accuracy"]
         power = min(row["error"] for row in found["rows"] if row["contender"] == PUBLISHED)
-        rows.append(
-            common.Row(
-                f"{found['components']} leading eigenvalues of {found['network']}, {found['images']:,} MNIST images",
-                "errors small for the leading modes, in a figure",
-                f"largest relative error {found['error']:.1e} after {found['passes taken']} passes; the published "
-                f"algorithm {power:.1e} after 12",
-                f"against the exact decomposition in float64; {found['machine']}",
-            )
-        )
+        what = f"{found['components']} leading eigenvalues of {found['network']}, {found['images']:,} MNIST images"
+        ours = f"largest relative error {found['error']:.1e} after {found['passes taken']} passes; the published "
+        ours += f"algorithm {power:.1e} after 12"
+        differs = f"against the exact decomposition in float64; {found['machine']}"
+        rows.append(common.Row(what, "errors small for the leading modes, in a figure", ours, differs))
     if "ranks" in panels:
         found = panels["ranks"]
         text = ", ".join(f"{row['speedup']:.1f} with {row['ranks']}" for row in found["rows"])
-        worst = max(row["difference"] for row in found["rows"])
-        rows.append(
-            common.Row(
-                "speedup with ranks",
-                "almost linear in the number of GPUs",
-                f"{text}; same eigenvalues to {worst:.0e}",
-                f"processes of one thread each, {found['network']}, {found['images']:,} images; {found['machine']}",
-            )
-        )
+        ours = f"{text}; same eigenvalues to {max(row['difference'] for row in found['rows']):.0e}"
+        differs = f"processes of one thread each, {found['network']}, {found['images']:,} images; {found['machine']}"
+        rows.append(common.Row("speedup with ranks", "almost linear in the number of GPUs", ours, differs))
     return rows
 
 
 def figure(panels: Mapping[str, Any]) -> Figure:
     draw = {"time": draw_time, "accuracy": draw_accuracy, "ranks": draw_ranks}
-    with common.style():
-        result = Figure(figsize=(4.2 * len(panels), 3.6))
-        for axes, (name, found) in zip(result.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-            draw[name](axes, found)
+    result = Figure(figsize=(4.2 * len(panels), 3.6))
+    for axes, (name, found) in zip(result.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        draw[name](axes, found)
+        axes.legend(fontsize=8)
     return result
 
 
@@ -376,7 +363,6 @@ def draw_time(axes: Axes, found: Mapping[str, Any]) -> None:
             (last["n"], most), (last["seconds"], last["seconds"] * most / last["n"]), "--", color=COLORS[PUBLISHED]
         )
     axes.set(xlabel="examples", ylabel="seconds", title=f"{found['network']}, {found['components']} components")
-    axes.legend(fontsize=8)
 
 
 def draw_accuracy(axes: Axes, found: Mapping[str, Any]) -> None:
@@ -385,13 +371,11 @@ def draw_accuracy(axes: Axes, found: Mapping[str, Any]) -> None:
         axes.semilogy(*zip(*points, strict=True), "o-", color=COLORS[name], markersize=4, label=name)
     title = f"{found['network']}, {found['components']} components, {found['images']:,} images"
     axes.set(xlabel="passes over the data", ylabel="largest relative error of an eigenvalue", title=title)
-    axes.legend(fontsize=8)
 
 
 def draw_ranks(axes: Axes, found: Mapping[str, Any]) -> None:
     counts: Sequence[int] = [row["ranks"] for row in found["rows"]]
-    axes.loglog(counts, counts, "--", color=common.GRAY, label="linear", base=2)
-    axes.loglog(counts, [row["speedup"] for row in found["rows"]], "o-", color=common.BLUE, label=LINNET, base=2)
+    axes.loglog(counts, counts, "--", color=plots.GRAY, label="linear", base=2)
+    axes.loglog(counts, [row["speedup"] for row in found["rows"]], "o-", color=plots.BLUE, label=LINNET, base=2)
     axes.set(xlabel="ranks, one thread each", ylabel="speedup", title=f"{found['network']}, {found['images']:,} images")
     axes.set_xticks(counts, [str(count) for count in counts])
-    axes.legend(fontsize=8)

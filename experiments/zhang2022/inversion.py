@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common import generative
-from experiments.common.adaptation import Clock, in_parts
-from experiments.common.gan import LATENT
-from experiments.common.generative import folder_of
-from experiments.common.pretrained import Discriminator, lenet5, mnist
-from experiments.zhang2022.encoders import mosaic
+from experiments.common import plots
+from experiments.common.data import color_images, mnist
+from experiments.common.networks import LATENT, lenet5, load_encoder
+from experiments.common.training import in_parts
 from experiments.zhang2022.spectra import from_generator
 from linnet.probes import invert, top_projections
 
@@ -38,17 +36,9 @@ KEPT = common.RESULTS / "inversion"
 RIDGES = (0.0, 1e-2, 1e-1, 1.0, 10.0)  # over the mean square of the embedding
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Components, generated images to learn from and to choose with, real ones to invert."""
-
-    components: int
-    samples: int
-    held: int
-    real: int
-
-
-FULL, QUICK = Sizes(100, 5000, 1000, 2000), Sizes(8, 100, 40, 40)
+# Components, generated images to learn from and to choose with, real ones to invert.
+FULL = Sizes(components=100, samples=5000, held=1000, real=2000)
+QUICK = Sizes(components=8, samples=100, held=40, real=40)
 
 
 class Pixels(nn.Module):
@@ -77,24 +67,21 @@ class Pixels(nn.Module):
         return (self(X) @ self.P.T + self.center).view_as(X).to(X.dtype)
 
 
-def networks(name: str, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+def load(name: str, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     """Discriminator, generator, real test images and their labels."""
     count = (QUICK if options.quick else FULL).real
+    D, G = load_encoder(options, "mnist" if name == "mnist" else "gan")
     if name == "mnist":
         x, y = mnist(options.data, False, network="dcgan", count=count)
-        small = (Discriminator(4).eval(), generative.Generator(4).eval())
-        D, G = small if options.quick else generative.digit_gan(folder_of(options, "dcgan_generator_mnist"))
     else:
-        x, y = generative.color_images(options.data, ("test",), count=count)
-        tiny = (generative.ColorDiscriminator(4).eval(), generative.ColorGenerator(4).eval())
-        D, G = tiny if options.quick else generative.color_gan(folder_of(options, "dcgan_generator_cifar10"))
-    return D.to(options.device), G.to(options.device), x.to(options.device), y.to(options.device)
+        x, y = color_images(options.data, "test", count=count)
+    return D.eval().to(options.device), G.eval().to(options.device), x.to(options.device), y.to(options.device)
 
 
-def measured(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Errors of each way, and the images that show them."""
     sizes = QUICK if options.quick else FULL
-    D, G, x, y = networks(name, options)
+    D, G, x, y = load(name, options)
     latents = torch.randn(sizes.samples + sizes.held, LATENT, generator=torch.Generator().manual_seed(options.seed))
     with torch.no_grad():
         made = in_parts(G, (latents.to(options.device),))
@@ -107,42 +94,38 @@ def measured(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], di
     pca = Pixels(here, sizes.components)
     ways: dict[str, Any] = {NFK: (embedding, E.double()), MAPPED: (pca, pca.transform(here))}
     truth = latents[sizes.samples :].to(options.device).double()
-    found: dict[str, Any] = {"explained variance": spread(embedding)}
+    found: dict[str, Any] = {"explained variance": float(torch.as_tensor(embedding.explained_variance_ratio_).sum())}
     images = {"real": x[:SHOWN]}
     for way, (fitted, features) in ways.items():
         tried = {}
         for ridge in RIDGES:
             scale = float(features.square().mean()) * len(features)
             one = invert(fitted, G, latent=h, samples=len(h), ridge=ridge * scale)
-            tried[ridge] = one, explained(torch.as_tensor(one.latents(held)).double(), truth)
+            tried[ridge] = one, explain(torch.as_tensor(one.latents(held)).double(), truth)
         ridge = max(tried, key=lambda r: tried[r][1])
         best, share = tried[ridge]
         again = torch.cat([best.reconstruct(part) for part in x.split(500)])
-        found[way] = {"latents explained, new generated images": share, "ridge": ridge, **judged(again, x, y, options)}
+        found[way] = {"latents explained, new generated images": share, "ridge": ridge, **score(again, x, y, options)}
         images[way] = again[:SHOWN]
     again = pca.added_up(x)
-    found[PIXELS] = judged(again, x, y, options)
+    found[PIXELS] = score(again, x, y, options)
     images[PIXELS] = again[:SHOWN]
     E = embedding.transform(x)
     for sign in ("positive", "negative"):
         index = torch.as_tensor(top_projections(E[:, :ROWS], SHOWN, sign=sign))
         images[f"components, {sign}"] = x[index.flatten()]
     if name == "mnist":
-        found["images as they are"] = judged(x, x, y, options)
+        found["images as they are"] = score(x, x, y, options)
     return found, {key: (image / 2 + 0.5).clamp(0, 1).cpu() for key, image in images.items()}
 
 
-def spread(embedding: linnet.FisherEmbedding) -> float:
-    return float(torch.as_tensor(embedding.explained_variance_ratio_).sum())
-
-
-def explained(h: Tensor, truth: Tensor) -> float:
+def explain(h: Tensor, truth: Tensor) -> float:
     """Share of the variance of latents that is explained."""
     return 1 - float((h - truth).square().sum() / (truth - truth.mean(0)).square().sum())
 
 
 @torch.no_grad()
-def judged(again: Tensor, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, float]:
+def score(again: Tensor, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, float]:
     """How far from the image, and, for digits, whether LeNet-5 still reads the right one."""
     found = {"squared error of a pixel": float((again - x).square().mean())}
     if x.shape[1] == 1:
@@ -155,26 +138,24 @@ def judged(again: Tensor, x: Tensor, y: Tensor, options: argparse.Namespace) -> 
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=None, help="default: mnist; cuda: cifar10")
+ARGUMENTS = {
+    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: cifar10"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = ("cifar10",) if options.device.startswith("cuda") else ("mnist",)
-    parts = common.earlier(options, "inversion").get("parts", {})
     own = common.results_folder(options.out, quick=options.quick) / "inversion"
     own.mkdir(parents=True, exist_ok=True)
-    for name in options.parts:
-        clock = Clock(options.device)
-        with clock("seconds"):
-            found, images = measured(name, options)
-        save_file(
-            {key: (255 * image).byte().contiguous() for key, image in images.items()}, own / f"{name}.safetensors"
-        )
-        found |= {**clock.seconds, "machine": common.machine(options.device)}
-        print(f"{name}: {found}", flush=True)
-        parts = common.keep(options, "inversion", {name: found})
+
+    def measure_part(name: str) -> dict[str, Any]:
+        found, images = measure(name, options)
+        pixels = {key: (255 * image).byte().contiguous() for key, image in images.items()}
+        save_file(pixels, own / f"{name}.safetensors")
+        return found
+
+    parts = common.measure_parts(options, options.parts, measure_part)
     ordered = {name: parts[name] for name in PARTS if name in parts}
     command = "python -m experiments inversion (and --device cuda)"
     spent = common.duration(sum(part["seconds"] for part in parts.values()))
@@ -210,23 +191,22 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
 
 def figure(shown: Mapping[str, Mapping[str, Tensor]]) -> Figure:
     """For each data set, images and what is made of them, and those with the largest projections."""
-    with common.style():
-        result = Figure(figsize=(13, 2.5 * max(1, len(shown))))
-        axes = result.subplots(max(1, len(shown)), 3, squeeze=False, width_ratios=(1, 1, 1))
-        for line, (name, images) in zip(axes, shown.items(), strict=False):
-            keys = ["real", NFK, MAPPED, PIXELS]
-            line[0].imshow(mosaic(torch.cat([images[key] for key in keys]), SHOWN), cmap="gray", vmin=0, vmax=1)
-            height = images["real"].shape[2]
-            labels = [key.replace(", ", "\n") for key in keys]
-            line[0].set_yticks([height * (i + 0.5) for i in range(len(keys))], labels, fontsize=8)
-            line[0].set_title(f"{name}: test images, and what is made of them")
-            for ax, sign in zip(line[1:], ("positive", "negative"), strict=True):
-                ax.imshow(mosaic(images[f"components, {sign}"], SHOWN), cmap="gray", vmin=0, vmax=1)
-                ax.set_title(f"largest {sign} projections")
-                ax.set_yticks([height * (i + 0.5) for i in range(ROWS)], [f"component {i + 1}" for i in range(ROWS)])
-            for ax in line:
-                ax.set_xticks([])
-                ax.grid(False)
-                ax.tick_params(length=0)
-                ax.spines[["left", "bottom"]].set_visible(False)
+    result = Figure(figsize=(13, 2.5 * max(1, len(shown))))
+    axes = result.subplots(max(1, len(shown)), 3, squeeze=False, width_ratios=(1, 1, 1))
+    for line, (name, images) in zip(axes, shown.items(), strict=False):
+        keys = ["real", NFK, MAPPED, PIXELS]
+        line[0].imshow(plots.mosaic(torch.cat([images[key] for key in keys]), SHOWN), cmap="gray", vmin=0, vmax=1)
+        height = images["real"].shape[2]
+        labels = [key.replace(", ", "\n") for key in keys]
+        line[0].set_yticks([height * (i + 0.5) for i in range(len(keys))], labels, fontsize=8)
+        line[0].set_title(f"{name}: test images, and what is made of them")
+        for ax, sign in zip(line[1:], ("positive", "negative"), strict=True):
+            ax.imshow(plots.mosaic(images[f"components, {sign}"], SHOWN), cmap="gray", vmin=0, vmax=1)
+            ax.set_title(f"largest {sign} projections")
+            ax.set_yticks([height * (i + 0.5) for i in range(ROWS)], [f"component {i + 1}" for i in range(ROWS)])
+        for ax in line:
+            ax.set_xticks([])
+            ax.grid(False)
+            ax.tick_params(length=0)
+            ax.spines[["left", "bottom"]].set_visible(False)
     return result

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import WideResNet
 from experiments import common
-from experiments.common import gains
-from experiments.common.adaptation import in_parts
-from experiments.common.pretrained import cifar10
-from experiments.zhang2022.wrn import accuracy, augmented, wide_resnet
+from experiments.common import plots
+from experiments.common.data import augment, cifar10
+from experiments.common.networks import wide_resnet
+from experiments.common.statistics import interval, show_interval
+from experiments.common.training import accuracy, in_parts
 from linnet.distill import WithEmbedding, distill
 
 ALONE, KD, AT, NFKD = "student", "KD", "AT", "NFKD"
@@ -43,7 +44,7 @@ SETTINGS: dict[str, tuple[dict[str, float], ...]] = {
     AT: ({"strength": 1000.0}, {"strength": 100.0}),
     NFKD: ({"alpha": 0.5}, {"alpha": 0.1}),
 }
-COLORS = {ALONE: common.GRAY, KD: common.ORANGE, AT: common.GREEN, NFKD: common.BLUE}
+COLORS = {ALONE: plots.GRAY, KD: plots.ORANGE, AT: plots.GREEN, NFKD: plots.BLUE}
 
 
 class Attention(WithEmbedding):
@@ -106,7 +107,7 @@ def lesson(teacher: WideResNet, x: Tensor, y: Tensor, methods: Sequence[str], op
     """What the teacher says of all versions, for the methods that ask."""
     generator = torch.Generator(x.device).manual_seed(options.seed)
     views = min(VIEWS, options.epochs)
-    X = torch.cat([augmented(x, generator) for _ in range(views)])
+    X = torch.cat([augment(x, generator) for _ in range(views)])
     known: dict[str, Tensor] = {}
     with torch.no_grad():
         if {ALONE, KD} & set(methods):
@@ -131,7 +132,7 @@ def lesson(teacher: WideResNet, x: Tensor, y: Tensor, methods: Sequence[str], op
 # Students.
 
 
-def taught(
+def teach(
     method: str, given: Lesson, settings: Mapping[str, float], *, passes: int, seed: int, shape: tuple[int, int]
 ) -> nn.Module:
     """A trained student; passes go over all versions."""
@@ -153,12 +154,13 @@ def taught(
     return net.eval()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", nargs="*", choices=PAPER, default=list(PAPER))
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=60, help="over the training images (default: 60)")
-    parser.add_argument("--components", type=int, default=COMPONENTS, help="of the embedding (default: 20)")
-    parser.add_argument("--tune", action="store_true", help="try the settings of the methods, and train no student")
+ARGUMENTS = {
+    "--methods": {"nargs": "*", "choices": PAPER, "default": list(PAPER)},
+    "--seeds": {"type": int, "nargs": "*", "default": [0, 1, 2]},
+    "--epochs": {"type": int, "default": 60, "help": "over the training images (default: 60)"},
+    "--components": {"type": int, "default": COMPONENTS, "help": "of the embedding (default: 20)"},
+    "--tune": {"action": "store_true", "help": "try the settings of the methods, and train no student"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -171,39 +173,38 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.methods and (options.seeds or options.tune):
         teacher = (WideResNet(10, 1).eval() if options.quick else wide_resnet()).to(options.device)
         test = tuple(t.to(options.device) for t in cifar10(options.data, "test", count=count))
-        both = [test] if options.quick else [cifar10(options.data, part) for part in ("train_1", "train_2")]
-        x, y = (torch.cat(t).to(options.device) for t in zip(*both, strict=True))
+        x, y = test if options.quick else (t.to(options.device) for t in cifar10(options.data, "train"))
         given = lesson(teacher, x, y, options.methods, options)
         held = 4 if options.quick else HELD
         if options.tune:
-            parts = tuned(given, (x[-held:], y[-held:]), shape, options)
+            parts = tune(given, (x[-held:], y[-held:]), shape, options)
         else:
-            parts = trained(given, (test[0], test[1]), teacher, shape, options)
+            parts = train_students(given, (test[0], test[1]), teacher, shape, options)
     return outcome(parts, options)
 
 
-def tuned(given: Lesson, held: tuple[Tensor, Tensor], shape: tuple[int, int], options: argparse.Namespace) -> Any:
+def tune(given: Lesson, held: tuple[Tensor, Tensor], shape: tuple[int, int], options: argparse.Namespace) -> Any:
     """The accuracy of each setting on held-out training images, after a third of the epochs."""
     rest = given.but_last(len(held[1]))
     passes = max(1, round(options.epochs / given.versions / 3))
     parts: Any = common.earlier(options, "nfk_distill").get("parts", {})
     for method in options.methods:
         for i, settings in enumerate(SETTINGS[method] if len(SETTINGS[method]) > 1 else ()):
-            net = taught(method, rest, settings, passes=passes, seed=100, shape=shape)
+            net = teach(method, rest, settings, passes=passes, seed=100, shape=shape)
             row = {**settings, "held-out accuracy": accuracy(net, *held)}
             print(f"{method}: {row}", flush=True)
             parts = common.keep(options, "nfk_distill", {"tuning": {method: {str(i): row}}})
     return parts
 
 
-def chosen(parts: Mapping[str, Any], method: str) -> dict[str, float]:
+def choose(parts: Mapping[str, Any], method: str) -> dict[str, float]:
     """The settings with the best held-out accuracy, or the first ones."""
     tried = parts.get("tuning", {}).get(method, {})
     best = max(tried, key=lambda i: tried[i]["held-out accuracy"], default="0")
     return dict(SETTINGS[method][int(best)])
 
 
-def trained(
+def train_students(
     given: Lesson, test: tuple[Tensor, Tensor], teacher: nn.Module, shape: tuple[int, int], options: argparse.Namespace
 ) -> Any:
     """Students by method and seed."""
@@ -211,8 +212,8 @@ def trained(
     passes = options.epochs // given.versions
     for seed in options.seeds:
         for method in options.methods:
-            start, settings = time.perf_counter(), chosen(parts, method)
-            net = taught(method, given, settings, passes=passes, seed=seed, shape=shape)
+            start, settings = time.perf_counter(), choose(parts, method)
+            net = teach(method, given, settings, passes=passes, seed=seed, shape=shape)
             row = {
                 "test accuracy": accuracy(net, *test),
                 "settings": settings,
@@ -230,15 +231,13 @@ def trained(
 
 def outcome(parts: Mapping[str, Any], options: argparse.Namespace) -> common.Outcome:
     students = {name: parts.get("students", {}).get(name, {}) for name in PAPER}
-    table = {
-        name: gains.interval([100 * one["test accuracy"] for one in of.values()]) for name, of in students.items() if of
-    }
+    table = {name: interval([100 * one["test accuracy"] for one in of.values()]) for name, of in students.items() if of}
     paired = {}
     for name, of in students.items():
         seeds = [seed for seed in of if seed in students[ALONE]]
         if name != ALONE and seeds:
             less = [100 * (of[seed]["test accuracy"] - students[ALONE][seed]["test accuracy"]) for seed in seeds]
-            paired[name] = gains.interval(less)
+            paired[name] = interval(less)
     found = {
         "settings": {
             "teacher": "WRN-40-2, results/wrn",
@@ -253,40 +252,39 @@ def outcome(parts: Mapping[str, Any], options: argparse.Namespace) -> common.Out
         "less the student alone, points": paired,
         "parts": dict(parts),
     }
-    shown = parts.get("teacher", {}).get("test accuracy")
+    level = parts.get("teacher", {}).get("test accuracy")
     rows = []
     for name in table:
         own = next(iter(students[name].values()))
         differs = (
             f"20,000 of the 50,000 training images, {own['epochs']} epochs instead of 250, teacher "
-            f"{100 * shown:.2f} % instead of 94.26 %; settings {own['settings'] or 'none'}; 95 % interval over "
+            f"{100 * level:.2f} % instead of 94.26 %; settings {own['settings'] or 'none'}; 95 % interval over "
             f"{table[name]['count']} seeds; a student took {own['seconds']:.0f} s on {own['machine']}"
         )
-        less = f"; less the student alone {gains.shown(paired[name], digits=2)}" if name in paired else ""
-        ours = f"{gains.shown(table[name], digits=2).lstrip('+')}{less}".replace("(+", "(").replace("to +", "to ")
+        less = f"; less the student alone {show_interval(paired[name], digits=2)}" if name in paired else ""
+        ours = f"{show_interval(table[name], digits=2).lstrip('+')}{less}".replace("(+", "(").replace("to +", "to ")
         rows.append(common.Row(f"test accuracy of {name}, %", f"{PAPER[name]:.2f}", ours, differs))
     command = "python -m experiments nfk_distill --device cuda"
     spent = common.duration(sum(one["seconds"] for of in students.values() for one in of.values()))
-    return common.Outcome(found, figure(students, shown), rows, command, spent)
+    return common.Outcome(found, figure(students, level), rows, command, spent)
 
 
 def figure(students: Mapping[str, Mapping[str, Any]], teacher: float | None) -> Figure:
     """Accuracies of each method: seeds, their mean with its interval, and what the paper has above its student."""
-    with common.style():
-        result = Figure(figsize=(7, 3.4))
-        left, right = result.subplots(1, 2)
-        for i, (name, of) in enumerate(students.items()):
-            values = [100 * one["test accuracy"] for one in of.values()]
-            if values:
-                mean = sum(values) / len(values)
-                left.plot([i] * len(values), values, "o", color=COLORS[name], alpha=0.6)
-                left.plot([i - 0.25, i + 0.25], [mean, mean], color=COLORS[name], lw=2.5)
-            right.plot([i - 0.25, i + 0.25], [PAPER[name]] * 2, color=COLORS[name], lw=2.5)
-        for ax, title, level in ((left, "here, 20,000 images", teacher and 100 * teacher), (right, "the paper", 94.26)):
-            ax.set_xticks(range(len(students)), list(students))
-            ax.set_title(title)
-            if level:
-                ax.axhline(level, color="black", lw=1, ls="--")
-                ax.annotate("teacher", (-0.4, level), va="bottom", fontsize=8)
-        left.set_ylabel("test accuracy, %")
+    result = Figure(figsize=(7, 3.4))
+    left, right = result.subplots(1, 2)
+    for i, (name, of) in enumerate(students.items()):
+        values = [100 * one["test accuracy"] for one in of.values()]
+        if values:
+            mean = sum(values) / len(values)
+            left.plot([i] * len(values), values, "o", color=COLORS[name], alpha=0.6)
+            left.plot([i - 0.25, i + 0.25], [mean, mean], color=COLORS[name], lw=2.5)
+        right.plot([i - 0.25, i + 0.25], [PAPER[name]] * 2, color=COLORS[name], lw=2.5)
+    for ax, title, level in ((left, "here, 20,000 images", teacher and 100 * teacher), (right, "the paper", 94.26)):
+        ax.set_xticks(range(len(students)), list(students))
+        ax.set_title(title)
+        if level:
+            ax.axhline(level, color="black", lw=1, ls="--")
+            ax.annotate("teacher", (-0.4, level), va="bottom", fontsize=8)
+    left.set_ylabel("test accuracy, %")
     return result

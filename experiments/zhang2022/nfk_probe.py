@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common import gains, generative
-from experiments.common.adaptation import Clock, in_parts, in_turn
-from experiments.common.generative import color_gan, color_images, color_vae, digit_gan, digit_vae, folder_of
-from experiments.common.pretrained import cifar10, dcgan_discriminator, mnist
+from experiments.common import plots, statistics
+from experiments.common.data import cifar10, color_images, mnist
+from experiments.common.networks import NOISE, WideResNet, dcgan_discriminator, digit_vae, load_encoder, wide_resnet
+from experiments.common.training import in_parts, in_turn
 from experiments.zhang2022.spectra import from_generator
-from experiments.zhang2022.wrn import wide_resnet
 from linnet.logistic import RATIOS, Logistic, fit_logistic
 from linnet.probes import kernel_features
 
@@ -106,49 +105,43 @@ def case(name: str, options: argparse.Namespace, sizes: Sizes) -> Case:
     """The model of a part; small and untrained if it is to be quick."""
     device, quick = options.device, options.quick
     weights = options.data / "weights"
-    if name in (DIGIT_GAN, DIGIT_VAE):
-        train, test = (
-            tuple(t.to(device) for t in mnist(options.data, part, network="dcgan", count=count))
-            for part, count in ((True, sizes.train), (False, sizes.test))
-        )
-        if name == DIGIT_VAE:
-            vae = digit_vae(weights).to(device)
-            train, test = (((x / 2 + 0.5).flatten(1), y) for x, y in (train, test))
-            known = {"hidden layer": lambda x: vae.fc1(x).relu(), "code": lambda x: vae.encode(x)[0]}
-            return Case(vae, linnet.scores.vae(samples=DRAWS[name]), train, test, known)
-        D = dcgan_discriminator(weights).to(device)
-        small = generative.Generator(4).eval() if quick else None
-        G = (small or digit_gan(folder_of(options, "dcgan_generator_mnist"))[1]).to(device)
-        lower = nn.Sequential(*list(D.main)[:-1])
-        known = {"last layer": lambda x: lower(x).flatten(1), "all layers": layers(lower)}
-        return Case(D, from_generator(G, sizes.train), train, test, known)
+
+    def read(train: bool, count: int) -> tuple[Tensor, Tensor]:
+        if name in (DIGIT_GAN, DIGIT_VAE):
+            x, y = mnist(options.data, train, network="dcgan", count=count)
+            x = (x / 2 + 0.5).flatten(1) if name == DIGIT_VAE else x
+        else:
+            images = cifar10 if name == TEACHER else color_images
+            x, y = images(options.data, "train_1" if train and not quick else "test", count=count)
+        return x.to(device), y.to(device)
+
+    test = read(False, sizes.test)
+    data = (test if quick and "mnist" not in name else read(True, sizes.train)), test
+    if name == DIGIT_VAE:
+        vae = digit_vae(weights).to(device)
+        known = {"hidden layer": lambda x: vae.fc1(x).relu(), "code": lambda x: vae.encode(x)[0]}
+        return Case(vae, linnet.scores.vae(samples=DRAWS[name]), *data, known)
     if name == TEACHER:
-        test = cifar10(options.data, "test", count=sizes.test)
-        train = test if quick else cifar10(options.data, "train_1", count=sizes.train)
-    else:
-        test = color_images(options.data, ("test",), count=sizes.test)
-        train = test if quick else color_images(options.data, ("train_1",), count=sizes.train)
-    train, test = (tuple(t.to(device) for t in pair) for pair in (train, test))
-    if name == TEACHER:
-        net = (generative.WideResNet(10, 1).eval() if quick else wide_resnet()).to(device)
+        net = (WideResNet(10, 1).eval() if quick else wide_resnet()).to(device)
         last = {"last layer": lambda x: F.relu(net.bn(net.groups(net.conv1(x)))).mean((2, 3))}
-        return Case(net, linnet.scores.classifier(), train, test, last)
+        return Case(net, linnet.scores.classifier(), *data, last)
     if name == VAE:
-        vae = (generative.ColorVAE(4).eval() if quick else color_vae(folder_of(options, "vae_cifar10"))).to(device)
+        vae = load_encoder(options, "vae").eval().to(device)
         known = {"code": lambda x: vae.encode(x)[0], "all layers": layers(vae.blocks)}
-        score = linnet.scores.vae(likelihood="gaussian", noise=generative.NOISE, samples=DRAWS[name])
-        return Case(vae, score, train, test, known)
-    tiny = (generative.ColorDiscriminator(4).eval(), generative.ColorGenerator(4).eval())
-    pair = tiny if quick else color_gan(folder_of(options, "dcgan_generator_cifar10"))
-    D, G = (net.to(device) for net in pair)
-    known = {"last layer": lambda x: D.blocks(x).flatten(1), "all layers": layers(D.blocks)}
-    return Case(D, from_generator(G, sizes.train), train, test, known)
+        score = linnet.scores.vae(likelihood="gaussian", noise=NOISE, samples=DRAWS[name])
+        return Case(vae, score, *data, known)
+    D, G = load_encoder(options, "mnist" if name == DIGIT_GAN else "gan")
+    D = dcgan_discriminator(weights) if name == DIGIT_GAN else D
+    D, G = D.eval().to(device), G.eval().to(device)
+    lower = nn.Sequential(*list(D.main)[:-1]) if name == DIGIT_GAN else D.blocks
+    known = {"last layer": lambda x: lower(x).flatten(1), "all layers": layers(lower)}
+    return Case(D, from_generator(G, sizes.train), *data, known)
 
 
 # Probes.
 
 
-def probed(
+def probe_features(
     E: Tensor, there: Tensor, one: Case, *, standardize: bool, penalties: tuple[float, ...]
 ) -> tuple[dict[str, Any], Tensor]:
     """A probe's accuracy and its standard error over test images, and which it is right about."""
@@ -165,7 +158,7 @@ def probed(
     return found, right
 
 
-def measured(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
+def measure(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     """All probes of one model."""
     one = case(name, options, sizes)
     (x, y), (new, truth) = one.train, one.test
@@ -175,7 +168,7 @@ def measured(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, 
     def add(key: str, E: Tensor, there: Tensor, choices: tuple[bool, ...]) -> None:
         # Standardized or not, whatever is better on held-out images.
         given = {"penalties": sizes.penalties}
-        tried = [(standardize, *probed(E, there, one, standardize=standardize, **given)) for standardize in choices]
+        tried = [(choice, *probe_features(E, there, one, standardize=choice, **given)) for choice in choices]
         standardize, row, hits = max(tried, key=lambda found: found[1]["held-out accuracy"])
         rows[key], right[key] = {**row, "standardized": standardize}, hits
         print(f"{name}, {key}: {100 * row['accuracy']:.1f} % with {row['numbers']:,} numbers", flush=True)
@@ -188,22 +181,19 @@ def measured(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, 
     seconds = {"embedding": time.perf_counter() - start}
     for k in sizes.dimensions:
         add(str(k), E[:, :k], there[:, :k], (True, False))
-    with torch.no_grad():
-        for key, read in one.activations.items():
-            here, away = (in_parts(read, (images,)) for images in (x, new))
-            add(f"{ACTIVATIONS}, {key}", here, away, (True, False))
+    for key, read in one.activations.items():
+        known = [in_parts(read, (images,)) for images in (x, new)]
+        add(f"{ACTIVATIONS}, {key}", *known, (True, False))
     if not options.skip_whole:
         start = time.perf_counter()
         full, away = kernel_features(emb.gram(x), emb.gram(new, x))
         seconds["kernel"] = time.perf_counter() - start
         add(WHOLE, full, away, (False,))
         rows[WHOLE]["numbers"] = emb.lin_.p - emb.dropped_columns_
-    few = {key: few_labels(E[:, :k], there[:, :k], one, sizes) for key, k in middle(sizes).items()}
-    key, read = list(one.activations.items())[-1]
-    with torch.no_grad():
-        here, away = (in_parts(read, (images,)) for images in (x, new))
-    few[f"{ACTIVATIONS}, {key}"] = few_labels(here, away, one, sizes)
-    reference = str(max(k for k in sizes.dimensions if k <= 128))
+    k = max(k for k in sizes.dimensions if k <= 128)
+    reference = str(k)
+    few = {reference: few_labels(E[:, :k], there[:, :k], one, sizes)}
+    few[f"{ACTIVATIONS}, {key}"] = few_labels(*known, one, sizes)
     less = {key: difference(right[reference], hits) for key, hits in right.items() if key != reference}
     return {
         "parameters": emb.lin_.p,
@@ -215,12 +205,6 @@ def measured(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, 
         "few labels": few,
         "stage seconds": seconds,
     }
-
-
-def middle(sizes: Sizes) -> dict[str, int]:
-    """The number of components that few labels are tried with."""
-    k = max(k for k in sizes.dimensions if k <= 128)
-    return {str(k): k}
 
 
 def difference(a: Tensor, b: Tensor) -> dict[str, float]:
@@ -240,24 +224,23 @@ def few_labels(E: Tensor, there: Tensor, one: Case, sizes: Sizes) -> dict[str, A
             index = in_turn(y, count, 10, torch.Generator().manual_seed(draw)).to(E.device)
             probe = fit_logistic(E[index], one.train[1][index], penalty=sizes.penalties[1:3], seed=draw)
             values.append(float(probe.right(there, one.test[1]).double().mean()))
-        found[str(count)] = gains.interval(values)
+        found[str(count)] = statistics.interval(values)
     return found
 
 
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parts", nargs="*", choices=TITLES, default=None, help="default: those of MNIST on a CPU, else of CIFAR-10"
-    )
-    parser.add_argument("--train", type=int, default=None, help="images with labels (default: 1,500; cuda: 6,000)")
-    parser.add_argument("--test", type=int, default=None, help="images to predict (default: 1,000; cuda: 4,000)")
-    parser.add_argument("--skip-whole", action="store_true", help="leave out the whole Fisher vectors")
+ARGUMENTS = {
+    "--parts": {"nargs": "*", "choices": TITLES, "help": "default: those of MNIST on a CPU, else of CIFAR-10"},
+    "--train": "images with labels (default: 1,500; cuda: 6,000)",
+    "--test": "images to predict (default: 1,000; cuda: 4,000)",
+    "--skip-whole": {"action": "store_true", "help": "leave out the whole Fisher vectors"},
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
-    kind = "quick" if options.quick else options.device.partition(":")[0]
+    kind = common.kind_of(options)
     sizes = SIZES[kind]
     if options.train or options.test:
         train = options.train or sizes.train
@@ -265,13 +248,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         sizes = replace(sizes, train=train, test=options.test or sizes.test, labels=labels)
     if options.parts is None:
         options.parts = {"quick": (GAN,), "cpu": (DIGIT_GAN, DIGIT_VAE)}.get(kind, (GAN, VAE, TEACHER))
-    parts = common.earlier(options, "nfk_probe").get("parts", {})
-    for name in options.parts:
-        clock = Clock(options.device)
-        with clock("seconds"):
-            found = measured(name, options, sizes)
-        found |= {**clock.seconds, "machine": common.machine(options.device)}
-        parts = common.keep(options, "nfk_probe", {name: found})
+    parts = common.measure_parts(options, options.parts, lambda name: measure(name, options, sizes))
     ordered = {name: parts[name] for name in TITLES if name in parts}
     command = "python -m experiments nfk_probe (and --device cuda)"
     spent = common.duration(sum(part["seconds"] for part in ordered.values()))
@@ -289,15 +266,14 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
         shown = {key: f"{100 * row['accuracy']:.1f} ± {100 * row['error']:.1f}" for key, row in part["probes"].items()}
         of = {"components": [key for key in shown if key.isdigit()], "activations": [k for k in shown if "," in k]}
         for what, keys in of.items():
-            paper = ", ".join(f"{key}: {said[key]}" for key in keys if key in said) or said.get(
-                what, "not in the paper"
-            )
+            known = ", ".join(f"{key}: {said[key]}" for key in keys if key in said)
+            paper = known or said.get(what, "not in the paper")
             ours = ", ".join(f"{key.removeprefix('activations, ')}: {shown[key]}" for key in keys)
             result.append(common.Row(f"{title}, probe on {what}, accuracy %", paper, ours, differs))
         if WHOLE in shown:
             key = next(key for key in part if key.endswith("components less the others"))
             gap = {k: 100 * v for k, v in part[key][WHOLE].items()}
-            ours = f"{shown[WHOLE]}; {key.split()[0]} components less that {gains.shown(gap)} points"
+            ours = f"{shown[WHOLE]}; {key.split()[0]} components less that {statistics.show_interval(gap)} points"
             result.append(
                 common.Row(f"{title}, whole Fisher vector", said.get(WHOLE, "not in the paper"), ours, differs)
             )
@@ -312,39 +288,32 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
 
 def figure(parts: Mapping[str, Any]) -> Figure:
     """Above, accuracy against components; below, against labels. A column for each model."""
-    with common.style():
-        result = Figure(figsize=(3.4 * max(len(parts), 2), 6.2))
-        axes = result.subplots(2, max(len(parts), 1), squeeze=False)
-        colors = (common.ORANGE, common.GREEN)
-        for (top, below), (name, part) in zip(axes.T, parts.items(), strict=False):
-            probes = part["probes"]
-            ks = [key for key in probes if key.isdigit()]
-            values, errors = ([100 * probes[k][key] for k in ks] for key in ("accuracy", "error"))
-            at = [int(k) for k in ks]
-            top.errorbar(at, values, yerr=errors, fmt="o-", color=common.BLUE, capsize=2, label="NFK components")
-            flat = {key: row for key, row in probes.items() if not key.isdigit()}
-            shades = {key: common.VERMILION if key == WHOLE else colors[i % 2] for i, key in enumerate(flat)}
-            for key, row in flat.items():
-                label = f"whole Fisher vector ({row['numbers']:,})" if key == WHOLE else f"{key} ({row['numbers']:,})"
-                top.axhline(100 * row["accuracy"], color=shades[key], ls="--" if key == WHOLE else ":", label=label)
-            top.set_xscale("log", base=2)
-            top.set_xticks(at, ks)
-            top.set(title=f"{TITLES[name]}\n{part['training images']:,} labels", xlabel="components")
-            top.legend(fontsize=7, loc="lower right")
-            for key, table in part["few labels"].items():
-                color, label = (common.BLUE, f"{key} NFK components") if key.isdigit() else (shades[key], key)
-                counts = [int(n) for n in table]
-                mean = [100 * v["mean"] for v in table.values()]
-                half = [100 * (v["high"] - v["mean"]) if v["high"] is not None else 0.0 for v in table.values()]
-                below.errorbar(counts, mean, yerr=half, fmt="o-", color=color, capsize=2, label=label)
-            below.set_xscale("log")
-            below.set_xticks(counts, [f"{n:,}" for n in counts])
-            below.minorticks_off()
-            below.set(xlabel="labels")
-            below.legend(fontsize=7, loc="lower right")
-        for ax in axes.flat:  # room for the legend
-            low, high = ax.get_ylim()
-            ax.set_ylim(low - 0.4 * (high - low), high)
-        for ax in axes[:, 0]:
-            ax.set_ylabel("test accuracy, %")
+    result = Figure(figsize=(3.4 * max(len(parts), 2), 6.2))
+    axes = result.subplots(2, max(len(parts), 1), squeeze=False)
+    for (top, below), (name, part) in zip(axes.T, parts.items(), strict=False):
+        probes = {key: {**row, "mean": row["accuracy"]} for key, row in part["probes"].items()}
+        ks = [key for key in probes if key.isdigit()]
+        at = [int(k) for k in ks]
+        own = {"color": plots.BLUE, "capsize": 2, "factor": 100}
+        plots.draw_means(top, at, [probes[k] for k in ks], **own, label="NFK components")
+        flat = [key for key in probes if not key.isdigit()]
+        shades = {key: (plots.ORANGE, plots.GREEN)[i % 2] for i, key in enumerate(flat)} | {WHOLE: plots.VERMILION}
+        for key in flat:
+            label = f"{'whole Fisher vector' if key == WHOLE else key} ({probes[key]['numbers']:,})"
+            style = "--" if key == WHOLE else ":"
+            top.axhline(100 * probes[key]["accuracy"], color=shades[key], ls=style, label=label)
+        plots.log_ticks(top, at, ks)
+        top.set(title=f"{TITLES[name]}\n{part['training images']:,} labels", xlabel="components")
+        for key, table in part["few labels"].items():
+            label = f"{key} NFK components" if key.isdigit() else key
+            given = own | {"color": shades.get(key, plots.BLUE), "label": label}
+            plots.draw_means(below, [int(n) for n in table], list(table.values()), **given)
+            plots.log_ticks(below, [int(n) for n in table])
+        below.set(xlabel="labels")
+    for ax in axes.flat:  # room for the legend
+        low, high = ax.get_ylim()
+        ax.set_ylim(low - 0.4 * (high - low), high)
+        ax.legend(fontsize=7, loc="lower right")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("test accuracy, %")
     return result

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import linnet
 from experiments import common
-from experiments.common.pretrained import lenet5, mnist
+from experiments.common.data import mnist
+from experiments.common.networks import lenet5
 
 
 def launch(count: int, *, data: Path, n: int, components: int) -> dict[str, Any]:

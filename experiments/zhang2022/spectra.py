@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,8 +23,11 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.common.gan import LATENT, step, train_gan, untrained_generator
-from experiments.common.pretrained import dcgan_discriminator, lenet5, mnist
+from experiments.common import plots
+from experiments.common.data import mnist
+from experiments.common.networks import LATENT, dcgan_discriminator, lenet5, untrained_generator
+from experiments.common.statistics import average, show_error
+from experiments.common.training import step, train_gan
 from linnet.probes import Spectrum, spectrum
 
 KERNELS = ("nfk", "ntk")
@@ -35,28 +39,19 @@ SMALL = 10  # channels of the first layer that make 16,920 parameters; the paper
 CLASSIFIERS, LARGE_GAN, SMALL_GAN = "classifiers", "large discriminator", "small discriminator"
 TRAINED, UNTRAINED, OWN = "trained", "untrained", "untrained, its own generator"
 LINES = {
-    "LeNet-5, trained": (common.GREEN, "-"),
-    "MLP, trained": (common.VERMILION, "-"),
-    "LeNet-5, untrained": (common.GREEN, ":"),
-    "MLP, untrained": (common.VERMILION, ":"),
-    TRAINED: (common.BLUE, "-"),
-    UNTRAINED: (common.ORANGE, "-"),
-    OWN: (common.GRAY, ":"),
+    "LeNet-5, trained": (plots.GREEN, "-"),
+    "MLP, trained": (plots.VERMILION, "-"),
+    "LeNet-5, untrained": (plots.GREEN, ":"),
+    "MLP, untrained": (plots.VERMILION, ":"),
+    TRAINED: (plots.BLUE, "-"),
+    UNTRAINED: (plots.ORANGE, "-"),
+    OWN: (plots.GRAY, ":"),
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Images of each spectrum, training steps and seeds."""
-
-    images: Mapping[str, int]
-    steps: int
-    gan_steps: int
-    seeds: int
-
-
-FULL = Sizes({CLASSIFIERS: 1000, LARGE_GAN: 400, SMALL_GAN: 1500}, steps=500, gan_steps=1500, seeds=3)
-QUICK = Sizes({CLASSIFIERS: 60, LARGE_GAN: 30, SMALL_GAN: 60}, steps=20, gan_steps=3, seeds=1)
+# Images of each spectrum, training steps and seeds.
+FULL = Sizes(images={CLASSIFIERS: 1000, LARGE_GAN: 400, SMALL_GAN: 1500}, steps=500, gan_steps=1500, seeds=3)
+QUICK = Sizes(images={CLASSIFIERS: 60, LARGE_GAN: 30, SMALL_GAN: 60}, steps=20, gan_steps=3, seeds=1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Found:
         return spectrum(np.square(self.spectrum.eigenvalues)).components(0.995)
 
 
-def measured(
+def measure(
     panel: str,
     name: str,
     model: nn.Module,
@@ -140,12 +135,12 @@ def classifiers(options: argparse.Namespace, sizes: Sizes) -> Iterator[Found]:
     for seed in range(options.seed, options.seed + sizes.seeds):
         for name, net in (("LeNet-5", lenet5(None, classes=1, seed=seed)), ("MLP", mlp(seed))):
             net.to(options.device)
-            yield from measured(CLASSIFIERS, f"{name}, {UNTRAINED}", net, X, score)
+            yield from measure(CLASSIFIERS, f"{name}, {UNTRAINED}", net, X, score)
             train(net, x, y, steps=sizes.steps, seed=seed)
             with torch.no_grad():
                 right = (net(x_test).squeeze(1) > 0) == y_test
             accuracy = float(right.double().mean())
-            yield from measured(CLASSIFIERS, f"{name}, {TRAINED}", net, X, score, accuracy=accuracy)
+            yield from measure(CLASSIFIERS, f"{name}, {TRAINED}", net, X, score, accuracy=accuracy)
 
 
 # Discriminators.
@@ -156,9 +151,9 @@ def large_discriminator(options: argparse.Namespace, sizes: Sizes) -> Iterator[F
     X = mnist(options.data, False, network="dcgan", count=sizes.images[LARGE_GAN])[0].to(options.device)
     energy = linnet.scores.energy()
     trained = dcgan_discriminator(options.data / "weights").to(options.device)
-    yield from measured(LARGE_GAN, TRAINED, trained, X, energy)
+    yield from measure(LARGE_GAN, TRAINED, trained, X, energy)
     for seed in range(options.seed, options.seed + sizes.seeds):
-        yield from measured(LARGE_GAN, UNTRAINED, dcgan_discriminator(None, seed).to(options.device), X, energy)
+        yield from measure(LARGE_GAN, UNTRAINED, dcgan_discriminator(None, seed).to(options.device), X, energy)
 
 
 def small_discriminator(options: argparse.Namespace, sizes: Sizes) -> Iterator[Found]:
@@ -169,10 +164,10 @@ def small_discriminator(options: argparse.Namespace, sizes: Sizes) -> Iterator[F
     for seed in range(options.seed, options.seed + sizes.seeds):
         D, G = train_gan(images, steps=sizes.gan_steps, seed=seed, widths=(SMALL, 16))
         new, first = dcgan_discriminator(None, seed, width=SMALL), untrained_generator(seed)
-        yield from measured(SMALL_GAN, TRAINED, D, X, from_generator(G, n))
-        yield from measured(SMALL_GAN, UNTRAINED, new.to(options.device), X, from_generator(G, n))
+        yield from measure(SMALL_GAN, TRAINED, D, X, from_generator(G, n))
+        yield from measure(SMALL_GAN, UNTRAINED, new.to(options.device), X, from_generator(G, n))
         own = from_generator(first.to(options.device), n)
-        yield from measured(SMALL_GAN, OWN, new, X, own, kernels=("nfk",))  # the NTK has no statistics
+        yield from measure(SMALL_GAN, OWN, new, X, own, kernels=("nfk",))  # the NTK has no statistics
 
 
 def from_generator(G: nn.Module, n: int) -> linnet.scores.Score:
@@ -183,11 +178,17 @@ def from_generator(G: nn.Module, n: int) -> linnet.scores.Score:
 # The experiment.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--digits", type=int, nargs=2, choices=range(10), default=(3, 8), metavar="DIGIT", help="default: 3 8"
-    )
-    parser.add_argument("--images", type=int, default=None, help="images of every spectrum (default: 400 to 1,500)")
+ARGUMENTS = {
+    "--digits": {
+        "type": int,
+        "nargs": 2,
+        "choices": range(10),
+        "default": (3, 8),
+        "metavar": "DIGIT",
+        "help": "default: 3 8",
+    },
+    "--images": "images of every spectrum (default: 400 to 1,500)",
+}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -196,7 +197,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         raise ValueError(f"--digits needs two different digits; got {options.digits[0]} twice.")
     sizes = QUICK if options.quick else FULL
     if options.images is not None:
-        sizes = Sizes(dict.fromkeys(sizes.images, options.images), sizes.steps, sizes.gan_steps, sizes.seeds)
+        sizes = Sizes(**vars(sizes) | {"images": dict.fromkeys(sizes.images, options.images)})
     found: list[Found] = []
     for part in (classifiers, large_discriminator, small_discriminator):
         found.extend(part(options, sizes))
@@ -226,27 +227,24 @@ def summary(found: Sequence[Found]) -> dict[str, Any]:
             "n": n,
             "p": same[0].p,
             "components": {
-                f"{100 * share:g} %": common.spread([one.spectrum.components(share) for one in same])
-                for share in SHARES
+                f"{100 * share:g} %": average([one.spectrum.components(share) for one in same]) for share in SHARES
             },
-            "components for 99.5 % of the squared eigenvalues": common.spread([one.squared for one in same]),
-            "effective rank": common.spread([one.spectrum.effective_rank for one in same]),
-            "explained": {
-                k: common.spread([float(one.spectrum.explained[k - 1]) for one in same]) for k in COUNTS if k <= n
-            },
+            "components for 99.5 % of the squared eigenvalues": average([one.squared for one in same]),
+            "effective rank": average([one.spectrum.effective_rank for one in same]),
+            "explained": {k: average([float(one.spectrum.explained[k - 1]) for one in same]) for k in COUNTS if k <= n},
         }
         if same[0].accuracy is not None:
-            table[panel][name][kernel]["test accuracy"] = common.spread([one.accuracy or 0.0 for one in same])
+            table[panel][name][kernel]["test accuracy"] = average([one.accuracy or 0.0 for one in same])
     return table
 
 
 def rows(table: Mapping[str, Any], sizes: Sizes) -> list[common.Row]:
     def counts(panel: str, name: str, kernel: str, *shares: float) -> str:
         kept = table[panel][name][kernel]["components"]
-        return " / ".join(common.show(kept[f"{100 * share:g} %"], 0) for share in shares)
+        return " / ".join(show_error(kept[f"{100 * share:g} %"], 0) for share in shares)
 
     def squared(panel: str, name: str) -> str:
-        return common.show(table[panel][name]["nfk"]["components for 99.5 % of the squared eigenvalues"], 0)
+        return show_error(table[panel][name]["nfk"]["components for 99.5 % of the squared eigenvalues"], 0)
 
     def versus(panel: str, names: Sequence[str], kernel: str, *shares: float) -> str:
         n = table[panel][names[0]][kernel]["n"]
@@ -299,28 +297,27 @@ def figure(found: Sequence[Found]) -> Figure:
         LARGE_GAN: "DCGAN discriminator",
         SMALL_GAN: "small DCGAN discriminator",
     }
-    with common.style():
-        picture, axes = plt.subplots(3, 3, figsize=(11.5, 9.5), sharex="col")
-        for column, (panel, title) in enumerate(titles.items()):
-            mine = [one for one in found if one.panel == panel]
-            top, middle, bottom = axes[:, column]
-            p = " and ".join(f"{p:,}" for p in dict.fromkeys(one.p for one in mine))
-            top.set_title(f"{title}\np = {p}, n = {mine[0].n:,}")
-            for ax, kernel in ((top, "nfk"), (middle, "nfk"), (bottom, "ntk")):
-                draw(ax, [one for one in mine if one.kernel == kernel], eigenvalues=ax is top)
-            for ax in (middle, bottom):
-                explained_axis(ax)
-                if panel != CLASSIFIERS:
-                    ax.plot(PAPER, 0.005, "*", color="black", ms=11, zorder=5, label="the paper: 100 explain 99.5 %")
-            handles, labels = middle.get_legend_handles_labels()
-            top.legend(handles, labels, loc="lower left", fontsize=8)
-            top.set_yscale("log")
-            top.set_ylim(1e-6, 1.5)
-            bottom.set_xlabel("components")
-            bottom.set_xscale("log")
-            bottom.set_xlim(0.9, 1.15 * mine[0].n)
-        for ax, label in zip(axes[:, 0], ("NFK: share of each", "NFK: explained", "NTK: explained"), strict=True):
-            ax.set_ylabel(label)
+    picture, axes = plt.subplots(3, 3, figsize=(11.5, 9.5), sharex="col")
+    for column, (panel, title) in enumerate(titles.items()):
+        mine = [one for one in found if one.panel == panel]
+        top, middle, bottom = axes[:, column]
+        p = " and ".join(f"{p:,}" for p in dict.fromkeys(one.p for one in mine))
+        top.set_title(f"{title}\np = {p}, n = {mine[0].n:,}")
+        for ax, kernel in ((top, "nfk"), (middle, "nfk"), (bottom, "ntk")):
+            draw(ax, [one for one in mine if one.kernel == kernel], eigenvalues=ax is top)
+        for ax in (middle, bottom):
+            explained_axis(ax)
+            if panel != CLASSIFIERS:
+                ax.plot(PAPER, 0.005, "*", color="black", ms=11, zorder=5, label="the paper: 100 explain 99.5 %")
+        handles, labels = middle.get_legend_handles_labels()
+        top.legend(handles, labels, loc="lower left", fontsize=8)
+        top.set_yscale("log")
+        top.set_ylim(1e-6, 1.5)
+        bottom.set_xlabel("components")
+        bottom.set_xscale("log")
+        bottom.set_xlim(0.9, 1.15 * mine[0].n)
+    for ax, label in zip(axes[:, 0], ("NFK: share of each", "NFK: explained", "NTK: explained"), strict=True):
+        ax.set_ylabel(label)
     return picture
 
 

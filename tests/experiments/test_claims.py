@@ -9,7 +9,7 @@ import pytest
 
 from docs.tools.pages import ROOT
 from experiments.__main__ import EXPERIMENTS
-from experiments.claims import PAPERS, counted, failed, judged, markdown, text
+from experiments.claims import PAPERS, count_verdicts, find_failed, judge_all, markdown, text
 from experiments.judge import (
     NO,
     NOT_SHOWN,
@@ -35,7 +35,7 @@ from experiments.mu2020.claims import FEATURES, IMAGES, LINEAR, SAME
 PAGE = ROOT / "docs" / "results.md"
 UNWRITTEN = {"table 1": "Linearizing all layers"}  # where no experiment has run yet
 REPRODUCES = re.compile(r"Maddox|Mu et al|Zhang|slides|talk")
-FOUND = judged()
+FOUND = judge_all()
 CLAIMS = [claim for paper in PAPERS for claim in paper.claims]
 
 
@@ -193,14 +193,14 @@ def test_contenders_that_took_no_part_are_compared_where_they_did() -> None:
 
 
 def test_without_results_all_are_open(tmp_path) -> None:
-    assert {one.finding for one in judged(tmp_path)} == {Finding("no result yet", OPEN)}
-    assert failed(judged(tmp_path)) == []
+    assert {one.finding for one in judge_all(tmp_path)} == {Finding("no result yet", OPEN)}
+    assert find_failed(judge_all(tmp_path)) == []
 
 
 def test_the_page_and_the_command_have_every_claim() -> None:
     assert "<!-- write: claims -->" in PAGE.read_text(encoding="utf-8")
     page, printed = markdown(FOUND), text(FOUND)
-    assert counted(FOUND) in page and counted(FOUND) in printed
+    assert count_verdicts(FOUND) in page and count_verdicts(FOUND) in printed
     table, reasons = page.split("## Where it did not come out")
     for _, claim, finding in FOUND:
         assert table.count(f"{claim.said} | {finding.numbers} |") == 1

@@ -24,13 +24,13 @@ def test_the_network_has_the_slides_size() -> None:
 @pytest.mark.parametrize("k", [0.1, 10.0])
 def test_a_rescaled_network_is_the_same_function(k: float) -> None:
     random = torch.Generator().manual_seed(0)
-    X, y = evidence.observed(30, gap=True, generator=random)
+    X, y = evidence.observe(30, gap=True, generator=random)
     assert float(X.abs().min()) >= 0.5 and float(X.abs().max()) <= 1.5
-    model = evidence.trained(X, y, width=6, steps=20, seed=0)
-    other = evidence.rescaled(model, k)
+    model = evidence.train_network(X, y, width=6, steps=20, seed=0)
+    other = evidence.rescale(model, k)
     torch.testing.assert_close(other(X), model(X), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(other[3].weight, k * model[3].weight)
-    found = evidence.chosen(model, (X, y, *evidence.observed(20, gap=False, generator=random)))
+    found = evidence.choose(model, (X, y, *evidence.observe(20, gap=False, generator=random)))
     layerwise, shared = (found[f"{name}, at the network"] for name in ("layerwise", "shared"))
     assert layerwise[f"{k:g}"]["test"] == pytest.approx(layerwise["1"]["test"], rel=1e-4)
     assert abs(shared[f"{k:g}"]["test"] - shared["1"]["test"]) > 1e-3

@@ -14,6 +14,7 @@ import torch
 import linnet
 from experiments.__main__ import main
 from experiments.allingham2023 import joint, not_linearized, snelson
+from experiments.common.statistics import subtract, summarize
 from linnet.likelihoods import Gaussian
 
 
@@ -39,24 +40,24 @@ def test_small_experiments_say_that_they_run_on_the_cpu(name: str, tmp_path: Pat
 
 def test_snelson_data_have_a_gap_and_the_same_seed_draws_them_again() -> None:
     low, high = ((end - 3) / 1.5 for end in snelson.GAP)
-    X, y = snelson.observed(200, torch.Generator().manual_seed(0), gap=True)
+    X, y = snelson.observe(200, torch.Generator().manual_seed(0), gap=True)
     assert not bool((X.gt(low) & X.lt(high)).any())
     assert float(X.min()) >= -2 and float(X.max()) <= 2
-    again = snelson.observed(200, torch.Generator().manual_seed(0), gap=True)
+    again = snelson.observe(200, torch.Generator().manual_seed(0), gap=True)
     assert torch.equal(X, again[0]) and torch.equal(y, again[1])
-    everywhere, _ = snelson.observed(200, torch.Generator().manual_seed(0), gap=False)
+    everywhere, _ = snelson.observe(200, torch.Generator().manual_seed(0), gap=False)
     assert bool((everywhere.gt(low) & everywhere.lt(high)).any())
 
 
 def test_the_process_of_a_network_is_that_of_its_kernel() -> None:
     """A regressor with the limit's prior has the posterior of the network's own Gram matrix."""
     limit = snelson.Limit(2.0, 0.5, 0.1)
-    data = snelson.observed(12, torch.Generator().manual_seed(0), gap=True)
-    at = snelson.scaled(torch.linspace(0, 6, 5, dtype=torch.float64))
+    data = snelson.observe(12, torch.Generator().manual_seed(0), gap=True)
+    at = snelson.scale(torch.linspace(0, 6, 5, dtype=torch.float64))
     net = limit.network(7, 3)
     kernel = snelson.InfiniteWidth(3, "erf", weight_variance=2.0, bias_variance=0.5).double()
     for which in snelson.LIMIT:
-        mean, std = snelson.conditioned(net, which, limit, data, at)
+        mean, std = snelson.condition(net, which, limit, data, at)
         lin = linnet.linearize(net, snelson.parts_of(which))
         S = kernel.prior(lin)
         J, new = (lin.jacobian(x, progress=False) for x in (data[0], at))
@@ -68,8 +69,8 @@ def test_the_process_of_a_network_is_that_of_its_kernel() -> None:
 
 
 def test_the_noise_of_the_likeliest_limit_is_near_the_truth() -> None:
-    X, y = snelson.observed(60, torch.Generator().manual_seed(1), gap=True)
-    limit = snelson.likeliest(X, y)
+    X, y = snelson.observe(60, torch.Generator().manual_seed(1), gap=True)
+    limit = snelson.find_limit(X, y)
     assert 0.25 < limit.noise / snelson.NOISE**2 < 4
     other = snelson.Limit(limit.weight, limit.bias, 3 * limit.noise)
     best, worse = (float(snelson.log_evidence(one.kernel("nngp", X, X), y, one.noise)) for one in (limit, other))
@@ -79,9 +80,9 @@ def test_the_noise_of_the_likeliest_limit_is_near_the_truth() -> None:
 def test_a_sampled_network_without_data_worth_the_name_is_its_prior() -> None:
     """With noise that drowns the data the posterior of the Bayesian network is its prior: mean zero, NNGP variance."""
     limit = snelson.Limit(1.5, 0.3, 1e6)
-    X, y = snelson.observed(4, torch.Generator().manual_seed(0), gap=True)
+    X, y = snelson.observe(4, torch.Generator().manual_seed(0), gap=True)
     at = X[:2]
-    mean, std, _ = snelson.bayesian(limit, 40, (X, y), at, draws=600, seed=0)
+    mean, std, _ = snelson.sample_bayesian(limit, 40, (X, y), at, draws=600, seed=0)
     prior = limit.kernel("nngp", at, at).diagonal()
     torch.testing.assert_close(std.square(), prior, rtol=0.1, atol=0.0)
     assert float(mean.abs().max()) < 1e-2
@@ -112,13 +113,13 @@ def test_draws_go_through_both_models() -> None:
     X = given.train[0]
     # Next to its own weights a network is linear.
     tight = not_linearized.posterior(given.model, given.train, given.case, 1e8)
-    f = not_linearized.drawn(tight, X, 4, seed=0)
+    f = not_linearized.draw_outputs(tight, X, 4, seed=0)
     step = f[not_linearized.LINEAR] - f[not_linearized.MAP]
     apart = f[not_linearized.NETWORK] - f[not_linearized.LINEAR]
     assert float(step.norm()) > 0 and float(apart.norm()) < 1e-2 * float(step.norm())
     torch.testing.assert_close(f[not_linearized.MAP][0], given.model(X).detach())
     wide = not_linearized.posterior(given.model, given.train, given.case, 0.1)
-    g = not_linearized.drawn(wide, X, 20, seed=0)
+    g = not_linearized.draw_outputs(wide, X, 20, seed=0)
     worse, better = (
         not_linearized.scores_of(given.case, g[way], given.train[1])["error"]
         for way in (not_linearized.NETWORK, not_linearized.LINEAR)
@@ -173,7 +174,7 @@ def test_the_joint_experiment_runs(tmp_path: Path) -> None:
 
 
 def test_the_joint_experiment_counts_seeds_of_other_runs(tmp_path: Path) -> None:
-    assert joint.less({"a": {"b": 3.0, "c": 1.0}}, {"a": {"b": 1.0}}) == {"a": {"b": 2.0}}
-    assert joint.nested([{"a": 1.0}, {"a": 3.0}])["a"]["mean"] == 2
+    assert subtract({"a": {"b": 3.0, "c": 1.0}}, {"a": {"b": 1.0}}) == {"a": {"b": 2.0}}
+    assert summarize([{"a": 1.0}, {"a": 3.0}])["a"]["mean"] == 2
     with pytest.raises(FileNotFoundError, match=r"reads mnist.npz from the data folder"):
         main(["joint", "--quick", "--data", str(tmp_path), "--out", str(tmp_path / "out")])

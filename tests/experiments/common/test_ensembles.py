@@ -6,8 +6,7 @@ import pytest
 import torch
 from drawn import normal
 
-from experiments.common.baselines import Search, fit_networks, likeliest_noise
-from experiments.common.ensembles import forward, initial, module, train
+from experiments.common.ensembles import Search, find_noise, fit_networks, forward, initial, module, train
 
 WIDTHS = (2, 5, 4, 1)
 
@@ -103,5 +102,5 @@ def test_an_ensemble_adds_its_disagreement_to_the_noise():
 
 def test_the_likeliest_noise_takes_the_disagreement_off():
     y = normal(1, 4000)
-    found = likeliest_noise(torch.zeros(1, 4000).double(), torch.full((1, 4000), 0.4).double(), y)
+    found = find_noise(torch.zeros(1, 4000).double(), torch.full((1, 4000), 0.4).double(), y)
     assert float(found) == pytest.approx(0.6, abs=0.06)

@@ -41,9 +41,9 @@ def test_scores_of_a_mixture_of_gaussians() -> None:
 
 
 def test_a_deep_process_learns_more_the_longer_it_trains() -> None:
-    X, y = deep_gp.observed(20, torch.Generator().manual_seed(0))
+    X, y = deep_gp.observe(20, torch.Generator().manual_seed(0))
     before, after = (
-        deep_gp.fit_deep(X, y, 2, deep_gp.Sizes(1, 20, steps, (0.05,), 6, 1), seed=0)[1]["bound per point"]
+        deep_gp.fit_deep(X, y, 2, deep_gp.Sizes(steps=steps, rates=(0.05,), inducing=6), seed=0)[1]["bound per point"]
         for steps in (2, 25)
     )
     assert after > before

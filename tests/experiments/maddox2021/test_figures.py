@@ -11,8 +11,8 @@ from torch import nn
 
 import linnet
 from experiments.__main__ import main
-from experiments.common.adaptation import Labeled, in_parts
-from experiments.common.trained import lenet, perceptron
+from experiments.common.networks import lenet, perceptron
+from experiments.common.training import Labeled, in_parts
 from experiments.maddox2021 import figure3, figure4, figure5
 from linnet import probes
 
@@ -36,7 +36,7 @@ def test_the_architectures_have_as_many_parameters():
 def test_the_posterior_of_figure_3_is_the_finite_ntk():
     net, data = perceptron((1, 7, 1), activation=nn.ReLU), figure3.WAVE.observed(0)
     x = torch.linspace(-3.5, 3.5, 9)
-    found = figure3.linearized(net, data, figure3.WAVE, x)
+    found = figure3.condition(net, data, figure3.WAVE, x)
     J = linnet.linearize(net).to(torch.float64)
     A, B = J.jacobian(data.X[0].double()), J.jacobian(x[:, None].double())
     K = A.gram() + found["noise"] * torch.eye(len(data), dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_scores_are_paired_with_the_network():
     f = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [0.0, 1.0]])
     y = torch.tensor([0, 0, 0, 1])
     p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.2, 0.8]], dtype=torch.float64)
-    found = figure4.scored(p, f, y)
+    found = figure4.score(p, f, y)
     assert found["accuracy"] == 1.0 and found["less the network"] == 0.25
     assert found["its standard error"] == pytest.approx(0.25)
 
@@ -78,9 +78,9 @@ def test_failed_fits_are_said_and_left_out():
     X, y = normal(6, 3).float(), torch.arange(6) % 2
     f = torch.zeros(6, 2)
     how = {"mean": "network", "inference": "map"}
-    found = figure4.adapted(Broken(3, 2), (X, y), (X, y), f, how, "cpu")
+    found = figure4.adapt(Broken(3, 2), (X, y), (X, y), f, how, "cpu")
     assert "no memory" in found["failed"]
-    score = figure4.scored(f.double().softmax(1), f, y)
+    score = figure4.score(f.double().softmax(1), f, y)
     parts = {"ResNet-20": {"6 images, all layers, 6 test images": {"a": {"seed 0": found}, "b": {"seed 0": score}}}}
     assert list(figure4.summary(parts)["ResNet-20"]["6 images, all layers, 6 test images"]) == ["b"]
 
@@ -107,7 +107,7 @@ def test_figure4_runs(tmp_path):
 def test_a_unit_set_to_zero_is_a_unit_removed():
     net, X = lenet(28, 3, channels=(2, 3), hidden=6), normal(4, 1, 28, 28).float()
     unit = int((net[:9](X) > 0).sum(0).argmax())  # one that does something
-    zero = figure5.without(net, unit)
+    zero = figure5.remove_unit(net, unit)
     smaller = lenet(28, 3, channels=(2, 3), hidden=5)
     kept = [i for i in range(6) if i != unit]
     state = {key: value.clone() for key, value in net.state_dict().items()}
@@ -132,7 +132,7 @@ def test_only_the_last_layer_is_trained_again():
 
 
 def test_what_is_kept_of_a_spectrum():
-    found = figure5.described(probes.spectrum([8.0, 1.0, 1.0, 0.0]))
+    found = figure5.describe(probes.spectrum([8.0, 1.0, 1.0, 0.0]))
     assert found["components for 99 %"] == 3 and found["shares"]["1"] == 0.8
     assert found["effective rank"] == pytest.approx(100 / 66)
     assert math.isclose(sum(found["shares"].values()), 1.0)

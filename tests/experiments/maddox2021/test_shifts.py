@@ -13,8 +13,8 @@ from torch.distributions import Normal
 
 import linnet
 from experiments.__main__ import main
-from experiments.common.adaptation import Labeled, Search, in_parts, loss_of
-from experiments.common.trained import gaussian_nll, perceptron, squared_error, train
+from experiments.common.networks import perceptron
+from experiments.common.training import Labeled, Search, gaussian_nll, in_parts, loss_of, squared_error, train
 from experiments.maddox2021 import malaria, olivetti, shifts
 
 
@@ -112,7 +112,7 @@ def test_rotation_turns_a_ramp_and_crops_the_middle():
     ramp = (torch.arange(64.0) - 31.5).expand(64, 64)  # x, growing to the right
     down = ramp.T
     angle = torch.tensor([0.0, 30.0])
-    found = olivetti.rotated(ramp.expand(2, 1, 64, 64), angle)[:, 0]
+    found = olivetti.rotate_and_crop(ramp.expand(2, 1, 64, 64), angle)[:, 0]
     crop = slice((64 - 45) // 2, (64 - 45) // 2 + 45)
     for image, degrees in zip(found, angle.tolist(), strict=True):
         a = math.radians(degrees)

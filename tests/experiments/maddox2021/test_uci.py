@@ -42,5 +42,5 @@ def test_uci_runs(tmp_path, capsys):
         assert missing == (set() if setting == "new" else {uci.RETRAINED})
         assert all(len(one["by split"]) == 1 and one["rmse"]["mean"] < 20 for one in table.values())
     assert (where / "figure.png").stat().st_size > 10_000
-    assert "among tangents" in capsys.readouterr().out
+    assert "new data, ensemble of 5" in capsys.readouterr().out
     assert "| uci: new data, ensemble of 5" in (tmp_path / "out" / "README.md").read_text()

@@ -9,11 +9,11 @@ from torch import nn
 
 from experiments import common
 from experiments.__main__ import main
-from experiments.common import adaptation, gains
-from experiments.common.adaptation import GRADIENTS, LINEAR
-from experiments.common.pretrained import minilm, word_pieces
-from experiments.common.pretrained import sst2 as sentences
-from experiments.mu2020 import sst2
+from experiments.common.data import sst2 as sentences
+from experiments.common.data import word_pieces
+from experiments.common.networks import minilm
+from experiments.mu2020 import contest, gains, sst2
+from experiments.mu2020.contest import GRADIENTS, LINEAR
 
 
 def test_the_parts_of_minilm_are_the_encoder():
@@ -39,9 +39,9 @@ def test_sentences_have_their_labels():
 
 def test_sst2_runs(tmp_path):
     needs("sst2/train.tsv", "weights/minilm_l6_h384_fp16.safetensors")
-    where = main(["sst2", "--quick", "--out", str(tmp_path)])
+    where = main(["sst2", "--quick", "--test", "10", "--out", str(tmp_path)])
     table = json.loads((where / "metrics.json").read_text())["results"]["SST-2"]["20"]
-    assert list(table) == list(adaptation.METHODS)
+    assert list(table) == list(contest.METHODS)
     assert all(0 <= one["ece"]["mean"] <= 1 for one in table.values())
     assert (where / "figure.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="has 6 layers; got --layers 7"):
@@ -65,7 +65,7 @@ def test_runs_are_put_beside_earlier_ones(tmp_path, monkeypatch):
         return json.loads((where / "metrics.json").read_text())
 
     learned = []
-    monkeypatch.setattr(adaptation.Contest, "all", scored)
+    monkeypatch.setattr(contest.Contest, "all", scored)
     run("--sizes", "4")
     run("--sizes", "8", "--seed", "1", "--seeds", "1")
     record = run("--sizes", "4", "--seed", "1", "--seeds", "1")

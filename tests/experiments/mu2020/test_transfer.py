@@ -14,10 +14,12 @@ from torch import nn
 import linnet
 from experiments import common
 from experiments.__main__ import main
-from experiments.common import adaptation, gains
-from experiments.common.adaptation import GRADIENTS, LINEAR, Labeled, Search, fine_tune, in_turn
-from experiments.common.pretrained import CIFAR10_MEAN, CIFAR10_STD, as_cifar10, resnet
-from experiments.mu2020 import transfer
+from experiments.common.data import CIFAR10_MEAN, CIFAR10_STD, as_cifar10
+from experiments.common.networks import resnet
+from experiments.common.statistics import interval, show_interval
+from experiments.common.training import Labeled, Search, cross_entropy, fine_tune, in_turn, probabilities
+from experiments.mu2020 import contest, gains, transfer
+from experiments.mu2020.contest import GRADIENTS, LINEAR
 
 
 def generator(seed=0):
@@ -86,8 +88,8 @@ def test_fine_tuning_that_only_harms_is_not_done():
 def test_one_logit_is_two_classes():
     f, y = normal(7, 1), torch.tensor([0, 1, 1, 0, 1, 0, 0])
     both = torch.cat([torch.zeros_like(f), f], 1)
-    torch.testing.assert_close(adaptation.cross_entropy(f, y), nn.functional.cross_entropy(both, y))
-    p = adaptation.probabilities(nn.Identity(), (f,))
+    torch.testing.assert_close(cross_entropy(f, y), nn.functional.cross_entropy(both, y))
+    p = probabilities(nn.Identity(), (f,))
     torch.testing.assert_close(p, both.softmax(1))
 
 
@@ -113,15 +115,15 @@ def test_differences_are_paired():
     assert found["better"]["mean"] == pytest.approx(0.02)
     # The t distribution with two degrees of freedom: 4.302653 standard errors of 0.01 / sqrt(3).
     assert found["better"]["high"] - found["better"]["mean"] == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-6)
-    assert gains.verdict(found["better"]) == "no difference shown" and gains.verdict(found["worse"]) == "loses"
-    assert gains.shown(found["better"], factor=100) == "+2.0 (-0.5 to +4.5)"
-    assert gains.verdict(gains.interval([1.0])) == "one draw" and gains.shown(gains.interval([1.0])) == "+1.0"
+    assert found["worse"]["high"] < 0
+    assert show_interval(found["better"], factor=100) == "+2.0 (-0.5 to +4.5)"
+    assert show_interval(interval([1.0])) == "+1.0"
 
 
 def test_contenders_of_some_draws_are_compared_where_they_are():
     runs = draws({LINEAR: [0.5, 0.5, 0.5], "rare": [0.6, 0.6, 0.6]})
     del runs[2]["contenders"]["rare"]
-    assert gains.paired(runs, "rare", "accuracy", size=10)["count"] == 2
+    assert gains.pair_with_linear(runs, "rare", "accuracy", size=10)["count"] == 2
     assert gains.summary(runs)["a"][10]["rare"]["accuracy"]["mean"] == pytest.approx(0.6)
 
 
@@ -136,21 +138,22 @@ def test_times_are_those_of_one_machine():
 
 def test_draws_of_every_label_have_an_interval_over_test_examples():
     runs = draws({LINEAR: [0.5] * 3, "better": [0.6] * 3, "other": [0.6, 0.7, 0.8]})
-    runs[2]["contenders"]["better"][adaptation.ERRORS] = {"accuracy": 0.02}
+    runs[2]["contenders"]["better"][contest.ERRORS] = {"accuracy": 0.02}
     for run in runs:
-        assert gains.paired([run], "better", "accuracy", size=10)["count"] == 1
-    assert gains.shown(gains.paired(runs, "better", "accuracy", size=10), factor=100) == "+10.0 (+10.0 to +10.0)"
+        assert gains.pair_with_linear([run], "better", "accuracy", size=10)["count"] == 1
+    better = gains.pair_with_linear(runs, "better", "accuracy", size=10)
+    assert show_interval(better, factor=100) == "+10.0 (+10.0 to +10.0)"
     runs[2]["every label"] = True
-    found = gains.paired(runs, "better", "accuracy", size=10)
+    found = gains.pair_with_linear(runs, "better", "accuracy", size=10)
     assert found["mean"] == pytest.approx(0.1) and found["high"] - found["mean"] == pytest.approx(0.0392, rel=1e-4)
     assert "over test examples" in found
     for name, key in (("other", "accuracy"), ("better", "nll")):  # of which no run knows it
-        assert "over test examples" not in gains.paired(runs, name, key, size=10)
+        assert "over test examples" not in gains.pair_with_linear(runs, name, key, size=10)
 
 
 def test_errors_are_those_of_paired_differences():
     p, q, y = (normal(50, 3, seed=1).softmax(1), normal(50, 3, seed=2).softmax(1), torch.arange(50) % 3)
-    found = adaptation.errors(p, q, y)
+    found = contest.errors(p, q, y)
     lost = (q[torch.arange(50), y] / p[torch.arange(50), y]).log()
     assert found["nll"] == pytest.approx(float(lost.std() / 50**0.5), rel=1e-12)
     only_p, only_q = (float(((a.argmax(1) == y) & (b.argmax(1) != y)).double().mean()) for a, b in ((p, q), (q, p)))
@@ -234,7 +237,7 @@ def test_transfer_runs(tmp_path):
     where = main(["transfer", "--quick", "--sets", "mnist", "--out", str(tmp_path)])
     record = json.loads((where / "metrics.json").read_text())
     table = record["results"]["MNIST"]["20"]
-    assert list(table) == list(adaptation.METHODS) == list(record["methods"])
+    assert list(table) == list(contest.METHODS) == list(record["methods"])
     assert all(0 <= one["accuracy"]["mean"] <= 1 and one["nll"]["mean"] > 0 for one in table.values())
     assert table[GRADIENTS]["seconds"]["mean"] > table[LINEAR]["seconds"]["mean"]  # which it starts from
     assert (where / "figure.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from torch import nn
 from benchmarks.rivals import algorithm4, gram_svd
 from experiments import common
 from experiments.__main__ import main
+from experiments.common.data import augment
+from experiments.common.networks import WRN, load_encoder, wide_resnet
 from experiments.zhang2022 import embedding_time
 from experiments.zhang2022.embedding_time import LINNET, PUBLISHED
-from experiments.zhang2022.wrn import augmented, wide_resnet
 
 needs_data = pytest.mark.skipif(
     not (common.DATA / "cifar10_train_1.npz").exists(), reason=f"the experiment's data are not in {common.DATA}"
@@ -38,7 +40,7 @@ def test_rivals_find_the_eigenvalues() -> None:
 
 def test_augmented_images_are_shifts_and_mirrors() -> None:
     x = torch.arange(2 * 3 * 8 * 8.0).view(2, 3, 8, 8)
-    new = augmented(x, torch.Generator().manual_seed(1))
+    new = augment(x, torch.Generator().manual_seed(1))
     assert new.shape == x.shape
     padded = nn.functional.pad(x, (4,) * 4, mode="reflect")
     windows = padded.unfold(2, 8, 1).unfold(3, 8, 1)  # (n, 3, 9, 9, 8, 8)
@@ -48,9 +50,12 @@ def test_augmented_images_are_shifts_and_mirrors() -> None:
 
 
 @needs_data
+@pytest.mark.skipif(
+    not (common.RESULTS / "wrn" / f"{WRN}.safetensors").exists(), reason="python -m experiments wrn makes the weights"
+)
 def test_the_trained_wide_resnet_recognizes_images() -> None:
-    from experiments.common.pretrained import cifar10
-    from experiments.zhang2022.wrn import accuracy
+    from experiments.common.data import cifar10
+    from experiments.common.training import accuracy
 
     x, y = cifar10(common.DATA, "test", count=100)
     assert accuracy(wide_resnet(), x, y) > 0.8
@@ -61,8 +66,8 @@ def test_small_timings_and_errors(tmp_path: Path) -> None:
     where = main(["embedding_time", "--quick", "--panels", "time", "accuracy", "--out", str(tmp_path)])
     found = json.loads((where / "metrics.json").read_text())["parts"]
     rows = {(row["n"], row["contender"]): row for row in found["time"]["rows"]}
-    assert rows[24, LINNET]["largest relative error"] < 1e-4
-    assert rows[24, PUBLISHED]["iterations"] == 10 and rows[32, PUBLISHED]["iterations"] == 1
+    assert rows[8, LINNET]["largest relative error"] < 1e-4
+    assert rows[8, PUBLISHED]["iterations"] == 10 and rows[10, PUBLISHED]["iterations"] == 1
     assert found["accuracy"]["error"] < 1e-7
     assert found["accuracy"]["embedding against transform"] < 1e-8
     assert (where / "figure.png").stat().st_size > 10_000
@@ -75,6 +80,16 @@ def test_ranks_agree(tmp_path: Path) -> None:
     rows = json.loads((where / "metrics.json").read_text())["parts"]["ranks"]["rows"]
     assert [row["ranks"] for row in rows] == [1, 2]
     assert all(row["difference"] <= 1e-10 for row in rows)
+
+
+def test_weights_that_nobody_has_trained_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"`python -m experiments wrn --device cuda` makes them"):
+        wide_resnet(tmp_path / "wrn")
+    options = argparse.Namespace(quick=False, out=tmp_path)
+    found = common.RESULTS / "encoders" / "vae_cifar10.safetensors"
+    if not found.exists():
+        with pytest.raises(FileNotFoundError, match=r"`python -m experiments encoders --device cuda` makes them"):
+            load_encoder(options, "vae")
 
 
 @needs_data

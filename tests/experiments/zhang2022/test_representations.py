@@ -11,9 +11,10 @@ from torch import nn
 from benchmarks.models import WideResNet
 from experiments import common
 from experiments.__main__ import main
-from experiments.common import generative
-from experiments.common.gan import train_pair
-from experiments.common.pretrained import loaded, stored
+from experiments.common import networks
+from experiments.common.data import rotate
+from experiments.common.networks import load, store
+from experiments.common.training import train_pair
 from experiments.mu2020 import table1_mu
 from experiments.zhang2022 import encoders, inversion, nfk_distill, nfk_probe
 from linnet.distill import EmbeddingHead, WithEmbedding, distill
@@ -30,9 +31,9 @@ def run(tmp_path, *arguments):
 
 
 def test_weights_come_back_as_they_were_but_for_rounding(tmp_path):
-    net = generative.ColorDiscriminator(2)
-    path = stored(net, tmp_path, "net")
-    again = loaded(generative.ColorDiscriminator(2), tmp_path, "net")
+    net = networks.ColorDiscriminator(2)
+    path = store(net, tmp_path, "net")
+    again = load(networks.ColorDiscriminator(2), tmp_path, "net")
     for a, b in zip(net.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
     assert path.name == "net.safetensors" and not again.training and next(again.parameters()).dtype == torch.float32
@@ -41,8 +42,8 @@ def test_weights_come_back_as_they_were_but_for_rounding(tmp_path):
 def test_the_bound_of_the_vae_is_the_score_that_is_embedded():
     import linnet
 
-    net, x = generative.ColorVAE(2).eval(), normal(3, 3, 32, 32).float().tanh()
-    module, output = linnet.scores.vae(likelihood="gaussian", noise=generative.NOISE).bind(net)
+    net, x = networks.ColorVAE(2).eval(), normal(3, 3, 32, 32).float().tanh()
+    module, output = linnet.scores.vae(likelihood="gaussian", noise=networks.NOISE).bind(net)
     with torch.no_grad():
         torch.testing.assert_close(output(module(x)).flatten(), net.bound(x))
         assert not torch.equal(net.bound(x), net.bound(x, seed=1))
@@ -50,7 +51,7 @@ def test_the_bound_of_the_vae_is_the_score_that_is_embedded():
 
 def test_all_rotations_of_all_images():
     x = normal(2, 3, 4, 4)
-    turned, angle = generative.rotated(x)
+    turned, angle = rotate(x)
     assert angle.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     torch.testing.assert_close(turned[:2], x)
     torch.testing.assert_close(turned[4:6], x.flip(2, 3))
@@ -76,8 +77,8 @@ def test_both_networks_see_changed_images():
 
 
 def test_redrawn_layers_are_new_and_the_others_are_not():
-    blocks, x = list(generative.ColorDiscriminator(2).blocks), normal(8, 3, 32, 32).float()
-    new = table1_mu.redrawn(blocks, [False, False, True, False, False], x, 0)
+    blocks, x = list(networks.ColorDiscriminator(2).blocks), normal(8, 3, 32, 32).float()
+    new = table1_mu.redraw(blocks, [False, False, True, False, False], x, 0)
     same = [torch.equal(old[0].weight, block[0].weight) for old, block in zip(blocks, new, strict=True)]
     assert same == [True, True, False, True, True]
     # From the new one upwards, batch norm has seen the images.

@@ -10,8 +10,9 @@ from needed import needs
 
 from experiments import common
 from experiments.__main__ import main
-from experiments.common.gan import LATENT, train_gan, untrained_generator
-from experiments.common.pretrained import cifar10, dcgan_discriminator, decoded, lenet5, mnist, resnet
+from experiments.common.data import cifar10, decode, mnist
+from experiments.common.networks import LATENT, dcgan_discriminator, lenet5, resnet, untrained_generator
+from experiments.common.training import train_gan
 from experiments.zhang2022 import spectra
 
 WEIGHTS = common.DATA / "weights"
@@ -52,7 +53,7 @@ def test_decoding_undoes_the_differences():
     stored[2] -= stored[1]
     for axis in (3, 2):
         stored = np.diff(stored, axis=axis, prepend=np.uint8(0))
-    assert stored.dtype == np.uint8 and np.array_equal(decoded(stored), x)
+    assert stored.dtype == np.uint8 and np.array_equal(decode(stored), x)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,8 @@ def test_what_cannot_be_loaded(tmp_path):
         mnist(tmp_path, True)
     with pytest.raises(ValueError, match=r"depth 6 b \+ 2 .* got 19"):
         resnet(None, 19)
-    with pytest.raises(ValueError, match="'test', 'train_1' or 'train_2'; got 'train'"):
-        cifar10(tmp_path, "train")
+    with pytest.raises(ValueError, match="'test', 'train_1', 'train_2' or 'train'; got 'none'"):
+        cifar10(tmp_path, "none")
     with pytest.raises(ValueError, match=r"'lenet5' or 'dcgan', .* got 'vae'"):
         mnist(tmp_path, True, network="vae")
 
@@ -110,18 +111,18 @@ def test_two_classes_are_learned():
 
 def test_spectra_run(tmp_path):
     needs("mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
-    where = main(["spectra", "--quick", "--images", "20", "--out", str(tmp_path)])
+    where = main(["spectra", "--quick", "--images", "10", "--out", str(tmp_path)])
     table = json.loads((where / "metrics.json").read_text())["spectra"]
     assert list(table) == [spectra.CLASSIFIERS, spectra.LARGE_GAN, spectra.SMALL_GAN]
     for networks in table.values():
         for kernels in networks.values():
             for one in kernels.values():
                 counts = [value["mean"] for value in one["components"].values()]
-                assert one["n"] == 20 and counts == sorted(counts) and counts[0] >= 1 and counts[-1] <= 20
+                assert one["n"] == 10 and counts == sorted(counts) and counts[0] >= 1 and counts[-1] <= 10
     large, small = (table[name]["trained"] for name in (spectra.LARGE_GAN, spectra.SMALL_GAN))
     assert large["nfk"]["p"] == 661_248 and small["ntk"]["p"] == 16_920
     # Centered Fisher vectors have one component less than examples; the mean is the tangent kernel's first.
-    assert large["nfk"]["explained"]["20"]["mean"] == pytest.approx(1)
+    assert large["nfk"]["explained"]["10"]["mean"] == pytest.approx(1)
     assert large["ntk"]["explained"]["1"]["mean"] > 2 * large["nfk"]["explained"]["1"]["mean"]
     assert (where / "figure.png").stat().st_size > 10_000
     assert "| spectra: binary MNIST, NFK" in (tmp_path / "README.md").read_text()
