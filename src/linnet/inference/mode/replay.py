@@ -197,9 +197,9 @@ class _Slot:
         self.y, self.trials = y.clone(), 0
         given = _given(part)
         copied = given.batch._map(lambda t: t.clone() if isinstance(t, Tensor) else t, scalars=True)
-        self.own = part._of(Given(copied, given.kind))
         self._network = torch.empty(part.n, part.c, dtype=part.dtype, device=part.device)
-        self.own._late = Deferred(lambda f, index: self._network.copy_(f), most=-1)  # at once
+        late = Deferred(lambda f, index: self._network.copy_(f), most=-1)  # at once
+        self.own = part.over(Given(copied, given.kind), late)
 
     def __call__(self, part: Jacobian, y: Tensor) -> Found:
         """What the step finds for another minibatch."""
@@ -208,16 +208,17 @@ class _Slot:
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
                 mine.copy_(theirs)
         self.recorded.work()
-        if part._late is None:
+        late = part._network_chunks("keeps no inputs").late
+        if late is None:
             messages.check_outputs_finite(self._network, 0, part.index)
         else:
-            part._late.add(self._network.clone(), part.index)
+            late.add(self._network.clone(), part.index)
         return self.recorded.out, self.recorded.f.clone()
 
 
 def kind_of(part: Jacobian) -> Hashable | None:
     """What a minibatch shares with those that can be written over it; None where there are none."""
-    if not isinstance(part._source, Given) or part._chunk(columns=True) < part.n:
+    if not isinstance(part._source, Given) or part.passes.chunk_size(columns=True) < part.n:
         return None
     leaves, spec = pytree.tree_flatten((part._source.batch.args, part._source.batch.kwargs))
     kinds: list[Hashable] = [str(spec)]

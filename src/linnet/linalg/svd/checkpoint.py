@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet._common import files
 from linnet._common.distributed import add_up, rank_and_world, shard
-from linnet.jacobian.frozen_layers import Kept
+from linnet.jacobian.frozen_layers import SourceWithActivations
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import Affine, LinearOperator
@@ -97,7 +97,7 @@ class Resumable:
         if not isinstance(V, Jacobian):
             return {}
         source = V._source
-        while isinstance(source, Kept):  # activations of frozen layers follow from the data
+        while isinstance(source, SourceWithActivations):  # activations of frozen layers follow from the data
             source = source.base
         own = source.code(*shard(source.n, *rank_and_world()))
         every = torch.tensor(own - 2**64 if own >= 2**63 else own, device=V.device)
