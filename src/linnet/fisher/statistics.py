@@ -120,7 +120,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         few, source = J.subset(index), J._source.subset(index)
     else:
         source = SingleBatch(next(iter(J._source.batches(count, 0, count))), "first examples")
-        few, count = J._of(source), source.n  # a loader's own batches may be smaller
+        few, count = J.over(source), source.n  # a loader's own batches may be smaller
     J.lin.check_unchanged(contents=True)
     finer = J.lin.model_dtype != torch.float64
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
