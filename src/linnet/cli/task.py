@@ -13,6 +13,7 @@ from linnet._common import messages
 from linnet.cli.data_files.examples import Examples
 from linnet.cli.terminal import UsageError, as_usage
 from linnet.data.sources import as_source
+from linnet.network import checks
 
 FEW = 50
 """Most different whole numbers that are taken for classes."""
@@ -143,5 +144,5 @@ def outputs_of(model: nn.Module, data: Examples, what: str = "these data") -> in
     with as_usage(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
-            out = messages.output_tensor(model(*batch.args, **batch.kwargs))
+            out = checks.output_tensor(model(*batch.args, **batch.kwargs))
     return 1 if out.ndim == 1 else out.shape[1]

@@ -11,11 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
 from linnet._common.memory import budget, free
 from linnet._common.torch_settings import arithmetic, of_network
 from linnet.data.batch import Batch, leaves, move
+from linnet.data.checks import check_subset_index, targets_of
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.chunk import Chunk, Prepare
@@ -103,10 +103,10 @@ class Cached(Jacobian):
         )
 
     def targets(self) -> Any:
-        return messages.targets_of([piece.batch.rest for piece in self._kept], self._kind)
+        return targets_of([piece.batch.rest for piece in self._kept], self._kind)
 
     def subset(self, index: Tensor) -> Cached:
-        messages.check_subset_index(index, self.n)
+        check_subset_index(index, self.n)
         index, size = index.cpu().long(), self._chunk()
         starts = torch.tensor([piece.batch.start for piece in self._kept])
         places = torch.bucketize(index, starts, right=True) - 1

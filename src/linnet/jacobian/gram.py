@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet._common.memory import budget
 from linnet._common.progress import bar
@@ -21,6 +20,7 @@ from linnet.jacobian.passes import GRAM, Passes, Piece
 from linnet.jacobian.plan import prepare
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import weigh
+from linnet.network import checks
 
 Cut = Callable[[Factor], list[tuple[str, Factor]]]
 """A factor to its named parts."""
@@ -107,7 +107,7 @@ class Grams(Passes):
         return _symmetric([self, *others], diagonal, [""], lambda factor: [("", factor)])[""]
 
     def _check_same_columns(self, other: Grams) -> None:
-        messages.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
+        checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
         if self._rotation is not other._rotation:
             raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
 

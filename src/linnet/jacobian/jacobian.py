@@ -26,6 +26,7 @@ from linnet._common.distributed import add_up, add_up_checksums, rank_and_world,
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch, SingleBatch, Source
+from linnet.data.checks import no_subset, targets_of
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.gram import Grams, by_range
@@ -35,6 +36,7 @@ from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
+from linnet.network.checks import check_outputs_finite
 
 BatchFn = Callable[[Tensor, Batch], Tensor]
 
@@ -259,7 +261,7 @@ class Jacobian(Grams):
                     with proved as (made, _), self.lin.network.in_precision(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                         made.append(f)
-                    messages.check_outputs_finite(f, batch.start)
+                    check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
             share_rows(out, self.n, 1)
@@ -270,7 +272,7 @@ class Jacobian(Grams):
     def targets(self) -> Any:
         """What came with the inputs in the data, of all examples: a tensor, or whatever structure it has."""
         parts = [batch.rest for batch in self._batches(self._chunk(), 0, self.n)]
-        return messages.targets_of(parts, self._source.kind)
+        return targets_of(parts, self._source.kind)
 
     @property
     def by_position(self) -> bool:
@@ -307,7 +309,7 @@ class Jacobian(Grams):
 
     def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         """The Jacobians of the examples at each index, in an order."""
-        checks = Deferred(lambda f, index: messages.check_outputs_finite(f, 0, index)) if late else None
+        checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
         try:
             for part in self._read_once([chunks[i] for i in order]):
                 part._late = checks
@@ -319,7 +321,7 @@ class Jacobian(Grams):
     def _read_once(self, chunks: Sequence[Tensor]) -> Iterator[Jacobian]:
         source = self._source
         if not source.by_position:
-            raise messages.no_subset(source.kind)
+            raise no_subset(source.kind)
         if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
             yield from map(self.subset, chunks)
             return
@@ -413,7 +415,7 @@ class Jacobian(Grams):
             with bar(self.n, "factors", progress=self._settings.progress) as tick:
                 for batch in self._batches(self._kept_chunk(), 0, self.n):
                     chunk = self._whole_chunk(batch)
-                    messages.check_outputs_finite(chunk.f, batch.start)
+                    check_outputs_finite(chunk.f, batch.start)
                     factors = keep(chunk.factors, self._settings.engine)
                     kept.append(Kept(batch.without_inputs(), chunk.f.clone(), factors))
                     held += kept[-1].bytes

@@ -50,6 +50,7 @@ from linnet.jacobian.plan import (
 from linnet.jacobian.proofs import Apart, Disproved, Proofs, RandomState
 from linnet.jacobian.rule_selection import PROBE
 from linnet.linalg.operator import LinearOperator
+from linnet.network import checks
 
 CONVOLVED = 4096
 """Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
@@ -176,7 +177,7 @@ class Passes(LinearOperator):
                 raise
             with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
                 chunk = self.lin.chunks.build_by_rules(batch, self._settings.precision)
-        messages.check_outputs_finite(chunk.f, batch.start)
+        checks.check_outputs_finite(chunk.f, batch.start)
         self._settings.graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
             for t in factor.tensors():
@@ -242,7 +243,7 @@ class Passes(LinearOperator):
             yield batch, made.pop()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self._late is None:
-                messages.check_outputs_finite(f, batch.start, batch.positions)
+                checks.check_outputs_finite(f, batch.start, batch.positions)
             else:
                 self._late.add(f, batch.index)
 
@@ -288,7 +289,7 @@ class Passes(LinearOperator):
                 wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
                 if not wrong:
                     if any(mixed):
-                        raise messages.examples_interact(batch.start, batch.n)
+                        raise checks.examples_interact(batch.start, batch.n)
                     return replace(chunk, truth=None)
                 self.lin.rules.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 
