@@ -24,8 +24,8 @@ from linnet.data.sources import InMemory, as_source
 from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
+from linnet.network.depth import block_names, top_blocks
 from linnet.network.parameters import select
-from linnet.network.top_blocks import block_names, top_blocks
 from linnet.probability.posteriors import Posterior
 from linnet.probability.priors import layer_sums
 

@@ -23,7 +23,9 @@ def nets(tmp_path):
 def test_regression_from_tables(tmp_path, nets, monkeypatch):
     train, test = diabetes(tmp_path)
     weights, out = tmp_path / "w.safetensors", tmp_path / "run"
-    save_file(model_source.network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu")).state_dict(), weights)
+    save_file(
+        model_source.load_network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu")).state_dict(), weights
+    )
     monkeypatch.setattr(sys, "argv", ["/usr/bin/linnet", "adapt", "--out", "my run"])
     said = done(
         "adapt",
@@ -41,7 +43,13 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
         out,
         "--standardize",
     )
-    for part in ("60 rows of 4 columns", "regression, since", "37 of 37 parameters", "Jacobian (60 x 37)", "of memory"):
+    for part in (
+        "60 rows of 4 columns",
+        "regression, because",
+        "37 of 37 parameters",
+        "Jacobian (60 x 37)",
+        "of memory",
+    ):
         assert part in said
     assert sorted(path.name for path in out.iterdir()) == [
         "adapter.safetensors",
@@ -60,7 +68,7 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
     rows = [np.array(list(map(float, column))) for column in read_table(train).values()]
     X, y = np.stack(rows[:4], 1), rows[4]
     Z = torch.tensor((X - X.mean(0)) / X.std(0), dtype=torch.float32)
-    model = model_source.network(f"{nets}:numbers", weights, seed=0, device=torch.device("cpu"))
+    model = model_source.load_network(f"{nets}:numbers", weights, seed=0, device=torch.device("cpu"))
     reg = linnet.TangentRegressor(model).fit(Z, y)
     assert found["log_evidence"] == pytest.approx(reg.log_evidence_, rel=1e-9)
     new = np.stack([np.array(list(map(float, column))) for column in read_table(test).values()][:4], 1)
@@ -97,7 +105,7 @@ def test_classes_from_arrays(tmp_path, nets):
     train, test = digits(tmp_path)
     out = tmp_path / "run"
     said = done("adapt", "--model", f"{nets}:digits", "--train", train, "--test", test, "--out", out, "--top", 1)
-    assert "classification, since the targets are 3 whole numbers" in said
+    assert "classification, because the targets are 3 whole numbers" in said
     assert "the network's outputs are the classes 0, 1, 2" in said
     assert "inference: vi" in said
     told = read_table(out / "predictions.csv")
@@ -146,7 +154,7 @@ def test_a_new_head_for_other_classes(tmp_path, nets):
 def test_a_new_head_where_outputs_do_not_fit(tmp_path, nets):
     train, _ = diabetes(tmp_path)
     said = done("adapt", "--model", f"{nets}:two", "--train", train, "--target", "y", "--out", tmp_path / "run")
-    assert "since the network has 2 outputs, for these numbers" in said
+    assert "because the network has 2 outputs, for these numbers" in said
     done("predict", "--run", tmp_path / "run", "--data", train, "--out", tmp_path / "p.csv")
     assert len(read_table(tmp_path / "p.csv")["mean"]) == 60
 
@@ -192,7 +200,7 @@ def test_image_folders(tmp_path, nets):
 def test_uncertainty(tmp_path, nets):
     train, test = diabetes(tmp_path)
     out = tmp_path / "run"
-    model = model_source.network(f"{nets}:numbers", None, seed=0, device=torch.device("cpu"))
+    model = model_source.load_network(f"{nets}:numbers", None, seed=0, device=torch.device("cpu"))
     columns = [torch.tensor(list(map(float, column))) for column in read_table(train).values()]
     X, y = torch.stack(columns[:4], 1), columns[4]
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)
@@ -240,4 +248,4 @@ def test_error_bars_are_for_the_networks_own_targets(tmp_path, nets):
     train, _ = digits(tmp_path)
     np.savez(train, x=np.load(train)["x"], y=np.arange(30) % 5)
     said = refused("uncertainty", "--model", f"{nets}:digits", "--train", train, "--out", tmp_path / "run")
-    assert "3 outputs, and the targets are 5 classes" in said and "Use linnet adapt" in said
+    assert "3 outputs, but the targets are 5 classes" in said and "Use linnet adapt" in said

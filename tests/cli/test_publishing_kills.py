@@ -1,7 +1,7 @@
 """Processes that are killed while they publish a run: what is accepted later is one whole run, the old or the new one.
 
-``python tests/cli/test_kills.py 200`` kills 200 processes, about half of them at a random call that changes files
-and the others at a random moment, and prints how many damaged or mixed runs were accepted.
+``python tests/cli/test_publishing_kills.py 200`` kills 200 processes, about half of them at a random call that changes
+files and the others at a random moment, and prints how many damaged or mixed runs were accepted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import pytest
 import torch
 
 from linnet._common import files
-from linnet.cli import outputs, publishing, run_folder
-from linnet.cli.data_files.examples import Reading
+from linnet.cli import publishing, run_folder
+from linnet.cli.data_files import Reading
+from linnet.cli.data_files.tables import write_csv
 from linnet.cli.terminal import UsageError
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
@@ -37,11 +38,11 @@ NOTES = "notes.txt"
 
 def publish(out: Path, stamp: int) -> None:
     """Write a run whose every file says ``stamp``; every second run has predictions, as not all runs have."""
-    with publishing.folder(out, force=True) as folder:
+    with publishing.publish_folder(out, force=True) as folder:
         files.save(folder / "adapter.safetensors", {"x": torch.full((50,), stamp)}, {}, kind="kills")
         if stamp % 2:
-            outputs.write_csv(folder / "predictions.csv", {"stamp": [stamp] * 50})
-        outputs.write_json(folder / "metrics.json", {"stamp": stamp})
+            write_csv(folder / "predictions.csv", {"stamp": [stamp] * 50})
+        run_folder.write_json(folder / "metrics.json", {"stamp": stamp})
         run_folder.save(folder, run_folder.make_run("adapt", "adapter.safetensors", "a:b", None, Reading(), seed=stamp))
 
 
@@ -166,9 +167,9 @@ def test_killed_at_every_call(kills, exchange):
         assert found in ("old", "new", "none")
         if found == "none":  # between two renames, where folders cannot be exchanged
             assert not exchange and publishing.find_set_aside(kills.out) is not None
-            with pytest.raises(UsageError, match="was killed while it replaced this run; the run is in"):
+            with pytest.raises(UsageError, match=r"was killed while it replaced this run\. The run is in"):
                 run_folder.read(kills.out)
-            with pytest.warns(UserWarning, match="The earlier run is there again"):
+            with pytest.warns(UserWarning, match="The earlier run is restored"):
                 kills.recover()
         if kills.published:  # all calls of a run are through
             break
@@ -181,7 +182,7 @@ def test_killed_at_any_moment(kills):
     for i in range(12):
         assert kills.kill(after=moments.uniform(0, 0.03), exchange=i % 3 > 0) in ("old", "new", "none")
         if not kills.out.exists():
-            with pytest.warns(UserWarning, match="The earlier run is there again"):
+            with pytest.warns(UserWarning, match="The earlier run is restored"):
                 kills.recover()
     kills.recover()
 

@@ -10,8 +10,10 @@ from torch import nn
 
 import linnet
 from linnet import metrics
-from linnet.cli.commands.predictions import before, outcome_of, predict
-from linnet.cli.data_files.examples import Examples
+from linnet.cli.commands.predict import predict
+from linnet.cli.data_files import Examples
+from linnet.cli.task import index_labels
+from linnet.report.build import make_classes, make_numbers, score_outcome
 from tests.support.drawn import double, normal
 
 Z = norm.ppf(0.975)
@@ -24,7 +26,7 @@ def network(outputs):
 
 
 def numbers(estimator, targets):
-    return predict(estimator, DATA, task="regression", classes=[], targets=targets)
+    return predict(estimator, DATA, classes=[], targets=targets)
 
 
 def check_interval(columns, ending, mean, std, total):
@@ -54,7 +56,7 @@ def test_one_number(kind):
     check_interval(told.columns, "", mean, std, total)
     np.testing.assert_allclose(told.std, total, rtol=1e-12)
     target = np.asarray(NEW[:, 0].sin())
-    scores = told.scores(target[:, None], [], "")
+    scores = told.score(target[:, None], [], "")
     assert scores == metrics.regression(mean, told.std, target)
     assert scores["coverage"] == np.mean(np.abs(mean - target) <= Z * total)
 
@@ -68,11 +70,11 @@ def test_several_numbers():
     for j, name in enumerate("ab"):
         check_interval(told.columns, f"_{name}", mean[:, j], std[:, j], total[:, j])
     outputs = torch.arange(24.0).view(12, 2)
-    outcome = outcome_of(told, outputs, np.asarray(NEW[:, 1:]), [], ["a", "b"])
+    outcome = make_numbers(told.mean, told.std, np.asarray(NEW[:, 1:]), ["a", "b"], outputs)
     assert outcome.names == ["a", "b"] and np.array_equal(outcome.before, outputs)
     np.testing.assert_array_equal(outcome.std, told.std)
     np.testing.assert_array_equal(outcome.target, NEW[:, 1:])
-    assert outcome_of(told, outputs[:, :1], np.asarray(NEW[:, 1:]), [], ["a", "b"]).before is None
+    assert make_numbers(told.mean, told.std, np.asarray(NEW[:, 1:]), ["a", "b"], outputs[:, :1]).before is None
 
 
 CLASSES = ["low", "middle", "high"]  # not sorted: the columns are in the order of the outputs
@@ -88,7 +90,7 @@ def test_three_classes(kind):
         labels = np.array(CLASSES)[y]
         found = linnet.TangentClassifier(network(3), inference=kind, classes=CLASSES, prior=0.5).fit(X, labels)
         std = np.sqrt(np.diagonal(np.asarray(found.predict_logits(NEW)[1]), axis1=1, axis2=2))
-    told = predict(found, DATA, task="classification", classes=CLASSES, targets=[])
+    told = predict(found, DATA, classes=CLASSES, targets=[])
     p = np.asarray(found.predict_proba(NEW))
     best = p.argmax(1)
     assert len(set(best)) > 1 and std.shape == (12, 3)
@@ -100,8 +102,8 @@ def test_three_classes(kind):
     for j, name in enumerate(CLASSES):
         np.testing.assert_array_equal(columns[f"p_{name}"], p[:, j])
     target = np.array(CLASSES)[np.arange(12) % 3]
-    assert told.scores(target[:, None], CLASSES, "") == metrics.classification(p, np.arange(12) % 3)
-    outcome = outcome_of(told, torch.zeros(12, 3), target, CLASSES, [])
+    assert told.score(target[:, None], CLASSES, "") == metrics.classification(p, np.arange(12) % 3)
+    outcome = make_classes(p, index_labels(target, CLASSES, ""), CLASSES, torch.zeros(12, 3))
     assert outcome.labels.tolist() == list(np.arange(12) % 3) and np.allclose(outcome.before, 1 / 3)
 
 
@@ -114,7 +116,7 @@ def test_one_logit_for_two_classes(kind):
     else:
         found = linnet.TangentClassifier(network(1), inference="laplace", classes=[0, 1], prior=0.5).fit(X, y)
         std = np.sqrt(np.asarray(found.predict_logits(NEW)[1])).reshape(-1)
-    told = predict(found, DATA, task="classification", classes=[0, 1], targets=[])
+    told = predict(found, DATA, classes=[0, 1], targets=[])
     p = np.asarray(found.predict_proba(NEW))
     assert set(told.columns["prediction"].tolist()) == {0, 1}  # the one logit speaks for both
     np.testing.assert_allclose(told.columns["logit_std"], std, rtol=1e-12)
@@ -125,16 +127,21 @@ def test_one_logit_for_two_classes(kind):
 def test_a_mode_has_no_standard_deviation():
     found = linnet.TangentClassifier(network(2), inference="map").fit(X, (X[:, 0] > 0).long())
     named = Examples(NEW, None, "", names=[f"{i}.png" for i in range(12)])
-    told = predict(found, named, task="classification", classes=[0, 1], targets=[])
+    told = predict(found, named, classes=[0, 1], targets=[])
     assert list(told.columns) == ["example", "prediction", "probability", "p_0", "p_1"]
     assert told.columns["example"].tolist() == named.names
 
 
 def test_the_network_as_it_was():
-    f, y = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), np.array([["b"], ["a"]])
+    f, y = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), index_labels(np.array(["b", "a"]), ["a", "b"], "")
     p = np.exp(f.numpy()) / np.exp(f.numpy()).sum(1, keepdims=True)
-    assert before(f, y, ["a", "b"], "") == pytest.approx(metrics.classification(p, np.array([1, 0])))
-    one = before(torch.tensor([[2.0], [-1.0]]), y, ["a", "b"], "")
+
+    def score(outcome):
+        return score_outcome(outcome)["the network alone"]
+
+    assert score(make_classes(p, y, ["a", "b"], f)) == pytest.approx(metrics.classification(p, np.array([1, 0])))
     q = 1 / (1 + np.exp(-np.array([2.0, -1.0])))
+    one = score(make_classes(p, y, ["a", "b"], torch.tensor([[2.0], [-1.0]])))
     assert one == pytest.approx(metrics.classification(np.stack([1 - q, q], 1), np.array([1, 0])))
-    assert before(f, np.array([[1.0, 0.0], [0.0, 0.0]]), [], "") == {"rmse": pytest.approx(np.sqrt(5 / 4))}
+    target = np.array([[1.0, 0.0], [0.0, 0.0]])
+    assert score(make_numbers(target, target + 1, target, [], f)) == {"rmse": pytest.approx(np.sqrt(5 / 4))}

@@ -9,8 +9,7 @@ import pytest
 from safetensors import SafetensorError
 
 from linnet.cli import run_folder
-from linnet.cli.commands import adapt as job
-from linnet.cli.commands import uncertainty
+from linnet.cli.commands import fit
 from tests.support.command_cases import diabetes, done, networks, read_table, refused, run
 
 
@@ -30,7 +29,7 @@ def line(tmp_path, nets):
     ("more", "said"),
     [
         (["--params", "9.*"], "'9.*'"),
-        (["--params", "0.*", "--top", "1"], "give one of them"),
+        (["--params", "0.*", "--top", "1"], "Give one of them"),
         (["--top", "7"], "blocks below its head"),
         (["--top", "x"], "number of blocks or 'evidence'"),
         (["--features", "0"], "--features is for a new head"),
@@ -40,16 +39,16 @@ def line(tmp_path, nets):
         (["--max-length", "9"], "--max-length is for texts"),
         (["--drop", "q"], "no column 'q'"),
         (["--drop", "q", "--columns", "age"], "nothing to --drop"),
-        (["--prior", "wide"], "--prior is one of"),
+        (["--prior", "wide"], "--prior must be one of"),
         (["--prior", "-1"], "positive"),
         (["--inference", "hmc"], "--inference must be one of"),
-        (["--inference", "vi"], "regression is exact"),
+        (["--inference", "vi"], "Regression is exact"),
         (["--mean", "best"], "--mean must be one of"),
         (["--task", "ranking"], "--task must be one of"),
-        (["--task", "classification"], "needs labels, and the targets are numbers with fractions"),
+        (["--task", "classification"], "needs labels, but the targets are numbers with fractions"),
         (["--device", "tpu9"], "--device must be"),
-        (["--size", "3x4x5"], "--size is"),
-        (["--pixel-mean", "a"], "--pixel-mean is"),
+        (["--size", "3x4x5"], "--size must be"),
+        (["--pixel-mean", "a"], "--pixel-mean must be"),
         (["--seed", "-1"], "Invalid value"),
         (["--test", "none.csv"], "There is no none.csv"),
     ],
@@ -68,8 +67,8 @@ def no_work(monkeypatch):
     def work(*_, **__):
         pytest.fail("This has to be refused before a pass over the data.")
 
-    monkeypatch.setattr(job, "_with_head", work)
-    monkeypatch.setattr(uncertainty, "_fitted", work)
+    monkeypatch.setattr(fit, "_attach_head", work)
+    monkeypatch.setattr(fit, "_fit_laplace", work)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def no_work(monkeypatch):
         (["--params", "0.*", "--prior", "2.*=1"], "prior gives no variance for '0.weight', '0.bias'"),
         (["--top", "evidence", "--prior", "nope=1"], "prior gives no variance"),
         (["--features", "nope"], "'nope' names no module"),
-        (["--inference", "vi"], "regression is exact"),
+        (["--inference", "vi"], "Regression is exact"),
     ],
 )
 def test_options_are_checked_before_a_head_is_fitted(tmp_path, nets, line, no_work, more, said):
@@ -112,12 +111,12 @@ def test_test_files_are_checked_first(tmp_path, nets, no_work, command):
     test = arrays("test.npz", 5, np.arange(12) % 3)
     assert f"The network does not take {test}: mat1 and mat2" in said("three", labels, test)
     test = arrays("test.npz", 4, np.arange(12) % 4)
-    assert f"{test} has labels that are not among the classes: '3'; the classes are '0', '1', '2'" in said(
+    assert f"{test} has labels that are not among the classes: '3'. The classes are '0', '1', '2'" in said(
         "three", labels, test
     )
     for y in (random.normal(size=(12, 3)), random.normal(size=12), np.array(["a"] * 12)):
         test = arrays("test.npz", 4, y)
-        assert f"{test}: the targets must be numbers of the shape that {numbers} has" in said("two", numbers, test)
+        assert f"{test}: the targets must be numbers of the same shape as in {numbers}" in said("two", numbers, test)
     assert not (tmp_path / "run").exists()
 
 
@@ -147,7 +146,7 @@ def test_labels_that_training_has_not_seen(tmp_path, nets):
     said = refused(
         "adapt", "--model", f"{nets}:two", "--train", train, "--target", "y", "--test", test, "--out", tmp_path / "run"
     )
-    assert "labels that are not among the classes: 'middle'; the classes are 'high', 'low'" in said
+    assert "labels that are not among the classes: 'middle'. The classes are 'high', 'low'" in said
 
 
 def test_an_output_folder_that_exists(tmp_path, line):
@@ -182,7 +181,7 @@ def test_a_full_disk_leaves_what_there_was(tmp_path, line, monkeypatch, where):
         error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         monkeypatch.setattr("linnet._common.files.save_file", full)
     said = refused(*line, "--force", code=1)
-    assert "The disk is full" in said and "nothing was written" in said
+    assert "The disk is full" in said and "Nothing was written" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     assert not list(tmp_path.glob(".run*"))
 
@@ -191,8 +190,8 @@ def test_interrupted(tmp_path, line, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "_fitted", stop)
-    assert "Interrupted; nothing unfinished was written." in refused(*line, code=1)
+    monkeypatch.setattr(fit, "_fit_tangent", stop)
+    assert "Interrupted. No unfinished file was written." in refused(*line, code=1)
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
 
 
@@ -213,7 +212,7 @@ def test_failures_on_the_way(tmp_path, line, monkeypatch):
     def fail(*_, **__):
         raise ArithmeticError("did not converge")
 
-    monkeypatch.setattr(job, "_fitted", fail)
+    monkeypatch.setattr(fit, "_fit_tangent", fail)
     said = refused(*line, code=1)
     assert "did not converge" in said and "--traceback" in said
     result = run("--traceback", *line)

@@ -10,8 +10,8 @@ from torch import nn
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer, WideResNet, mlp
+from linnet.network.depth import block_names, call_order, top_blocks
 from linnet.network.parameters import select
-from linnet.network.top_blocks import block_names, call_order, top_blocks
 from linnet.testing import Case, zoo
 from linnet.testing.case import Net
 
