@@ -195,10 +195,10 @@ def low_rank(
         >>> low_rank(V, 0.6).s
         tensor([3.])
     """
-    _check(V, k, method, tolerance, block, passes, trace, coarse)
     messages.check_seed(seed)
     if checkpoint is not None:
         messages.check_writable(checkpoint, "checkpoint")
+    _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
     limit = int(smallest(dense_budget(memory, V.device), V.device))
     columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))
