@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnet._estimator.inputs import fast_float64
 from linnet.cli.data_files.examples import Examples
 from linnet.cli.terminal import Printer, UsageError, as_usage
 from linnet.inference import any_likelihood
@@ -21,7 +22,6 @@ from linnet.jacobian.plan import _bytes
 from linnet.network.parameters import Params
 from linnet.network.top_blocks import top_blocks
 from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
-from linnet.tangent.base import fast_float64
 
 LAYERS = 24
 """Lines of a plan that are printed; `linnet info` prints all."""

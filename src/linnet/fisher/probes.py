@@ -17,9 +17,9 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from linnet._estimator.inputs import like
 from linnet.data.forward_signature import Signature
 from linnet.scores.generated_samples import Generated, Generator, Latent, draw
-from linnet.tangent.base import like
 
 # Linear probes.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,14 @@ from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.gram import Grams, by_range
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.passes import Piece
+from linnet.jacobian.plan import Request
 from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
 from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.linalg.operator_checks import by_block, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
+
+T = TypeVar("T")
 
 BatchFn = Callable[[Tensor, Batch], Tensor]
 
@@ -267,6 +270,69 @@ class Jacobian(Grams):
                     tick(batch.n)
             share_rows(out, self.n, 1)
             return out
+
+        return self._completed(run)
+
+    def outputs_and_product(self, V: Tensor) -> tuple[Tensor, Tensor]:
+        """f (n, c) and ``J V``, (n c,) or (n c, k), from one pass.
+
+        >>> import linnet
+        >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(6, 2))
+        >>> [t.shape for t in J.outputs_and_product(torch.ones(3, 2))]
+        [torch.Size([6, 1]), torch.Size([6, 2])]
+        """
+        k, aligned = V[..., None].shape[1], self._aligned(V.view(len(V), -1))
+        # One column goes through the network together with the outputs.
+        request: Request = "fused" if k == 1 else "matmul"
+
+        def run() -> tuple[Tensor, Tensor]:
+            f = torch.zeros(self.n, self.c, dtype=self.dtype, device=self.device)
+            out = aligned.new_zeros(self.shape[0], aligned.shape[1])
+            for piece in self._pieces(request, aligned.shape[1], "f and J V", along=aligned):
+                f.view(-1)[self._rows(piece)] = piece.f.flatten()
+                out[self._rows(piece)] = _product(piece, aligned)
+                del piece
+            share_rows(f, self.n, 1)
+            share_rows(out, self.n, self.c)
+            return f, out
+
+        f, out = self._completed(run)
+        return f, out[:, :k].reshape(self.shape[0], *V.shape[1:])
+
+    def map_parts(self, fn: Callable[[Jacobian], T], size: int) -> list[T]:
+        """What ``fn`` answers about each part of the examples: one pass for everything that it asks of a part.
+
+        Args:
+            fn: Called with the Jacobians of parts, in order, whose factors and outputs are in memory, as `cached` has
+                them. Under torch.distributed, or of a cached Jacobian, each is a `subset`.
+            size: Largest number of examples of a part.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(6, 2))
+            >>> [(f.shape, d.tolist()) for f, d in J.map_parts(lambda part: (part.outputs(), part.gram_diag()), 4)]
+            [(torch.Size([4, 1]), [3.0, 3.0, 3.0, 3.0]), (torch.Size([2, 1]), [3.0, 3.0])]
+        """
+        from linnet.jacobian.cached import Cached, Kept, keep
+
+        if isinstance(self, Cached) or rank_and_world()[1] > 1:
+            if self.n <= size or not self.by_position:
+                return [fn(self)]
+            return [fn(self.subset(index)) for index in torch.arange(self.n).split(size)]
+
+        def run() -> list[T]:
+            found = []
+            with bar(self.n, "predictions", progress=self._settings.progress) as tick:
+                for batch in self._batches(min(size, self._kept_chunk()), 0, self.n):
+                    chunk = self._whole_chunk(batch)
+                    messages.check_outputs_finite(chunk.f, batch.start, batch.positions)
+                    kept = Kept(
+                        replace(batch.without_inputs(), start=0), chunk.f, keep(chunk.factors, self._settings.engine)
+                    )
+                    del chunk
+                    found.append(fn(Cached(self, [kept])))
+                    tick(batch.n)
+            return found
 
         return self._completed(run)
 

@@ -12,7 +12,7 @@ import numpy as np
 from linnet import metrics
 from linnet._common.versions import versions
 from linnet.jacobian.plan import Plan
-from linnet.laplace.predictive import Predictive
+from linnet.laplace.estimator import Laplace
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.report import chosen, gather
 from linnet.report.content import Classes, Missing, Numbers, Report
@@ -97,7 +97,7 @@ def write(
         ...     Path(f"{folder}/report.html").read_text()[:16]
         '<!doctype html>\n'
     """
-    if not isinstance(estimator, Tangent | Predictive):
+    if not isinstance(estimator, Tangent | Laplace):
         raise TypeError(
             f"A report needs a fitted TangentRegressor, TangentClassifier or Laplace; got {type(estimator)}."
         )
@@ -110,7 +110,7 @@ def write(
     lede = f"{kind} around a network, {lin.p:,} of whose parameters take part, on {lin.device} in {lin.dtype}{n}."
     about = About(
         kind,
-        title or ("Error bars for a network" if isinstance(estimator, Predictive) else "An adapted network"),
+        title or ("Error bars for a network" if isinstance(estimator, Laplace) else "An adapted network"),
         lede,
         inputs_of(X, columns=columns, texts=texts),
         inputs_of(None if train is None else train[0], columns=columns),
@@ -231,7 +231,7 @@ def labels_of(estimator: Any, y: Any, outcome: Any) -> list[str]:
         found = found[:, 0]
     if found.ndim == 2:
         return [", ".join(number(float(x)) for x in row[:4]) for row in found]
-    if isinstance(estimator, Predictive) and isinstance(outcome, Classes):
+    if isinstance(estimator, Laplace) and isinstance(outcome, Classes):
         return [outcome.names[int(label)] for label in found]
     return [number(float(x)) for x in found] if found.dtype.kind == "f" else [str(x) for x in found.tolist()]
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from linnet.metrics import Z95
-from linnet.probability.posteriors import PointPosterior, SamplePosterior
 from linnet.report import diagnostics
 from linnet.report.content import Classes, Group, Item, Missing, Numbers
 from linnet.report.examples import Inputs
@@ -105,9 +104,9 @@ def _influential(
     estimator: Any, X: Any, train: tuple[Any, Any], inputs: Inputs, labels: Sequence[str], what: str
 ) -> Group:
     n = len(labels)
-    if isinstance(estimator.posterior_, PointPosterior):
+    if estimator.posterior_.is_point:
         raise ValueError("A mode alone has no posterior that would tell what rests on what; use another inference.")
-    if isinstance(estimator.posterior_, SamplePosterior):
+    if estimator.posterior_.known_from_samples:
         raise ValueError(
             "The posterior is known from samples alone, whose noise would decide which examples come first."
         )

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet._estimator.inputs import as_targets
 from linnet.jacobian.jacobian import Jacobian
-from linnet.laplace.predictive import Predictive
+from linnet.laplace.estimator import Laplace
 from linnet.probability.posteriors import Posterior, by_root
-from linnet.tangent.base import Tangent, as_targets
+from linnet.tangent.base import Tangent
 
 ROWS = 1000
 """Rows (examples times outputs) whose kernel is decomposed for a spectrum."""
@@ -54,14 +55,14 @@ def fitted(estimator: Any, X: Any, y: Any) -> Fitted:
     """
     from linnet.tangent.classifier import TangentClassifier, label_array
 
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         J = estimator._jacobian(X)
         f = J.outputs()
         likelihood = estimator.likelihood_
         targets = likelihood.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
     elif isinstance(estimator, TangentClassifier):
         J = estimator._new_inputs(X)
-        f = estimator._base(J) + estimator.posterior_.shift(J)
+        f = _mean(estimator, J)
         likelihood = estimator.likelihood_
         targets = estimator._encode(label_array(y, J.n), J, estimator.classes_)
     elif isinstance(estimator, Tangent):
@@ -80,10 +81,16 @@ def fitted(estimator: Any, X: Any, y: Any) -> Fitted:
 
 def _gaussian(estimator: Any, X: Any, y: Any) -> Fitted:
     J = estimator._new_inputs(X)
-    f = estimator._base(J) + estimator.posterior_.shift(J)
-    precision = 1 / estimator._noise_at(J, X)
+    f = _mean(estimator, J)
+    precision = 1 / estimator._noise_at(f, X)
     residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
     return Fitted(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
+
+
+def _mean(estimator: Any, J: Jacobian) -> Tensor:
+    """The posterior mean at the inputs of J, (n, c)."""
+    found = estimator.posterior_.predict(J)
+    return estimator._mean_function(found.f) + found.shift
 
 
 def influence(fit: Fitted, J: Jacobian) -> Tensor:

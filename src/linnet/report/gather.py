@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from linnet import metrics
-from linnet.laplace.predictive import Predictive
+from linnet._estimator.linearity import Linearity
+from linnet.laplace.estimator import Laplace
 from linnet.report import diagnostics
 from linnet.report.content import Classes, Evidence, Linear, Missing, Numbers, Spectrum
-from linnet.tangent.base import Linearity, Tangent
+from linnet.tangent.base import Tangent
 
 COMPARED = 1000
 """Test examples on which the linear model is compared with the network."""
@@ -63,7 +64,7 @@ def linear(estimator: Any, X: Any, outcome: Any = None, *, what: str = "test exa
         what: One of the inputs.
     """
     few, index = some(X, COMPARED)
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         found = attempt(lambda: _drawn(estimator.linearity(few, DRAWN)))
     else:
         found = attempt(lambda: _adapted(estimator, estimator.linearity(few), index, outcome))
@@ -134,7 +135,7 @@ def spectrum(estimator: Any, train: tuple[Any, Any]) -> Spectrum | Missing:
 
 def relevance(estimator: Any) -> dict[str, float] | Missing:
     """Each layer's share in the adaptation."""
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         return Missing("Error bars leave the network as it is, so that no layer adapts.")
     return dict(estimator.layer_relevance_)
 
@@ -142,7 +143,7 @@ def relevance(estimator: Any) -> dict[str, float] | Missing:
 def evidence(estimator: Any) -> Evidence | Missing:
     """How the prior was chosen."""
     scales = {name: float(value) for name, value in estimator.scales_.items()}
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         steps: Sequence[Any] = estimator.tune_path_
         value = attempt(lambda: float(estimator.log_evidence()))
         return Evidence(
