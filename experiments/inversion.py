@@ -27,8 +27,9 @@ from experiments.encoders import mosaic
 from experiments.gan import LATENT
 from experiments.generative import folder_of
 from experiments.pretrained import Discriminator, lenet5, mnist
+from experiments.probes import invert
 from experiments.spectra import from_generator
-from linnet.fisher.probes import invert, top_projections
+from linnet.fisher.probes import top_projections
 
 NFK, MAPPED, PIXELS = "NFK, mapped to latents", "PCA, mapped to latents", "PCA, added up"
 PARTS = ("mnist", "cifar10")
@@ -51,7 +52,7 @@ FULL, QUICK = Sizes(100, 5000, 1000, 2000), Sizes(8, 100, 40, 40)
 
 
 class Pixels(nn.Module):
-    """Principal components of images, in the form of an embedding that `linnet.fisher.probes.invert` takes."""
+    """Principal components of images, in the form of an embedding that `experiments.probes.invert` takes."""
 
     def __init__(self, X: Tensor, k: int) -> None:
         super().__init__()

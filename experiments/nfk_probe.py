@@ -24,11 +24,11 @@ import linnet
 from experiments import common, gains, generative
 from experiments.adaptation import Clock, in_parts, in_turn
 from experiments.generative import color_gan, color_images, color_vae, digit_gan, digit_vae, folder_of
+from experiments.logistic import RATIOS, Logistic, fit_logistic
 from experiments.pretrained import cifar10, dcgan_discriminator, mnist
 from experiments.spectra import from_generator
 from experiments.wrn import wide_resnet
 from linnet.fisher.probes import kernel_features
-from linnet.logistic import RATIOS, Logistic, fit_logistic
 
 GAN, VAE, TEACHER, DIGIT_GAN, DIGIT_VAE = "gan", "vae", "teacher", "mnist gan", "mnist vae"
 TITLES = {

@@ -203,7 +203,7 @@ def test_a_file_with_one_byte_changed_anywhere_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match=r"was changed after it was saved: its description does not have the checksum"):
         linnet.load(file, net())
     with pytest.raises(ValueError, match="its description"):
-        files.contents(file)  # which reads no numbers
+        files.describe(file)  # which reads no numbers
 
 
 class Trap:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import linnet
 from linnet import FisherEmbedding, scores
 from linnet.fisher.probes import spectrum
+from linnet.jacobian.chunk import ChunkBuilder
 from tests.support.drawn import double, normal
 
 X, NEW = normal(30, 3), normal(9, 3, seed=5)
@@ -465,13 +466,14 @@ def test_cheaper_passes_leave_no_trace() -> None:
 
 def test_cheaper_passes_are_made_in_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    chunk = linnet.Linearization.chunk
+    for name in ("build_by_rules", "build_by_autodiff"):
+        build = getattr(ChunkBuilder, name)
 
-    def noted(self: linnet.Linearization, batch: Any, precision: Any = "highest", **more: Any) -> Any:
-        used.append(precision)
-        return chunk(self, batch, precision, **more)
+        def noted(self: ChunkBuilder, batch: Any, precision: Any, build: Any = build, **more: Any) -> Any:
+            used.append(precision)
+            return build(self, batch, precision, **more)
 
-    monkeypatch.setattr(linnet.Linearization, "chunk", noted)
+        monkeypatch.setattr(ChunkBuilder, name, noted)
     FisherEmbedding(wide(), 6, method="krylov", precision="bf16").fit(normal(300, 3))
     assert {"highest", "bf16"} == set(used) and used[-1] == "highest"
 

@@ -340,7 +340,9 @@ def test_derivatives_of_rows_are_checked_before_they_are_vectorized(model: nn.Mo
     x = normal(3, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: (kernel(x, z).to_dense(), kernel(x[:1]).to_dense()), (x,))
     features = kernel._features
-    able = features._vectorizes and features.lin.can("vectorize", Batch((x.detach(),), {}, None, start=0, n=len(x)))
+    able = features._vectorizes and features.lin.rules.can(
+        "vectorize", Batch((x.detach(),), {}, None, start=0, n=len(x))
+    )
     assert vectorized is None or able == vectorized
     close(kernel(x, z).to_dense().detach(), kernel(x.detach(), z).to_dense())
 

@@ -17,8 +17,9 @@ import linnet
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.cached import Cached
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
+from linnet.jacobian.rule_selection import RuleSelection
 from linnet.linalg.matrices import Stack
+from linnet.network.functional_model import FunctionalModel
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal
@@ -74,8 +75,10 @@ def no_network(monkeypatch):
         def refuse(self, *args, **kwargs):
             raise AssertionError("the network was used")
 
-        for method in ("forward", "chunk", "structure", "can", "check_unchanged"):
-            monkeypatch.setattr(Linearization, method, refuse)
+        for method in ("forward", "check_unchanged"):
+            monkeypatch.setattr(FunctionalModel, method, refuse)
+        for method in ("record", "assign", "can"):
+            monkeypatch.setattr(RuleSelection, method, refuse)
 
     return forbid
 

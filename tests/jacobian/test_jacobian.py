@@ -20,9 +20,10 @@ from linnet.jacobian import passes as passes_module
 from linnet.jacobian.blocks import tiling
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.chunk import ChunkBuilder
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
 from linnet.linalg.matrices import Matrix, Stack
+from linnet.network.functional_model import FunctionalModel
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal
@@ -146,7 +147,7 @@ def passes(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(Linearization, "forward", counted("forward", Linearization.forward))
+    monkeypatch.setattr(FunctionalModel, "forward", counted("forward", FunctionalModel.forward))
     monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
     return counts
 
@@ -339,16 +340,23 @@ def test_an_example_takes_what_it_takes_however_many_there_are(model, x):
     assert few.plan.per_example == part.plan.per_example
 
 
+def watch_chunks(monkeypatch, look) -> None:
+    """Looks at every batch before its chunk is built."""
+    for name in ("build_by_rules", "build_by_autodiff"):
+        build = getattr(ChunkBuilder, name)
+
+        def watched(self, batch, *args, build=build, **kwargs):
+            look(batch)
+            return build(self, batch, *args, **kwargs)
+
+        monkeypatch.setattr(ChunkBuilder, name, watched)
+
+
 def test_a_chunk_never_holds_all_examples(model, x, monkeypatch):
     sizes = []
-    chunk = Linearization.chunk
-
-    def watched(self, batch, *args, **kwargs):
-        sizes.append(batch.n)
-        return chunk(self, batch, *args, **kwargs)
 
     J = linnet.linearize(model).jacobian(x, 2, engine="rows")
-    monkeypatch.setattr(Linearization, "chunk", watched)
+    watch_chunks(monkeypatch, lambda batch: sizes.append(batch.n))
     J.normal(normal(43, 2))
     assert sizes == [2, 2, 2, 1]  # one pass
 
@@ -405,7 +413,7 @@ def test_passes_report_their_progress(model, x, monkeypatch, progress):
         yield tick
 
     for module in ("passes", "jacobian"):
-        monkeypatch.setattr(f"linnet.{module}.bar", bar)
+        monkeypatch.setattr(f"linnet.jacobian.{module}.bar", bar)
     J = linnet.linearize(model).jacobian(x, 3, progress=progress)
     J @ normal(43)
     J.T @ normal(N * C)
@@ -661,14 +669,11 @@ def test_what_surrounds_a_call_does_not_change_it(x, around):
 
 
 def limit_chunks(monkeypatch, most: int) -> None:
-    chunk = Linearization.chunk
-
-    def limited(self, batch, *args, **kwargs):
+    def limit(batch):
         if batch.n > most:
             raise torch.OutOfMemoryError(f"no memory for {batch.n} examples")
-        return chunk(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(Linearization, "chunk", limited)
+    watch_chunks(monkeypatch, limit)
 
 
 def test_out_of_memory_goes_on_with_smaller_chunks(model, x, monkeypatch):
@@ -960,11 +965,11 @@ def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precis
     wanted = J.normal(v)
     monkeypatch.setattr("linnet.jacobian.passes.CONVOLVED", 3)
     assert before == J._chunk(columns=True) == 7  # a CPU takes what fits
-    monkeypatch.setattr(J.lin, "device", torch.device("cuda"))
+    monkeypatch.setattr(FunctionalModel, "device", torch.device("cuda"))
     assert J._chunk(columns=True) == (4 if precision == "highest" else 7) and J._chunk() == 7
     monkeypatch.undo()
     monkeypatch.setattr("linnet.jacobian.passes.CONVOLVED", 3)
-    monkeypatch.setattr(J.lin, "convolves", lambda precision: True)
+    monkeypatch.setattr(FunctionalModel, "convolves_exactly", lambda self, precision: True)
     torch.testing.assert_close(J.normal(v), wanted)
 
 

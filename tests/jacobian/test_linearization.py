@@ -104,8 +104,8 @@ def test_selection_and_output_stay(model):
     there = lin.to(torch.float64)
     assert list(there.theta) == ["0.weight", "0.bias"]
     assert there(normal(N, D).float()).shape == (N, 2)
-    assert not there._model[0].weight.requires_grad
-    assert not there._model[3].weight.requires_grad  # not selected: no graph is made for it
+    assert not there.module[0].weight.requires_grad
+    assert not there.module[3].weight.requires_grad  # not selected: no graph is made for it
     assert model[3].weight.requires_grad
 
 
@@ -137,8 +137,8 @@ def test_buffers_are_cast_and_complex_ones_stay_complex():
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
     model.register_buffer("shift", torch.ones(1, dtype=torch.int64))
     there = linnet.linearize(model).to(torch.float64)
-    assert there._model.phase.dtype == torch.complex128
-    assert there._model.shift.dtype == torch.int64
+    assert there.module.phase.dtype == torch.complex128
+    assert there.module.shift.dtype == torch.int64
     assert model.phase.dtype == torch.complex64
     assert there(torch.ones(N, D)).dtype == torch.float64
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.proofs import Proofs, RandomState, Truth, random_signs
+from linnet.jacobian.rule_selection import RuleSelection
+from linnet.network.functional_model import FunctionalModel
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal
@@ -61,10 +62,10 @@ def test_a_parameter_that_is_also_used_directly_by_a_late_example():
     x = late(4)
     lin = linnet.linearize(model)
     J = lin.jacobian(x, 8)
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
     with pytest.warns(UserWarning, match=r"gradients of a\.weight \("):
         everything(J, dense_jacobian(model, x))
-    assert lin.last_structure.rest == ("a.weight",)
+    assert lin.rules.last.rest == ("a.weight",)
 
 
 def without_gradient_late(m, x):
@@ -78,11 +79,11 @@ def test_forward_mode_that_goes_through_no_grad():
     model, x = double(Net(without_gradient_late, a=nn.Linear(4, 5), b=nn.Linear(5, 9))), late(4)
     lin = linnet.linearize(model)
     J = lin.jacobian(x, 8)
-    assert lin.can("forward_mode", J._probe)
+    assert lin.rules.can("forward_mode", J._probe)
     v = normal(lin.p)
     A = dense_jacobian(model, x)
     assert (J @ v - A @ v).abs().max() <= 1e-9 * (A @ v).abs().max()
-    assert not lin.can("forward_mode", J._probe)
+    assert not lin.rules.can("forward_mode", J._probe)
 
 
 def test_distances_whose_vectorized_derivative_is_wrong():
@@ -106,8 +107,8 @@ def test_forces():
 
 
 def test_a_chunk_is_compared_once(monkeypatch):
-    calls, real = [], Linearization.forward
-    monkeypatch.setattr(Linearization, "forward", lambda *args: (calls.append(1), real(*args))[1])
+    calls, real = [], FunctionalModel.forward
+    monkeypatch.setattr(FunctionalModel, "forward", lambda *args: (calls.append(1), real(*args))[1])
     J = linnet.linearize(mlp()).jacobian(normal(N, 4), 12)
     V = normal(J.shape[1], 9)
     counts = []
@@ -119,8 +120,8 @@ def test_a_chunk_is_compared_once(monkeypatch):
 
 
 def test_other_weights_and_a_broken_pass_are_compared_anew(monkeypatch):
-    seen, real = [], Linearization.apart
-    monkeypatch.setattr(Linearization, "apart", lambda *args, **more: (seen.append(1), real(*args, **more))[1])
+    seen, real = [], RuleSelection.apart
+    monkeypatch.setattr(RuleSelection, "apart", lambda *args, **more: (seen.append(1), real(*args, **more))[1])
     lin = linnet.linearize(mlp())
     J, u = lin.jacobian(normal(N, 4)), normal(N * 3)
     J.T @ u
@@ -342,7 +343,7 @@ def test_parts_in_float32_loosen_what_is_rounding():
     model, x = double(Net(forward, a=nn.Linear(4, 5), b=nn.Linear(5, 3))), normal(40, 4)
     lin = linnet.linearize(model)
     everything(lin.jacobian(x), dense_jacobian(model, x), rtol=1e-5)
-    assert lin._coarsest == torch.float32
+    assert lin.rules.coarsest == torch.float32
 
 
 def test_gradients_that_are_zero_but_for_rounding():

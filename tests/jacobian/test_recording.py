@@ -32,7 +32,7 @@ def exact(model: nn.Module, *x: Tensor, rest: tuple[str, ...] = ()) -> linnet.ja
     V = normal(A.shape[1], 4)
     assert (J @ V - A @ V).abs().max() <= 1e-9 * (A @ V).abs().max()
     assert (J.gram() - A @ A.T).abs().max() <= 1e-9 * (A @ A.T).abs().max()
-    assert lin.last_structure.rest == rest
+    assert lin.rules.last.rest == rest
     return lin
 
 
@@ -160,7 +160,7 @@ def test_parameters_that_are_not_contiguous():
     model.w.data, model.v.data = normal(4, 3).t(), normal(4, 2).t()
     assert not model.w.is_contiguous()
     lin = exact(model, normal(N, 3), rest=("v",))
-    assert lin.last_structure.rules["w"] == "Matmul"
+    assert lin.rules.last.rules["w"] == "Matmul"
 
 
 def test_calls_that_all_examples_share_are_spread():
@@ -169,8 +169,8 @@ def test_calls_that_all_examples_share_are_spread():
 
     parts = {"position": nn.Embedding(4, 3), "query": nn.Linear(3, 3), "token": parameter(1, 1, 3)}
     lin = exact(double(Net(forward, **parts, head=nn.Linear(3, 2))), normal(N, 4, 3), rest=("token",))
-    assert len(lin.last_structure.changes.spread) == 2
-    assert lin.last_structure.rules["position.weight"] == "Embedding"
+    assert len(lin.rules.last.changes.spread) == 2
+    assert lin.rules.last.rules["position.weight"] == "Embedding"
 
 
 class Optional(nn.Module):
@@ -196,7 +196,7 @@ def test_changes_belong_to_the_calls_they_were_found_for(order):
         A = dense_jacobian(model, data[i])
         K = lin.jacobian(data[i], engine="rows").gram()
         assert (K - A @ A.T).abs().max() <= 1e-9 * K.abs().max()
-        assert lin.last_structure.changes.spread == {i}
+        assert lin.rules.last.changes.spread == {i}
 
 
 def test_attention_is_seen_from_inside():
@@ -208,7 +208,7 @@ def test_attention_is_seen_from_inside():
         )
     )
     lin = exact(model, normal(N, 3, 4))
-    assert lin.last_structure.rules["attend.in_proj_weight"] == "Linear"
+    assert lin.rules.last.rules["attend.in_proj_weight"] == "Linear"
 
 
 def test_checkpointed_blocks():

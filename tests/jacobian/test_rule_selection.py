@@ -15,7 +15,7 @@ from linnet.jacobian import rule_selection
 from linnet.jacobian.blocks.outer_product import Outer
 from linnet.jacobian.layers import rules
 from linnet.jacobian.layers.rule import Call, LayoutError, Rule
-from linnet.jacobian.rule_selection import Kept, Structure, gradients
+from linnet.jacobian.rule_selection import Kept, RuleAssignment, gradients
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal
@@ -63,14 +63,14 @@ def test_a_wrong_rule_is_caught(monkeypatch, engine):
     with pytest.warns(UserWarning, match=rf"do not reproduce autodiff's .* gradients of {names} \(.*by autodiff"):
         J = lin.jacobian(x, 3, engine=engine)
     check(J, dense_jacobian(model, x))
-    assert lin.last_structure.rest == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert lin.rules.last.rest == ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
 def test_rounding_is_not_taken_for_a_wrong_rule(monkeypatch):
     replace_rule(monkeypatch, F.linear, factors=scaled(1.0 + 1e-12))
     lin = linnet.linearize(mlp())
     lin.jacobian(normal(N, 3))
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
 
 
 @pytest.mark.parametrize("error", [LayoutError("not that way"), RuntimeError("shapes do not match")])
@@ -89,7 +89,7 @@ def test_a_rule_may_refuse_a_call_in_silence(monkeypatch):
     model, x = mlp(), normal(N, 3)
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3), dense_jacobian(model, x))
-    assert lin.last_structure.rest == tuple(lin.theta)
+    assert lin.rules.last.rest == tuple(lin.theta)
 
 
 def test_a_new_rule_needs_nothing_but_its_entry(monkeypatch):
@@ -106,11 +106,11 @@ def test_a_new_rule_needs_nothing_but_its_entry(monkeypatch):
     x = normal(N, 3)
     lin = linnet.linearize(model)
     lin.jacobian(x)
-    assert lin.last_structure.rest == ("scale",)
+    assert lin.rules.last.rest == ("scale",)
     monkeypatch.setitem(rules.RULES, torch.addcmul, Addcmul())
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3, engine="rows"), dense_jacobian(model, x))
-    assert lin.last_structure.rules == {"scale": "Addcmul"}
+    assert lin.rules.last.rules == {"scale": "Addcmul"}
 
 
 # Parameters that rules cannot serve, or not always.
@@ -125,8 +125,8 @@ def test_the_warning_names_the_parameter_and_comes_once():
         check(J, dense_jacobian(model, x))
         lin.jacobian(x)
     assert len(caught) == 1
-    assert lin.last_structure.rest == ("a.weight",)
-    assert lin.last_structure.rules["a.bias"] == "Linear"
+    assert lin.rules.last.rest == ("a.weight",)
+    assert lin.rules.last.rules["a.bias"] == "Linear"
 
 
 def test_unused_parameters_have_zero_columns():
@@ -135,8 +135,8 @@ def test_unused_parameters_have_zero_columns():
     lin = linnet.linearize(model)
     J = lin.jacobian(x, 3)
     check(J, dense_jacobian(model, x))
-    assert lin.last_structure.unused == ("raw", "spare.weight", "spare.bias")
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.unused == ("raw", "spare.weight", "spare.bias")
+    assert lin.rules.last.rest == ()
     assert J.layer_grams()["spare"].count_nonzero() == 0
     assert J.column_norms()[lin.layout.slices["raw"]].count_nonzero() == 0
 
@@ -198,10 +198,10 @@ def test_a_parameter_that_turns_up_late_is_left_to_autodiff(engine):
     x[5] = 2.0
     lin = linnet.linearize(model)
     J = lin.jacobian(x, 3, engine=engine)
-    assert lin.last_structure.unused == ("gate",)
+    assert lin.rules.last.unused == ("gate",)
     check(J, dense_jacobian(model, x))
-    assert [found.rest for found in lin._structures.values()] == [("gate",)]
-    assert lin.last_structure.unused == ()
+    assert [found.rest for found in lin.rules.assignments.values()] == [("gate",)]
+    assert lin.rules.last.unused == ()
 
 
 def test_other_calls_make_another_structure():
@@ -217,7 +217,7 @@ def test_other_calls_make_another_structure():
     for length in (2, 4, 2, 4):
         x = normal(N, length, 3, seed=length)
         check(lin.jacobian(x, 3, engine="rows"), dense_jacobian(model, x))
-    assert len(lin._structures) == 2
+    assert len(lin.rules.assignments) == 2
 
 
 def test_one_structure_serves_all_sizes():
@@ -226,7 +226,7 @@ def test_one_structure_serves_all_sizes():
     for n, length in ((4, 2), (1, 3), (6, 6)):
         x = normal(n, length, 3)
         check(lin.jacobian(x, engine="rows"), dense_jacobian(model, x))
-    assert len(lin._structures) == 1
+    assert len(lin.rules.assignments) == 1
 
 
 @pytest.mark.parametrize("d", [1, 3])
@@ -242,7 +242,7 @@ def test_a_parameter_that_is_a_bias_here_and_a_weight_there(d):
     model, x = double(Both()), normal(N, d)
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3, engine="rows"), dense_jacobian(model, x))
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
 
 
 @pytest.mark.parametrize("time_first", [False, True])
@@ -258,7 +258,7 @@ def test_where_the_examples_lie_is_found_with_as_many_examples_as_steps(time_fir
     lin = linnet.linearize(model, output=lambda out: out)
     J = lin.jacobian(x, 5, engine="rows") if time_first else lin.jacobian(x, engine="rows")
     check(J, dense_jacobian(model, x))
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
 
 
 # The order of the examples inside a batch may depend on the data; the first examples do not show it.
@@ -300,11 +300,11 @@ def test_examples_that_are_sorted(engine):
     x[:3, 0] = torch.tensor([-3.0, -2.0, -1.0])
     lin = linnet.linearize(model)
     J = lin.jacobian(x, 4, engine=engine)
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
     with pytest.warns(UserWarning, match=r"gradients of inner\.weight, inner\.bias \(.*reorders examples") as caught:
         check(J, by_hand(model, x))
     assert len(caught) == 1
-    assert lin.last_structure.rest == ("inner.weight", "inner.bias")
+    assert lin.rules.last.rest == ("inner.weight", "inner.bias")
 
 
 @pytest.mark.parametrize("sorted", [True, False])
@@ -314,7 +314,7 @@ def test_examples_that_are_packed(sorted):
     lengths = torch.tensor([3, 3, 3, 3, 4, 4, 2, 2] if sorted else [3, 3, 3, 3, 4, 2, 4, 2])
     lin = linnet.linearize(model)
     J = lin.jacobian((x, lengths), 4, engine="rows")
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
     with pytest.warns(UserWarning, match=r"gradients of inner\.weight, inner\.bias \("):
         check(J, torch.cat([by_hand(model, x[s], lengths[s]) for s in (slice(4), slice(4, 8))]))
 
@@ -329,7 +329,7 @@ def test_examples_that_are_picked_in_their_own_order():
     model, x = double(Net(forward, inner=nn.Linear(3, 4), head=nn.Linear(4, 2))), normal(N, 5, 3)
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3, engine="rows"), by_hand(model, x))
-    assert lin.last_structure.rest == ()
+    assert lin.rules.last.rest == ()
 
 
 def test_layers_that_the_first_examples_do_not_show():
@@ -353,8 +353,8 @@ def test_layers_that_the_first_examples_do_not_show():
 
 def chain() -> tuple[Tensor, list]:
     lin = linnet.linearize(mlp())
-    source = linnet.data.sources.as_source(normal(N, 3), lin._model.forward)
-    recording = lin._record(next(iter(source.batches(N))))
+    source = linnet.data.sources.as_source(normal(N, 3), lin.module.forward)
+    recording = lin.rules.record(next(iter(source.batches(N))))
     return recording.out, recording.uses
 
 
@@ -393,8 +393,8 @@ def test_outputs_are_taken_one_by_one_where_batching_fails():
     x = normal(N, 3)
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3, engine="rows"), dense_jacobian(plain, x))
-    assert not lin.last_structure.batched
-    assert lin.last_structure.rest == ()
+    assert not lin.rules.last.batched
+    assert lin.rules.last.rest == ()
 
 
 # Parts.
@@ -403,10 +403,10 @@ def test_outputs_are_taken_one_by_one_where_batching_fails():
 def test_without_takes_parameters_from_their_rules():
     lin = linnet.linearize(mlp())
     lin.jacobian(normal(N, 3))
-    less = lin.last_structure.without(["0.weight", "2.weight", "2.bias"])
+    less = lin.rules.last.without(["0.weight", "2.weight", "2.bias"])
     assert less.rest == ("0.weight", "2.weight", "2.bias")
     assert [None if k is None else list(k.slots) for k in less.kept] == [["bias"], None]
-    assert isinstance(less, Structure)
+    assert isinstance(less, RuleAssignment)
     assert isinstance(less.kept[0], Kept)
 
 

@@ -139,19 +139,19 @@ def _names(lin: Linearization, meta: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def _outputs(lin: Linearization, inputs: Batch) -> Tensor:
-    with lin._setting("highest"):
-        return lin._as_at_first().forward({}, inputs.to(lin.device))  # before any pass has left something behind
+    with lin.network.in_precision("highest"):
+        return lin.network.as_at_first().forward({}, inputs.to(lin.device))  # before any pass has left something behind
 
 
 @torch.no_grad()
 def _size(lin: Linearization, inputs: Batch) -> float:
     """The largest number that the network returns: a score may be the small difference of large ones."""
     batch = inputs.to(lin.device)
-    if lin._cast is not None:
-        dtype = lin._cast
+    dtype = lin.network.cast
+    if dtype is not None:
         batch = batch.with_inputs(lambda t: as_dtype(t, dtype))
-    with lin._setting("highest"):
-        raw = lin._as_at_first().module(*batch.args, **batch.kwargs)
+    with lin.network.in_precision("highest"):
+        raw = lin.network.as_at_first().module(*batch.args, **batch.kwargs)
     found = [t for t in pytree.tree_leaves(raw) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
     return max((float(t.abs().max()) for t in found), default=0.0)
 

@@ -33,7 +33,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
         score: The same for an embedding whose score holds a function.
     """
     tensors, meta = files.load(path, kind=READERS)
-    module = import_module(READERS[files.contents(path).kind])
+    module = import_module(READERS[files.describe(path).kind])
     if meta.get("estimator") not in module.ESTIMATORS:
         raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
     return module.read(path, tensors, meta, model, output=output, score=score)

@@ -13,7 +13,7 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
 from linnet.data.batch import Source
-from linnet.data.forward_signature import as_tensors, read_only_welcome
+from linnet.data.forward_signature import as_tensors, as_writable
 from linnet.data.sources import InMemory
 from linnet.jacobian.jacobian import Jacobian
 
@@ -74,8 +74,7 @@ def as_targets(y: Any, J: Jacobian) -> Tensor:
 
 def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
     """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
-    with read_only_welcome():
-        X = torch.as_tensor(X, dtype=torch.float64, device="cpu")
+    X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
     spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

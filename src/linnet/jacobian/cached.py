@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
-import psutil
 import torch
 from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
+from linnet._common.memory import budget, free
 from linnet._common.torch_settings import arithmetic, of_network
-from linnet.data.batch import Batch, leaves, moved
+from linnet.data.batch import Batch, leaves, move
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.chunk import Chunk, Prepare
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Kronecker
-from linnet.jacobian.plan import PRODUCTS, Engine, Request, budget
+from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
 from linnet.linalg.operator import LinearOperator
@@ -133,9 +133,7 @@ class Cached(Jacobian):
     def _copied(self, index: Tensor) -> Cached:
         """The examples at ``index``, with forms for products that are made once."""
         part = self.subset(index)
-        copied = Cached(part, [replace(piece, forms={}) for piece in part._kept])
-        copied.stays = True
-        return copied
+        return Cached(part, [replace(piece, forms={}) for piece in part._kept])
 
     def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[Kept]:
         """The examples at ``index``, which lie in the pieces at ``places``, as one piece or, if unlike, as several."""
@@ -219,7 +217,7 @@ class Kept:
 
     def take(self, index: Tensor) -> Kept:
         """Copies of some examples."""
-        there = moved(index, self.f.device)
+        there = move(index, self.f.device)
         taken = _once(lambda t: t.index_select(0, there))
         factors = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.factors]
         return Kept(self.batch.take(index), self.f.index_select(0, there), factors)
@@ -247,7 +245,7 @@ class Kept:
         for column in columns:
             tensors = zip(*(tensors for _, tensors in column), strict=True)
             factors.append((column[0][0], tuple(join(group) for group in tensors)))
-        batch = Batch.joined([part.batch for part in parts], start)
+        batch = Batch.join([part.batch for part in parts], start)
         return Kept(batch, torch.cat([part.f for part in parts]), factors)
 
 
@@ -305,7 +303,7 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * psutil.virtual_memory().available)
+        return int(0.25 * free(device))
     return budget(memory, device)
 
 

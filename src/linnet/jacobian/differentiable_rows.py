@@ -86,7 +86,7 @@ class TangentFeatures:
     def outputs(self, x: Tensor) -> Tensor:
         """f(x; theta0), (n, c), with a graph where x requires a gradient."""
         self.lin.check_unchanged(contents=True)
-        with torch.set_grad_enabled(needs_grad(x)), self.lin._setting("highest"):
+        with torch.set_grad_enabled(needs_grad(x)), self.lin.network.in_precision("highest"):
             return self.lin.forward({}, _batch(x.to(self.lin.device))).to(self.lin.dtype)
 
     # Rows of J.
@@ -119,7 +119,7 @@ class TangentFeatures:
         """J(x), (n c, p), with a graph to x."""
         self.lin.check_unchanged(contents=True)
         x = x.to(self.lin.device)
-        if self._vectorizes and self.lin.can("vectorize", _batch(x.detach())):
+        if self._vectorizes and self.lin.rules.can("vectorize", _batch(x.detach())):
             rows = self._vectorized(x)
             if self._proven(rows, x):
                 return rows
@@ -168,7 +168,7 @@ class TangentFeatures:
 
     def _forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         # The kernels that forward mode takes are also those that can be differentiated twice.
-        with self.lin._setting("highest"), forward_mode(self.lin.module):
+        with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):
             return self.lin.forward(theta, batch)
 
     # Kernels of rows.

@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from linnet._common import messages
-from linnet.data.batch import Batch, Source, moved
+from linnet.data.batch import Batch, Source, move
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
-from linnet.jacobian.rule_selection import PROBE, Structure
+from linnet.jacobian.rule_selection import PROBE
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import READERS
 
 Key = tuple[str, int]
@@ -86,7 +87,7 @@ class _Root:
 
     def __call__(self, kept: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self.state.replaying(kept):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.module.forward(*args, **kwargs)
 
 
 class _State:
@@ -170,10 +171,10 @@ class Frozen:
 
     def __init__(self, lin: Linearization, batch: Batch) -> None:
         probe = batch.part(0, min(PROBE, batch.n))
-        self.lin, self._whole = lin, copy.copy(lin)
-        self._state = _State()
-        self._whole._model = model = copy.deepcopy(lin.module, {id(t): t for t in lin.module.parameters()})
-        selected = set(lin._places)
+        self.lin, self._state = lin, _State()
+        model = copy_sharing_parameters(lin.module)
+        self._whole = replace(lin.network, module=model)
+        selected = set(lin.network.places)
         for name, module in model.named_modules():
             inside = any(place.startswith(f"{name}.") for place in selected)
             if name and not inside and type(module).forward is not nn.Module.forward:
@@ -195,7 +196,7 @@ class Frozen:
         for self._state.written in (False, True):
             try:
                 self._mark_needed(found, probe)
-                with torch.no_grad(), self.lin._setting("highest"):
+                with torch.no_grad(), self.lin.network.in_precision("highest"):
                     out = self.top.forward({}, self.with_kept(probe, self.of(found)))
                 return messages.close(out, reference, TOLERANCE[self.lin.model_dtype])
             except (RuntimeError, IndexError):
@@ -219,7 +220,7 @@ class Frozen:
         if missing:
             raise ValueError(f"Not every example calls {missing[0][0]!r}; keep the factors instead (J.cached).")
         kept = self.of(noted)
-        with self.lin._setting("highest"):
+        with self.lin.network.in_precision("highest"):
             self._check(batch, recording, kept)
         return kept
 
@@ -242,7 +243,7 @@ class Frozen:
 
     def _recorded(self, batch: Batch, *, grad: bool) -> tuple[Recording, dict[Key, Any]]:
         leaves = {name: t.detach().requires_grad_(grad) for name, t in self.lin.theta.items()}
-        with torch.set_grad_enabled(grad), self.lin._setting("highest"), self._state.recording() as state:
+        with torch.set_grad_enabled(grad), self.lin.network.in_precision("highest"), self._state.recording() as state:
             out = self._whole.forward(leaves, batch)
             assert state.noted is not None
             return Recording(out, leaves, [], NO_CHANGES), dict(state.noted)
@@ -268,16 +269,12 @@ class Frozen:
 
     def _above(self) -> Linearization:
         """The linearization of a copy of the network whose frozen calls are replaced."""
-        top = copy.copy(self._whole)
-        top._model.forward = _Root(top._model, self._state)
-        # Its own copy records without it, through the class.
-        self._whole = copy.copy(self._whole)
-        self._whole._model = copy.copy(top._model)
-        self._whole._model.__dict__.pop("forward")
-        top._structures, top._abilities, top._changes = {}, {}, NO_CHANGES
-        top._at_first = None  # what its passes leave behind is their own business
-        top.last_structure = Structure([], (), ())
-        return top
+        model = self._whole.module
+        # The copy that records runs the forward of the class.
+        self._whole = replace(self._whole, module=copy.copy(model))
+        model.forward = _Root(model, self._state)
+        # What passes of the network above leave behind need not be checked.
+        return Linearization(replace(self._whole, module=model, first_state=None))
 
     def _mark_needed(self, found: dict[Key, Any], probe: Batch) -> None:
         """Leave out the tensors that nothing reads but calls that are replaced themselves."""
@@ -287,7 +284,7 @@ class Frozen:
         kept = self.of(found)
         self._state.reach = reach = _Reach()
         try:
-            with torch.no_grad(), self.lin._setting("highest"), reach:
+            with torch.no_grad(), self.lin.network.in_precision("highest"), reach:
                 out = self.top.forward({}, self.with_kept(probe, kept))
         finally:
             self._state.reach = None
@@ -304,9 +301,9 @@ class Frozen:
             whole: A pass of the whole network.
             kept: What is kept of the examples.
         """
-        top = self.top._record(self.with_kept(batch, kept), NO_CHANGES)
+        top = self.top.rules.record(self.with_kept(batch, kept), NO_CHANGES)
         u = random_signs(*top.out.shape, seed=batch.start, like=top.out.detach())
-        first, second = (self.lin.truth(recording, u, "highest") for recording in (whole, top))
+        first, second = (self.lin.rules.truth(recording, u, "highest") for recording in (whole, top))
         same = messages.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
         if not same or (first.judges and first.different(second.G)[0]):
             raise _cannot_start()
@@ -327,6 +324,9 @@ class Kept(Source):
         self.n, self.by_position = base.n, base.by_position
         self.kind = f"{base.kind}, with activations {where}"
 
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.base.code(start, stop)  # the activations follow from the data
+
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         for batch in self.base.batches(size, start, stop):
             part = [t[batch.start : batch.start + batch.n] for t in self.tensors]
@@ -335,7 +335,7 @@ class Kept(Source):
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)
         for chunk, batch in zip(held, self.base._gather(held), strict=True):
-            yield Frozen.with_kept(batch, [t.index_select(0, moved(chunk, t.device)) for t in self.tensors])
+            yield Frozen.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
 
 
 def storage(frozen: Frozen, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:

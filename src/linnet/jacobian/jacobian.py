@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.distributed import add_up, rank_and_world, share_rows
+from linnet._common import files, messages
+from linnet._common.deferred import Deferred
+from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, share_rows
+from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
-from linnet.data.batch import Batch, Deferred, Given, Source
-from linnet.data.sources import bar
+from linnet.data.batch import Batch, SingleBatch, Source
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.gram import Grams, by_range
@@ -33,8 +34,7 @@ from linnet.jacobian.passes import Piece
 from linnet.jacobian.plan import Request
 from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
-from linnet.linalg.operator import LinearOperator, RowFn
-from linnet.linalg.operator_checks import by_block, check_fn_result, check_weight
+from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
 
 T = TypeVar("T")
@@ -52,8 +52,6 @@ class Jacobian(Grams):
     """
 
     symbol = "J"
-    stays = False
-    """Whether `minibatches` gives this very Jacobian, whose factors stay where they are, in every epoch."""
 
     # Products.
 
@@ -178,7 +176,7 @@ class Jacobian(Grams):
             check_fn_result(self, found, given)
             return found[:, None] if vector else found
 
-        return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
+        return apply_to_columns(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
 
     def pullback(self, fn: Callable[[Batch], Tensor]) -> Tensor:
         r""":math:`J^\top u` for a u that depends on the outputs, (p,): one forward and one backward pass.
@@ -242,11 +240,10 @@ class Jacobian(Grams):
 
         Only convolutions in float32 on a GPU make a difference; elsewhere it is the Jacobian itself.
         """
-        if type(self) is not Jacobian or not self.lin.convolves(self._settings.precision):
+        if type(self) is not Jacobian or not self.lin.network.convolves_exactly(self._settings.precision):
             return self
         other = copy.copy(self)
-        other.lin = copy.copy(self.lin)
-        other.lin.steady, other._proofs = True, Proofs()
+        other.lin, other._proofs = self.lin.steady(), Proofs()
         return other
 
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -262,7 +259,7 @@ class Jacobian(Grams):
                 for batch in self._batches(self._chunk(columns=True)):
                     proved: AbstractContextManager[tuple[list[Tensor], Any]]
                     proved = nullcontext(([], None)) if theta else self._outputs_proved(batch)
-                    with proved as (made, _), self.lin._setting(self._settings.precision):
+                    with proved as (made, _), self.lin.network.in_precision(self._settings.precision):
                         f = self.lin.forward(theta, batch).to(self.dtype)
                         made.append(f)
                     messages.check_outputs_finite(f, batch.start)
@@ -281,7 +278,7 @@ class Jacobian(Grams):
         >>> [t.shape for t in J.outputs_and_product(torch.ones(3, 2))]
         [torch.Size([6, 1]), torch.Size([6, 2])]
         """
-        k, aligned = V[..., None].shape[1], self._aligned(V.view(len(V), -1))
+        k, aligned = V[..., None].shape[1], self._aligned(V.reshape(len(V), -1))
         # One column goes through the network together with the outputs.
         request: Request = "fused" if k == 1 else "matmul"
 
@@ -395,11 +392,22 @@ class Jacobian(Grams):
         places = self.index
         for index, batch in zip(chunks, source._gather(chunks), strict=True):
             given = replace(batch, start=0, positions=places[index]).to(self.device)
-            yield self._of(Given(given, source.kind))
+            yield self._of(SingleBatch(given, source.kind))
 
     def subset(self, index: Tensor) -> Jacobian:
         """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
         return self._of(self._source.subset(index))
+
+    def rows(self, index: Tensor) -> Jacobian | None:
+        return self.subset(index) if self.by_position else None
+
+    def fingerprint(self) -> str:
+        return files.fingerprint(self.lin.theta)
+
+    def checksums(self) -> dict[str, str]:
+        own = self._source.code(*self._own)
+        weights = f"{self.lin.network.watch.code:016x}"
+        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
 
     def _of(self, source: Source) -> Jacobian:
         """The Jacobian of some of the examples."""

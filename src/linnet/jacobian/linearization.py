@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from linnet._common.torch_settings import Precision
+from linnet.data.batch import Batch
 from linnet.data.sources import as_source
-from linnet.jacobian.chunk import Chunks
-from linnet.network.functional_model import Output, as_dtype
+from linnet.jacobian.chunk import ChunkBuilder
+from linnet.jacobian.cuda.float32_convolution import Convolving
+from linnet.jacobian.rule_selection import RuleSelection
+from linnet.network.functional_model import FunctionalModel, Output
 from linnet.network.parameters import Params
+from linnet.network.weight_watch import Watch
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian
@@ -41,30 +46,69 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
         >>> linearize(model, "2.*").p
         27
     """
-    return Linearization(model, params, output=output)
+    return Linearization(FunctionalModel.of(model, params, output=output, convolutions=Convolving))
 
 
-class Linearization(Chunks):
+@final
+class Linearization:
     """See `linearize`.
+
+    Args:
+        network: The network as a function of its parameters.
+        rules: Which layer rules serve the network; None if nothing is known yet.
 
     Attributes:
         theta: The selected parameters, by name.
-        layout: Their places in the flat vector.
-        p: Their number.
-        dtype: Dtype of the Jacobian: the parameters', but at least float32.
-        device: Where the model is.
+        layout: Places of the selected parameters in the flat vector.
+        p: The number of selected parameters.
+        dtype: Dtype of the Jacobian: the dtype of the parameters, but at least float32.
+        model_dtype: Dtype of the parameters.
+        device: The device of the network.
+        network: The network as a function of its parameters.
+        rules: Which layer rules serve the network.
+        chunks: Turns a batch into the columns of its Jacobian.
     """
+
+    def __init__(self, network: FunctionalModel, rules: RuleSelection | None = None) -> None:
+        self.network = network
+        self.rules = RuleSelection(network) if rules is None else rules
+        self.chunks = ChunkBuilder(network, self.rules)
+        self.theta, self.layout, self.p = network.theta, network.layout, network.p
+        self.dtype, self.model_dtype, self.device = network.dtype, network.model_dtype, network.device
 
     def __repr__(self) -> str:
         layers = len(self.layout.layers)
-        return f"Linearization({type(self._model).__name__}, p={self.p:,} in {layers} layers, {self.dtype})"
+        return f"Linearization({type(self.module).__name__}, p={self.p:,} in {layers} layers, {self.dtype})"
+
+    @property
+    def module(self) -> nn.Module:
+        """linnet's own copy of the module, in eval mode; it shares the parameters unless the dtype was changed."""
+        return self.network.module
+
+    @property
+    def given(self) -> nn.Module:
+        """The module as the user gave it, whose weights are watched."""
+        return self.network.watch.model
+
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        """Raise if a weight of the model has changed since it was linearized.
+
+        Args:
+            contents: Whether to compare the bytes of all weights, which reads them once; see
+                `linnet.network.weight_watch`.
+        """
+        self.network.check_unchanged(contents=contents)
+
+    def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Outputs (n, c) of a batch with some parameters replaced."""
+        return self.network.forward(theta, batch)
 
     def __call__(self, x: Any) -> Tensor:
         """f(x; theta0) as (n, c), for anything that the model takes: a tensor, an array, a tuple or a dict."""
         self.check_unchanged(contents=True)
-        source = as_source(x, self._model.forward)
-        with torch.no_grad(), self._setting("highest"):
-            return torch.cat([self.forward({}, b.to(self.device)) for b in source.batches(source.n)])
+        source = as_source(x, self.module.forward)
+        with torch.no_grad(), self.network.in_precision("highest"):
+            return torch.cat([self.network.forward({}, b.to(self.device)) for b in source.batches(source.n)])
 
     def jacobian(
         self,
@@ -96,7 +140,7 @@ class Linearization(Chunks):
         from linnet.jacobian.jacobian import Jacobian
 
         self.check_unchanged(contents=True)
-        source = as_source(data, self._model.forward)
+        source = as_source(data, self.module.forward)
         return Jacobian(
             self,
             source,
@@ -127,19 +171,7 @@ class Linearization(Chunks):
                 f"A linearization computes in torch.float32 or torch.float64; got {dtype}. Pass one of them."
             )
         self.check_unchanged(contents=True)
-
-        def cast(t: Tensor) -> Tensor:
-            return as_dtype(t, dtype)
-
-        # Parameters are cast one by one into the copy; those in the dtype already are shared with the module.
-        memo: dict[int, Any] = {
-            id(t): nn.Parameter(cast(t.detach()), requires_grad=t.requires_grad) for t in self._model.parameters()
-        }
-        model = copy.deepcopy(self._unused, memo)._apply(cast)
-        other = Linearization(model, list(self.theta), output=self._output)
-        other._watched, other._cast = self._watched, dtype
-        other._elsewhere = self._originals + self._elsewhere
-        return other
+        return Linearization(self.network.to(dtype))
 
     def at(self, theta: Mapping[str, Tensor]) -> Linearization:
         """The same network around other weights, in the same precision; those not given stay as they are.
@@ -163,6 +195,16 @@ class Linearization(Chunks):
                     f"{name!r} has shape {tuple(known.shape)} in {known.dtype} on {known.device}; got "
                     f"{tuple(t.shape)} in {t.dtype} on {t.device}."
                 )
-        moved = copy.copy(self)
-        moved.theta = {name: theta.get(name, t).detach() for name, t in self.theta.items()}
-        return moved
+        return self.with_network(self.network.at(theta))
+
+    def with_network(self, network: FunctionalModel) -> Linearization:
+        """The same network with other weights, another watch or other convolutions; what passes have shown stays."""
+        return Linearization(network, self.rules.of(network))
+
+    def watching(self, model: nn.Module) -> Linearization:
+        """The same linear model that notices changes of the weights of another module."""
+        return self.with_network(replace(self.network, watch=Watch(model)))
+
+    def steady(self) -> Linearization:
+        """The same linear model with convolutions in float64; see `linnet.jacobian.cuda.float32_convolution`."""
+        return self.with_network(replace(self.network, convolutions=partial(Convolving, steady=True)))

@@ -6,7 +6,6 @@ information from m sampled labels that is all there is to differentiate, however
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
+from linnet.jacobian.linearization import Linearization
+from linnet.network.copies import with_forward
+from linnet.network.functional_model import FunctionalModel
 
 NAME = "linnet_root"
 """The keyword under which the combinations travel with the inputs."""
@@ -31,6 +32,7 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
 
     Example:
         >>> import torch
+        >>> from linnet import linearize
         >>> J = linearize(nn.Linear(2, 5)).jacobian(torch.ones(3, 2))
         >>> combined(J, torch.ones(3, 5, 2)).shape
         (6, 15)
@@ -39,11 +41,12 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
         raise ValueError(f"combined needs a root of shape ({J.n}, {J.c}, m); got {tuple(root.shape)}.")
     lin = J.lin
     lin.check_unchanged()
-    other = linearize(_combining(lin.module, lin._output), list(lin.theta))
-    other._watched, other._cast, other.steady = lin._watched, lin._cast, lin.steady
+    net = lin.network
+    other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
+    other = replace(other, watch=net.watch, cast=net.cast)
     settings = J._settings
     return Jacobian(
-        other,
+        Linearization(other),
         _WithRoot(J._source, root.detach()),
         batch_size=settings.batch_size,
         memory=settings.memory,
@@ -55,17 +58,14 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
 
 def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:
     """The module with a forward that also takes the combinations; its parameters keep their names."""
-    kind = type(model)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         root = kwargs.pop(NAME)
-        raw = kind.forward(self, *args, **kwargs)
+        raw = module.forward(*args, **kwargs)
         f = messages.output_matrix(messages.output_tensor(raw) if output is None else output(raw), len(root))
         return (root.to(f.dtype).mT @ f[..., None])[..., 0]
 
-    other = copy.copy(model)
-    other.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    return other
+    return with_forward(model, forward)
 
 
 class _WithRoot(Source):

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from linnet._common import messages
+from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
+from linnet._common.memory import budget
+from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
-from linnet.data.batch import Batch, Deferred, Source
-from linnet.data.sources import bar
+from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Rows
 from linnet.jacobian.blocks.composite import Lazy, pack
@@ -38,7 +40,6 @@ from linnet.jacobian.plan import (
     Plan,
     Request,
     autodiff_wins,
-    budget,
     check_engine,
     choose,
     chunk_size,
@@ -166,15 +167,15 @@ class Passes(LinearOperator):
                 sizes[place] = max(sizes.get(place, 0), size)
             return t.detach()  # an output that its own graph saved would never be freed
 
-        self.lin.structure(batch)
+        self.lin.rules.assign(batch)
         try:
             with noting_saved(note):
-                chunk = self.lin.chunk(batch, self._settings.precision)
+                chunk = self.lin.chunks.build_by_rules(batch, self._settings.precision)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
             with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
-                chunk = self.lin.chunk(batch, self._settings.precision)
+                chunk = self.lin.chunks.build_by_rules(batch, self._settings.precision)
         messages.check_outputs_finite(chunk.f, batch.start)
         self._settings.graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
@@ -253,26 +254,26 @@ class Passes(LinearOperator):
         autodiff = s.engine == "autodiff" or (auto and autodiff_wins(request, k=k, c=self.c))
         # Reverse mode adds up over the examples, which half precision is too short for.
         backward = request == "rmatmul" and lin.model_dtype == lin.dtype
-        forward = autodiff and product and not backward and lin.can("forward_mode", batch)
+        forward = autodiff and product and not backward and lin.rules.can("forward_mode", batch)
         if s.engine == "autodiff" or (autodiff and (backward or forward)):
             graph = backward or (forward and request == "fused")
             way = "backward" if backward else f"forward, {request}, {k > 1}" if forward else "rows"
 
-            make = partial(lin.chunk, batch, s.precision, autodiff_only=True, columns=forward, graph=graph, along=along)
+            make = partial(lin.chunks.build_by_autodiff, batch, s.precision, columns=forward, graph=graph, along=along)
             return self._proved(way, batch, partial(make, prepare=ready))
-        few = product and (k <= self.c or not lin.can("vectorize", batch)) if lin.has_rest else False
+        few = product and (k <= self.c or not lin.rules.can("vectorize", batch)) if lin.rules.has_rest else False
         return self._by_rules(batch, ready, columns=few)
 
     def _whole_chunk(self, batch: Batch) -> Chunk:
         """A chunk in the parameters' own coordinates, prepared for nothing."""
         if self._settings.engine != "autodiff":
             return self._by_rules(batch)
-        return self._proved("rows", batch, partial(self.lin.chunk, batch, self._settings.precision, autodiff_only=True))
+        return self._proved("rows", batch, partial(self.lin.chunks.build_by_autodiff, batch, self._settings.precision))
 
     def _by_rules(self, batch: Batch, ready: Prepare | None = None, *, columns: bool = False) -> Chunk:
         """A chunk by layer rules, without those that gave other numbers than reverse mode."""
         rotation = None if ready is None else self._rotation
-        make_chunk = partial(self.lin.chunk, batch, self._settings.precision, columns=columns)
+        make_chunk = partial(self.lin.chunks.build_by_rules, batch, self._settings.precision, columns=columns)
         if ready is not None:
             make_chunk = partial(make_chunk, prepare=ready)
 
@@ -281,7 +282,7 @@ class Passes(LinearOperator):
                 chunk = make_chunk(prove=prove)
                 if chunk.truth is None or not chunk.truth.judges:
                     return chunk
-                rest = self.lin.last_structure.rest  # autodiff's columns are compared when they are used
+                rest = self.lin.rules.last.rest  # autodiff's columns are compared when they are used
                 own = {self.lin.layout.offsets[name] for name in rest}
                 ruled = [f for f in chunk.factors if f.ranges[0][0] not in own]
                 wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
@@ -289,7 +290,7 @@ class Passes(LinearOperator):
                     if any(mixed):
                         raise messages.examples_interact(batch.start, batch.n)
                     return replace(chunk, truth=None)
-                self.lin.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
+                self.lin.rules.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 
         return self._proved("rules, columns" if columns else "rules", batch, make)
 
@@ -314,10 +315,10 @@ class Passes(LinearOperator):
         self._proofs.claim("outputs", batch)
         before = RandomState(self.device)
         few = max(2, min(64, AGAIN // self._settings.graph))
-        apart = self.lin.apart(batch, self._settings.precision, few=few, derivatives=derivatives)
+        apart = self.lin.rules.apart(batch, self._settings.precision, few=few, derivatives=derivatives)
         yield made, apart
         random = apart.draws or before.moved()
-        self.lin.check_outputs(batch, made[0], self._settings.precision, apart, random=random)
+        self.lin.rules.check_outputs(batch, made[0], self._settings.precision, apart, random=random)
 
     def _ready(self, request: Request, k: int) -> Callable[[Factor], Factor]:
         """Prepares a factor for a request, in the coordinates of this Jacobian."""
@@ -343,7 +344,7 @@ class Passes(LinearOperator):
             return False
         if not autodiff_wins(request, k=k, c=self.c):
             return False
-        return (request == "rmatmul" and lin.model_dtype == lin.dtype) or lin.can("forward_mode", self._probe)
+        return (request == "rmatmul" and lin.model_dtype == lin.dtype) or lin.rules.can("forward_mode", self._probe)
 
     def _chunk(self, *, columns: bool = False) -> int:
         """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only."""
@@ -355,7 +356,7 @@ class Passes(LinearOperator):
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.device)
             size = self._settled(f"{columns} {self.n}", chunk_size(self.n, each, s.room))
-            if columns and self.lin.has_convolutions:
+            if columns and self.lin.network.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
 
@@ -369,9 +370,9 @@ class Passes(LinearOperator):
     @property
     def _convolved(self) -> int:
         """Examples that are best convolved at once, about: half as many more are no matter."""
-        if self.lin.device.type == "cpu":
+        if self.lin.network.device.type == "cpu":
             return max(FEWEST, NEAR // max(1, self._settings.inputs))
-        return CONVOLVED if self.lin.convolves(self._settings.precision) else self.n
+        return CONVOLVED if self.lin.network.convolves_exactly(self._settings.precision) else self.n
 
     def _gram_chunk(self, room: int | None = None) -> int:
         """Chunks of a Gram matrix: several, so that its symmetry halves the work."""
@@ -404,7 +405,7 @@ class Passes(LinearOperator):
                 with arithmetic(self._settings.precision, self.device):
                     return run()
             except Disproved as found:
-                self.lin.deny(found.ability)
+                self.lin.rules.deny(found.ability)
                 self._proofs.forget()
             except torch.OutOfMemoryError:
                 size = self._settings.used or self._chunk()
@@ -459,7 +460,7 @@ class Passes(LinearOperator):
 
     def _plan(self) -> Plan:
         s, lin = self._settings, self.lin
-        structure = lin.last_structure
+        structure = lin.rules.last
         found: dict[str, tuple[int, set[str], set[str]]] = {}
         costs: dict[str, float] = {}
         for factor in self._sample:

@@ -1,9 +1,11 @@
-"""Which layer rule is trusted with which parameter: decided on a few examples, against autodiff.
+"""Which layer rule serves which parameter, and whether a network is a function that has a Jacobian by examples.
 
-The first examples are run once with recording. Each use of a parameter is tried with the layouts its rule allows,
-until the per-example gradients agree with autodiff's; a parameter for which they never do, or that no rule sees,
-is left to autodiff. The result, a `Structure`, is tried on every batch that makes the same calls;
-`linnet.jacobian.proofs` says whether it holds there.
+The first examples are run once with recording. Each use of a parameter is tried with the layouts that its rule allows,
+until the per-example gradients agree with those of autodiff. A parameter for which they never agree, or that no rule
+sees, is left to autodiff. The result is a `RuleAssignment`, which is tried on every batch that makes the same calls.
+
+The same examples show what torch can do with the network, and whether its examples interact. All of this is a first
+guess: `linnet.jacobian.proofs` compares every chunk with reverse mode.
 """
 
 from __future__ import annotations
@@ -12,15 +14,22 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from linnet._common import messages
+from linnet._common.torch_settings import Precision, forward_mode
+from linnet.data.batch import Batch
+from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.base import Factor
 from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
 from linnet.jacobian.layers.rules import Elementwise
-from linnet.jacobian.proofs import TOLERANCE
-from linnet.jacobian.recording import NO_CHANGES, Changes, Recording, Use
+from linnet.jacobian.proofs import TOLERANCE, Apart, RandomState, Truth, random_signs, tolerance_of
+from linnet.jacobian.recording import NO_CHANGES, Changes, Recording, Use, record
+from linnet.network.functional_model import FunctionalModel
+from linnet.network.parameter_guard import DIGITS, Calls, address
 
 PROBE = 3
 """Examples on which the rules are checked."""
@@ -35,7 +44,7 @@ class Kept:
 
 
 @dataclass
-class Structure:
+class RuleAssignment:
     """Who serves which parameter.
 
     Attributes:
@@ -60,7 +69,7 @@ class Structure:
     examples: int = 0
     streams: bool = True
 
-    def without(self, names: Iterable[str]) -> Structure:
+    def without(self, names: Iterable[str]) -> RuleAssignment:
         """The same with further parameters left to autodiff."""
         gone = dict.fromkeys(names)
         kept: list[Kept | None] = []
@@ -71,6 +80,428 @@ class Structure:
         unused = tuple(name for name in self.unused if name not in gone)
         rules = {name: rule for name, rule in self.rules.items() if name not in gone}
         return replace(self, kept=kept, rest=rest, unused=unused, rules=rules)
+
+
+@dataclass
+class Findings:
+    """What passes of a network have shown; shared by the network around other weights.
+
+    Attributes:
+        coarsest: The floating dtype with the fewest digits that was seen in a pass.
+        changes: What was done to the calls of the last batch that was inspected.
+        assignments: Which rules serve which calls, by the calls.
+        last: Which rules served the last batch.
+        abilities: Whether the network supports an ability with one or with several examples.
+    """
+
+    coarsest: torch.dtype
+    changes: Changes = NO_CHANGES
+    assignments: dict[tuple[Any, ...], RuleAssignment] = field(default_factory=dict)
+    last: RuleAssignment = field(default_factory=lambda: RuleAssignment([], (), ()))
+    abilities: dict[tuple[str, int], bool] = field(default_factory=dict)
+
+
+@final
+class RuleSelection:
+    """Records passes of a network, assigns rules to its calls, and checks the network on its examples.
+
+    Args:
+        network: The network.
+        known: What earlier passes have shown; None if there were none.
+    """
+
+    def __init__(self, network: FunctionalModel, known: Findings | None = None) -> None:
+        self.network = network
+        self._known = Findings(network.model_dtype) if known is None else known
+
+    def of(self, network: FunctionalModel) -> RuleSelection:
+        """The same findings for the same network around other weights."""
+        return RuleSelection(network, self._known)
+
+    @property
+    def last(self) -> RuleAssignment:
+        """Which rules served the last batch."""
+        return self._known.last
+
+    @property
+    def assignments(self) -> dict[tuple[Any, ...], RuleAssignment]:
+        """Which rules serve which calls, by the calls."""
+        return self._known.assignments
+
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The floating dtype with the fewest digits that was seen in a pass."""
+        return self._known.coarsest
+
+    def assign(self, batch: Batch) -> RuleAssignment:
+        """Which rules serve a batch, checked on its first examples if its calls are new."""
+        probe = batch.part(0, min(PROBE, batch.n))
+        with self.network.in_precision("highest"):
+            recording = self.record(probe)
+        return self.assign_to(recording, batch)
+
+    @property
+    def _rounds_to_half(self) -> bool:
+        """Whether the network runs in half precision."""
+        return self.network.model_dtype != self.network.dtype
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether some parameters are left to autodiff."""
+        return any(known.rest for known in self._known.assignments.values())
+
+    def assign_to(self, recording: Recording, batch: Batch) -> RuleAssignment:
+        found = self._known.assignments.get(recording.signature)
+        if found is None or (found.examples == 1 and batch.n > 1):
+            probe = batch.part(0, min(PROBE, batch.n))
+            with self.network.in_precision("highest"):
+                found = replace(self._inspect(recording, probe), examples=probe.n)
+            self._known.assignments[recording.signature] = found
+            self._known.changes = found.changes
+        self._known.last = found
+        return found
+
+    def _inspect(self, recording: Recording, probe: Batch) -> RuleAssignment:
+        small = self.record(probe, recording.changes)
+        messages.check_outputs_finite(small.out, probe.start)
+        self._check_independent(small, probe)
+        self._check_linear(small)
+        if small.signature != recording.signature:
+            # The calls depend on the data beyond the first examples: trust no rule with them.
+            return RuleAssignment([None] * len(recording.uses), tuple(self.network.theta), ())
+        names = tuple(self.network.theta)
+        found = inspect(small, self.network.dtype, names=names)
+        if found.failed and probe.n > 1:
+            # Calls that all examples share have no gradient by example, until their output is repeated for each.
+            for spread in (found.failed, *({i} for i in sorted(found.failed))):
+                trial = self._spread(small, probe, found.changes.spread | spread)
+                better = None if trial is None else inspect(trial, self.network.dtype, names=names)
+                if better is not None and len(better.rest) < len(found.rest):
+                    found = better
+                if not found.failed:
+                    break
+        warn_of(found, small.uses)
+        return found
+
+    def _spread(self, small: Recording, probe: Batch, numbers: frozenset[int]) -> Recording | None:
+        """The recording with calls spread over the examples, if the model takes it and gives the same output."""
+        try:
+            trial = self.record(probe, replace(small.changes, spread=numbers))
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
+            return None
+        same = trial.signature == small.signature and trial.out.shape == small.out.shape
+        return trial if same and messages.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
+
+    def _check_linear(self, small: Recording) -> None:
+        """Raise if gradients do not grow with their seed."""
+        if not small.out.requires_grad or self._rounds_to_half:
+            return
+        u = random_signs(*small.out.shape, seed=0, like=small.out.detach())
+        truth = self.truth(small, u, "highest")
+        others = [self.truth(small, 1024 * u, "highest").G / 1024, self.truth(small, u / 1024, "highest").G * 1024]
+        if truth.judges and any(truth.different(g)[0] for g in others):
+            raise messages.not_linear()
+
+    def _check_independent(self, small: Recording, probe: Batch) -> None:
+        """Raise if the outputs are random, or outputs or gradients change with the other examples of the batch."""
+        n, tolerance, out = probe.n, self._tolerance(), small.out.detach()
+        before = RandomState(self.network.device)
+        with torch.no_grad():
+            if not messages.close(self.network.forward({}, probe), out, tolerance):
+                raise messages.random_output()
+            if small.draws or before.moved():
+                self._check_not_random(probe, out)
+            plain = self.network.plain_outputs(probe)
+            if plain is not None and not messages.close(plain, out, tolerance):
+                raise messages.not_functional()
+        # As many other examples beside each one, with which kernels round alike; or each one alone.
+        beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
+        more = beside if self._rounds_to_half else [[i] for i in range(n)]
+        for index in ([*reversed(range(n))], *more) if n > 1 else ():
+            if not self._check_apart(small, probe, index) and len(index) == 1:
+                break  # the network takes no single example
+        else:
+            return
+        for index in beside:
+            self._check_apart(small, probe, index)
+
+    def _check_apart(self, small: Recording, probe: Batch, index: list[int]) -> bool:
+        """Raise if outputs or gradients of some examples are others in another batch; False if that cannot be run."""
+        apart, out = self.apart(probe, "highest", [torch.tensor(index)]), small.out.detach()
+        if not apart.outputs or apart.truth is None:
+            return False
+        if not messages.close(apart.outputs[0][1], out[index], self._tolerance()):
+            raise messages.examples_interact()
+        truth = self.truth(small, apart.truth.U[..., 0].to(out), "highest")
+        if truth.judges and apart.truth.different(truth.G)[0]:
+            raise messages.examples_interact()
+        return True
+
+    def _of_some(self, batch: Batch, index: Tensor) -> Tensor:
+        return self.network.forward({}, batch.take(index))
+
+    def apart(
+        self,
+        batch: Batch,
+        precision: Precision,
+        indices: Sequence[Tensor] | None = None,
+        *,
+        few: int = PROBE,
+        derivatives: bool = True,
+    ) -> Apart:
+        """Examples of a chunk in other batches; see `linnet.network.parameter_guard` for what is refused on the way.
+
+        A small chunk is cut in two at random, and two of its examples are also run alone. Of a large chunk a sixteenth
+        is taken. Half-precision kernels round in another way with every number of examples: there, the examples that
+        are taken fill a batch of the same size.
+
+        Args:
+            batch: The chunk.
+            precision: Precision of the network's passes.
+            indices: The batches, by places in the chunk; by default as above.
+            few: Examples of a chunk that is small.
+            derivatives: Whether gradients are wanted too.
+        """
+        n, alone = batch.n, []
+        if indices is None:
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(batch.start))
+            few = max(few, n // 16)
+            parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
+            if not self._rounds_to_half and precision != "bf16":
+                indices, alone = parts, [*order[:2, None]] if 2 < n <= few else []
+            else:
+                indices = [part[torch.arange(n) % len(part)] for part in parts]
+        outputs: list[tuple[Tensor, Tensor]] = []
+        truth: Truth | None = None
+        draws = False
+        with self.network.in_precision(precision):
+            for index in (*(index.sort().values if n > PROBE else index for index in indices), *alone):
+                try:
+                    recording = self.record(batch.take(index), NO_CHANGES)
+                except (messages.Refusal, torch.OutOfMemoryError):
+                    raise
+                except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                    if n > PROBE and len(index) > 1:
+                        raise
+                    continue  # the network takes no single example, or its examples in one order only
+                outputs.append((index, recording.out.detach()))
+                draws = draws or recording.draws
+                if derivatives and len(outputs) <= len(indices):
+                    found = self._truth_of_some(recording, index, batch, precision)
+                    truth = found if truth is None else replace(truth, U=truth.U + found.U, G=truth.G + found.G)
+        return Apart(outputs, truth, draws)
+
+    def _truth_of_some(self, recording: Recording, index: Tensor, batch: Batch, precision: Precision) -> Truth:
+        """``J^T u`` of some examples of a batch in a pass of their own, with u (n, c) zero for the others."""
+        out = recording.out.detach()
+        u = random_signs(*out.shape, seed=batch.start, like=out)
+        order = index.argsort(stable=True)
+        again = torch.zeros(len(index), dtype=torch.bool)
+        again[order[1:]] = index[order[1:]] == index[order[:-1]]
+        u[again.to(u.device)] = 0.0  # an example that fills the batch again does not count
+        found = self.truth(recording, u, precision)
+        U = found.U.new_zeros(batch.n, *found.U.shape[1:]).index_add_(0, index.to(u.device), found.U)
+        # Rounding can move an example across a kink, and its gradient with it.
+        loose = {torch.float64: TOLERANCE[torch.float64], torch.float32: 0.1}.get(self._known.coarsest, 0.5)
+        loose = max(loose, 0.5) if precision == "bf16" else loose
+        return replace(found, U=U, tolerances=(loose,))
+
+    def _calls(self, current: frozenset[int]) -> Calls:
+        """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
+        net = self.network
+        known = [(id(t), name) for name, t in (*net.originals, *net.cast_from, *net.theta.items())]
+        selected = {address(t): name for name, t in net.theta.items()}
+        others = {key: name for key, name in known if key not in current}
+        return Calls(others, selected, net.storages(), current)
+
+    def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, apart: Apart, *, random: bool) -> None:
+        """Raise if the outputs of a chunk are random, or change with the other examples or with earlier passes.
+
+        Args:
+            batch: The chunk.
+            f: Its outputs, (n, c).
+            precision: Precision of the network's passes.
+            apart: The outputs in other batches.
+            random: Whether the network has drawn random numbers for this chunk.
+        """
+        if not f.isfinite().all():
+            return  # another check says which example it is
+        tolerance = self._tolerance(precision)
+        with torch.no_grad(), self.network.in_precision(precision):
+            if random:
+                self._check_not_random(batch, f)
+            for index, found in apart.outputs:
+                if not self._alike(batch, f, index, found, tolerance):
+                    self._check_state(batch, f, tolerance)
+                    if not messages.close(self.network.forward({}, batch).to(f), f, tolerance):
+                        raise messages.random_output()
+                    raise messages.examples_interact(batch.start, batch.n)
+            if apart.outputs:
+                index, found = apart.outputs[0]
+                self._check_state(batch.take(index), found, tolerance)
+
+    def _check_state(self, batch: Batch, f: Tensor, tolerance: float) -> None:
+        """Raise if earlier passes have changed the outputs of a batch."""
+        if not self.network.stateful:
+            return
+        if not messages.close(self.network.as_at_first().forward({}, batch).to(f), f, tolerance):
+            raise messages.keeps_state()
+
+    def _alike(self, batch: Batch, f: Tensor, index: Tensor, found: Tensor, tolerance: float) -> bool:
+        """Whether examples have the same outputs in another batch."""
+        bound = tolerance * float(f.abs().max())
+
+        def differ(index: Tensor, found: Tensor) -> Tensor:
+            return ((found.to(f) - f[index.to(f.device)]).abs().amax(1) > bound).cpu()
+
+        apart = differ(index, found)
+        if not apart.any():
+            return True
+        if self._known.coarsest == torch.float64 or apart.float().mean() > 0.5:
+            return False
+        # A few examples may sit on a hard decision that rounds either way with another number of examples. With the
+        # same number in the same places, rounding is the same, and other examples must not matter.
+        doubtful = index[apart]
+        beside = torch.full((batch.n,), int(doubtful[0]))
+        beside[doubtful] = doubtful
+        turned = torch.arange(batch.n).flip(0)
+        same = not differ(beside, self._of_some(batch, beside))[doubtful].any()
+        return same and not differ(turned, self._of_some(batch, turned)).any()
+
+    def _check_not_random(self, batch: Batch, f: Tensor) -> None:
+        """Raise if outputs change from draw to draw, in eight passes over at least 64 examples each."""
+        index = torch.arange(max(batch.n, 64)) % batch.n
+        bound = 1e3 * torch.finfo(self._known.coarsest).eps * float(f.abs().max())
+        for _ in range(8):
+            if float((self._of_some(batch, index).to(f) - f[index.to(f.device)]).abs().max()) > bound:
+                raise messages.random_output()
+
+    def truth(self, recording: Recording, u: Tensor, precision: Precision) -> Truth:
+        """``J^T u`` of a recorded pass for one u (n, c), by reverse mode; the recording keeps its graph."""
+        out, leaves, dtype = recording.out, recording.leaves, self.network.dtype
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if out.requires_grad:
+            found = torch.autograd.grad(out, list(leaves.values()), u, True, allow_unused=True)
+        parts = [
+            t.new_zeros(t.numel(), dtype=dtype) if g is None else g.detach().to_dense().flatten().to(dtype)
+            for t, g in zip(leaves.values(), found, strict=True)
+        ]
+        sizes = torch.stack([t.detach().float().norm() for t in (out, *leaves.values())])
+        natural = float(sizes[0] / sizes[1:].norm().clamp(min=torch.finfo(torch.float32).tiny))
+        bounds = (self._tolerance(precision),)
+        return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, natural)
+
+    def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: Apart) -> Truth:
+        """Gradients that a chunk must reproduce: of all its examples, and of some of them in other batches.
+
+        Args:
+            recording: A pass over the chunk; None to make one.
+            batch: The chunk.
+            precision: Precision of the network's passes.
+            apart: The other passes.
+        """
+        with self.network.in_precision(precision):
+            plain = self.record(batch, NO_CHANGES) if recording is None or recording.changes.spread else recording
+            u = random_signs(*plain.out.shape, seed=batch.start + 1, like=plain.out.detach())
+            whole = self.truth(plain, u, precision)
+        return whole if apart.truth is None else whole.beside(apart.truth)
+
+    def doubt(self, signature: tuple[Any, ...], names: Sequence[str]) -> None:
+        """Make chunks with these calls in a slower way from now on: their columns of some parameters were wrong."""
+        known = self._known.assignments[signature]
+        ruled = [name for name in names if name in known.rules]
+        if ruled and known.batched:  # the batched backward pass may be to blame
+            self._known.assignments[signature] = self._known.last = replace(known, batched=False)
+            return
+        self.leave_to_autodiff(signature, names)
+        if ruled:  # the others are used by some examples only, and no rule serves them
+            warn_fallback(ruled)
+
+    def leave_to_autodiff(self, signature: tuple[Any, ...], names: Sequence[str]) -> RuleAssignment:
+        """Make chunks with these calls by autodiff in some parameters from now on."""
+        changed = self._known.assignments[signature].without(names)
+        self._known.assignments[signature] = self._known.last = changed
+        return changed
+
+    def deny(self, ability: str) -> None:
+        """Never use an ability again: it gave other numbers than reverse mode, or failed."""
+        for few in (1, 2):
+            self._known.abilities[ability, few] = False
+
+    def record(self, batch: Batch, changes: Changes | None = None, *, watched: bool = True) -> Recording:
+        """A recorded pass; ``watched`` is False for examples whose pass was watched before."""
+        if changes is None and self._known.changes.spread:
+            return self._record_like_last(batch, watched=watched)
+        recording = record(
+            lambda theta: self.network.forward(theta, batch),
+            self.network.theta,
+            self.network.layout,
+            n=batch.n,
+            changes=self._known.changes if changes is None else changes,
+            calls=self._calls if watched else None,
+        )
+        if DIGITS[recording.coarsest] < DIGITS[self._known.coarsest]:
+            self._known.coarsest = recording.coarsest
+        return recording
+
+    def _tolerance(self, precision: Precision = "highest") -> float:
+        """The largest relative disagreement between two passes that is rounding."""
+        return tolerance_of(self._known.coarsest, precision)
+
+    def _record_like_last(self, batch: Batch, *, watched: bool) -> Recording:
+        """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
+        try:
+            recording = self.record(batch, self._known.changes, watched=watched)
+        except (RuntimeError, ValueError, TypeError, IndexError, LookupError):
+            return self.record(batch, NO_CHANGES, watched=watched)
+        found = self._known.assignments.get(recording.signature)
+        known = found is not None and found.changes.spread == self._known.changes.spread
+        return recording if known else self.record(batch, NO_CHANGES, watched=watched)
+
+    def can(self, ability: str, batch: Batch) -> bool:
+        """Whether the model supports "vectorize" (vmap over examples) or "forward_mode", tried once on an example.
+
+        Half-precision models use neither: their tangents would be rounded to half precision.
+        """
+        if self._rounds_to_half:
+            return False
+        few = min(2, batch.n)  # one example alone hides what goes wrong with several
+        if (ability, few) not in self._known.abilities:
+            self._known.abilities[ability, few] = self._try(ability, batch.part(0, few))
+        return self._known.abilities[ability, few]
+
+    def _try(self, ability: str, probe: Batch) -> bool:
+        """Compare one random combination of the outputs with reverse mode."""
+        if ability == "forward_mode" and _pads(self.network.module):
+            return False  # torch's forward mode counts the padding row of an embedding, reverse mode does not
+
+        theta, dtype, device = self.network.theta, self.network.dtype, self.network.device
+
+        def outputs(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            with self.network.in_precision("highest"), forward_mode(self.network.module):
+                return self.network.forward(theta, part)
+
+        def combined(f: Tensor) -> Tensor:
+            u = torch.linspace(0.5, 1.5, f.shape[1], dtype=dtype, device=device)
+            return (f * u).sum(1, keepdim=True)
+
+        def forward(theta: Mapping[str, Tensor], part: Batch) -> Tensor:
+            return combined(outputs(theta, part))
+
+        exact = autodiff.rows(forward, theta, probe, vectorize=False)
+        try:
+            if ability == "vectorize":
+                found = autodiff.rows(forward, theta, probe, vectorize=True)
+                pairs = [(found[name], exact[name]) for name in exact]
+            else:
+                tangent = {name: torch.cos(torch.arange(t.numel()).to(t)).view_as(t) for name, t in theta.items()}
+                # Combined afterwards: a dual times a tensor without tangent makes torch import its compiler (1.5 s).
+                product = combined(autodiff.jvp_of(lambda theta: outputs(theta, probe), theta, tangent))
+                along = [(exact[name] * tangent[name]).reshape(probe.n, 1, -1).sum(2) for name in exact]
+                pairs = [(product, torch.stack(along).sum(0))]
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError):
+            return False
+        return all(messages.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
 
 
 def factors_of(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:
@@ -163,7 +594,7 @@ def streamed(out: Tensor, uses: list[Use | None], take: Callable[[int, Use, Tens
     return reached == len(uses)
 
 
-def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -> Structure:
+def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -> RuleAssignment:
     """Check every use of every parameter against autodiff, on the few examples of a recording.
 
     Args:
@@ -217,7 +648,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
         failed |= {i for i in cluster if {slot.name for slot in uses[i].slots.values()} & (members - right)}
     rest = tuple(name for name in names if name in truth and name not in served)
     batched = _batches(out, [use for use, k in zip(uses, kept, strict=True) if k is not None])
-    return Structure(kept, rest, unused, batched, served, frozenset(failed), recording.changes)
+    return RuleAssignment(kept, rest, unused, batched, served, frozenset(failed), recording.changes)
 
 
 def _autodiff(out: Tensor, leaves: Mapping[str, Tensor], u: Tensor) -> dict[str, Tensor]:
@@ -283,7 +714,7 @@ def _agrees(parts: Sequence[Tensor | None], truth: Tensor, tolerance: float, big
     return error <= tolerance * max(truth.abs().max().item(), 1e-3 * biggest)
 
 
-def warn_of(structure: Structure, uses: Sequence[Use]) -> None:
+def warn_of(structure: RuleAssignment, uses: Sequence[Use]) -> None:
     """Say which parameters fall back; elementwise uses are tried on the chance and may fail in silence."""
     tried = {
         slot.name
@@ -317,3 +748,8 @@ def _batches(out: Tensor, uses: Sequence[Use]) -> bool:
         except (RuntimeError, UserWarning, NotImplementedError):
             return False
     return True
+
+
+def _pads(model: nn.Module) -> bool:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return any(isinstance(m, kinds) and m.padding_idx is not None for m in model.modules())

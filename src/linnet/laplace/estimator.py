@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree
+from linnet._common.memory import check_fits, dense_budget
 from linnet._estimator.behavior import drawn_inputs
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import as_targets, checked_inputs, fast_float64, like, plain_options
@@ -28,7 +29,6 @@ from linnet.inference.problem import Settings, check_covariance_fits, choose_sol
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.output_combinations import combined
-from linnet.jacobian.plan import check_fits, dense_budget
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import AtNetwork, Evidence, group_norms
@@ -54,9 +54,10 @@ from linnet.laplace.structures import (
     Subnetwork,
     kernels_of,
 )
-from linnet.network.flat_output import FlatOutput, Sites
+from linnet.network.flat_output import FlatOutput
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_for
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import Posterior, PredictiveMoments, Spread
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 

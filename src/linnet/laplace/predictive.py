@@ -13,9 +13,10 @@ from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.jacobian.differentiable_rows import DifferentiableRows, TangentFeatures
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
-from linnet.network.flat_output import Sites, unflattened
+from linnet.network.flat_output import unflattened
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import Posterior, PredictiveMoments, Spread
 
 ROWS = 2000
@@ -140,7 +141,7 @@ def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) ->
 def sample_root(likelihood: Likelihood, f: Tensor, draws: int, *, seed: int) -> Tensor:
     r"""L (n, c, m) with ``E[L L^T] = B``: gradients of log p(y | f) for m targets drawn from the likelihood itself.
 
-    >>> from linnet.likelihoods import Categorical
+    >>> from linnet.probability.likelihoods import Categorical
     >>> f = torch.zeros(1, 3)
     >>> L = sample_root(Categorical(), f, 20000, seed=0)
     >>> bool(torch.allclose(L @ L.mT, Categorical().curvature(f), atol=0.01))

@@ -1,12 +1,13 @@
-"""A network as a function of its selected parameters: linnet's own copy of it, and what it gives."""
+"""A network as a function of its selected parameters: linnet's own copy of it, and a watch over its weights."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.func import functional_call
 from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.data.batch import Batch, leaves
-from linnet.jacobian.cuda.float32_convolution import Convolving
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import address
 from linnet.network.parameters import Layout, Params, select
 from linnet.network.weight_watch import Watch
@@ -23,61 +24,114 @@ from linnet.network.weight_watch import Watch
 Output = Callable[[Any], Tensor]
 """From what a model returns to a tensor (n, c) or (n,)."""
 
+Named = tuple[tuple[str, Tensor], ...]
+"""Tensors with their names."""
 
-class Functional:
-    """What `linnet.jacobian.linearization.Linearization` is made of: the network, its parameters, and the watch over
-    them.
+
+@final
+@dataclass(frozen=True, eq=False)
+class FunctionalModel:
+    """A network as a function of named parameters; `of` makes one from a module.
 
     Attributes:
+        module: linnet's own copy of the module, in eval mode. The copy shares the parameters unless the dtype was
+            changed.
         theta: The selected parameters, by name.
-        layout: Their places in the flat vector.
-        p: Their number.
-        dtype: Dtype of the Jacobian: the parameters', but at least float32.
-        model_dtype: The parameters' own.
-        device: Where the model is.
-        has_convolutions: Whether the network has convolution layers.
-        steady: Whether outputs of layers must not depend on what else is in a batch.
+        layout: Places of the selected parameters in the flat vector.
+        watch: Notices changes of the weights of the module that the user gave.
+        output: From what the module returns to a tensor (n, c) or (n,).
+        cast: The dtype that floating inputs are cast to; None leaves inputs as they are.
+        convolutions: Gives the context in which the network convolves in float32 on a GPU.
+        originals: The selected parameters of the module itself. Nothing may read them: a pass puts other tensors in
+            their place.
+        cast_from: The original parameters of the network that this network was cast from.
+        places: Every place of the module tree where a selected parameter hangs, to the name of the parameter.
+        unused: A copy of the module that has never run.
+        first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
     """
 
-    steady = False  # see `linnet.jacobian.cuda.float32_convolution`
+    module: nn.Module
+    theta: dict[str, Tensor]
+    layout: Layout
+    watch: Watch
+    output: Output | None
+    cast: torch.dtype | None
+    convolutions: Callable[[], AbstractContextManager[object]]
+    originals: Named
+    cast_from: Named
+    places: dict[str, str]
+    unused: nn.Module
+    first_state: list[tuple[Any, ...]] | None
 
-    def __init__(self, model: nn.Module, params: Params = None, *, output: Output | None = None) -> None:
-        self.theta = {name: t.detach() for name, t in select(model, params).items()}
-        self.layout = Layout(self.theta)
-        self.p = self.layout.p
-        first = next(iter(self.theta.values()))
-        self.device = first.device
-        self.model_dtype = first.dtype
-        self.dtype = torch.promote_types(first.dtype, torch.float32)
-        self._output = output
-        self._cast: torch.dtype | None = None  # what floating inputs are cast to
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        params: Params = None,
+        *,
+        output: Output | None = None,
+        convolutions: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> FunctionalModel:
+        """The functional form of a module; no forward pass is made.
+
+        Args:
+            model: Any module.
+            params: Which parameters, as for `linnet.linearize`.
+            output: See `Output`.
+            convolutions: Gives the context in which the network convolves in float32 on a GPU.
+        """
         selected = select(model, params)
-        self._model = _shadow(model, selected)
-        self._originals = list(selected.items())  # nothing may read them: a pass has other tensors in their place
-        self._elsewhere: list[tuple[str, Tensor]] = []  # the same of the network that this one was cast from
-        self._unused = copy.deepcopy(self._model, {id(t): t for t in self._model.parameters()})  # as it was at first
-        self._at_first: list[tuple[Any, ...]] | None = _state(self._model)
-        self._places = _places(self._model, selected)
-        self._watched = Watch(model)
-        self.has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules())
+        theta = {name: t.detach() for name, t in selected.items()}
+        own = _shadow(model, selected)
+        return cls(
+            module=own,
+            theta=theta,
+            layout=Layout(theta),
+            watch=Watch(model),
+            output=output,
+            cast=None,
+            convolutions=convolutions,
+            originals=tuple(selected.items()),
+            cast_from=(),
+            places=_places(own, selected),
+            unused=copy_sharing_parameters(own),
+            first_state=_state(own),
+        )
 
     @property
-    def module(self) -> nn.Module:
-        """linnet's own copy of the module, in eval mode; it shares the parameters unless the dtype was changed."""
-        return self._model
+    def p(self) -> int:
+        """The number of selected parameters."""
+        return self.layout.p
 
     @property
-    def given(self) -> nn.Module:
-        """The module as the user gave it, whose weights are watched."""
-        return self._watched.model
+    def model_dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(iter(self.theta.values())).dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the Jacobian: the dtype of the parameters, but at least float32."""
+        return torch.promote_types(self.model_dtype, torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        return next(iter(self.theta.values())).device
+
+    @cached_property
+    def has_convolutions(self) -> bool:
+        """Whether the network has convolution layers."""
+        return any(isinstance(module, nn.modules.conv._ConvNd) for module in self.module.modules())
+
+    # Passes.
 
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""
-        batch = batch.with_inputs(partial(_copied, dtype=self._cast))  # the network may write into its inputs
-        full = {place: theta.get(name, self.theta[name]) for place, name in self._places.items()}
+        batch = batch.with_inputs(partial(_copied, dtype=self.cast))  # the network may write into its inputs
+        full = {place: theta.get(name, self.theta[name]) for place, name in self.places.items()}
         try:
-            with alone(self._model):
-                raw = functional_call(self._model, full, batch.args, batch.kwargs, tie_weights=False)
+            with alone(self.module):
+                raw = functional_call(self.module, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
             messages.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
@@ -85,37 +139,52 @@ class Functional:
 
     def _matrix(self, raw: Any, n: int) -> Tensor:
         """What the network returned, as (n, c)."""
-        out = messages.output_tensor(raw) if self._output is None else self._output(raw)
+        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
         return messages.output_matrix(out, n)
 
+    @contextmanager
+    def in_precision(self, precision: Precision) -> Iterator[None]:
+        """The settings of torch in which passes of the network run."""
+        with ExitStack() as stack:
+            stack.enter_context(arithmetic(of_network(precision), self.device))
+            stack.enter_context(network(self.module, precision, self.device))
+            if self.convolves_exactly(precision):
+                stack.enter_context(self.convolutions())
+            yield
+
+    def convolves_exactly(self, precision: Precision) -> bool:
+        """Whether a network that runs in this precision convolves in float32 on a GPU."""
+        exact = of_network(precision) == "highest" and self.model_dtype == torch.float32
+        return self.device.type == "cuda" and exact and self.has_convolutions
+
+    # The network as it was given.
+
     def plain_outputs(self, batch: Batch) -> Tensor | None:
-        """Outputs (n, c) by the network with its own parameters; None if this is a linearization around other ones."""
-        moved = any(address(t) != address(self.theta[name]) for name, t in self._originals if name in self.theta)
-        if self._at_first is None or moved:
+        """Outputs (n, c) by the network with its own parameters; None if this is a function around other ones."""
+        moved = any(address(t) != address(self.theta[name]) for name, t in self.originals if name in self.theta)
+        if self.first_state is None or moved:
             return None
-        fresh = self._as_at_first()
-        batch = batch.with_inputs(partial(_copied, dtype=self._cast))
-        return fresh._matrix(fresh._model(*batch.args, **batch.kwargs), batch.n)
+        fresh = self.as_at_first()
+        batch = batch.with_inputs(partial(_copied, dtype=self.cast))
+        return fresh._matrix(fresh.module(*batch.args, **batch.kwargs), batch.n)
 
     @property
     def stateful(self) -> bool:
         """Whether forward passes have left something behind in the modules: buffers, counters, caches."""
-        if self._at_first is None:
+        if self.first_state is None:
             return False
-        now = _state(self._model)
-        pairs = zip(now, self._at_first, strict=False)
+        now = _state(self.module)
+        pairs = zip(now, self.first_state, strict=False)
         same = all(a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in pairs)
-        return not same or len(now) != len(self._at_first)
+        return not same or len(now) != len(self.first_state)
 
-    def _as_at_first(self) -> Functional:
+    def as_at_first(self) -> FunctionalModel:
         """The same function by a copy of the network that has never run."""
-        fresh = copy.copy(self)
-        fresh._model = copy.deepcopy(self._unused, {id(t): t for t in self._unused.parameters()})
-        return fresh
+        return replace(self, module=copy_sharing_parameters(self.unused))
 
-    def _storages(self) -> dict[int, str]:
+    def storages(self) -> dict[int, str]:
         """Names of all parameters of the network, by the address of their memory."""
-        tensors = (*self._model.named_parameters(), *self.theta.items())
+        tensors = (*self.module.named_parameters(), *self.theta.items())
         return {address(t): name for name, t in tensors}
 
     def check_unchanged(self, *, contents: bool = False) -> None:
@@ -125,21 +194,27 @@ class Functional:
             contents: Whether to compare the bytes of all weights, which reads them once; see
                 `linnet.network.weight_watch`.
         """
-        self._watched.check(contents=contents)
+        self.watch.check(contents=contents)
 
-    def convolves(self, precision: Precision) -> bool:
-        """Whether a network that runs in this precision convolves in float32 on a GPU."""
-        exact = of_network(precision) == "highest" and self.model_dtype == torch.float32
-        return self.device.type == "cuda" and exact and self.has_convolutions
+    # Other networks.
 
-    @contextmanager
-    def _setting(self, precision: Precision) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(arithmetic(of_network(precision), self.device))
-            stack.enter_context(network(self._model, precision, self.device))
-            if self.convolves(precision):
-                stack.enter_context(Convolving(steady=self.steady))
-            yield
+    def at(self, theta: Mapping[str, Tensor]) -> FunctionalModel:
+        """The same network around other weights; parameters that are not given stay as they are."""
+        return replace(self, theta={name: theta.get(name, t).detach() for name, t in self.theta.items()})
+
+    def to(self, dtype: torch.dtype) -> FunctionalModel:
+        """The same function in another dtype, by a copy of the weights; floating inputs are cast to the dtype."""
+
+        def cast(t: Tensor) -> Tensor:
+            return as_dtype(t, dtype)
+
+        # Parameters are cast one by one into the copy; those in the dtype already are shared with the module.
+        memo: dict[int, Any] = {
+            id(t): nn.Parameter(cast(t.detach()), requires_grad=t.requires_grad) for t in self.module.parameters()
+        }
+        model = copy.deepcopy(self.unused, memo)._apply(cast)
+        other = FunctionalModel.of(model, list(self.theta), output=self.output, convolutions=self.convolutions)
+        return replace(other, watch=self.watch, cast=dtype, cast_from=self.originals + self.cast_from)
 
 
 def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:

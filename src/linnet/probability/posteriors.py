@@ -33,12 +33,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation
-from linnet.jacobian.plan import autodiff_wins, dense_budget
+from linnet.jacobian.plan import autodiff_wins
 from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import weigh
 from linnet.network.parameters import Layout
 
 Spread = Literal["none", "variance", "blocks", "covariance"]
@@ -424,7 +426,7 @@ class FunctionPosterior(Posterior):
 
     def half(self, J: Any) -> Tensor:
         """``C^-1 L^T K(X, X*)``, (n c, m c), with ``M = C C^T``."""
-        cross = by_root(self.root, J.gram(self.J, scale=self.prior_variance).T, transpose=True)
+        cross = weigh(J.gram(self.J, scale=self.prior_variance).T, self.root, transpose=True)
         if cross.requires_grad:
             return torch.linalg.solve_triangular(self.factor.tril(), cross, upper=False)
         return solve_lower(self.factor, cross)
@@ -434,15 +436,15 @@ class FunctionPosterior(Posterior):
 
     def cross(self, J: Any, other: Any) -> Tensor:
         # From M^-1 for J alone, so that the training data may be the others at no second solve.
-        T = by_root(self.root, solve_upper(self.factor, self.half(J)))
+        T = weigh(solve_upper(self.factor, self.half(J)), self.root)
         return J.gram(other, scale=self.prior_variance) - T.T @ self.J.gram(other, scale=self.prior_variance)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
         d = self.prior_variance.sqrt()[:, None]
         u, e = self._normal(len(d), k, generator), self._normal(len(self.factor), k, generator)
-        left = e - by_root(self.root, self.J @ (d * u), transpose=True)
-        return self.delta[:, None] + d * (u + d * (self.J.T @ by_root(self.root, cholesky_solve(self.factor, left))))
+        left = e - weigh(self.J @ (d * u), self.root, transpose=True)
+        return self.delta[:, None] + d * (u + d * (self.J.T @ weigh(cholesky_solve(self.factor, left), self.root)))
 
     def _part_size(self, J: Any) -> int:
         """Examples whose products with all rows of the training data fit memory."""
@@ -586,18 +588,6 @@ def _keep(J: Jacobian) -> Jacobian:
         return J.cached()
     except MemoryError:
         return J
-
-
-def by_root(root: Tensor, X: Tensor, *, transpose: bool = False) -> Tensor:
-    """``L X`` or ``L^T X`` for X (n c, k) and L diagonal (n c,) or in blocks (n, c, c).
-
-    >>> by_root(torch.tensor([2.0, 3.0]), torch.ones(2, 1)).T
-    tensor([[2., 3.]])
-    """
-    if root.ndim == 1:
-        return root[:, None] * X
-    blocks = root.mT if transpose else root
-    return (blocks @ X.reshape(len(root), root.shape[1], -1)).reshape(X.shape)
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:

@@ -15,14 +15,14 @@ from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import forward_mode
 from linnet._estimator.inputs import checked_inputs, fast_float64
 from linnet._estimator.linearity import Linearity
-from linnet.data.batch import Batch, Given
+from linnet.data.batch import Batch, SingleBatch
 from linnet.data.sources import as_source
 from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
+from linnet.network.depth import block_names, top_blocks
 from linnet.network.parameters import select
-from linnet.network.top_blocks import block_names, top_blocks
 from linnet.probability.posteriors import Posterior, Spread
 from linnet.probability.priors import layer_sums
 from linnet.tangent import files
@@ -305,7 +305,7 @@ class LinearizedModule(nn.Module):
 
     def _by_products(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and J delta, without a graph."""
-        J = Jacobian(self.lin, Given(batch, "a batch"), progress=False)
+        J = Jacobian(self.lin, SingleBatch(batch, "a batch"), progress=False)
         f, shift = J.outputs_and_product(self.delta)
         return f, shift.view(J.n, J.c)
 
@@ -314,7 +314,7 @@ class LinearizedModule(nn.Module):
         self.lin.check_unchanged()
         theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
         # The kernels that forward mode takes are also those that can be differentiated twice.
-        with self.lin._setting("highest"), forward_mode(self.lin.module):
+        with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):
             f = self.lin.forward(theta, batch)
             if not f.requires_grad:
                 return f, torch.zeros_like(f)

@@ -118,11 +118,11 @@ def check_model(
             found = Findings(
                 kind,
                 wrong=tuple(wrong),
-                rules=tuple(lin.last_structure.rules),
-                autodiff=lin.last_structure.rest,
-                unused=lin.last_structure.unused,
-                forward_mode=lin.can("forward_mode", J._probe),
-                vectorized=bool(lin.last_structure.rest) and lin.can("vectorize", J._probe),
+                rules=tuple(lin.rules.last.rules),
+                autodiff=lin.rules.last.rest,
+                unused=lin.rules.last.unused,
+                forward_mode=lin.rules.can("forward_mode", J._probe),
+                vectorized=bool(lin.rules.last.rest) and lin.rules.can("vectorize", J._probe),
                 error=error,
             )
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
@@ -142,7 +142,7 @@ def _compare(J: Jacobian, model: nn.Module, output: Output | None, seed: int) ->
     index = order[:COMPARED].sort().values
     rows = (index[:, None] * J.c + torch.arange(J.c)).flatten().to(J.device)
     exact = _exact(J, model, output, index)
-    tolerance, wrong, worst = TOLERANCE[J.lin._coarsest], [], 0.0
+    tolerance, wrong, worst = TOLERANCE[J.lin.rules.coarsest], [], 0.0
 
     def check(name: str, value: Tensor, reference: Tensor) -> float:
         scale = float(reference.abs().max()) or 1.0

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 import linnet
 from linnet.jacobian.cuda import float32_convolution
 from linnet.jacobian.output_combinations import combined
+from linnet.network.functional_model import FunctionalModel
 from tests.support.drawn import normal
 
 # channels, outputs, size, kernel, stride, padding
@@ -113,7 +114,7 @@ def test_a_network_has_the_same_jacobian(monkeypatch, way, engine):
     monkeypatch.setattr(
         float32_convolution, "convolve", lambda *args, **kwargs: (served.append(1), own(*args, **kwargs))[1]
     )
-    monkeypatch.setattr(lin, "convolves", lambda precision: True)
+    monkeypatch.setattr(FunctionalModel, "convolves_exactly", lambda self, precision: True)
     J = lin.jacobian(X, engine=engine)
     found = [J.normal(V), J.normal(v), J @ V, J.T @ (J @ V), J.gram(), J.outputs()]
     assert served
@@ -131,19 +132,22 @@ def test_small_calls_and_other_precisions_are_the_library_s(monkeypatch):
         torch.conv2d(x.double(), w.double())
         torch.conv2d(x[0], w)
         torch.func.vmap(lambda one: torch.conv2d(one[None], w))(x)
-    lin = linnet.linearize(nn.Conv2d(1, 2, 3))
-    assert not lin.convolves("highest")  # on a CPU
-    monkeypatch.setattr(lin, "device", torch.device("cuda"))
-    assert lin.convolves("highest") and lin.convolves("products") and not lin.convolves("high")
+    network = linnet.linearize(nn.Conv2d(1, 2, 3)).network
+    assert not network.convolves_exactly("highest")  # on a CPU
+    monkeypatch.setattr(FunctionalModel, "device", torch.device("cuda"))
+    assert network.convolves_exactly("highest") and network.convolves_exactly("products")
+    assert not network.convolves_exactly("high")
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """As if this were one."""
     monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
-    monkeypatch.setattr(
-        linnet.jacobian.linearization.__globals__["Linearization"], "convolves", lambda self, precision: True
-    )
+    monkeypatch.setattr(FunctionalModel, "convolves_exactly", lambda self, precision: True)
+
+
+def is_steady(J: linnet.Jacobian) -> bool:
+    return J.lin.network.convolutions().steady
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -165,7 +169,7 @@ def test_steady_passes_see_the_same_network_however_they_are_cut(monkeypatch, on
     X, V = 30 * torch.randn(7, 2, 6, 6), torch.randn(lin.p, 3)
     J = lin.jacobian(X)
     steady = J.steady()
-    assert not J.lin.steady and steady.lin.steady and steady.steady().lin.steady
+    assert not is_steady(J) and is_steady(steady) and is_steady(steady.steady())
     wanted = steady.outputs()
     outputs, own = [], float32_convolution._steady
     monkeypatch.setattr(float32_convolution, "_steady", lambda *args: (outputs.append(1), own(*args))[1])
@@ -180,7 +184,7 @@ def test_steady_passes_see_the_same_network_however_they_are_cut(monkeypatch, on
         assert torch.equal(cut.outputs(), wanted)
         torch.testing.assert_close(cut.normal(V), J.normal(V), rtol=1e-4, atol=1e-2)
     root = torch.eye(3).expand(7, 3, 3)
-    assert combined(steady, root).lin.steady and not combined(J, root).lin.steady
+    assert is_steady(combined(steady, root)) and not is_steady(combined(J, root))
 
 
 def test_other_networks_are_steady_as_they_are():

@@ -2,7 +2,7 @@
 
 To add a layer: write a rule (`linnet.jacobian.layers.rule`), list it in `RULES`, add a case to
 ``tests/jacobian/layers/test_rules.py``. Whether a rule is right for a model at hand is checked against autodiff on the
-first batch (`linnet.jacobian.inspection`), so a rule may be simple and refuse (return None) what it does not know.
+first batch (`linnet.jacobian.rule_selection`), so a rule may be simple and refuse (return None) what it does not know.
 """
 
 from __future__ import annotations
