@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from linnet._common import messages
 from linnet.data.batch import Batch, Source
+from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
 from linnet.network.copies import with_forward
 from linnet.network.functional_model import FunctionalModel
 
@@ -44,16 +44,8 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
     net = lin.network
     other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
     other = replace(other, watch=net.watch, cast=net.cast)
-    settings = J._settings
-    return Jacobian(
-        Linearization(other),
-        _WithRoot(J._source, root.detach()),
-        batch_size=settings.batch_size,
-        memory=settings.memory,
-        precision=settings.precision,
-        engine=settings.engine,
-        progress=settings.progress,
-    )
+    chunks = NetworkChunks(lin.with_network(other), _WithRoot(J._source, root.detach()), J.passes.settings.renewed())
+    return Jacobian(chunks)
 
 
 def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:

@@ -19,8 +19,10 @@ from linnet.data.batch import Batch, SingleBatch
 from linnet.data.sources import as_source
 from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings
+from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
+from linnet.jacobian.passes import PassSettings
 from linnet.network.depth import block_names, top_blocks
 from linnet.network.parameters import select
 from linnet.probability.posteriors import Posterior, Spread
@@ -305,7 +307,7 @@ class LinearizedModule(nn.Module):
 
     def _by_products(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and J delta, without a graph."""
-        J = Jacobian(self.lin, SingleBatch(batch, "a batch"), progress=False)
+        J = Jacobian(NetworkChunks(self.lin, SingleBatch(batch, "a batch"), PassSettings(progress=False)))
         f, shift = J.outputs_and_product(self.delta)
         return f, shift.view(J.n, J.c)
 
