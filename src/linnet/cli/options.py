@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from linnet._common.memory import format_bytes
+from linnet._estimator.inputs import fast_float64
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
 from linnet.inference import any_likelihood
@@ -20,7 +21,6 @@ from linnet.jacobian.linearization import linearize
 from linnet.network.depth import top_blocks
 from linnet.network.parameters import Params
 from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
-from linnet.tangent.base import fast_float64
 
 
 @dataclass(frozen=True)

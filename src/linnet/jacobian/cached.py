@@ -24,7 +24,6 @@ from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExample
 from linnet.jacobian.passes import Pass, PassSettings
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.rule_selection import PROBE
-from linnet.network.checks import check_outputs_finite
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization
@@ -46,7 +45,7 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
     Raises:
         MemoryError: If the factors do not fit.
     """
-    chunks, settings = passes.chunks, passes.settings
+    chunks = passes.chunks
     assert isinstance(chunks, NetworkChunks)
     limit = cache_limit(memory, chunks.lin.device)
     _check_fits(chunks, estimate_size(passes), limit)
@@ -54,24 +53,40 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
     def run() -> list[StoredChunk]:
         stored: list[StoredChunk] = []
         held = 0
-        with bar(chunks.n, "factors", progress=settings.progress) as tick:
-            for batch in chunks.batches(_stored_size(passes), 0, chunks.n):
-                chunk = chunks.build_whole(batch)
-                check_outputs_finite(chunk.f, batch.start)
-                factors = keep(chunk.factors, settings.engine)
-                stored.append(StoredChunk(batch.without_inputs(), chunk.f.clone(), factors))
-                held += stored[-1].bytes
-                if held > limit:
-                    break
-                tick(batch.n)
+        for chunk in store_each(passes, chunks.n, "factors"):
+            stored.append(chunk)
+            held += chunk.bytes
+            if held > limit:
+                break
         return stored
 
     stored = passes.complete(run)
     held = sum(piece.bytes for piece in stored)
     # Where examples differ in size, the first ones do not tell.
     _check_fits(chunks, max(held, ceil(held * chunks.n / sum(piece.batch.n for piece in stored))), limit)
-    first = replace(chunks.first, factors=[], batch=chunks.first.batch.without_inputs())
-    return StoredChunks(chunks.lin, replace(settings, largest=None, halved=0), stored, first)
+    return gather(passes, stored)
+
+
+def store_each(passes: Pass, size: int, label: str) -> Iterator[StoredChunk]:
+    """One chunk in memory after the other, of at most ``size`` examples, by one pass over the data of all ranks."""
+    chunks, settings = passes.chunks, passes.settings
+    assert isinstance(chunks, NetworkChunks)
+    with bar(chunks.n, label, progress=settings.progress) as tick:
+        for batch in chunks.batches(min(size, _stored_size(passes)), 0, chunks.n):
+            chunk = chunks.build_whole(batch)
+            check_outputs_finite(chunk.f, batch.start)
+            factors = keep(chunk.factors, settings.engine)
+            made = [StoredChunk(batch.without_inputs(), chunk.f.clone(), factors)]
+            del chunk, factors  # the caller's alone, who may be done with it when the next one is formed
+            yield made.pop()
+            tick(batch.n)
+
+
+def gather(passes: Pass, stored: list[StoredChunk]) -> StoredChunks:
+    """Chunks in memory, of a Jacobian or of a part of it, as a source of chunks."""
+    first = passes.chunks.first
+    first = replace(first, factors=[], batch=first.batch.without_inputs())
+    return StoredChunks(passes.lin, replace(passes.settings, largest=None, halved=0), stored, first)
 
 
 def estimate_size(passes: Pass) -> int:

@@ -27,7 +27,7 @@ from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import cached_if_fits, lanczos_spectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise, choose_solver
-from linnet.linalg.cholesky import cholesky_, cholesky_solve, solve_lower, solve_upper
+from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability.posteriors import FunctionPosterior, WeightPosterior
 from linnet.probability.priors import Prior
 
@@ -111,24 +111,6 @@ def _combined_(parts: dict[str, Tensor], scales: Sequence[float]) -> Tensor:
     for K, s in zip(others, scales[1:], strict=True):
         total.add_(K, alpha=s)
     return total
-
-
-def check_conditioning(M: Tensor) -> None:
-    """Raise where M, whose smallest eigenvalue is about one, is more than its precision can tell from singular.
-
-    Well before its decomposition fails, the numbers that it gives are wrong.
-    """
-    eps = torch.finfo(M.dtype).eps
-    v = torch.randn(len(M), dtype=M.dtype, generator=torch.Generator().manual_seed(0)).to(M.device)
-    for _ in range(8):  # the norm of M v is never above the largest eigenvalue, and soon close to it
-        v = M @ (v / v.norm())
-    if 10 * eps * float(v.norm()) > 1:
-        kind = str(M.dtype).removeprefix("torch.")
-        more = "" if M.dtype == torch.float64 else ", or use dtype='float64'"
-        raise ArithmeticError(
-            f"The noise is {1 / float(v.norm()):.1g} of the kernel's largest eigenvalue, and {kind} needs "
-            f"{10 * eps:.1g} of it for numbers to be right. Give more noise{more}."
-        )
 
 
 EXACT_ROWS = {"cpu": 4096, "cuda": 12_288}
