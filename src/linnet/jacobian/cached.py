@@ -24,6 +24,7 @@ from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExample
 from linnet.jacobian.passes import Pass, PassSettings
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.rule_selection import PROBE
+from linnet.network.checks import check_outputs_finite
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization
