@@ -5,9 +5,8 @@ both, and neither goes back through it. An epoch is Adam on minibatches. linnet'
 Jacobian-vector and a vector-Jacobian product), with the activations at the frozen layers kept, and with the layers'
 factors kept; so is one full-batch pass, which is what a step to the optimum takes. Ratios are to fine-tuning in torch's
 default memory layout, in which linnet is given network and images too; fine-tuning with channels last stands beside.
-On a GPU, where training records its steps, an epoch is a tenth of a training of ten, recording included. Beside the
-times stand the operations of a step that is not recorded, since small steps on a GPU take the time that it takes to
-launch them.
+On a GPU an epoch is a tenth of a training of ten. Beside the times stand the operations of a step, since small steps on
+a GPU take the time that it takes to launch them.
 
 Passes to the optimum are counted for random images and, with a folder of data, for digits and clothes.
 """
@@ -183,9 +182,10 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
 
 def real(name: str, device: str, n: int, folder: Path) -> dict[str, Any]:
     """The same for labels of MNIST or Fashion-MNIST and a block of the trained ResNet-20, the prior by the evidence."""
-    from experiments.adaptation import in_turn
-    from experiments.pretrained import as_cifar10, grayscale, resnet
-    from experiments.transfer import Top, below
+    from experiments.common.data import as_cifar10, grayscale
+    from experiments.common.networks import resnet
+    from experiments.common.training import in_turn
+    from experiments.mu2020.transfer import Top, below
 
     net = resnet(folder / "weights", 20).to(device)
     top = linnet.fold_batchnorm(Top(copy.deepcopy(net), 1).eval())

@@ -65,7 +65,8 @@ def problem(name: str, n: int, device: str, data: Path | None) -> tuple[nn.Modul
     """The network of a case, n inputs, and labels."""
     case = CASES[name]
     if name == "minilm" and data is not None:
-        from experiments.pretrained import minilm, sst2, word_pieces
+        from experiments.common.data import sst2, word_pieces
+        from experiments.common.networks import minilm
 
         texts, y = sst2(data, "train")
         ids, mask = (t.to(device) for t in word_pieces(data / "weights", texts[:n]))
@@ -81,7 +82,8 @@ def problem(name: str, n: int, device: str, data: Path | None) -> tuple[nn.Modul
             Model(nn.Identity, (3, 32, 32)).data(n).to(device),
             labels,
         )
-    from experiments.pretrained import cifar10, resnet
+    from experiments.common.data import cifar10
+    from experiments.common.networks import resnet
 
     parts = [
         cifar10(data, part)
@@ -113,7 +115,7 @@ def turned(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> nn.Module:
     """The network after some epochs of SGD with momentum and this file's weight decay."""
-    from experiments.wrn import train
+    from experiments.common.training import train_images as train
 
     net = Model(make, (3, 32, 32)).build().to(x.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     train(net, x, y, epochs=EPOCHS, seed=0, batch=256, rate=0.1, mirror=False)  # a mirrored image is turned back
@@ -220,15 +222,14 @@ def peak_of(device: str) -> float | None:
 
 def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     """The largest ``||b - H u|| / ||Phi^T L e||`` over the first four samples, every product in full precision."""
-    from linnet.inference.mode.newton import as_weight
     from linnet.inference.problem import Settings
-    from linnet.probability.posteriors import by_root
+    from linnet.linalg.row_weights import as_weight, weigh
 
     L, k = as_weight(L), min(4, found.k)
     d, settings = S.sqrt()[:, None], Settings(seed=found.seed)
     e = torch.randn(J.shape[0], found.k, generator=settings.generator(3))[:, :k].to(S.device)
     h = torch.randn(J.shape[1], found.k, generator=settings.generator(4))[:, :k].to(S.device)
-    data = d * (J.T @ by_root(L, e))
+    data = d * (J.T @ weigh(L, e))
     B = L.square() if L.ndim == 1 else L @ L.mT
     left = data + h - found.Z[:, :k] / d - d * J.normal(found.Z[:, :k].contiguous(), B)
     return float((left.norm(dim=0) / data.norm(dim=0)).max())

@@ -12,7 +12,7 @@ import torch
 
 import linnet
 from linnet._common.torch_settings import arithmetic
-from linnet.inference.mode import adam, replay
+from linnet.inference.mode import adam
 from linnet.jacobian import plan
 from linnet.probability.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
@@ -206,44 +206,22 @@ def test_steady_passes_are_the_same_in_all_chunks() -> None:
         assert (J.in_precision("products").subset(few).gram() - K).norm() < 1e-4 * K.norm()
 
 
-class Asks(torch.nn.Module):
-    """A network that reads a number from a tensor, so that its passes cannot be recorded."""
-
-    def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x) * (2.0 if x.sum().item() > 1e9 else 1.0)
-
-
 @pytest.mark.parametrize("size", [8, 30])
-@pytest.mark.parametrize("form", ["as read", "asks", "activations", "factors"])
-def test_recorded_steps_of_adam(monkeypatch: pytest.MonkeyPatch, form: str, size: int) -> None:
+@pytest.mark.parametrize("form", ["as read", "activations", "factors"])
+def test_steps_of_adam(form: str, size: int) -> None:
     from benchmarks.models import ResNet
 
-    monkeypatch.setattr(adam, "STEPS", 4)
-    made: list[Any] = []
-    call = replay.Recorder.__call__
-    monkeypatch.setattr(replay.Recorder, "__call__", lambda self, work: made.append(work) or call(self, work))
     x = torch.randn(30, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def trained(device: str, epochs: int) -> Any:
+    def trained(device: str) -> Any:
         torch.manual_seed(0)
-        net = ResNet(1).double().eval()
-        net = (Asks(net) if form == "asks" else net).to(device)
-        top = ["*layer3.*", "*linear.*"]
-        J = linnet.linearize(net, top).jacobian(x.to(device), progress=False)
+        net = ResNet(1).double().eval().to(device)
+        J = linnet.linearize(net, ["layer3.*", "linear.*"]).jacobian(x.to(device), progress=False)
         J = {"factors": J.cached, "activations": J.above_frozen}.get(form, lambda: J)()
         y, variance = torch.arange(30) % J.c, torch.linspace(0.1, 1.0, J.shape[1], dtype=torch.float64)
-        given: dict[str, Any] = {"likelihood": Categorical(), "training": adam.Training(epochs, size, 0.01)}
+        given: dict[str, Any] = {"likelihood": Categorical(), "training": adam.Training(7, size, 0.01)}
         return adam.adam(J, y.to(device), variance=variance.to(device), progress=False, **given)
 
-    for epochs in (adam.EPOCHS, adam.EPOCHS + 3):
-        made.clear()
-        found = trained("cuda", epochs)
-        assert len(made) == {"factors": -(-30 // size), "asks": 0}.get(form, 2 if size == 8 else 1)
-        wanted = trained("cpu", epochs)
-        assert (found.mode.u.cpu() - wanted.mode.u).norm() < 1e-6 * wanted.mode.u.norm()
-        assert found.path == pytest.approx(wanted.path, rel=1e-8)
-    torch.randn(2, device="cuda")  # the generator is as it was
+    found, wanted = trained("cuda"), trained("cpu")
+    assert (found.mode.u.cpu() - wanted.mode.u).norm() < 1e-6 * wanted.mode.u.norm()
+    assert found.path == pytest.approx(wanted.path, rel=1e-8)

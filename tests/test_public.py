@@ -28,6 +28,17 @@ def test_importing_linnet_imports_nothing_slow():
     assert done.stdout.strip() == "[]"
 
 
+def test_public_modules_come_when_they_are_asked_for():
+    code = """
+        import sys, linnet
+        for name in ("likelihoods", "sampling", "metrics", "limits", "scores", "report", "testing"):
+            assert getattr(linnet, name) is sys.modules[f"linnet.{name}"]
+        from linnet.likelihoods import Categorical
+        assert Categorical is linnet.probability.likelihoods.Categorical
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
 def test_files_of_every_door_can_be_read_first(tmp_path):
     # In a process that has not met the estimator yet, and that gets SciPy's statistics when it asks for them.
     torch.manual_seed(0)

@@ -1,25 +1,26 @@
 """linnet: linearized neural networks. One fast, exact Jacobian of any PyTorch model, and what follows from it."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from linnet import scores
+from linnet._common.versions import __version__
 from linnet.data.batch import Batch
-from linnet.fisher.comparison import similarity
-from linnet.fisher.distillation import distill_loss
-from linnet.fisher.fisher_product import fisher_vector_product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.plan import Plan
 from linnet.linalg.matrices import LowRank, Matrix
 from linnet.linalg.operator import LinearOperator
-from linnet.network.batchnorm_folding import fold_batchnorm
 
-try:
-    __version__ = version("linnet")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
+if TYPE_CHECKING:
+    from linnet import likelihoods, limits, metrics, report, sampling, scores
+    from linnet._estimator.files import load
+    from linnet.fisher import FisherEmbedding, distill_loss, fisher_vector_product, similarity
+    from linnet.heads import attach_head
+    from linnet.laplace.estimator import Laplace
+    from linnet.laplace.training import train_with_evidence
+    from linnet.network import fold_batchnorm
+    from linnet.tangent.classifier import TangentClassifier
+    from linnet.tangent.regressor import TangentRegressor
 
 __all__ = [
     "Batch",
@@ -38,43 +39,42 @@ __all__ = [
     "distill_loss",
     "fisher_vector_product",
     "fold_batchnorm",
+    "likelihoods",
     "limits",
     "linearize",
     "load",
+    "metrics",
     "report",
+    "sampling",
     "scores",
     "similarity",
     "train_with_evidence",
 ]
 
-# What imports scikit-learn or GPyTorch, which take longer than all the rest, comes when it is asked for.
-_LATER = {
+# Imported when the name is asked for: scikit-learn and GPyTorch take longer to import than all the rest.
+_ROOMS = {
     "FisherEmbedding": "fisher.embedding",
     "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
     "TangentRegressor": "tangent.regressor",
     "attach_head": "heads.attach",
+    "distill_loss": "fisher.embedding",
+    "fisher_vector_product": "fisher.embedding",
+    "fold_batchnorm": "network",
     "load": "_estimator.files",
+    "similarity": "fisher.embedding",
     "train_with_evidence": "laplace.training",
 }
+_MODULES = ("likelihoods", "limits", "metrics", "report", "sampling", "scores", "testing")
 
-if TYPE_CHECKING:
-    from linnet import limits, report
-    from linnet._estimator.files import load
-    from linnet.fisher.embedding import FisherEmbedding
-    from linnet.heads.attach import attach_head
-    from linnet.laplace.estimator import Laplace
-    from linnet.laplace.training import train_with_evidence
-    from linnet.tangent.classifier import TangentClassifier
-    from linnet.tangent.regressor import TangentRegressor
-else:
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name in ("limits", "report"):
+        if name in _MODULES:
             return import_module(f"linnet.{name}")
-        if name not in _LATER:
+        if name not in _ROOMS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(f"linnet.{_LATER[name]}"), name)
+        found = globals()[name] = getattr(import_module(f"linnet.{_ROOMS[name]}"), name)
         return found
 
 

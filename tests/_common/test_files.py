@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -124,7 +125,7 @@ def test_failure_leaves_the_old_file_and_nothing_else(
 KILLED = """
     import os, sys, time
     import torch
-    from linnet import io
+    from linnet._common import files as io
 
     whole = io.save_file
 
@@ -158,7 +159,7 @@ def test_a_killed_process_leaves_the_last_checkpoint(path: Path) -> None:
     assert state is not None and state[1] == {"step": 1} and torch.equal(state[0]["x"], torch.zeros(3))
     checkpoint.save({"x": torch.ones(3)}, {"step": 3})
     assert files.Checkpoint(path, kind="test", fingerprint="f").load()[1] == {"step": 3}  # type: ignore[index]
-    checkpoint.done()
+    checkpoint.remove()
     assert names(path.parent) == []
 
 
@@ -170,17 +171,17 @@ def test_checkpoint_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pyt
     checkpoint = files.Checkpoint(None, kind="test", fingerprint="f")
     checkpoint.save({"x": torch.ones(2)}, {"step": 1})
     assert checkpoint.load() is None
-    checkpoint.done()
+    checkpoint.remove()
     assert names(tmp_path) == []
 
 
 def test_checkpoint_before_the_first_save_and_after_the_last(path: Path) -> None:
     checkpoint = files.Checkpoint(path.parent / "not yet" / "file", kind="test", fingerprint="f")
     assert checkpoint.load() is None
-    checkpoint.done()
+    checkpoint.remove()
     checkpoint.save({}, {"step": 1})
     assert checkpoint.load() == ({}, {"step": 1})
-    checkpoint.done()
+    checkpoint.remove()
     assert checkpoint.load() is None
 
 
@@ -189,7 +190,7 @@ def test_done_leaves_other_files_alone(path: Path) -> None:
     other.touch()
     checkpoint = files.Checkpoint(path, kind="test", fingerprint="f")
     checkpoint.save({}, {})
-    checkpoint.done()
+    checkpoint.remove()
     assert names(path.parent) == [other.name]
 
 
@@ -306,3 +307,24 @@ def test_a_file_is_on_disk_before_its_name_and_the_name_before_the_end(
     monkeypatch.setattr(os, "replace", lambda *names: steps.append(("name", 0)) or replace(*names))
     files.save(path, {"a": torch.ones(3)}, {}, kind="test")
     assert steps == [("sync", path.stat().st_ino), ("name", 0), ("sync", path.parent.stat().st_ino)]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX systems")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_mode_that_the_umask_gives(path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        files.save(path, {"a": torch.ones(3)}, {}, kind="test")
+        with files.atomic_write(path.with_name("text")) as temporary:
+            temporary.write_text("words")
+    finally:
+        os.umask(before)
+    for file in (path, path.with_name("text")):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+    assert names(path.parent) == sorted([path.name, "text"])
+
+
+def test_nothing_written_is_no_file(path: Path) -> None:
+    with pytest.raises(FileNotFoundError), files.atomic_write(path):
+        pass
+    assert names(path.parent) == []

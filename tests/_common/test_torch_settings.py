@@ -64,8 +64,8 @@ SETTINGS = {
     "network": lambda: network(MODEL, "highest", CPU),
     "network on a GPU": lambda: network(MODEL, "highest", torch.device("cuda")),
     "forward mode": lambda: forward_mode(MODEL),
-    "IEEE": lambda: torch_settings._tf32(False),
-    "tf32": lambda: torch_settings._tf32(True),
+    "IEEE": lambda: torch_settings.tf32(False),
+    "tf32": lambda: torch_settings.tf32(True),
 }
 
 
@@ -213,7 +213,7 @@ def test_an_interrupt_at_any_step_leaves_the_settings_as_they_were(name):
         with make():
             pass
 
-    files = ("contexts.py", "contextlib.py", "graph.py", "mha/__init__.py", "mkldnn/__init__.py", "forward_ad.py")
+    files = ("torch_settings.py", "contextlib.py", "graph.py", "mha/__init__.py", "mkldnn/__init__.py", "forward_ad.py")
     while Interrupt(interrupted + 1, files).run(action):
         interrupted += 1
         assert flags() == before, f"step {interrupted}"
@@ -235,7 +235,16 @@ def test_an_interrupt_of_a_pass_leaves_the_settings_as_they_were():
         J @ v
 
     action()
-    files = tuple(f"linnet/{name}.py" for name in ("contexts", "functional", "chunks", "autodiff", "passes"))
+    files = tuple(
+        f"linnet/{name}.py"
+        for name in (
+            "_common/torch_settings",
+            "network/functional_model",
+            "jacobian/chunk",
+            "jacobian/blocks/autodiff",
+            "jacobian/passes",
+        )
+    )
     step, interrupted = 1, 0
     while Interrupt(step, files).run(action):
         step, interrupted = step + 31, interrupted + 1

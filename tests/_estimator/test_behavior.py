@@ -75,7 +75,7 @@ def test_what_was_loaded_and_saved_again_is_checked_too(kind: str, tmp_path: Pat
 def test_files_of_older_versions_load_as_they_did(kind: str, tmp_path: Path) -> None:
     fitted = fit(kind, net())
     fitted.save(tmp_path / "a.safetensors")
-    held = files.contents(tmp_path / "a.safetensors")
+    held = files.describe(tmp_path / "a.safetensors")
     tensors, meta = files.load(tmp_path / "a.safetensors", kind=held.kind)
     old = {name: t for name, t in tensors.items() if not name.startswith(behavior.PREFIX)}
     del meta["behavior"]
@@ -101,7 +101,7 @@ def test_a_file_that_an_older_version_wrote(kind: str) -> None:
             p.copy_(exact(*p.shape, step=5 + 2 * i))
     inputs, y, quiet = exact(12, 3, step=7), exact(12, step=3), {"prior": 1.0, "progress": False}
     path = Path(__file__).parents[1] / "files" / f"{kind}.safetensors"
-    assert "behavior" not in files.contents(path).meta
+    assert "behavior" not in files.describe(path).meta
     found = linnet.load(path, model)
     if kind == "regressor":
         again: Any = linnet.TangentRegressor(model, noise=0.125, **quiet).fit(inputs, y)
@@ -186,7 +186,7 @@ def test_dicts_of_tokens_masks_and_nested_tensors(tmp_path: Path) -> None:
     data = {"ids": ids, "mask": (torch.arange(6) < 4).long().expand(12, 6), "extra": {"x": X[:, :1]}, "shift": 0.5}
     reg = linnet.TangentRegressor(Tokens(), noise=0.1, prior=1.0, solver="weight").fit(data, Y)
     reg.save(tmp_path / "a.safetensors")
-    assert files.contents(tmp_path / "a.safetensors").meta["behavior"]["kwargs"]["dict"]["shift"] == {"value": 0.5}
+    assert files.describe(tmp_path / "a.safetensors").meta["behavior"]["kwargs"]["dict"]["shift"] == {"value": 0.5}
     torch.testing.assert_close(linnet.load(tmp_path / "a.safetensors", Tokens()).predict(data), reg.predict(data))
     with pytest.raises(ValueError, match="Both print alike"):
         linnet.load(tmp_path / "a.safetensors", Tokens(power=2))
@@ -203,7 +203,7 @@ def test_tuples_and_datasets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["laplace", "embedding"])
 def test_no_training_example_is_in_the_file(kind: str, tmp_path: Path) -> None:
     fit(kind, net()).save(tmp_path / "a.safetensors")
-    tensors, _ = files.load(tmp_path / "a.safetensors", kind=files.contents(tmp_path / "a.safetensors").kind)
+    tensors, _ = files.load(tmp_path / "a.safetensors", kind=files.describe(tmp_path / "a.safetensors").kind)
     (held,) = (t for name, t in tensors.items() if name.startswith(f"{behavior.PREFIX}input"))
     assert held.shape == (2, 3) and held.dtype == X.dtype
     assert not bool((held[:, None] == X).any())
@@ -223,7 +223,7 @@ def test_a_network_that_refuses_random_inputs_is_saved_without_them(tmp_path: Pa
     model = Particular(3, 1)
     reg = linnet.TangentRegressor(model, noise=0.1, prior=1.0).fit(X.round(), Y)
     reg.save(tmp_path / "a.safetensors")
-    assert files.contents(tmp_path / "a.safetensors").meta["behavior"] is None
+    assert files.describe(tmp_path / "a.safetensors").meta["behavior"] is None
     torch.testing.assert_close(
         linnet.load(tmp_path / "a.safetensors", model).predict(X.round()), reg.predict(X.round())
     )

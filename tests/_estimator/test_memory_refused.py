@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linnet import Laplace, TangentClassifier, TangentRegressor
+from linnet._common import memory
 from linnet.inference.problem import Settings, choose_solver
-from linnet.jacobian import plan
 from tests.support.counted import Counting
 
 CPU = torch.device("cpu")
@@ -52,14 +52,14 @@ def test_a_dense_matrix_above_the_memory_given_is_refused_before_any_pass(name, 
     monkeypatch.setattr(Counting, "seen", 0)
     with pytest.raises(MemoryError, match=r"memory= allows 48.8 KiB. Use .*, or allow more with memory=") as caught:
         fit(memory=LITTLE)
-    assert f"takes {plan._bytes(needed)}" in str(caught.value)
+    assert f"takes {memory.format_bytes(needed)}" in str(caught.value)
     assert Counting.seen <= 40  # a few probe examples, several times over
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_a_dense_matrix_above_what_is_free_is_refused(name, monkeypatch):
     fit, _ = FITS[name]
-    monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=int(LITTLE)))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=int(LITTLE)))
     with pytest.raises(MemoryError, match=r"48.8 KiB are free"):
         fit()
 

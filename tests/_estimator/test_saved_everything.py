@@ -201,7 +201,7 @@ def test_a_file_with_one_byte_changed_anywhere_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match=r"was changed after it was saved: its description does not have the checksum"):
         linnet.load(file, net())
     with pytest.raises(ValueError, match="its description"):
-        files.contents(file)  # which reads no numbers
+        files.describe(file)  # which reads no numbers
 
 
 class Trap:
@@ -239,7 +239,7 @@ def test_foreign_files_are_refused_and_never_run(tmp_path: Path) -> None:
 FIRE = """
     import os, random, signal, sys, time
     import torch
-    from linnet import io
+    from linnet._common import files as io
 
     path, children = sys.argv[1], int(sys.argv[2])
     seen = set()

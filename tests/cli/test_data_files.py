@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from linnet.cli.data_files.examples import Reading, for_network, read, settled, standardization
+from linnet.cli.data_files import Reading, cast_for_network, measure_columns, read, read_for_network
+from linnet.cli.data_files.tables import write_csv
 from linnet.cli.data_files.texts import read_texts
-from linnet.cli.outputs import write_csv
-from linnet.cli.task import task_of
+from linnet.cli.task import guess_kind
 from linnet.cli.terminal import UsageError
 from tests.support.command_cases import pictures, write_table
 
@@ -86,7 +86,7 @@ def test_labels_are_the_text_that_they_are(tmp_path, cells, task, values):
 
 def test_numbers_are_plain_decimals(tmp_path):
     said = refused(table(tmp_path, [[1, "1_0", 0], [3, 4, 1]]))
-    assert "line 2: column 'b' must hold numbers, and has '1_0'" in said
+    assert "line 2: column 'b' must hold numbers, but has '1_0'" in said
     said = refused(table(tmp_path, [[1, 2, "1_0"], [3, 4, "7"]]))
     assert "mixes numbers and text: line 3 has '7' and line 2 has '1_0'" in said
     for task in ("auto", "classification"):  # a gap is no class
@@ -98,11 +98,11 @@ def test_labels_are_text_in_all_files_where_they_are_in_one(tmp_path):
     train = table(tmp_path, [[1, 2, "007"], [3, 4, "10"]])
     test = table(tmp_path, [[1, 2, "10"], [3, 4, "10"]], name="test.csv")
     net = torch.nn.Linear(1, 1)
-    found, reading = settled(train, Reading(targets=("y",)), net, labeled=True)
+    found, reading = read_for_network(train, Reading(targets=("y",)), net, labeled=True)
     assert found.y.tolist() == ["007", "10"] and reading.text
-    found, again = settled(test, reading, net, labeled=True)
+    found, again = read_for_network(test, reading, net, labeled=True)
     assert found.y.tolist() == ["10", "10"] and again.text
-    assert settled(test, Reading(targets=("y",)), net, labeled=True)[0].y.tolist() == [10, 10]
+    assert read_for_network(test, Reading(targets=("y",)), net, labeled=True)[0].y.tolist() == [10, 10]
     (tmp_path / "t.tsv").write_text("words\t10\n")
     assert read_texts(tmp_path / "t.tsv", target="label", text=True)[1].tolist() == ["10"]
 
@@ -137,13 +137,13 @@ def test_missing_columns_are_listed(tmp_path):
     said = refused(path, Reading(targets=("y",), columns=("a", "c", "d")))
     assert "'c', 'd'" in said and "'a', 'b', 'y'" in said
     assert "--drop" in refused(path, Reading(targets=("y",), drop=("q",)))
-    assert "--target says which column" in refused(path, Reading())
+    assert "Name the column" in refused(path, Reading())
     assert "nothing to predict from" in refused(path, Reading(targets=("a", "b", "y")))
 
 
 def test_mixed_types_name_column_and_line(tmp_path):
     said = refused(table(tmp_path, [[1, 2, 0], [3, "x", 1]]))
-    assert "line 3: column 'b' must hold numbers, and has 'x', while line 2 has the number '2'" in said
+    assert "line 3: column 'b' must hold numbers, but has 'x', while line 2 has the number '2'" in said
     said = refused(table(tmp_path, [[1, 2, "0"], [3, 4, "cat"]]))
     assert "the target 'y' mixes numbers and text: line 2 has '0' and line 3 has 'cat'" in said
     path = table(tmp_path, [[1, 2, "0"], [3, 4, "cat"]])
@@ -154,11 +154,11 @@ def test_mixed_types_name_column_and_line(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([[1, "", 0], [3, 4, 1]], "line 2: column 'b' is empty, as are 1 rows"),
+        ([[1, "", 0], [3, 4, 1]], "line 2: column 'b' is empty, as in 1 rows"),
         ([[1, "nan", 0], [3, 4, 1]], "line 2: column 'b' is NaN or infinite"),
         ([[1, 2, 0], [3, 4, ""]], "line 3: column 'y' is empty"),
-        ([[1, 2, 0], [3, 4]], "line 3: 2 cells, and the first line has 3 columns"),
-        ([], "a header and no rows"),
+        ([[1, 2, 0], [3, 4]], "line 3: 2 cells, but the first line has 3 columns"),
+        ([], "a header but no rows"),
     ],
 )
 def test_gaps(tmp_path, rows, said):
@@ -171,11 +171,11 @@ def test_files_that_are_no_tables(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00\x81")
     assert "is empty" in refused(empty)
     assert "not a table in UTF-8" in refused(binary)
-    assert "several columns of the name 'a'" in refused(table(tmp_path, [[1, 2, 3]], ("a", "a", "y")))
+    assert "several columns with the name 'a'" in refused(table(tmp_path, [[1, 2, 3]], ("a", "a", "y")))
     assert "There is no" in refused(tmp_path / "none.csv")
     other = tmp_path / "data.xyz"
     other.write_text("1")
-    assert "no ending that is known" in refused(other)
+    assert "has an unknown ending" in refused(other)
     (tmp_path / "texts.txt").write_text("hello")
     assert "hf:" in refused(tmp_path / "texts.txt")
 
@@ -239,7 +239,7 @@ def test_arrays(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({"x": np.ones((3, 2)), "y": np.arange(4)}, "as many examples"),
+        ({"x": np.ones((3, 2)), "y": np.arange(4)}, "the same number of examples"),
         ({"y": np.arange(4)}, "no inputs"),
         ({"x": np.array([["a"], ["b"]]), "y": np.arange(2)}, "must hold numbers"),
         ({"x": np.array([[1.0], [np.nan]]), "y": np.arange(2)}, "example 1 of 'x' has NaN"),
@@ -263,22 +263,22 @@ def test_pickles_are_refused(tmp_path):
 def test_standardization_is_that_of_the_training_data(tmp_path):
     path = table(tmp_path, [[1, 5, 0], [3, 5, 1]])
     reading = Reading(targets=("y",))
-    reading = standardization(read(path, reading, labeled=True), reading)
+    reading = measure_columns(read(path, reading, labeled=True), reading)
     assert reading.center == (2.0, 5.0) and reading.spread == (1.0, 1.0)
     assert read(path, reading, labeled=True).X.tolist() == [[-1, 0], [1, 0]]
     other = table(tmp_path, [[4, 6, 0]], name="new.csv")
     assert read(other, reading, labeled=True).X.tolist() == [[2, 1]]
     np.savez(tmp_path / "a.npz", x=np.ones((2, 3)))
-    with pytest.raises(UsageError, match="need 2 columns, as in training"):
+    with pytest.raises(UsageError, match="training had 2 input columns"):
         read(tmp_path / "a.npz", reading, labeled=False)
     images = read(pictures(tmp_path / "p"), Reading(channels=1), labeled=True)
-    with pytest.raises(UsageError, match="for tables and arrays"):
-        standardization(images, Reading())
+    with pytest.raises(UsageError, match="for tables and for arrays"):
+        measure_columns(images, Reading())
 
 
 def test_numbers_take_the_precision_of_the_network(tmp_path):
     np.savez(tmp_path / "a.npz", ids=np.ones((2, 3), int), weight=np.ones((2, 3)))
-    found = for_network(read(tmp_path / "a.npz", Reading(), labeled=False), torch.nn.Linear(1, 1))
+    found = cast_for_network(read(tmp_path / "a.npz", Reading(), labeled=False), torch.nn.Linear(1, 1))
     assert found.X["ids"].dtype == torch.int64 and found.X["weight"].dtype == torch.float32
 
 
@@ -294,7 +294,7 @@ def test_image_folders(tmp_path):
     flat = read(folder / "down", Reading(channels=1), labeled=False)
     assert flat.y is None and flat.n == 6
     assert "put the images of each class into a folder" in refused(folder / "down", Reading(channels=1))
-    assert "1 channels, and there are 3" in refused(folder, Reading(channels=1, pixel_mean=(0.5,) * 3))
+    assert "1 channels, but there are 3" in refused(folder, Reading(channels=1, pixel_mean=(0.5,) * 3))
 
 
 def test_unreadable_images_are_counted_or_stop(tmp_path):
@@ -342,7 +342,7 @@ def test_whatever_a_damaged_image_raises(tmp_path, monkeypatch):
 def test_folders_without_images_and_of_several_sizes(tmp_path):
     from PIL import Image
 
-    assert "has no images" in refused(tmp_path, Reading())
+    assert "have no images" in refused(tmp_path, Reading())
     folder = pictures(tmp_path / "p")
     Image.new("L", (5, 9)).save(folder / "down" / "large.png")
     said = refused(folder, Reading(channels=1))
@@ -365,7 +365,7 @@ def test_texts(tmp_path):
     for content, said in (
         ("a\tb\tc\n", "3 columns"),
         ("text\tlabel\n", "no texts"),
-        (" \t1\nb\t0\n", "line 1: no text"),
+        (" \t1\nb\t0\n", "line 1: the text is missing"),
         ("a\t1\nb\n", "line 2: 1 cells"),
     ):
         path.write_text(content)
@@ -384,11 +384,11 @@ def test_options_for_data_of_another_kind(tmp_path):
 
 
 def test_which_task():
-    assert task_of(np.array([True, False]), "auto")[0] == "classification"
-    assert task_of(np.arange(100), "auto")[0] == "regression"
-    assert task_of(np.arange(100) % 60, "auto")[0] == "regression"
-    assert task_of(np.arange(100) % 7, "auto") == ("classification", "the targets are 7 whole numbers")
-    assert task_of(np.arange(100) % 7, "regression") == ("regression", "--task says so")
-    assert task_of(np.ones((4, 2), int), "auto")[0] == "regression"
-    with pytest.raises(UsageError, match="needs numbers, and the targets are text such as 'a'"):
-        task_of(np.array(["a", "b"]), "regression")
+    assert guess_kind(np.array([True, False]), "auto")[0] == "classification"
+    assert guess_kind(np.arange(100), "auto")[0] == "regression"
+    assert guess_kind(np.arange(100) % 60, "auto")[0] == "regression"
+    assert guess_kind(np.arange(100) % 7, "auto") == ("classification", "the targets are 7 whole numbers")
+    assert guess_kind(np.arange(100) % 7, "regression") == ("regression", "--task says so")
+    assert guess_kind(np.ones((4, 2), int), "auto")[0] == "regression"
+    with pytest.raises(UsageError, match="needs numbers, but the targets are text such as 'a'"):
+        guess_kind(np.array(["a", "b"]), "regression")

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def made(spec, weights=None, seed=0):
-    return model_source.network(spec, weights, seed=seed, device=CPU)
+    return model_source.load_network(spec, weights, seed=seed, device=CPU)
 
 
 def refused(spec, weights=None) -> str:
@@ -46,7 +46,7 @@ def test_models_that_end_the_program(tmp_path, code):
     path.write_text(f"import sys\nimport typer\n{code}\n")
     assert "ends.py cannot be imported" in refused(f"{path}:build")
     path.write_text(f"import sys\nimport typer\ndef build():\n    {code}\n")
-    assert "failed; it is called without arguments" in refused(f"{path}:build")
+    assert "failed. It is called without arguments" in refused(f"{path}:build")
 
 
 def test_the_seed_is_that_of_drawn_weights(tmp_path):
@@ -111,7 +111,7 @@ def test_files_that_are_no_weights(tmp_path, capsys):
     assert "There is no file" in refused(spec, tmp_path / "none.pt")
     other = tmp_path / "w.onnx"
     other.write_text("x")
-    assert "no ending of weights" in refused(spec, other)
+    assert "has an unknown ending" in refused(spec, other)
     cut = tmp_path / "w.safetensors"
     cut.write_bytes(b"\x10")
     assert "not a complete safetensors file" in refused(spec, cut)
@@ -140,8 +140,12 @@ def test_timm(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", fake)
     model = made("timm:tiny")
     assert model.given is True
-    assert model_source.pixels_of(model) == {"pixel_mean": (0.1,) * 3, "pixel_std": (0.2,) * 3, "size": (8, 9)}
-    assert model_source.pixels_of(nn.Linear(1, 1)) == {}
+    assert model_source.find_pixel_settings(model) == {
+        "pixel_mean": (0.1,) * 3,
+        "pixel_std": (0.2,) * 3,
+        "size": (8, 9),
+    }
+    assert model_source.find_pixel_settings(nn.Linear(1, 1)) == {}
     assert "Unknown model (huge)" in refused("timm:huge")
 
 

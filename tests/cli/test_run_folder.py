@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from linnet.cli import publishing, run_folder, trust
-from linnet.cli.commands import adapt as job
+from linnet.cli.commands import fit
 from linnet.cli.terminal import UsageError
 from tests.support.command_cases import diabetes, done, networks, refused
 
@@ -94,7 +94,7 @@ def test_a_file_that_another_process_writes(tmp_path, copied):
 def test_a_folder_that_another_process_has_just_written(tmp_path, monkeypatch):
     out = tmp_path / "run"
     monkeypatch.setattr(publishing, "_tidy", lambda place: place.mkdir())
-    with pytest.raises(UsageError, match="exists"), publishing.folder(out, force=False):
+    with pytest.raises(UsageError, match="exists"), publishing.publish_folder(out, force=False):
         pytest.fail("The folder is not free.")
     assert list(tmp_path.iterdir()) == [out]
 
@@ -123,7 +123,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(publishing.fcntl, "lockf", none)
     (tmp_path / ".run.0123abcd.tmp").mkdir()  # of another process, for all that is known
-    with pytest.warns(UserWarning, match="has no locks"), publishing.folder(tmp_path / "run", force=False):
+    with pytest.warns(UserWarning, match="has no locks"), publishing.publish_folder(tmp_path / "run", force=False):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {".run.0123abcd.tmp", "run"}
 
@@ -215,8 +215,8 @@ def test_terminated(tmp_path, line, monkeypatch):
         finally:
             os.kill(os.getpid(), signal.SIGTERM)  # those who are in a hurry do not stop the cleaning up
 
-    monkeypatch.setattr(job, "_fitted", stop)
-    assert "Terminated; nothing unfinished was written." in refused(*line, code=1)
+    monkeypatch.setattr(fit, "_fit_tangent", stop)
+    assert "Terminated. No unfinished file was written." in refused(*line, code=1)
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -313,7 +313,7 @@ def test_runs_of_others_ask_for_trust(copied, made, tmp_path, monkeypatch):
         said = refused(*predict, "--force")
         assert "was not made by this user on this machine" in said and f"names: {made / 'nets.py'}:numbers" in said
         assert "pass --trust" in said
-    assert "not made by this user here" in done("info", out)
+    assert "not made by this user on this machine" in done("info", out)
     assert "its code is imported" in done(*predict, "--force", "--trust")
     # Code that the user names is not the run's.
     assert "its code is imported" not in done(*predict, "--force", "--model", f"{made / 'nets.py'}:numbers")
@@ -326,7 +326,7 @@ def test_a_run_that_names_other_code_since(copied, made, tmp_path):
     mark = tmp_path / "imported"
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
     found = json.loads(path.read_text()) | {"model": f"{tmp_path / 'evil.py'}:build", "own": True}
-    path.write_text(json.dumps(found | {"sha256": run_folder._sha256(run_folder._content_text(found))}))
+    path.write_text(json.dumps(found | {"sha256": run_folder._hash(run_folder._join_content(found))}))
     assert not run_folder.read(out).own
     assert f"names: {tmp_path / 'evil.py'}:build" in refused(*predict)
     assert not mark.exists()
@@ -356,14 +356,14 @@ def test_a_key_that_cannot_be_kept(tmp_path, line, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     said = " ".join(done(*line).split())
-    assert "Note: The run is not signed, since the key of this user cannot be kept" in said
+    assert "Note: The run is not signed, because the key of this user cannot be stored" in said
     predict = ["predict", "--run", tmp_path / "run", "--data", line[4], "--out", tmp_path / "p.csv"]
     assert "pass --trust" in refused(*predict)
     done(*predict, "--trust")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "short"))
     (tmp_path / "short" / "linnet").mkdir(parents=True)
     (tmp_path / "short" / "linnet" / "key").write_bytes(b"short")
-    assert "has 5 bytes, and a key has 32" in " ".join(done(*line, "--force").split())
+    assert "has 5 bytes, but a key has 32" in " ".join(done(*line, "--force").split())
     assert not run_folder.read(tmp_path / "run").own
 
 

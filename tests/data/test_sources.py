@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import sys
+import gc
 import warnings
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
@@ -31,9 +30,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from linnet.data.batch import first_bad
+from linnet.data.batch import Batch, Source, find_bad_row
 from linnet.data.datasets import checksum
-from linnet.data.sources import Batch, Source, as_source, bar
+from linnet.data.forward_signature import as_writable
+from linnet.data.sources import as_source
 
 N = 11
 # Python 3.12 says this whenever a worker process is forked.
@@ -59,6 +59,19 @@ class Pairs(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         return self.x[i] + (self.salt if i == 7 else 0), i
+
+
+class Items(Dataset[Any]):
+    """Any examples."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.items[i]
 
 
 class Stream(IterableDataset[Any]):
@@ -191,6 +204,23 @@ def test_read_only_and_reversed_arrays(tmp_path: Path) -> None:
         assert as_source([(row,) for row in mapped], forward).n == N
         assert next(as_source([(row,) for row in mapped], forward).batches(2)).n == 2
     assert torch.equal(next(as_source(images().numpy()[::-1], forward).batches(N)).args[0], images().flip(0))
+
+
+def test_read_only_arrays_leave_the_warnings_of_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = images().numpy()
+    x.flags.writeable = False
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(warnings, "catch_warnings", None)  # which changes the filters of all threads
+        assert next(as_source(x, forward).batches(N)).args[0].data_ptr() == x.ctypes.data
+        for item in ((x[0], 1.0), [x[0], 1.0], {"x": x[0], "y": 1.0}):
+            found.append(next(as_source(Items([item] * 3), forward).batches(3)))
+    for batch in found:
+        assert torch.equal((batch.args or tuple(batch.kwargs.values()))[0], images()[:1].expand(3, -1))
+    held = as_writable({"x": x, "names": ["a"]})
+    del x
+    gc.collect()
+    assert torch.equal(torch.from_numpy(held["x"]), images())  # the view holds the memory
 
 
 def test_batch_moves_and_keeps_what_has_no_examples() -> None:
@@ -419,11 +449,11 @@ def test_the_first_bad_example_is_named(value: float, dtype: torch.dtype) -> Non
 
 def test_sums_that_overflow_are_not_bad() -> None:
     x = torch.full((4, 3), torch.finfo(torch.float32).max)
-    assert first_bad(x) is None
+    assert find_bad_row(x) is None
     assert as_source(x.half().clamp(max=65504), forward).n == 4
     x[3, 1] = torch.inf
-    assert [first_bad(x, block=block) for block in (1, 3, 4, 7, 100)] == [3] * 5
-    assert first_bad(torch.zeros(3, 0)) is None
+    assert [find_bad_row(x, block=block) for block in (1, 3, 4, 7, 100)] == [3] * 5
+    assert find_bad_row(torch.zeros(3, 0)) is None
 
 
 @pytest.mark.parametrize("name", ["dataset", "stream", "loader", "loader of a stream"])
@@ -629,38 +659,6 @@ def test_examples_that_do_not_stack_are_refused() -> None:
         as_source([(object(),)], forward)
 
 
-# ---------------------------------------------------------------------------------------------- bar
-
-
-def test_bar_is_silent_off_a_terminal_and_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    for progress in (None, False):
-        with bar(total=10, label="J v", progress=progress) as tick:
-            tick(10)
-    assert stream.getvalue() == ""
-
-
-def test_bar_shows_a_long_pass_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, now = io.StringIO(), [0.0]
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", stream)
-    with bar(10, "J v", progress=True) as tick:
-        now[0] = 1.0
-        tick(4)
-        assert stream.getvalue() == ""
-        now[0] = 3.0
-        tick(4)
-        assert "J v:  80%" in stream.getvalue()
-    assert stream.getvalue().endswith("\r")  # cleared
-
-
-def test_bar_lets_interrupts_through() -> None:
-    with pytest.raises(KeyboardInterrupt), bar(10, progress=None) as tick:
-        tick(3)
-        raise KeyboardInterrupt
-
-
 # ------------------------------------------------------------------------------- data that may change
 
 
@@ -707,7 +705,7 @@ def test_batches_are_joined_leaf_by_leaf() -> None:
             return self.x[i], {"name": f"n{i}", "pair": (i, -i)}
 
     whole = next(as_source(Named(), forward).batches(N))
-    joined = Batch.joined(list(as_source(Named(), forward).batches(4)), 3)
+    joined = Batch.join(list(as_source(Named(), forward).batches(4)), 3)
     assert (joined.start, joined.n) == (3, N) and joined.index.tolist() == list(range(N))
     assert joined.rest["name"] == whole.rest["name"] == [f"n{i}" for i in range(N)]
     for mine, theirs in zip(joined.rest["pair"], whole.rest["pair"], strict=True):

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer
-from linnet.heads.attach import Head, Headed, attach_head, head_of
-from linnet.heads.pooling import vector
+from linnet.heads.attach import Head, NetworkWithHead, attach_head, head_of
+from linnet.heads.features import pool_features
 from linnet.heads.readout import fit_readout
-from linnet.network.top_blocks import top_blocks
+from linnet.network.depth import top_blocks
 from linnet.testing import dense_jacobian, zoo
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal
@@ -200,7 +200,7 @@ def test_features_by_name(features: str, width: int) -> None:
     assert head.in_features == width
     cut = {"1": 2, "2": 3, "input of 2": 2, "input of 4": 4, "output": 5, "": 5}[features]
     close(new(X), F.linear(model[:cut](X), head.weight, head.bias))
-    assert isinstance(new, Headed) != (features == "input of 4")
+    assert isinstance(new, NetworkWithHead) != (features == "input of 4")
     names = {name.partition(".")[2].partition(".")[0] for name, _ in new.named_parameters() if "backbone" in name}
     later = {"1": {"0"}, "2": {"0", "2"}, "input of 2": {"0"}, "output": {"0", "2", "4"}, "": {"0", "2", "4"}}
     assert names == later.get(features, set())
@@ -230,7 +230,7 @@ def test_networks_of_the_zoo(name: str) -> None:
     features = "input of head" if name == "dict_inputs" else None
     y = np.array(["a", "b", "c"])[np.arange(12) % 3]
     new = attach_head(model, X, y, features=features, penalty=1.0)
-    assert isinstance(new, Headed) == (name == "dict_inputs")
+    assert isinstance(new, NetworkWithHead) == (name == "dict_inputs")
     lin = linnet.linearize(new, "*")
     J = lin.jacobian(X)
     assert J.shape == (36, lin.p)
@@ -246,7 +246,7 @@ def test_maps_are_averaged_over_positions() -> None:
     X = normal(20, 3, 8, 8)
     y = labels(X)
     last, named = attach_head(model, X, y, penalty=1.0), attach_head(model, X, y, features="layer3", penalty=1.0)
-    assert isinstance(last, ResNet) and isinstance(named, Headed) and named.pool == "spatial"
+    assert isinstance(last, ResNet) and isinstance(named, NetworkWithHead) and named.pool == "spatial"
     close(last(X), named(X))
     assert [n for n, _ in named.named_parameters()][-1] == "head.bias" and not hasattr(named.backbone.linear, "weight")
     whole = attach_head(model, X, y, features="layer3", pool="flatten", penalty=1.0)
@@ -399,7 +399,7 @@ def test_models_of_timm() -> None:
     assert isinstance(a, Timm) and isinstance(a.fc, Head)
     for features in (None, "output", "global_pool"):
         b = attach_head(without, X, y, features=features, penalty=1.0)
-        assert isinstance(b, Headed)
+        assert isinstance(b, NetworkWithHead)
         close(b(X), a(X))
 
 
@@ -612,7 +612,7 @@ def test_masks_that_do_not_fit() -> None:
     with pytest.raises(
         ValueError, match=r"attention mask has shape \(16, 6\) and the encoder \(16, 5, 8\).*pool='cls'"
     ):
-        vector(hidden, "tokens", data["attention_mask"], "encoder")
+        pool_features(hidden, "tokens", data["attention_mask"], "encoder")
 
 
 @pytest.mark.parametrize(

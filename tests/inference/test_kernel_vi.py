@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentClassifier, metrics
-from linnet.cli.demo_baselines import network, train, turned_digits
+from linnet.cli.commands.demo import split_digits, train
 from linnet.inference.kernel_vi import full
 from linnet.inference.mode.newton import function_space
 from linnet.inference.variational import lowrank, meanfield
@@ -128,8 +128,9 @@ def test_the_default_is_about_as_well_calibrated_as_the_mode() -> None:
     # an ECE of 0.06, which averaging over the posterior makes 0.54 and 0.10; Laplace is far off with 0.81 and 0.30.
     scores: dict[str, list[dict[str, float]]] = {"default": [], "map": [], "laplace": []}
     for seed in (0, 1):
-        task = turned_digits(5, 200, seed=seed)
-        model = train(network(seed), task.source, epochs=10, seed=seed)
+        task = split_digits(5, 200, seed=seed)
+        model = task.model
+        train(model, task.source, epochs=10, seed=seed)
         estimators = {"default": TangentClassifier(model), "map": TangentClassifier(model, inference="map")}
         if seed == 0:
             estimators["laplace"] = TangentClassifier(model, inference="laplace")

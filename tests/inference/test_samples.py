@@ -12,7 +12,7 @@ from linnet import linearize
 from linnet.inference import sampling_system
 from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from linnet.linalg.preconditioners.randomized import sketch
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.sampling import Samples, choose_space, effective_dimension, posterior_samples
@@ -161,7 +161,7 @@ def test_a_preconditioner_can_be_used_again():
     J = jacobian(40)
     S, L = variances(J.shape[1]), Categorical().root(J.outputs())
     first = posterior_samples(J, S, L, 3, space="weight", progress=False)
-    assert isinstance(first.preconditioner, Preconditioner) and first.preconditioner.rank > 10
+    assert isinstance(first.preconditioner, LowRankPreconditioner) and first.preconditioner.rank > 10
     again = posterior_samples(J, S, L, 3, space="weight", preconditioner=first.preconditioner, progress=False)
     torch.testing.assert_close(again.Z, first.Z, rtol=1e-12, atol=1e-12)
 

@@ -90,7 +90,8 @@ def test_where_there_is_nothing_to_gain():
 
 def test_few_rows_of_a_trained_network():
     from experiments.common import DATA
-    from experiments.pretrained import cifar10, resnet
+    from experiments.common.data import cifar10
+    from experiments.common.networks import resnet
 
     needed = DATA / "cifar10_train_1.npz", DATA / "weights" / "resnet20_cifar10.safetensors"
     if not all(file.exists() for file in needed):

@@ -14,18 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnet.linalg import cholesky
-from linnet.linalg.cholesky import (
-    COARSE,
-    Solution,
-    cg,
-    cholesky_,
-    cholesky_solve,
-    log_det_from,
-    solve_lower,
-    solve_upper,
-)
-from linnet.linalg.lanczos import gauss
-from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.linalg.conjugate_gradients import COARSE, Solution, cg
+from linnet.linalg.lanczos import gauss_quadrature
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from tests.support.drawn import normal
 
 
@@ -228,9 +220,9 @@ def test_cholesky_laws(m: int, block: int, k: int, seed: int) -> None:
 # ------------------------------------------------------------------------------ conjugate gradients
 
 
-def close_preconditioner(A: Tensor, rank: int) -> Preconditioner:
+def close_preconditioner(A: Tensor, rank: int) -> LowRankPreconditioner:
     lam, U = torch.linalg.eigh(A)
-    return Preconditioner(U[:, -rank:], lam[-rank:] - 1)
+    return LowRankPreconditioner(U[:, -rank:], lam[-rank:] - 1)
 
 
 @pytest.mark.parametrize("k", [None, 1, 5])
@@ -387,7 +379,7 @@ def test_tridiagonals_are_those_of_lanczos() -> None:
     for power in (2, 3, 4):
         moments = (u * (torch.linalg.matrix_power(A, power) @ u)).sum(0)
         close(torch.linalg.matrix_power(found.tridiagonals, power)[:, 0, 0], moments)
-    nodes, weights = gauss(found.tridiagonals)
+    nodes, weights = gauss_quadrature(found.tridiagonals)
     lam, Q = torch.linalg.eigh(A)
     close((weights * nodes.log()).sum(1), ((Q.T @ u).square() * lam.log()[:, None]).sum(0))
 
@@ -400,7 +392,7 @@ def test_tridiagonals_with_a_preconditioner() -> None:
     assert found.tridiagonals is not None
     half = P.power(torch.eye(8, dtype=torch.float64), -0.5)
     u = half @ z / torch.linalg.vector_norm(half @ z, dim=0)
-    nodes, weights = gauss(found.tridiagonals)
+    nodes, weights = gauss_quadrature(found.tridiagonals)
     lam, Q = torch.linalg.eigh(half @ A @ half)
     close((weights * nodes.log()).sum(1), ((Q.T @ u).square() * lam.log()[:, None]).sum(0))
 
@@ -414,7 +406,7 @@ def test_a_probe_that_converges_early_goes_on_as_the_identity() -> None:
     assert T is not None and T.shape == (2, found.iterations, found.iterations) and found.iterations > 10
     close(torch.linalg.eigvalsh(T[1, :2, :2]), lam[[3, 17]])
     assert not T[1, 1, 2:].any() and torch.equal(T[1, 2:, 2:], torch.eye(found.iterations - 2, dtype=T.dtype))
-    nodes, weights = gauss(T)
+    nodes, weights = gauss_quadrature(T)
     close((weights[1] * nodes[1].log()).sum(), lam[[3, 17]].log().mean())
 
 
@@ -456,7 +448,7 @@ def test_a_start_with_zero_probes() -> None:
     start = torch.stack([torch.linalg.solve(A, B[:, 0]), torch.zeros(10, dtype=torch.float64)], 1)
     found = cg(times(A), B, start=start, probes=1, tolerance=1e-12)
     assert found.tridiagonals is not None
-    nodes, weights = gauss(found.tridiagonals)
+    nodes, weights = gauss_quadrature(found.tridiagonals)
     lam, Q = torch.linalg.eigh(A)
     wanted = ((Q.T @ B[:, 1]).square() * lam.log()).sum() / B[:, 1].square().sum()
     close((weights * nodes.log()).sum(), wanted, rtol=1e-7)
@@ -534,7 +526,7 @@ def test_cg_ends_after_as_many_steps_as_there_are_eigenvalues(rank: int) -> None
     values = torch.tensor([1.0, 3.0, 10.0, 40.0, 100.0]).double().repeat(6)
     Q = torch.linalg.qr(normal(30, 30)).Q
     A = Q * values @ Q.T
-    P = Preconditioner(Q[:, 4::5], torch.full((6,), 99.0).double()) if rank else None
+    P = LowRankPreconditioner(Q[:, 4::5], torch.full((6,), 99.0).double()) if rank else None
     found = cg(times(A), normal(30, 2, seed=1), tolerance=1e-10, preconditioner=P)
     assert found.converged and found.iterations == 5 - rank
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import linnet
+from linnet.linalg.affine import Affine
 from linnet.linalg.matrices import LowRank, Matrix, Stack
-from linnet.linalg.operator import Affine, LinearOperator, RowFn
-from linnet.linalg.row_weights import weigh
+from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.testing import check_operator
 
 ROWS, COLS, C = 12, 7, 3
@@ -338,9 +339,33 @@ def test_float32_keeps_its_dtype() -> None:
     )
 
 
-def test_weigh_without_a_weight_is_the_identity() -> None:
-    U = normal(4, 2)
-    assert weigh(U, None, slice(0, 4)) is U
+@pytest.mark.parametrize("of", ["a Jacobian", "a matrix"])
+def test_rows_and_moments_of_compositions(of: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3).double()
+    J = linnet.linearize(model).jacobian(normal(10, 6))
+    A: LinearOperator = J if of == "a Jacobian" else Matrix(J.dense(), block=3)
+    z, keep = normal(A.shape[1], seed=4), torch.arange(A.shape[1]) % 4 > 0
+    index = torch.tensor([5, 0, 5, 9])
+    rows = (3 * index[:, None] + torch.arange(3)).flatten()
+    for op in (A, A.centered(z), A.centered(z).columns(keep).scaled(z[keep]), A.scaled(z)):
+        found = op.rows(index)
+        assert found is not None and found.block == 3
+        close(found.dense(), op.dense()[rows])
+        assert op.fingerprint() == A.fingerprint() != "" and op.checksums() == A.checksums() and op.has_gram
+        for centered in (False, True):
+            moments = op.moments(centered=centered)
+            assert (moments is None) == (of == "a matrix")
+            if moments is not None:
+                mean = op.dense().mean(0) if centered else torch.zeros(op.shape[1], dtype=torch.float64)
+                close(moments[0], mean)
+                close(moments[1], (op.dense() - mean).square().mean(0))
+
+
+def test_an_operator_need_not_know_its_rows() -> None:
+    op = Streamed(A0)
+    assert op.rows(torch.tensor([0])) is None and op.scaled(D).rows(torch.tensor([0])) is None
+    assert (op.fingerprint(), op.checksums(), op.moments(), op.has_gram) == ("", {}, None, True)
 
 
 def test_repr_names_the_operator() -> None:

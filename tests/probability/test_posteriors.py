@@ -20,7 +20,6 @@ from linnet.probability.posteriors import (
     Posterior,
     SamplePosterior,
     WeightPosterior,
-    by_root,
     nonnegative,
     square_root,
 )
@@ -209,15 +208,6 @@ def test_the_prior_is_a_low_rank_posterior_without_directions() -> None:
 
 
 # Roots.
-
-
-@pytest.mark.parametrize("transpose", [False, True])
-def test_by_root(transpose: bool) -> None:
-    X, L = normal(N * C, 3), normal(N, C, C, seed=1)
-    whole = torch.block_diag(*L)
-    torch.testing.assert_close(by_root(L, X, transpose=transpose), (whole.T if transpose else whole) @ X)
-    d = normal(N * C, seed=2)
-    torch.testing.assert_close(by_root(d, X, transpose=transpose), torch.diag(d) @ X)
 
 
 @settings(max_examples=20, deadline=None)

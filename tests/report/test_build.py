@@ -16,13 +16,12 @@ from torch import nn
 
 import linnet
 from linnet.report import render, verdicts
-from linnet.report.chosen import certain
+from linnet.report.build import group_by_confidence
 from linnet.report.content import Classes, Evidence, Missing, Numbers
-from linnet.report.examples import LETTERS, Inputs, inputs_of
-from linnet.report.formatting import count, meaning, number, percent
-from linnet.report.html.markup import h, join
-from linnet.report.html.outcomes import error_by_std, wilson
-from linnet.report.html.svg import Scale, around
+from linnet.report.examples import Inputs, show_inputs
+from linnet.report.formatting import count, explain, number, percent
+from linnet.report.html.figures import compute_wilson, draw_error_by_std
+from linnet.report.html.svg import Scale, h, join, make_scale
 from tests.support import report_cases as cases
 from tests.support.command_cases import diabetes, done, networks, pictures
 from tests.support.drawn import double, normal
@@ -112,7 +111,7 @@ def test_what_users_name_is_escaped():
     told = cases.classes(names=(EVIL, "b", "c"))
     report = cases.report("texts")
     inputs = Inputs([EVIL] * 60, texts=[EVIL] * 60)
-    groups = certain(told, inputs)
+    groups = group_by_confidence(told, inputs)
     page = render(
         replace(
             report,
@@ -135,12 +134,17 @@ def test_what_users_name_is_escaped():
     evil_rows = replace(
         rows,
         outcome=cases.numbers(names=(EVIL,)),
-        examples=certain(cases.numbers(names=(EVIL, "b")), replace(cases.rows(), columns=[EVIL] * 12)),
+        examples=group_by_confidence(cases.numbers(names=(EVIL, "b")), replace(cases.rows(), columns=[EVIL] * 12)),
     )
     for text in (
         page,
         render(evil_rows),
-        render(replace(cases.report("pictures"), examples=certain(told, replace(cases.pictures(), names=[EVIL] * 60)))),
+        render(
+            replace(
+                cases.report("pictures"),
+                examples=group_by_confidence(told, replace(cases.pictures(), names=[EVIL] * 60)),
+            )
+        ),
     ):
         found = Page(text)
         assert "<script" not in text and found.tags("script") == []
@@ -185,8 +189,8 @@ def test_numbers(x, text):
 def test_words():
     assert number(float("nan")) == "not a number" and percent(float("inf")) == "∞"
     assert percent(0.12345, 0) == "12 %" and count(2, "example") == "2 examples"
-    assert meaning("nll", regression=True) != meaning("nll", regression=False)
-    assert meaning("new", regression=False).title == "new"
+    assert explain("nll", regression=True) != explain("nll", regression=False)
+    assert explain("new", regression=False).title == "new"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7.3), (1e-6, 3e-6), (100, 100.4), (-1e7, 1e7)])
@@ -198,18 +202,18 @@ def test_axes_have_a_few_round_marks_that_differ(low, high):
 
 
 def test_axes_hold_their_values():
-    axis = around([3.0, 3.0, 3.0], "")
+    axis = make_scale([3.0, 3.0, 3.0], "")
     assert axis.low < 3 < axis.high
-    assert around([1.0, 5.0], "", zero=True).low == 0
-    low, high = wilson(0.5, 4)
-    assert 0 < low < 0.5 < high < 1 and wilson(0.0, 4)[0] == 0
+    assert make_scale([1.0, 5.0], "", zero=True).low == 0
+    low, high = compute_wilson(0.5, 4)
+    assert 0 < low < 0.5 < high < 1 and compute_wilson(0.0, 4)[0] == 0
 
 
 # Can it be trusted?
 
 
 def answers(report):
-    return {check.question.split()[0] + check.question.split()[1]: check for check in verdicts.checks(report)}
+    return {check.question.split()[0] + check.question.split()[1]: check for check in verdicts.check_report(report)}
 
 
 def test_better_or_worse():
@@ -237,12 +241,12 @@ def test_calibration():
         (0.3, "bad", "Error bars are too narrow"),
         (4.0, "fair", "Error bars are too wide"),
     ):
-        found = answers(replace(report, outcome=Numbers(0 * y, 0 * y + std, y, [""])))["Doesits"]
+        found = answers(replace(report, outcome=Numbers(0 * y, 0 * y + std, y, [""])))["Isits"]
         assert (found.state, found.answer) == (state, answer)
     sure = np.full((400, 2), 0.05) + np.array([0.9, 0.0])
-    for share, answer in ((0.95, "Yes"), (0.6, "It claims too much"), (1.0, "It claims too little")):
+    for share, answer in ((0.95, "Yes"), (0.6, "Its confidence is too high"), (1.0, "Its confidence is too low")):
         labels = (np.arange(400) >= share * 400).astype(int)
-        found = answers(replace(report, outcome=Classes(sure, labels, ["a", "b"])))["Doesits"]
+        found = answers(replace(report, outcome=Classes(sure, labels, ["a", "b"])))["Isits"]
         assert found.answer == answer
 
 
@@ -259,9 +263,9 @@ def test_linear(error, answer, drawn, whole):
 
 def test_error_bars_that_are_all_alike_are_not_grouped():
     told = cases.numbers()
-    assert error_by_std(replace(told, std=np.ones_like(told.std))) is None
+    assert draw_error_by_std(replace(told, std=np.ones_like(told.std))) is None
     page = Page(render(replace(cases.report("rows"), outcome=replace(told, std=np.ones_like(told.std)))))
-    assert "All error bars are about as wide" in page.text
+    assert "All error bars have about the same width" in page.text
 
 
 # What examples look like.
@@ -269,18 +273,18 @@ def test_error_bars_that_are_all_alike_are_not_grouped():
 
 def test_inputs():
     X = torch.arange(24.0).view(2, 1, 3, 4)
-    shown = inputs_of(X, names=["a", "b"]).shown(1)
+    shown = show_inputs(X, names=["a", "b"]).show(1)
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown.picture.partition(",")[2]))))
     assert shown.name == "b" and pixels.shape == (3, 4) and pixels.max() == 255  # stretched over both pictures
-    assert inputs_of(X / 24).shown(0).picture != inputs_of(X).shown(0).picture  # within 0 and 1 as they are
-    large = inputs_of(np.zeros((1, 3, 500, 100))).shown(0).picture
+    assert show_inputs(X / 24).show(0).picture != show_inputs(X).show(0).picture  # within 0 and 1 as they are
+    large = show_inputs(np.zeros((1, 3, 500, 100))).show(0).picture
     assert Image.open(io.BytesIO(base64.b64decode(large.partition(",")[2]))).size[1] <= 128
-    row = inputs_of(np.arange(6).reshape(2, 3), columns=("a", "b", "c")).shown(1)
+    row = show_inputs(np.arange(6).reshape(2, 3), columns=("a", "b", "c")).show(1)
     assert row.cells == [("a", "3"), ("b", "4"), ("c", "5")] and row.name == "no. 2"
-    long = inputs_of({"ids": torch.zeros(1, 2)}, texts=["word " * 200]).shown(0)
-    assert len(long.text) <= LETTERS + 2 and long.text.endswith("…")
-    assert inputs_of({"ids": torch.zeros(1, 2)}).shown(0).cells == ()
-    assert inputs_of(None).shown(4).name == "no. 5"
+    long = show_inputs({"ids": torch.zeros(1, 2)}, texts=["word " * 200]).show(0)
+    assert len(long.text) <= 282 and long.text.endswith("…")
+    assert show_inputs({"ids": torch.zeros(1, 2)}).show(0).cells == ()
+    assert show_inputs(None).show(4).name == "no. 5"
 
 
 # From estimators.
@@ -303,7 +307,7 @@ def test_a_regressor(tmp_path):
     text = text_of(tmp_path, reg, Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()), columns=("a", "b", "c"), title="Sines")
     for part in (
         "Sines",
-        "if the example were left out, exactly",
+        "without the example, exactly",
         "Which directions matter",
         "Which layers adapt",
         "real network",
@@ -320,9 +324,9 @@ def test_a_regressor(tmp_path):
 def test_without_test_data_examples_are_left_out_in_turn(tmp_path):
     reg = linnet.TangentRegressor(network(), noise=0.01).fit(X, X[:, 0].sin())
     text = text_of(tmp_path, reg, train=(X, X[:, 0].sin()))
-    assert "each training example is predicted from all others" in text and "left-out training examples" in text
+    assert "Each training example is predicted from all other examples" in text and "left-out training examples" in text
     text = text_of(tmp_path, reg)
-    assert "There is no test data" in text and "pass train=(X, y)" in text
+    assert "There are no test data" in text and "pass train=(X, y)" in text
 
 
 def test_a_classifier(tmp_path):
@@ -333,7 +337,7 @@ def test_a_classifier(tmp_path):
         assert part in text
     mode = linnet.TangentClassifier(network(2), inference="map", mean="zero").fit(X, y)
     text = text_of(tmp_path, mode, Z, (Z[:, 0] > 0).long(), train=(X, y))
-    assert "A mode alone has no posterior" in text and "same class" not in text
+    assert "A mode has no posterior" in text and "same class" not in text
     with pytest.raises(ValueError, match="labels that the estimator does not know: 7"):
         linnet.report.write(tmp_path / "r.html", clf, Z[:1], [7])
 
@@ -346,7 +350,7 @@ def test_a_laplace_approximation(tmp_path):
         assert part in text
     la = linnet.Laplace(network(), "regression", "samples", prior=0.1, noise=3.0).fit(X, X[:, 0])
     text = text_of(tmp_path, la, Z, Z[:, 0], train=(X, X[:, 0]))
-    assert "known from samples alone" in text and "The same predictions" in text
+    assert "known from samples only" in text and "The same predictions" in text
 
 
 def test_several_numbers_and_several_labels(tmp_path):
@@ -354,7 +358,9 @@ def test_several_numbers_and_several_labels(tmp_path):
     text = text_of(tmp_path, reg, Z, Z[:, :2], names=["left", "right"])
     assert "Predictions of left" in text and "Predictions of right" in text
     both = linnet.TangentClassifier(network(2), inference="laplace").fit(X, (X[:, :2] > 0).long())
-    assert "one label for each example; here are several" in text_of(tmp_path, both, Z, (Z[:, :2] > 0).long())
+    assert "one label for each example, but these data have several" in text_of(
+        tmp_path, both, Z, (Z[:, :2] > 0).long()
+    )
 
 
 def test_refused(tmp_path):
@@ -452,7 +458,7 @@ def test_a_report_that_fails_does_not_take_the_run_with_it(tmp_path, monkeypatch
 def test_few_examples(kind, n):
     told = cases.numbers(n) if kind == "rows" else cases.classes(n)
     inputs = cases.rows(n) if kind == "rows" else cases.pictures(n)
-    text = render(replace(cases.report(kind), outcome=told, examples=certain(told, inputs)))
+    text = render(replace(cases.report(kind), outcome=told, examples=group_by_confidence(told, inputs)))
     drawn = coordinates(text)
     assert "nan" not in Page(text).text and np.isfinite(drawn).all() and len(drawn) > 500
 
@@ -487,4 +493,4 @@ def test_many_targets_and_many_layers():
     text = Page(render(replace(cases.report("rows"), outcome=told))).text
     assert "Predictions of d" in text and "Predictions of e" not in text and "2 more targets" in text
     plan = replace(cases.PLAN, lines=cases.PLAN.lines * 20)
-    assert "and 36 layers more" in Page(render(replace(cases.report(), plan=plan))).text
+    assert "and 36 more layers" in Page(render(replace(cases.report(), plan=plan))).text

@@ -10,10 +10,17 @@ import pytest
 from scipy.stats import norm
 
 from linnet.report import verdicts
-from linnet.report.chosen import certain
+from linnet.report.build import group_by_confidence
 from linnet.report.content import Classes, Numbers
-from linnet.report.html import outcomes
-from linnet.report.html.outcomes import coverage, error_by_std, predicted, rejection, reliability, wilson
+from linnet.report.html import figures
+from linnet.report.html.figures import (
+    compute_wilson,
+    draw_coverage,
+    draw_error_by_std,
+    draw_intervals,
+    draw_rejection,
+    draw_reliability,
+)
 from linnet.report.html.svg import Plot
 from tests.support import report_cases as cases
 
@@ -42,7 +49,7 @@ def drawn(monkeypatch):
             seen.append(("dot", kind, x, y, more))
             super().dot(x, y, kind, **more)
 
-    monkeypatch.setattr(outcomes, "Plot", Seen)
+    monkeypatch.setattr(figures, "Plot", Seen)
 
     def of(what, kind):
         return [entry[2:] for entry in seen if entry[:2] == (what, kind)]
@@ -55,25 +62,25 @@ def drawn(monkeypatch):
 
 def test_wilson_intervals():
     for p, n in ((0.3, 20), (0.5, 4), (0.95, 7)):
-        low, high = wilson(p, n)
+        low, high = compute_wilson(p, n)
         for end in (low, high):  # where a true share of that size would put p at the end of its own 95 % interval
             assert abs(end - p) == pytest.approx(Z * math.sqrt(end * (1 - end) / n), rel=1e-9)
         assert low < p < high
-    assert wilson(0.0, 5)[0] == 0 and wilson(1.0, 5)[1] == 1
-    assert wilson(0.0, 5)[1] == pytest.approx(Z**2 / (5 + Z**2))
+    assert compute_wilson(0.0, 5)[0] == 0 and compute_wilson(1.0, 5)[1] == 1
+    assert compute_wilson(0.0, 5)[1] == pytest.approx(Z**2 / (5 + Z**2))
 
 
 def test_reliability(drawn):
     sure = np.array([0.95] * 8 + [0.65] * 4)
     labels = np.array([0] * 7 + [1] + [0, 0, 1, 1])
     told = Classes(np.stack([sure, 1 - sure], 1), labels, ["a", "b"], np.full((12, 2), 0.5))
-    reliability(told)
+    draw_reliability(told)
     points = drawn("dot", "after")
     assert [(x, y) for x, y, _ in points] == [(pytest.approx(0.65), 0.5), (pytest.approx(0.95), 0.875)]
     assert [more["title"] for *_, more in points] == ["4 examples: 50 % right", "8 examples: 87.5 % right"]
     assert [more["radius"] for *_, more in points] == [2.5 + 7 * math.sqrt(k / 12) for k in (4, 8)]
     for (x, low, high), (y, k) in zip(drawn("whisker", "after"), ((0.5, 4), (0.875, 8)), strict=True):
-        assert (low, high) == wilson(y, k) and x in (pytest.approx(0.65), pytest.approx(0.95))
+        assert (low, high) == compute_wilson(y, k) and x in (pytest.approx(0.65), pytest.approx(0.95))
     ((x, y, more),) = drawn("dot", "before")
     assert (x, more["title"]) == (0.5, "12 examples: 75 % right") and y == 0.75
     assert more["radius"] == 9.5
@@ -83,12 +90,12 @@ def test_rejection(drawn):
     sure = np.linspace(0.99, 0.51, 40)
     wrong = np.isin(np.arange(40), (10, 39))
     told = Classes(np.stack([sure, 1 - sure], 1), wrong.astype(int), ["a", "b"])
-    text = str(rejection(told))
+    text = str(draw_rejection(told))
     ((x, y),) = drawn("line", "after")
     kept = np.arange(1, 41)
     np.testing.assert_allclose(x, kept[1:] / 40)  # the first twentieth is not drawn
     np.testing.assert_allclose(y, (np.cumsum(wrong) / kept)[1:], atol=1e-15)
-    assert "5 % of these answers are wrong; of all answers it is 5 %" in text  # 1 of 20, 2 of 40
+    assert "5 % are wrong; of all examples, 5 % are wrong" in text  # 1 of 20, 2 of 40
 
 
 def test_intervals_of_predictions(drawn):
@@ -96,7 +103,7 @@ def test_intervals_of_predictions(drawn):
     std = np.array([[0.5], [1.0], [0.25], [2.0]])
     off = np.array([[1.01], [0.99], [-1.01], [-0.99]]) * Z * std  # two of the intervals miss
     told = Numbers(target + off, std, target, [""])
-    text = str(predicted(told, 0))
+    text = str(draw_intervals(told, 0))
     found = {x: (low, high, kind) for kind in ("after", "bad") for x, low, high in drawn("whisker", kind)}
     for i in range(4):
         mean, reach = target[i, 0] + off[i, 0], Z * std[i, 0]
@@ -104,12 +111,12 @@ def test_intervals_of_predictions(drawn):
         assert (low, high) == (pytest.approx(mean - reach), pytest.approx(mean + reach))
         assert kind == ("bad" if i % 2 == 0 else "after")
     assert [(x, y) for x, y, _ in drawn("dot", "bad")] == [(i, pytest.approx(i + off[i, 0])) for i in (0, 2)]
-    assert "2 of the 4 intervals drawn miss it" in text and "All 4 test examples." in text
+    assert "2 of the 4 intervals miss the true value" in text and "All 4 test examples." in text
 
 
 def test_many_predictions_are_drawn_evenly(drawn):
     told = cases.numbers(1000, names=("a", "b"))
-    text = str(predicted(told, 1))
+    text = str(draw_intervals(told, 1))
     at = sorted(x for kind in ("after", "bad") for x, *_ in drawn("whisker", kind))
     np.testing.assert_array_equal(at, np.sort(told.target[:, 1])[np.linspace(0, 999, 100).astype(int)])
     assert "100 of 1,000 test examples, evenly over the true values." in text
@@ -117,7 +124,7 @@ def test_many_predictions_are_drawn_evenly(drawn):
 
 def test_the_band_of_coverage(drawn):
     told = cases.numbers(25)
-    coverage(told)
+    draw_coverage(told)
     levels = np.arange(1, 20) / 20
     ((x, low, high),) = drawn("area", "band")
     reach = Z * np.sqrt(levels * (1 - levels) / 25)
@@ -130,7 +137,7 @@ def test_the_band_of_coverage(drawn):
     np.testing.assert_allclose(x, [0, *levels])
     np.testing.assert_allclose(y, [0, *seen])
     assert [more["title"] for *_, more in drawn("dot", "after")][9] == (
-        f"50 % intervals hold {outcomes.percent(seen[9])}"
+        f"50 % intervals hold {figures.percent(seen[9])}"
     )
 
 
@@ -138,7 +145,7 @@ def test_errors_by_standard_deviation(drawn):
     random = np.random.default_rng(3)
     std = random.uniform(0.5, 2.0, (50, 1))
     error = std * random.normal(size=std.shape)
-    error_by_std(Numbers(error, std, 0 * error, [""]))
+    draw_error_by_std(Numbers(error, std, 0 * error, [""]))
     parts = np.array_split(np.argsort(std[:, 0]), 6)  # of at least eight
     said = [np.sqrt((std[i] ** 2).mean()) for i in parts]
     seen = [np.sqrt((error[i] ** 2).mean()) for i in parts]
@@ -149,11 +156,11 @@ def test_errors_by_standard_deviation(drawn):
     assert [(x, y) for x, y, _ in drawn("dot", "after")] == [
         pytest.approx(pair) for pair in zip(said, seen, strict=True)
     ]
-    assert error_by_std(Numbers(error[:23], std[:23], 0 * error[:23], [""])) is None  # two groups say nothing
-    assert error_by_std(Numbers(error[:24], std[:24], 0 * error[:24], [""])) is not None
+    assert draw_error_by_std(Numbers(error[:23], std[:23], 0 * error[:23], [""])) is None  # two groups say nothing
+    assert draw_error_by_std(Numbers(error[:24], std[:24], 0 * error[:24], [""])) is not None
     nearly = np.linspace(1, 1.019, 50)[:, None]
-    assert error_by_std(Numbers(error, nearly, 0 * error, [""])) is None
-    assert error_by_std(Numbers(error, np.linspace(1, 1.021, 50)[:, None], 0 * error, [""])) is not None
+    assert draw_error_by_std(Numbers(error, nearly, 0 * error, [""])) is None
+    assert draw_error_by_std(Numbers(error, np.linspace(1, 1.021, 50)[:, None], 0 * error, [""])) is not None
 
 
 # Verdicts.
@@ -161,7 +168,7 @@ def test_errors_by_standard_deviation(drawn):
 
 def answer(told, question):
     report = replace(cases.report("rows"), outcome=told, linear=None)
-    return next(check for check in verdicts.checks(report) if check.question.startswith(question))
+    return next(check for check in verdicts.check_report(report) if check.question.startswith(question))
 
 
 def gains(ratio, n):
@@ -180,8 +187,8 @@ def test_better_by_more_than_two_standard_errors(ratio, state, n):
     before, mean = (np.stack([np.sqrt(0.25 * e), np.sqrt(0.75 * e)], 1) for e in (old, new))
     found = answer(Numbers(mean, zero + 1, zero, ["a", "b"], before), "Is it better")
     assert found.state == state
-    said = (outcomes.number(math.sqrt(e.mean() / 2)) for e in (old, new))
-    assert "The typical error goes from {} to {}".format(*said) in found.why and f"{n} test examples" in found.why
+    said = (figures.number(math.sqrt(e.mean() / 2)) for e in (old, new))
+    assert "The typical error changes from {} to {}".format(*said) in found.why and f"{n} test examples" in found.why
     # Classes: the log loss of each, within what probabilities can have.
     gain = gain / (4 * np.abs(gain).max())
     p, q = np.exp(-(0.5 + gain)), np.full(n, np.exp(-0.5))
@@ -189,9 +196,9 @@ def test_better_by_more_than_two_standard_errors(ratio, state, n):
     told = [np.where(labels[:, None] == [0, 1], x[:, None], 1 - x[:, None]) for x in (p, q)]
     found = answer(Classes(told[1], labels, ["a", "b"], told[0]), "Is it better")
     assert found.state == state
-    said = (outcomes.number(0.5 + gain.mean()), outcomes.number(0.5))
-    assert "The log loss goes from {} to {}".format(*said) in found.why
-    assert f"accuracy from {outcomes.percent((p > 0.5).mean())} to 100 %" in found.why
+    said = (figures.number(0.5 + gain.mean()), figures.number(0.5))
+    assert "The log loss changes from {} to {}".format(*said) in found.why
+    assert f"accuracy from {figures.percent((p > 0.5).mean())} to 100 %" in found.why
 
 
 def test_one_example_tells_nothing():
@@ -206,8 +213,8 @@ def test_coverage_within_two_standard_errors():
     states = {}
     for inside in (339, 341, 360, 370, 371, 372, 389, 390, 400):
         off = np.where(np.arange(400) < inside, 0.99 * Z, 1.01 * Z)[:, None]
-        found = answer(Numbers(off, 0 * off + 1, 0 * off, [""]), "Does its")
-        assert f"Of 400 true values, {outcomes.percent(inside / 400)} lie in" in found.why
+        found = answer(Numbers(off, 0 * off + 1, 0 * off, [""]), "Is its")
+        assert f"Of 400 true values, {figures.percent(inside / 400)} lie in" in found.why
         states[inside] = (found.state, found.answer)
     narrow, wide, right = "Error bars are too narrow", "Error bars are too wide", ("good", "Yes")
     assert states == {
@@ -229,17 +236,17 @@ def test_confidence_within_two_standard_errors():
     p = np.stack([sure, 1 - sure], 1)
     states = {}
     for right in (69, 71, 72, 80, 88, 89, 95):
-        found = answer(Classes(p, (np.arange(100) >= right).astype(int), ["a", "b"]), "Does its")
-        assert f"It is 80 % sure on average, and right in {right} % of 100 test examples" in found.why
+        found = answer(Classes(p, (np.arange(100) >= right).astype(int), ["a", "b"]), "Is its")
+        assert f"Its average confidence is 80 %, and it is right for {right} % of 100 test examples" in found.why
         states[right] = (found.state, found.answer)
     assert states == {
-        69: ("bad", "It claims too much"),
-        71: ("fair", "It claims too much"),
+        69: ("bad", "Its confidence is too high"),
+        71: ("fair", "Its confidence is too high"),
         72: ("good", "Yes"),
         80: ("good", "Yes"),
         88: ("good", "Yes"),
-        89: ("fair", "It claims too little"),
-        95: ("fair", "It claims too little"),
+        89: ("fair", "Its confidence is too low"),
+        95: ("fair", "Its confidence is too low"),
     }
 
 
@@ -248,7 +255,7 @@ def test_confidence_within_two_standard_errors():
 
 def test_surest_and_least_sure_numbers():
     told = cases.numbers(40, names=("a", "b"))
-    surest, least, surprises = certain(told, cases.rows(40))
+    surest, least, surprises = group_by_confidence(told, cases.rows(40))
     order = np.argsort(np.sqrt((told.std**2).mean(1)))
     off = np.abs((told.mean - told.target) / told.std).max(1)
     for group, index in ((surest, order[:6]), (least, order[::-1][:6]), (surprises, np.argsort(-off)[:6])):
@@ -256,13 +263,13 @@ def test_surest_and_least_sure_numbers():
         for item, i in zip(group.items, index, strict=True):
             said = dict(item.said)
             assert said["off by"] == f"{off[i]:.1f} sd" and item.wrong == (off[i] > Z)
-            mean, std, y = (outcomes.number(float(x[i, 1])) for x in (told.mean, told.std, told.target))
+            mean, std, y = (figures.number(float(x[i, 1])) for x in (told.mean, told.std, told.target))
             assert (said["predicted b"], said["true b"]) == (f"{mean} ± {std}", y)
 
 
 def test_surest_and_least_sure_classes():
     told = cases.classes(40)
-    surest, least, mistakes = certain(told, cases.rows(40))
+    surest, least, mistakes = group_by_confidence(told, cases.rows(40))
     best = told.probabilities.max(1)
     order = np.argsort(-best, kind="stable")
     wrong = [i for i in order if told.probabilities[i].argmax() != told.labels[i]]
@@ -271,5 +278,5 @@ def test_surest_and_least_sure_classes():
         assert [item.shown.name for item in group.items] == [f"no. {i + 1}" for i in index]
         for item, i in zip(group.items, index, strict=True):
             said = dict(item.said)
-            assert said["sure"] == outcomes.percent(best[i]) and said["true"] == told.names[told.labels[i]]
+            assert said["sure"] == figures.percent(best[i]) and said["true"] == told.names[told.labels[i]]
             assert said["predicted"] == told.names[told.probabilities[i].argmax()] and item.wrong == (i in wrong)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import linnet
 from linnet import scores
 from linnet.data.sources import as_source
-from linnet.scores.elbo import LIKELIHOODS, noise
-from linnet.scores.generated_samples import draw
+from linnet.scores.elbo import LIKELIHOODS, draw_noise
+from linnet.scores.generated_samples import draw_latents
 from tests.support.drawn import double, normal
 
 X = normal(7, 3)
@@ -135,7 +135,7 @@ def test_samples_are_those_of_the_generator_in_eval_mode_whatever_the_batch() ->
     [(3, (6, 3)), ((3, 1, 2), (6, 3, 1, 2)), (torch.ones(4, 2), (4, 2)), (lambda m, g: torch.rand(m, 5), (6, 5))],
 )
 def test_latents_come_in_four_ways(latent: Any, shape: tuple[int, ...]) -> None:
-    assert draw(latent, 6, 0).shape == shape
+    assert draw_latents(latent, 6, 0).shape == shape
 
 
 def test_samples_already_made_serve_without_a_generator() -> None:
@@ -254,7 +254,7 @@ def elbo(model: Any, x: Tensor, log_p: Callable[[Tensor, Tensor], Tensor], sampl
     mean, log_variance = model.encode(x)
     q = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
     p = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
-    eps = noise(x, (samples, mean.shape[1]), seed=5)
+    eps = draw_noise(x, (samples, mean.shape[1]), seed=5)
     terms = []
     for k in range(samples):
         z = q.loc + q.scale * eps[:, k]
@@ -332,27 +332,27 @@ def test_images_and_flat_decoders_meet() -> None:
 @given(start=st.integers(0, 6), size=st.integers(1, 7), seed=st.integers(0, 2**31))
 def test_noise_belongs_to_the_example(start: int, size: int, seed: int) -> None:
     order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
-    whole = noise(X, (2, 3), seed=seed)
-    torch.testing.assert_close(noise(X[start : start + size], (2, 3), seed=seed), whole[start : start + size])
-    torch.testing.assert_close(noise(X[order], (2, 3), seed=seed), whole[order])
-    torch.testing.assert_close(noise(X.float(), (2, 3), seed=seed), whole)
+    whole = draw_noise(X, (2, 3), seed=seed)
+    torch.testing.assert_close(draw_noise(X[start : start + size], (2, 3), seed=seed), whole[start : start + size])
+    torch.testing.assert_close(draw_noise(X[order], (2, 3), seed=seed), whole[order])
+    torch.testing.assert_close(draw_noise(X.float(), (2, 3), seed=seed), whole)
 
 
 def test_noise_is_standard_normal_and_changes_with_seed_and_example() -> None:
     x = normal(4000, 5)
-    z = noise(x, (6,))
+    z = draw_noise(x, (6,))
     n = math.sqrt(z.numel())
     assert abs(float(z.mean())) < 4 / n
     assert abs(float(z.square().mean()) - 1) < 4 * math.sqrt(2) / n
-    assert abs(float((z * noise(x, (6,), seed=1)).mean())) < 4 / n
+    assert abs(float((z * draw_noise(x, (6,), seed=1)).mean())) < 4 / n
     assert float((torch.corrcoef(z.T) - torch.eye(6)).abs().max()) < 5 / math.sqrt(4000)
     assert abs(float((z[1:] * z[:-1]).mean())) < 4 / n
     moved = x.clone()
     moved[0, 0] += 1
-    assert not bool((noise(moved, (6,))[0] == z[0]).any())
+    assert not bool((draw_noise(moved, (6,))[0] == z[0]).any())
     tokens = torch.arange(200).view(50, 4)
-    assert len(noise(tokens, (1,)).unique()) == 50
-    torch.testing.assert_close(noise(torch.tensor([[0.0]]), (2,)), noise(torch.tensor([[-0.0]]), (2,)))
+    assert len(draw_noise(tokens, (1,)).unique()) == 50
+    torch.testing.assert_close(draw_noise(torch.tensor([[0.0]]), (2,)), draw_noise(torch.tensor([[-0.0]]), (2,)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from linnet.linalg.cholesky import Solvable
+from linnet.linalg.conjugate_gradients import Solvable
 from linnet.linalg.operator import LinearOperator, RowFn
 
 

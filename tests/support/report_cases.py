@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from linnet.jacobian.plan import Line, Plan
-from linnet.report.chosen import certain
+from linnet.report.build import group_by_confidence
 from linnet.report.content import (
     Classes,
+    Eigenvalues,
     Evidence,
     Group,
     Linear,
@@ -17,7 +18,6 @@ from linnet.report.content import (
     Numbers,
     Points,
     Report,
-    Spectrum,
 )
 from linnet.report.examples import Inputs
 
@@ -87,7 +87,7 @@ def report(kind: str = "pictures") -> Report:
         return _embedding()
     told = numbers() if kind == "rows" else classes()
     inputs = {"pictures": pictures, "texts": texts, "rows": rows}[kind]()
-    groups = certain(told, inputs)
+    groups = group_by_confidence(told, inputs)
     scores = (
         {"network as it was": {"rmse": 2.1}, "adapted": {"rmse": 1.3, "nll": 1.7, "coverage": 0.93}}
         if kind == "rows"
@@ -108,7 +108,7 @@ def report(kind: str = "pictures") -> Report:
         ),
         groups,
         Group("Most influential training examples", "What predictions rest on.", groups[0].items),
-        Spectrum(np.geomspace(100, 1e-8, 90), 90),
+        Eigenvalues(np.geomspace(100, 1e-8, 90), 90),
         {f"layer{i}.conv.weight": share for i, share in enumerate(np.random.default_rng(0).dirichlet(np.ones(30)))},
         Evidence([-110.0, -104.0, -101.5, -101.2], -101.2, {1: -120.0, 2: -101.2, 3: -105.0}, 2, {"all": 0.7}),
         PLAN,
@@ -126,7 +126,7 @@ def _embedding() -> Report:
         "What the network sees",
         "Twenty numbers of each.",
         outcome=Points(random.normal(size=(80, 2)), [str(i % 3) for i in range(80)]),
-        spectrum=Spectrum(values, 80, False, np.cumsum(values) / 500),
+        spectrum=Eigenvalues(values, 80, False, np.cumsum(values) / 500),
         plan=PLAN,
         facts={"components": "20", "effective rank": "7"},
         record=RECORD,

@@ -19,7 +19,7 @@ from linnet.jacobian.blocks import convolution_products
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import Pass
-from linnet.linalg.preconditioners.nystrom import landmark_index, nystrom
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
@@ -255,7 +255,7 @@ def test_passes_to_the_optimum():
     J = linnet.linearize(model, RESIDUAL).jacobian(x).cached()
     variance, likelihood, f = torch.full((J.shape[1],), 0.05).double(), Categorical(), J.outputs()
     Phi = J.scaled(variance.sqrt())
-    index = landmark_index(J.n, 30, torch.Generator().manual_seed(0))
+    index = draw_landmarks(J.n, 30, torch.Generator().manual_seed(0))
     P = nystrom(Phi, landmarks=J.subset(index).scaled(variance.sqrt()), weight=likelihood.curvature(f))
     given = {"variance": variance, "mean": f, "likelihood": likelihood}
     found = newton.matrix_free(J, y, **given, preconditioner=P, tolerance=1e-4).checked()

@@ -34,6 +34,13 @@ def add_up(*tensors: Tensor) -> None:
             dist.all_reduce(t)
 
 
+def add_up_checksums(own: int, device: torch.device) -> str:
+    """The sum over the ranks of a checksum from 0 to 2^64 - 1, modulo 2^64, as 16 hex digits."""
+    every = torch.tensor(own - 2**64 if own >= 2**63 else own, device=device)
+    add_up(every)
+    return f"{int(every) % 2**64:016x}"
+
+
 def smallest(value: float, device: torch.device) -> float:
     """The smallest of the ranks' values, so that all decide alike on what only some can do."""
     if rank_and_world()[1] == 1:

@@ -1,8 +1,8 @@
 """Files: tensors and JSON in one safetensors file, written whole or not at all, never unpickled.
 
-`save` and `load` serve every object that can be kept, and `contents` says what a file holds; `whole` writes any file.
-`Checkpoint` keeps the state of a long computation, and `fingerprint` says whether it belongs to the computation that
-asks for it.
+`save` and `load` serve every object that can be kept, and `describe` says what a file holds; `atomic_write` writes any
+file. `Checkpoint` keeps the state of a long computation, and `fingerprint` says whether the state belongs to the
+computation that asks for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
     """Write tensors and JSON to one file.
 
     The data goes to a temporary file in the same folder, reaches the disk, and then takes the place of the
-    old file in one step: a process killed on the way leaves the old file whole. Missing folders are created.
+    old file in one step: a process killed on the way leaves the old file as it was. Missing folders are created.
 
     Args:
         path: Where to write, usually ``*.safetensors``.
@@ -56,22 +57,28 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
             raise TypeError(f"save needs tensors, and tensors[{name!r}] is {messages.kind(x)}; move it to meta.")
     _check_json(meta, "meta")
     apart = _apart(tensors)
-    header = {"format": FORMAT, "kind": kind, "version": _version(), "tensors": _contents_of(apart), "meta": meta}
+    header = {
+        "format": FORMAT,
+        "kind": kind,
+        "version": _version(),
+        "tensors": _fingerprint(apart),
+        "meta": meta,
+    }
     text = json.dumps(header, allow_nan=False)
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         save_file(apart, temporary, metadata={_KEY: text, _SUM: _checksum(text)})
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path to write a file to, which takes the place of ``path`` in one step once it has reached the disk.
 
     Where anything goes wrong on the way, the old file stays as it is, and nothing else is left. Missing folders are
-    created.
+    created. The file has the mode that the umask gives to new files, whatever library writes it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with whole(f"{folder}/a.txt") as temporary:
+    ...     with atomic_write(f"{folder}/a.txt") as temporary:
     ...         _ = temporary.write_text("all of it")
     ...     Path(f"{folder}/a.txt").read_text()
     'all of it'
@@ -80,14 +87,18 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        temporary.unlink()
         yield temporary
-        _sync(temporary)
+        temporary.chmod(mode)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:  # also KeyboardInterrupt
         temporary.unlink(missing_ok=True)
         raise
     if os.name == "posix":
-        _sync(path.parent)  # the new name itself
+        sync(path.parent)  # the new name itself
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,10 @@ class Contents:
     """What a file that `save` wrote says about itself.
 
     Attributes:
-        kind: What it holds.
-        version: Of the linnet that wrote it.
-        meta: As given to `save`.
-        shapes: Of the tensors, by name; these are not read.
+        kind: What the file holds.
+        version: Version of the linnet that wrote the file.
+        meta: The JSON values given to `save`.
+        shapes: Shapes of the tensors, by name.
     """
 
     kind: str
@@ -107,8 +118,8 @@ class Contents:
     shapes: dict[str, tuple[int, ...]]
 
 
-def contents(path: str | os.PathLike[str]) -> Contents:
-    """What a saved file holds, whatever its kind; its tensors are not read."""
+def describe(path: str | os.PathLike[str]) -> Contents:
+    """What a saved file holds, whatever its kind. The tensors are not read."""
     path = Path(path)
     with _opened(path) as file:
         header = _header(path, file.metadata())
@@ -119,12 +130,12 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 def load(
     path: str | os.PathLike[str], *, kind: str | Collection[str], device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file that `save` wrote; one of which a byte was changed since is refused.
+    """Read a file that `save` wrote. A file of which a byte has changed since is refused.
 
     Args:
         path: The file.
-        kind: What it must hold, or several things that it may hold.
-        device: Where the tensors go.
+        kind: What the file must hold, or several things that the file may hold.
+        device: Device of the tensors.
 
     Returns:
         The tensors by name, and the meta dict.
@@ -134,14 +145,14 @@ def load(
         header = _header(path, file.metadata())
         meta = _checked(path, header, kind)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    if _contents_of(tensors) != header["tensors"]:
+    if _fingerprint(tensors) != header["tensors"]:
         raise ValueError(f"{path} was changed after it was saved: what it holds {_DAMAGED}")
     return {name: x.to(device) for name, x in tensors.items()}, meta
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, or an error that says what it is instead."""
+    """A safetensors file, or an error that says what else the file is."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"load needs a file that linnet saved; {path} {what}.")
@@ -196,7 +207,7 @@ class Checkpoint:
             )
         return tensors, meta["state"]
 
-    def done(self) -> None:
+    def remove(self) -> None:
         """Remove the file, and what a killed process left half-written beside it."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -246,7 +257,7 @@ def _checked(path: Path, header: dict[str, Any], kind: str | Collection[str]) ->
     return meta
 
 
-def _contents_of(tensors: Mapping[str, Tensor]) -> str:
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """The fingerprint of tensors that a file may hold in any order."""
     return fingerprint({name: tensors[name] for name in sorted(tensors)})
 
@@ -292,7 +303,7 @@ def _check_json(value: object, where: str) -> None:
         )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make sure that what was written to a file or folder has reached the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -147,13 +147,21 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
         torch.inference_mode(False) if inference else nullcontext(),
         torch.no_grad() if inference else nullcontext(),
         torch.autocast(device.type, enabled=False),
-        _tf32(precision != "highest") if device.type == "cuda" else nullcontext(),
+        tf32(precision != "highest") if device.type == "cuda" else nullcontext(),
     ):
         yield
 
 
-def _tf32(allowed: bool) -> AbstractContextManager[None]:
+def tf32(allowed: bool) -> AbstractContextManager[None]:
+    """Products and convolutions of a GPU in tf32, or not, inside the block."""
     return PRECISION.at(TF32 if allowed else IEEE)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """No autocast and no tf32; unlike `arithmetic` it stays in inference mode, to write to its tensors."""
+    with torch.autocast(device.type, enabled=False), tf32(False) if device.type == "cuda" else nullcontext():
+        yield
 
 
 @contextmanager

@@ -1,17 +1,21 @@
-"""What a result was made with."""
+"""Versions of linnet and of the libraries that its numbers depend on."""
 
 from __future__ import annotations
 
 import platform
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
 
-from linnet import __version__
+try:
+    __version__ = version("linnet")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
 
 
 def versions() -> dict[str, str]:
-    """Of linnet and of what its numbers depend on most.
+    """Versions of linnet, torch, numpy and Python, by name.
 
     >>> list(versions())
     ['linnet', 'torch', 'numpy', 'python']

@@ -30,7 +30,7 @@ _READERS: dict[str, Reader] = {}
 # Where the reader of each kind of file is registered; imported when such a file is read.
 _HOMES = {
     KIND: "linnet._estimator.files",
-    "fisher embedding": "linnet.fisher",
+    "fisher embedding": "linnet.fisher.embedding",
     "laplace approximation": "linnet.laplace.files",
 }
 _TANGENT = {"TangentRegressor": "linnet.tangent.regressor", "TangentClassifier": "linnet.tangent.classifier"}
@@ -121,7 +121,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
         score: The same for an embedding whose score holds a function.
     """
     tensors, meta = files.load(path, kind=_HOMES)
-    import_module(_HOMES[files.contents(path).kind])
+    import_module(_HOMES[files.describe(path).kind])
     if meta.get("estimator") not in _READERS:
         raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
     return _READERS[meta["estimator"]](path, tensors, meta, model, output=output, score=score)

@@ -1,9 +1,10 @@
-"""The `linnet` command: its options. Each command imports what it needs when it runs, so that the others start fast."""
+"""The `linnet` command and its options."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -15,54 +16,67 @@ app = typer.Typer(
 )
 
 # Options that several commands have.
-Model = Annotated[str, Option("--model", help="module:function or file.py:function, timm:NAME, or hf:PATH.")]
-Weights = Annotated[Path | None, Option(help="State dict to load: .safetensors, .pt or .pth (no code is run).")]
+Model = Annotated[str, Option("--model", help="module:function, file.py:function, timm:NAME or hf:PATH.")]
+Weights = Annotated[Path | None, Option(help="State dict: .safetensors, .pt or .pth. No code of the file is run.")]
 Train = Annotated[
     Path, Option(help="Training data: .csv, .parquet, .npz (x, y), .tsv of texts, or a folder of images.")
 ]
 Test = Annotated[Path | None, Option(help="Test data of the same kind.")]
 Data = Annotated[Path, Option(help="Data: .csv, .parquet, .npz (x), .txt or .tsv of texts, or a folder of images.")]
-Target = Annotated[list[str] | None, Option(help="Column to predict, several times for several; array of .npz.")]
-Columns = Annotated[str | None, Option(help="Columns the network takes, with commas; by default all others.")]
+Target = Annotated[list[str] | None, Option(help="Column to predict; may be repeated. For .npz: array to predict.")]
+Columns = Annotated[
+    str | None, Option(help="Columns that the network takes, with commas; by default all other columns.")
+]
 Drop = Annotated[str | None, Option(help="Columns to leave out, with commas.")]
-Standardize = Annotated[bool, Option("--standardize", help="Standardize the columns as in the training data.")]
+Standardize = Annotated[
+    bool, Option("--standardize", help="Standardize the columns by their means and spreads in the training data.")
+]
 Task = Annotated[str, Option(help="auto, classification or regression.")]
 Size = Annotated[str | None, Option(help="Resize images: 32 or 32x48 (height x width).")]
-Gray = Annotated[bool, Option("--gray", help="One channel for images, not three.")]
-PixelMean = Annotated[str | None, Option(help="Subtracted from pixels in 0..1, with commas: 0.5,0.5,0.5.")]
-PixelStd = Annotated[str | None, Option(help="What pixels are divided by after that.")]
-Strict = Annotated[bool, Option("--strict", help="Stop at an image that cannot be read.")]
-MaxLength = Annotated[int | None, Option(min=1, help="Tokens of a text; 128 where nothing is said.")]
-Params = Annotated[list[str] | None, Option(help='Parameters by name, such as "layer4.*"; may be repeated.')]
-Top = Annotated[str | None, Option(help="Instead: how many blocks from the top.")]
+Gray = Annotated[bool, Option("--gray", help="Read images with one channel instead of three.")]
+PixelMean = Annotated[str | None, Option(help="Numbers to subtract from pixels in 0..1, with commas: 0.5,0.5,0.5.")]
+PixelStd = Annotated[str | None, Option(help="Numbers to divide the pixels by after that.")]
+Strict = Annotated[bool, Option("--strict", help="Stop at an image that cannot be read, instead of skipping it.")]
+MaxLength = Annotated[int | None, Option(min=1, help="Largest number of tokens of a text; by default 128.")]
+Params = Annotated[list[str] | None, Option(help='Parameters to use, by name: "layer4.*"; may be repeated.')]
+Top = Annotated[str | None, Option(help="Instead of --params: number of blocks from the top.")]
 Prior = Annotated[str, Option(help="balanced, shared, ntk, layerwise, unit, a variance, or glob=variance,...")]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")]
-Seed = Annotated[int, Option(min=0, help="Of everything that is drawn, also weights that --model draws.")]
+Seed = Annotated[int, Option(min=0, help="Seed of everything that is drawn, including weights that --model draws.")]
 Out = Annotated[Path, Option(help="Folder for the results.")]
 File = Annotated[Path | None, Option("--out", help="File for the numbers.")]
-Force = Annotated[bool, Option("--force", help="Replace what an earlier run has written there.")]
+Force = Annotated[bool, Option("--force", help="Replace the files of an earlier run.")]
 Score = Annotated[str, Option(help="classifier, energy, flow or autoregressive.")]
 Kernel = Annotated[str, Option(help="nfk (Fisher kernel) or ntk (tangent kernel).")]
 Method = Annotated[str, Option(help="auto, krylov, power, nystrom or exact.")]
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"linnet {__version__}")
         raise typer.Exit
+
+
+def _run(command: str, options: dict[str, Any]) -> None:
+    """Run a function of `linnet.cli.commands`. Its module is imported only now, so that the command starts fast."""
+    from linnet.cli.terminal import report_errors
+
+    module, _, function = command.partition(".")
+    with report_errors(traceback=options.pop("context").obj):
+        getattr(import_module(f"linnet.cli.commands.{module}"), function)(options)
 
 
 @app.callback()
 def main(
     context: typer.Context,
     version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     traceback: Annotated[bool, Option("--traceback", help="Show where an error happened.")] = False,
 ) -> None:
-    """Treat any trained PyTorch network as the linear model it is, to first order, around its own weights.
+    """Treat a trained PyTorch network as the linear model that it is, to first order, around its weights.
 
-    Exit codes: 2 where the command or its files have to change, 1 where it failed on the way.
+    Exit code 2: change the command or its files. Exit code 1: the command failed while it ran.
     """
     context.obj = traceback
 
@@ -72,17 +86,13 @@ def demo(
     context: typer.Context,
     out: Annotated[Path, Option(help="Folder for two figures and metrics.json.")] = Path("linnet-demo"),
     seed: Annotated[int, Option(min=0, help="Seed of the splits and the networks.")] = 0,
-    quick: Annotated[bool, Option("--quick", help="One split; fewer labels, digits and epochs.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Use one split, and fewer labels, digits and epochs.")] = False,
 ) -> None:
-    """Adapt a network of upright digits to turned ones with 50 labels: six ways, compared.
+    """Adapt a network of upright digits to turned digits with 50 labels, and compare six ways to do so.
 
-    Needs no download and takes less than a minute on two CPU cores.
+    The demo needs no download and takes less than a minute on two CPU cores.
     """
-    from linnet.cli import demo as job
-    from linnet.cli.terminal import reported
-
-    with reported(traceback=context.obj):
-        job.run(out, seed=seed, quick=quick)
+    _run("demo.run", locals())
 
 
 @app.command()
@@ -99,12 +109,14 @@ def adapt(
     drop: Drop = None,
     standardize: Standardize = False,
     params: Params = None,
-    top: Annotated[str | None, Option(help="Instead: how many blocks from the top, or evidence.")] = None,
+    top: Annotated[str | None, Option(help="Instead of --params: number of blocks from the top, or evidence.")] = None,
     prior: Prior = "balanced",
     inference: Annotated[str, Option(help="For classes: auto, vi, laplace or map.")] = "auto",
     mean: Annotated[str, Option(help="auto, network, or zero (for the network's own training data).")] = "auto",
-    head: Annotated[str, Option(help="auto (new where outputs and classes differ in number), new, or keep.")] = "auto",
-    features: Annotated[str | None, Option(help="What a new head reads: a module's name, or output.")] = None,
+    head: Annotated[
+        str, Option(help="auto (a new head if the outputs do not match the targets), new, or keep.")
+    ] = "auto",
+    features: Annotated[str | None, Option(help="Module that a new head reads, by name; or output.")] = None,
     size: Size = None,
     gray: Gray = False,
     pixel_mean: PixelMean = None,
@@ -115,36 +127,11 @@ def adapt(
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
-    """Adapt a trained network to new data, with error bars: no learning rate, no epochs.
+    """Adapt a trained network to new data, with error bars, without a learning rate and without epochs.
 
-    Writes report.html, adapter.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict
-    reads.
+    The command writes report.html, adapter.safetensors, metrics.json, run.json, and predictions.csv for the test data.
     """
-    from linnet.cli.commands import adapt as job
-    from linnet.cli.commands.fitting import Files, Settings
-    from linnet.cli.options import about_data, one_of, reading_of
-    from linnet.cli.planning import chosen, prior_of
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        one_of("--inference", inference, ("auto", "vi", "laplace", "map"))
-        one_of("--head", head, ("auto", "new", "keep"))
-        one_of("--mean", mean, ("auto", "network", "zero"))
-        files = Files(model, weights, train, test, out, force)
-        reading = reading_of(model, **about_data(locals()))
-        where = device_of(device)
-        settings = Settings(
-            chosen(params, top, evidence=True),
-            prior_of(prior),
-            inference,
-            mean,
-            head,
-            features,
-            standardize,
-            seed,
-            where,
-        )
-        job.run(files, reading, settings)
+    _run("fit.adapt", locals())
 
 
 @app.command()
@@ -176,26 +163,11 @@ def uncertainty(
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
-    """Error bars for a network as it stands (Laplace), from the data that it was trained on.
+    """Add error bars to a trained network (Laplace), from the data that it was trained on.
 
-    Writes report.html, laplace.safetensors, predictions.csv of the test data, metrics.json and run.json, which predict
-    reads.
+    The command writes report.html, laplace.safetensors, metrics.json, run.json, and predictions.csv for the test data.
     """
-    from linnet.cli.commands import uncertainty as job
-    from linnet.cli.commands.fitting import Files, Settings
-    from linnet.cli.options import about_data, one_of, reading_of
-    from linnet.cli.planning import chosen, prior_of
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        known = ("auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples")
-        one_of("--structure", structure, known)
-        files = Files(model, weights, train, test, out, force)
-        reading = reading_of(model, **about_data(locals()))
-        settings = Settings(
-            chosen(params, top), prior_of(prior), standardize=standardize, seed=seed, device=device_of(device)
-        )
-        job.run(files, reading, settings, structure=structure)
+    _run("fit.add_error_bars", locals())
 
 
 @app.command()
@@ -203,25 +175,20 @@ def predict(
     context: typer.Context,
     run: Annotated[Path, Option(help="Folder that adapt, uncertainty or embed has written.")],
     data: Data,
-    out: Annotated[Path, Option(help="File for the predictions: .csv; .npz for an embedding.")],
-    model: Annotated[str | None, Option(help="The network, where it has moved.")] = None,
-    weights: Annotated[Path | None, Option(help="Its weights, where they have moved.")] = None,
+    out: Annotated[Path, Option(help="File for the predictions: .csv, or .npz for an embedding.")],
+    model: Annotated[str | None, Option(help="The network, if it has moved.")] = None,
+    weights: Annotated[Path | None, Option(help="The weights, if they have moved.")] = None,
     trust: Annotated[
-        bool, Option("--trust", help="Import the code that the run names, though the run was not made here.")
+        bool, Option("--trust", help="Import the code that the run names, although another user made the run.")
     ] = False,
     device: Device = "auto",
     force: Force = False,
 ) -> None:
-    """Predictions with error bars for new data, from a run of adapt or uncertainty; vectors from one of embed.
+    """Predict new data with a run of adapt or uncertainty, with error bars; or compute vectors with a run of embed.
 
-    Imports the code that run.json names, as --model was given. A run that this user did not make needs --trust.
+    The command imports the code that run.json names. A run that this user did not make needs --trust.
     """
-    from linnet.cli.commands import predict as job
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        where = device_of(device)
-        job.run(run, data, out, model=model, weights=weights, force=force, trusted=trust, device=where)
+    _run("predict.run", locals())
 
 
 @app.command()
@@ -231,7 +198,9 @@ def embed(
     data: Data,
     out: Out,
     weights: Weights = None,
-    components: Annotated[str, Option(help="How many, or the share of the variance to explain, such as 0.9.")] = "128",
+    components: Annotated[
+        str, Option(help="Number of components, or the share of the variance to explain: 0.9.")
+    ] = "128",
     score: Score = "classifier",
     kernel: Kernel = "nfk",
     method: Method = "auto",
@@ -251,23 +220,12 @@ def embed(
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
-    """Compact vectors for every example: the leading components of the network's Fisher kernel.
+    """Compute a vector for every example: the leading components of the network's Fisher kernel.
 
-    Writes report.html, embedding.npz, embedding.safetensors (which predict applies to new data), metrics.json and
-    run.json.
+    The command writes report.html, embedding.npz, embedding.safetensors, metrics.json and run.json.
     `torchrun --nproc-per-node N -m linnet embed ...` shares the work among N processes.
     """
-    from linnet.cli.commands import embed as job
-    from linnet.cli.options import about_data, one_of, reading_of
-    from linnet.cli.planning import chosen
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        one_of("--method", method, ("auto", "krylov", "power", "nystrom", "exact"))
-        reading = reading_of(model, **about_data(locals()))
-        where = device_of(device)
-        settings = job.Settings(components, score, kernel, method, chosen(params, top), standardize, seed, where)
-        job.run(model, weights, data, out, reading, settings, force=force)
+    _run("embed.run", locals())
 
 
 @app.command()
@@ -277,7 +235,7 @@ def spectrum(
     data: Data,
     out: File = None,
     weights: Weights = None,
-    components: Annotated[str, Option(help="all, how many of the leading ones, or a share of the trace.")] = "all",
+    components: Annotated[str, Option(help="all, number of leading eigenvalues, or a share of the trace.")] = "all",
     score: Score = "classifier",
     kernel: Kernel = "nfk",
     target: Target = None,
@@ -296,25 +254,18 @@ def spectrum(
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
-    """The eigenvalues of the network's Fisher kernel on data: how many directions matter."""
-    from linnet.cli.commands import embed as job
-    from linnet.cli.options import about_data, reading_of
-    from linnet.cli.planning import chosen
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        reading = reading_of(model, **about_data(locals()))
-        where = device_of(device)
-        settings = job.Settings(components, score, kernel, "auto", chosen(params, top), standardize, seed, where)
-        job.show_spectrum(model, weights, data, out, reading, settings, force=force)
+    """Compute the eigenvalues of the network's Fisher kernel on data: how many directions matter."""
+    _run("embed.show_spectrum", locals())
 
 
 @app.command()
 def similarity(
     context: typer.Context,
-    model: Annotated[list[str], Option(help="A network, as in adapt; give two or more.")],
+    model: Annotated[list[str], Option(help="A network, as in adapt. Give two or more.")],
     data: Data,
-    weights: Annotated[list[Path] | None, Option(help="Weights, one for each --model, or several for one.")] = None,
+    weights: Annotated[
+        list[Path] | None, Option(help="Weights, one for each --model, or several for one --model.")
+    ] = None,
     out: File = None,
     space: Annotated[str, Option(help="function (any networks), or parameters (one architecture).")] = "function",
     target: Target = None,
@@ -332,26 +283,8 @@ def similarity(
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
-    """How alike networks are on the same data, to first order: 1 for alike, 0 for orthogonal."""
-    from linnet.cli.commands import similarity as job
-    from linnet.cli.options import about_data, reading_of
-    from linnet.cli.planning import chosen
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        reading = reading_of(model[0], **about_data(locals()))
-        job.run(
-            model,
-            weights or [],
-            data,
-            out,
-            reading,
-            space=space,
-            chosen=chosen(params, top),
-            seed=seed,
-            device=device_of(device),
-            force=force,
-        )
+    """Compare networks on the same data, to first order: 1 for the same, 0 for orthogonal."""
+    _run("similarity.run", locals())
 
 
 @app.command()
@@ -360,7 +293,7 @@ def info(
     path: Annotated[Path | None, typer.Argument(help="A file that linnet saved, or a run folder.")] = None,
     model: Annotated[str | None, Option(help="A network, as in adapt.")] = None,
     weights: Weights = None,
-    data: Annotated[Path | None, Option(help="Data, to show the plan for.")] = None,
+    data: Annotated[Path | None, Option(help="Data, to show the plan.")] = None,
     target: Target = None,
     columns: Columns = None,
     drop: Drop = None,
@@ -375,20 +308,5 @@ def info(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """A network's parameters by layer, and the plan for data; or what a saved file or a run folder holds."""
-    from linnet.cli.commands import info as job
-    from linnet.cli.options import about_data, reading_of
-    from linnet.cli.planning import chosen
-    from linnet.cli.terminal import device_of, reported
-
-    with reported(traceback=context.obj):
-        if (path is None) == (model is None):
-            raise job.nothing()
-        if path is not None:
-            if weights or data or params or top:
-                raise job.too_much()
-            job.of_file(path)
-        elif model is not None:
-            reading = reading_of(model, **about_data(locals()))
-            where = device_of(device)
-            job.of_network(model, weights, data, reading, chosen=chosen(params, top), seed=seed, device=where)
+    """Show the parameters of a network by layer, and the plan for data; or the content of a saved file or a run."""
+    _run("info.run", locals())

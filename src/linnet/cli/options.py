@@ -1,68 +1,245 @@
-"""Options of the command line, which are text, as what the commands take."""
+"""Options of the command line: from text to what the commands take; and the plan that follows from them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from linnet.cli.data_files.examples import Reading
-from linnet.cli.terminal import UsageError
+import torch
+from torch import nn
 
-_READING = ("target", "task", "columns", "drop", "size", "gray", "pixel_mean", "pixel_std", "strict", "max_length")
+from linnet._common.memory import format_bytes
+from linnet.cli.data_files import Examples, Reading, move
+from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
+from linnet.inference import any_likelihood
+from linnet.inference.problem import Settings, choose_solver
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
+from linnet.network.depth import top_blocks
+from linnet.network.parameters import Params
+from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
+from linnet.tangent.base import fast_float64
 
 
-def about_data(options: dict[str, Any]) -> dict[str, Any]:
-    """The options about data, of all that a command has."""
-    return {name: options[name] for name in _READING if name in options}
+@dataclass(frozen=True)
+class ParameterChoice:
+    """The parameters that are random.
 
-
-def reading_of(model: str, *, target: list[str] | None, task: str = "auto", gray: bool, **options: Any) -> Reading:
-    """How data files are read, from the options about them.
-
-    Args:
-        model: As --model takes it; one of Hugging Face brings its tokenizer.
-        target: Columns.
-        task: "auto", "classification" or "regression".
-        gray: Whether images have one channel.
-        options: The others, as text.
+    Attributes:
+        params: The parameters, as `linnet.linearize` takes them.
+        top: Number of blocks from the top, or "evidence"; None where ``params`` says which parameters.
     """
-    one_of("--task", task, ("auto", "classification", "regression"))
-    if options["columns"] and options["drop"]:
-        raise UsageError("--columns names all columns that are used, so that there is nothing to --drop; give one.")
-    columns, drop, strict, longest = (options[name] for name in ("columns", "drop", "strict", "max_length"))
-    return Reading(
-        targets=tuple(target or ()),
-        columns=None if columns is None else _names(columns),
-        drop=() if drop is None else _names(drop),
-        task=task,
-        size=None if options["size"] is None else _size(options["size"]),
-        channels=1 if gray else 3,
-        pixel_mean=_numbers("--pixel-mean", options["pixel_mean"]),
-        pixel_std=_numbers("--pixel-std", options["pixel_std"]),
-        strict=strict,
-        tokenizer=model.removeprefix("hf:") if model.startswith("hf:") else None,
-        max_length=longest,
+
+    params: Params
+    top: int | str | None
+
+    def resolve(self, model: nn.Module, data: Examples) -> Params:
+        """The parameters by name. For "evidence" these are the parameters of the first step."""
+        if self.top is None:
+            return self.params
+        example = move(data.first(2), next(model.parameters()).device)
+        with blame_input():
+            return top_blocks(model, self.top if isinstance(self.top, int) else 1, example=example)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of `linnet adapt` and `linnet uncertainty`.
+
+    Attributes:
+        model: The value of --model.
+        weights: A file with weights, or None.
+        train: Training data.
+        test: Test data, or None.
+        out: Folder for the results.
+        force: Whether the results replace an earlier run.
+        reading: How the data files are read.
+        parameters: The parameters that are random.
+        prior: The prior over the parameters.
+        inference: "auto", "vi", "laplace" or "map", for classes.
+        mean: "auto", "network" or "zero".
+        head: "auto", "new" or "keep"; see `linnet.cli.task.find_task`.
+        features: The module that a new head reads; None for the input of the last layer.
+        structure: Structure of the posterior of `linnet.Laplace`.
+        standardize: Whether the columns are standardized.
+        seed: Seed of everything that is drawn.
+        device: The device of the network and the data.
+    """
+
+    model: str
+    weights: Path | None
+    train: Path
+    test: Path | None
+    out: Path
+    force: bool
+    reading: Reading
+    parameters: ParameterChoice
+    prior: PriorSpec
+    standardize: bool
+    seed: int
+    device: torch.device
+    inference: str = "auto"
+    mean: str = "auto"
+    head: str = "keep"
+    features: str | None = None
+    structure: str = "auto"
+
+
+def parse_fit(options: Mapping[str, Any]) -> FitOptions:
+    """The options of `linnet adapt` or `linnet uncertainty`, checked."""
+    for name, known in {
+        "inference": ("auto", "vi", "laplace", "map"),
+        "head": ("auto", "new", "keep"),
+        "mean": ("auto", "network", "zero"),
+        "structure": ("auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"),
+    }.items():
+        if name in options:
+            check_choice(f"--{name}", options[name], known)
+    same = {name: options[name] for name in FitOptions.__dataclass_fields__ if name in options}
+    return FitOptions(
+        **same
+        | {
+            "reading": parse_reading(options),
+            "parameters": parse_parameters(options, evidence="inference" in options),
+            "prior": parse_prior(options["prior"]),
+            "device": choose_device(options["device"]),
+        }
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def parse_reading(options: Mapping[str, Any]) -> Reading:
+    """How data files are read. A Hugging Face model brings its tokenizer."""
+    task, target, columns, drop = (options.get(name) for name in ("task", "target", "columns", "drop"))
+    model = options["model"] if isinstance(options["model"], str) else options["model"][0]
+    check_choice("--task", task or "auto", ("auto", "classification", "regression"))
+    if columns and drop:
+        raise UsageError("--columns names all columns that are used, so there is nothing to --drop. Give only one.")
+    return Reading(
+        targets=tuple(target or ()),
+        columns=None if columns is None else _split_names(columns),
+        drop=() if drop is None else _split_names(drop),
+        task=task or "auto",
+        size=None if options["size"] is None else _parse_size(options["size"]),
+        channels=1 if options["gray"] else 3,
+        pixel_mean=_parse_numbers("--pixel-mean", options["pixel_mean"]),
+        pixel_std=_parse_numbers("--pixel-std", options["pixel_std"]),
+        strict=options["strict"],
+        tokenizer=model.removeprefix("hf:") if model.startswith("hf:") else None,
+        max_length=options["max_length"],
+    )
 
 
-def _size(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--size is a number of pixels, or height x width such as 32x48; got {text!r}.")
-    return int(parts[0]), int(parts[-1])
+def parse_parameters(options: Mapping[str, Any], *, evidence: bool = False) -> ParameterChoice:
+    """The options --params and --top; ``evidence`` says whether the evidence may choose the number of blocks."""
+    params, top = options["params"], options["top"]
+    if params and top is not None:
+        raise UsageError("--params and --top both say which parameters adapt. Give one of them.")
+    if top is None or (top == "evidence" and evidence):
+        return ParameterChoice(params or None, top)
+    if not top.isdigit():
+        more = " or 'evidence'" if evidence else ""
+        raise UsageError(f"--top must be a number of blocks{more}; got {top!r}.")
+    return ParameterChoice(None, int(top))
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
-    try:
-        return None if text is None else tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise UsageError(f"{option} is one number for each channel, with commas; got {text!r}.") from error
+def parse_prior(text: str) -> PriorSpec:
+    """The option --prior: a name, a variance, or ``glob=variance,glob=variance``.
+
+    >>> parse_prior("0.1"), parse_prior("layer4.*=1,fc.*=0.5")
+    (0.1, {'layer4.*': 1.0, 'fc.*': 0.5})
+    """
+    spec: Any = text
+    if text not in NAMES:
+        try:
+            pairs = [part.rpartition("=") for part in text.split(",")]
+            spec = {name: float(value) for name, _, value in pairs} if "=" in text else float(text)
+        except ValueError as error:
+            names = ", ".join(NAMES)
+            raise UsageError(
+                f"--prior must be one of {names}, a variance, or glob=variance,glob=variance; got {text!r}."
+            ) from error
+    with blame_input():
+        check_prior(spec)
+    return spec
 
 
-def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
     """Raise unless an option has one of the known values."""
     if value not in known:
         raise UsageError(f"{option} must be one of {', '.join(known)}; got {value!r}.")
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--size must be a number of pixels, or height x width such as 32x48; got {text!r}.")
+    return int(parts[0]), int(parts[-1])
+
+
+def _parse_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option} must be one number for each channel, with commas; got {text!r}.") from error
+
+
+# The plan.
+
+
+def check_parameters(model: nn.Module, parameters: ParameterChoice, prior: PriorSpec, data: Examples) -> None:
+    """Raise where the parameters or the prior name layers that the network does not have, before any long work."""
+    with blame_input():
+        lin = linearize(model, parameters.resolve(model, data))
+        if isinstance(prior, Mapping):
+            make_prior(lin, prior)
+
+
+def make_jacobian(model: nn.Module, params: Params, data: Examples) -> Jacobian:
+    """The Jacobian of the data in the precision of the estimators. Data that do not fit the network raise."""
+    with blame_input():
+        lin = linearize(model, params)
+        dtype = torch.float64 if fast_float64(lin.device) else torch.float32
+        return lin.to(dtype).jacobian(data.X, progress=False)
+
+
+def print_plan(printer: Printer, model: nn.Module, J: Jacobian, *, layers: int = 24) -> None:
+    """Print the number of parameters, and the plan of at most so many layers."""
+    total = sum(p.numel() for p in model.parameters())
+    count = len(J.lin.layout.layers)
+    printer.say(f"{J.shape[1]:,} of {total:,} parameters, in {count} layers, on {J.device} in {J.dtype}")
+    lines = str(J.plan).splitlines()
+    for line in lines[: 3 + layers]:
+        printer.say(f"  {line}")
+    if len(lines) > 3 + layers:
+        printer.say(f"  ... and {len(lines) - 3 - layers} more layers; `linnet info` shows all layers")
+
+
+def print_solver(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, inference: str = "laplace") -> None:
+    """Print which solver a fit will use, and about how much memory the solver takes.
+
+    Args:
+        printer: The printer.
+        J: The Jacobian of the training data.
+        kind: "regression", "classification" or "laplace".
+        prior: The prior of the fit.
+        inference: The inference of classification.
+    """
+    rows, p = J.shape
+    kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")
+    if kind == "classification":
+        solver = any_likelihood.choose(rows, p, Settings(), inference=inference, device=J.device, kernels=kernels)
+    else:
+        solver = choose_solver(rows, p, Settings(), device=J.device, kernels=kernels)
+    if solver == "function":
+        words, memory = f"a dense kernel ({rows:,} x {rows:,})", 8 * (2 + kernels) * rows**2
+    elif solver == "weight":
+        words, memory = f"a dense matrix of the weights ({p:,} x {p:,})", 8 * 4 * p**2
+    else:
+        words, memory = "conjugate gradients", 16 * rows * 1000 + 64 * 8 * p
+    printer.say(f"the fit is solved by {words}, with about {format_bytes(memory)} of memory")

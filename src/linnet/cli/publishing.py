@@ -1,4 +1,4 @@
-"""Results that appear whole: one run at a time for each --out, and a folder that is published by one rename."""
+"""Results appear complete or not at all: one run at a time for each --out, published by one rename."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from linnet._common.files import _sync
-from linnet.cli.terminal import UsageError, is_first
+from linnet._common.files import sync
+from linnet.cli.terminal import UsageError, is_first_process
 
 if os.name == "posix":
     import fcntl
@@ -31,36 +31,35 @@ KNOWN = (
     "run.json",
     "report.html",
 )
-"""Files that commands write into their folders; --force replaces these files and no others."""
+"""Files that commands write into their folders. --force replaces these files and no others."""
 
 NEW, OLD = "tmp", "old"
-"""Endings of folders beside ``--out``: a run that is being written, and a run that is being replaced."""
+"""Endings of folders beside ``--out``: a new run while it is written, and an old run while it is replaced."""
 
 
 @contextmanager
-def folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary folder beside ``out``, which takes the place of ``out`` by one rename when all has gone well.
+def publish_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a temporary folder beside ``out``. The folder replaces ``out`` by one rename if the block succeeds.
 
-    Otherwise ``out`` stays as it was. ``out`` holds a whole run at every instant, the earlier one or the new one: both
-    folders are exchanged in one step (``renameat2`` on Linux, ``renamex_np`` on macOS). Where the system or the file
-    system cannot exchange folders, the earlier run is set aside first. A process that is killed between these two
-    renames leaves no ``out``, and the next run with this ``--out`` puts the earlier run back before it does anything
-    else.
+    If the block fails, ``out`` stays unchanged. ``out`` holds a complete run at every instant, the earlier run or the
+    new run: both folders are exchanged in one step (``renameat2`` on Linux, ``renamex_np`` on macOS). Where the system
+    or the file system cannot exchange folders, the earlier run is set aside first. A process that is killed between
+    these two renames leaves no ``out``. The next run with this ``--out`` then restores the earlier run first.
 
     Args:
-        out: The folder; it must not exist, unless ``force``.
-        force: Replace an earlier run. Other files in the folder stay.
+        out: The folder. It must not exist unless ``force``.
+        force: Whether to replace an earlier run. Other files in the folder stay.
     """
-    if not is_first():  # only the first process writes
+    if not is_first_process():  # only the first process writes
         check_free(out, force=force, is_folder=True)
         yield out
         return
     with reserve(out, force=force, is_folder=True) as place:
-        temporary = _beside(place, NEW)
+        temporary = _name_beside(place, NEW)
         try:
             temporary.mkdir()
         except OSError as error:
-            raise _not_writable(out, error) from error
+            raise _refuse_place(out, error) from error
         try:
             yield temporary
             _publish(temporary, place)
@@ -69,9 +68,9 @@ def folder(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def file(out: Path | None, *, force: bool) -> Iterator[None]:
-    """Reserve a file that is written at the end; None where nothing is to be written."""
-    if out is None or not is_first():
+def publish_file(out: Path | None, *, force: bool) -> Iterator[None]:
+    """Reserve a file that is written at the end; None where no file is written."""
+    if out is None or not is_first_process():
         if out is not None:
             check_free(out, force=force)
         yield
@@ -82,32 +81,32 @@ def file(out: Path | None, *, force: bool) -> Iterator[None]:
 
 @contextmanager
 def reserve(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Path]:
-    """Keep other processes from writing ``out`` meanwhile, and remove what killed processes have left beside it.
+    """Keep other processes from writing ``out``, and remove what killed processes have left beside ``out``.
 
-    The lock is a file beside ``out`` that this process locks, so that the lock ends with the process however the
-    process ends. Where the system or the file system has no locks, nothing is locked and nothing is removed.
+    The lock is a file beside ``out`` that this process locks. The lock ends with the process, however the process ends.
+    Where the system or the file system has no locks, nothing is locked and nothing is removed.
 
     Args:
-        out: A file, or a folder.
+        out: A file or a folder.
         force: Whether ``out`` may exist.
-        is_folder: Whether ``out`` is a folder; otherwise it is a file.
+        is_folder: Whether ``out`` is a folder.
 
     Yields:
         The absolute path of ``out``; for folders without symbolic links.
     """
     place = Path(os.path.realpath(out)) if is_folder else Path(os.path.abspath(out))
     if is_folder and place in (Path.cwd(), *Path.cwd().parents):
-        raise UsageError(f"--out needs a folder of its own, and {out} holds the folder that this command runs in.")
+        raise UsageError(f"--out needs a folder of its own, but {out} holds the folder that this command runs in.")
     check_free(out, force=force, is_folder=is_folder)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         handle = _lock(_lock_path(place), out)
     except OSError as error:
-        raise _not_writable(out, error) from error
+        raise _refuse_place(out, error) from error
     try:
         if handle is not None:
             _tidy(place)
-        check_free(out, force=force, is_folder=is_folder)  # what was found a moment ago may have changed
+        check_free(out, force=force, is_folder=is_folder)  # another process may have written meanwhile
         yield place
     finally:
         if handle is not None:
@@ -116,27 +115,28 @@ def reserve(out: Path, *, force: bool, is_folder: bool = False) -> Iterator[Path
 
 
 def check_free(out: Path, *, force: bool, is_folder: bool = False) -> None:
-    """Raise where the output is already there and may not be replaced."""
+    """Raise where the output exists and may not be replaced."""
     if not out.exists():
         return
     if out.is_dir() != is_folder:
-        raise UsageError(f"--out needs a {'folder' if is_folder else 'file'}, and {out} is none; choose another.")
+        needed = "folder" if is_folder else "file"
+        raise UsageError(f"--out needs a {needed}, but {out} is not a {needed}.")
     if not force:
-        what = "its files are" if is_folder else "it is"
-        raise UsageError(f"{out} exists. Choose another --out, or pass --force, and {what} replaced.")
+        what = "its files" if is_folder else "it"
+        raise UsageError(f"{out} exists. Choose another --out, or replace {what} with --force.")
 
 
 def find_set_aside(out: Path) -> Path | None:
-    """The earlier run of a folder that is missing since a process was killed between two renames; else None."""
+    """The earlier run of a folder that is missing because a process was killed between two renames; else None."""
     place = Path(os.path.realpath(out))
     return None if place.exists() else next((path for path in _find_left_over(place) if path.suffix == f".{OLD}"), None)
 
 
-def _not_writable(out: Path, error: OSError) -> UsageError:
-    return UsageError(f"--out needs a place that can be written to, and {out} is none ({error.strerror}).")
+def _refuse_place(out: Path, error: OSError) -> UsageError:
+    return UsageError(f"--out needs a place that can be written to, but {out} cannot be written ({error.strerror}).")
 
 
-def _beside(place: Path, ending: str) -> Path:
+def _name_beside(place: Path, ending: str) -> Path:
     return place.with_name(f".{place.name}.{secrets.token_hex(4)}.{ending}")
 
 
@@ -144,9 +144,9 @@ def _beside(place: Path, ending: str) -> Path:
 
 
 def _publish(temporary: Path, place: Path) -> None:
-    """Put a finished folder in the place of an earlier one."""
+    """Replace an earlier folder by a finished folder."""
     for path in temporary.iterdir():
-        _sync(path)
+        sync(path)
     _sync_folder(temporary)
     if not place.exists():
         os.rename(temporary, place)
@@ -154,16 +154,16 @@ def _publish(temporary: Path, place: Path) -> None:
         shutil.copymode(place, temporary)
         if not _exchange(temporary, place):
             _replace(temporary, place)
-    _sync_folder(place.parent)  # the new name itself
+    _sync_folder(place.parent)  # the new name
 
 
 def _sync_folder(path: Path) -> None:
     if os.name == "posix":  # other systems do not open folders
-        _sync(path)
+        sync(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; False where the system or the file system cannot."""
+    """Exchange two folders in one step. False where the system or the file system cannot do this."""
     paths = os.fsencode(one), os.fsencode(other)
     if sys.platform == "linux":
         here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -184,8 +184,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _replace(temporary: Path, place: Path) -> None:
-    """The same in two steps; the earlier run is set aside in between, where `_tidy` finds it."""
-    aside = _beside(place, OLD)
+    """Replace a folder in two steps. `_tidy` finds the earlier run, which is set aside between the steps."""
+    aside = _name_beside(place, OLD)
     os.rename(place, aside)
     try:
         os.rename(temporary, place)
@@ -206,17 +206,14 @@ def _find_left_over(place: Path) -> list[Path]:
 
 
 def _tidy(place: Path) -> None:
-    """Put back an earlier run that a killed process has set aside, and remove what such processes have left.
+    """Restore an earlier run that a killed process has set aside, and remove what such processes have left.
 
-    Only the process that holds the lock of ``place`` may do so: no other process is writing then.
+    Only the process that holds the lock of ``place`` may do this: no other process writes then.
     """
-    left = _find_left_over(place)
-    for path in left:
+    for path in _find_left_over(place):
         if path.suffix == f".{OLD}" and path.is_dir() and not place.exists():
             os.rename(path, place)
-            warnings.warn(
-                f"A process was killed while it replaced {place}. The earlier run is there again.", stacklevel=2
-            )
+            warnings.warn(f"A process was killed while it replaced {place}. The earlier run is restored.", stacklevel=2)
         elif path.is_dir():
             _discard(path, place)
         else:
@@ -224,7 +221,7 @@ def _tidy(place: Path) -> None:
 
 
 def _discard(old: Path, place: Path) -> None:
-    """Remove a folder of linnet's files; all that is not linnet's goes to ``place``, or stays where it is."""
+    """Remove a folder of linnet's files. Other files move to ``place``, or stay if ``place`` has such a file."""
     if not old.is_dir():
         return
     for path in old.iterdir():
@@ -238,8 +235,8 @@ def _discard(old: Path, place: Path) -> None:
         old.rmdir()
     except OSError as error:
         warnings.warn(
-            f"{old} was left behind ({error.strerror}): linnet removes its own files only. Look at the others, and "
-            "remove the folder.",
+            f"{old} was left behind ({error.strerror}), because linnet removes only its own files. Look at the other "
+            "files, and remove the folder.",
             stacklevel=2,
         )
 
@@ -252,7 +249,7 @@ def _lock_path(place: Path) -> Path:
 
 
 def _lock(path: Path, out: Path) -> int | None:
-    """Lock a file, which is made where it is missing; its handle, or None where the system knows no locks."""
+    """Create and lock a file. Returns the handle, or None where the system has no locks."""
     if os.name != "posix":
         return None
     while True:
@@ -263,14 +260,14 @@ def _lock(path: Path, out: Path) -> int | None:
             os.close(handle)
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
                 path.unlink(missing_ok=True)
-                warnings.warn(f"{path.parent} has no locks: start no other run into {out} meanwhile.", stacklevel=2)
+                warnings.warn(f"{path.parent} has no locks. Start no other run into {out} meanwhile.", stacklevel=2)
                 return None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             raise UsageError(
-                f"Another process is writing {out} now (it has locked {path}). Wait for it, or choose another --out."
+                f"Another process is writing {out} now: it has locked {path}. Wait, or choose another --out."
             ) from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
-        os.close(handle)  # the process that held the lock has removed the file; begin again with a new one
+        os.close(handle)  # the process that held the lock has removed the file: try again with a new file

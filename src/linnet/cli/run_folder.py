@@ -1,12 +1,13 @@
-"""What a run folder keeps, so that `linnet predict` makes the same network and reads new data alike.
+"""The folder of a run: its files, and how `linnet predict` makes the same network and reads new data in the same way.
 
-run.json has the checksum of every other file of the run, and of itself. A folder where one of them differs is refused.
+run.json has the checksum of every other file of the run, and of itself. A folder with a changed file is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,22 +17,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import linnet
-from linnet._common import files as io
+from linnet._common import files
+from linnet._common.files import atomic_write
 from linnet.cli import model_source, publishing, trust
-from linnet.cli.data_files.examples import Examples, Reading, for_network
-from linnet.cli.outputs import as_json, write_json
-from linnet.cli.terminal import UsageError, as_usage
+from linnet.cli.data_files import Examples, Reading, cast_for_network, move
+from linnet.cli.terminal import UsageError, blame_input
 from linnet.heads.attach import head_of, put_head
 from linnet.heads.readout import Readout
 
 FORMAT = 2
-"""The format of run.json; format 1 had no checksums and no signature."""
+"""Format of run.json. Format 1 had no checksums and no signature."""
 
 RUN, HEAD = "run.json", "head.safetensors"
-HEAD_KIND = "head"
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class Run:
 
     Attributes:
         command: "adapt", "uncertainty" or "embed".
-        file: The saved estimator in the folder.
-        model: As --model was given, with the absolute path of a file or a folder.
+        file: Name of the saved estimator in the folder.
+        model: The value of --model, with the absolute path of a file or a folder.
         weights: The absolute path of --weights, or None.
-        seed: With which the network was built.
-        reading: How data is read.
+        seed: Seed with which the network was built.
+        reading: How data are read.
         task: "classification", "regression" or "".
-        classes: The label of each class.
+        classes: Label of each class.
         targets: Names of the numbers that are predicted.
         new_head: Whether the folder has a head for the network.
-        features: What the head reads, where that was said.
-        home: The folder that modules of ``model`` were looked for in.
-        files: The SHA-256 of every other file of the run, by name; none in format 1.
-        sha256: SHA-256 of everything in run.json but for this checksum and the signature.
+        features: The module that the head reads, where --features named it.
+        home: The folder where modules of ``model`` were searched.
+        files: SHA-256 of every other file of the run by name; empty in format 1.
+        sha256: SHA-256 of everything in run.json except this checksum and the signature.
         signature: Signature of run.json by the key of the user who made the run; see `linnet.cli.trust`.
-        own: Whether this user made the run; decided when a run is read, and not written.
+        own: Whether this user made the run. This is decided when a run is read, and not written.
     """
 
     command: str
@@ -63,9 +63,9 @@ class Run:
     weights: str | None
     seed: int
     reading: Reading
-    task: str
-    classes: Sequence[Any]
-    targets: Sequence[str]
+    task: str = ""
+    classes: Sequence[Any] = ()
+    targets: Sequence[str] = ()
     new_head: bool = False
     features: str | None = None
     home: str | None = None
@@ -78,98 +78,143 @@ class Run:
 def make_run(
     command: str, file: str, model: str, weights: Path | None, reading: Reading, *, seed: int, **more: Any
 ) -> Run:
-    """A run of this process, with paths that hold in other folders too.
-
-    Args:
-        command: As in `Run`; and so are the others.
-        file: See there.
-        model: As --model was given.
-        weights: As --weights was given.
-        reading: See there.
-        seed: See there.
-        more: Other attributes of `Run`.
-    """
+    """Describe a run of this process, with absolute paths. The arguments are attributes of `Run`."""
     if reading.tokenizer is not None:
         reading = replace(reading, tokenizer=model_source.locate(f"hf:{reading.tokenizer}").removeprefix("hf:"))
     path = None if weights is None else str(weights.resolve())
-    given = {"task": "", "classes": [], "targets": []} | more
-    return Run(command, file, model_source.locate(model), path, seed, reading, home=os.getcwd(), **given)
+    return Run(command, file, model_source.locate(model), path, seed, reading, home=os.getcwd(), **more)
+
+
+# Writing.
 
 
 def save_head(folder: Path, run: Run, model: nn.Module) -> None:
-    """Write the network's head, where the run has a new one."""
+    """Write the head of the network, where the run has a new head."""
     if run.new_head:
         head = head_of(model)
         classes = None if head.classes_ is None else head.classes_.tolist()
         meta = {"task": head.task_, "classes": classes}
-        io.save(folder / HEAD, {"weight": head.weight, "bias": head.bias}, meta, kind=HEAD_KIND)
+        files.save(folder / HEAD, {"weight": head.weight, "bias": head.bias}, meta, kind="head")
 
 
 def save(folder: Path, run: Run) -> None:
-    """Write run.json, the last file of a run, with the checksums of all others."""
-    files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
-    found = {"format": FORMAT} | as_json(asdict(replace(run, files=files)))
-    said = _content_text(found)
-    write_json(folder / RUN, _content(found) | {"sha256": _sha256(said), "signature": trust.sign(said)})
+    """Write run.json, the last file of a run, with the checksums of all other files."""
+    checksums = {path.name: _compute_checksum(path) for path in sorted(folder.iterdir())}
+    content = {"format": FORMAT} | convert_to_json(asdict(replace(run, files=checksums)))
+    text = _join_content(content)
+    write_json(folder / RUN, _select_content(content) | {"sha256": _hash(text), "signature": trust.sign(text)})
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a complete JSON file, or no file at all. Numbers that are not finite become null."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(convert_to_json(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a complete .npz file, or no file at all."""
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def convert_to_json(value: Any) -> Any:
+    """The value as JSON can hold it. A number that is not finite becomes None."""
+    if isinstance(value, Mapping):
+        return {str(key): convert_to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [convert_to_json(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# Reading.
 
 
 def read(folder: Path) -> Run:
-    """The run of a folder, all of whose files are as they were written."""
-    found = _read_json(folder)
-    path = folder / RUN
+    """The run of a folder. Raises unless all files are as they were written."""
+    found, path = _read_json(folder), folder / RUN
     try:
         form = found["format"]
         if form > FORMAT:
-            raise UsageError(f"{path} has format {form}; this linnet reads up to {FORMAT}. Upgrade linnet.")
-        if (form > 1 or "sha256" in found) and found["sha256"] != _sha256(_content_text(found)):
+            raise UsageError(f"{path} has format {form}, but this linnet reads formats up to {FORMAT}. Upgrade linnet.")
+        text = _join_content(found)
+        if (form > 1 or "sha256" in found) and found["sha256"] != _hash(text):
             raise ValueError("its content does not have the checksum that it states")
-        kept = {name: value for name, value in found.items() if name != "format"}
-        reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.pop("reading").items()}
-        run = Run(
-            reading=Reading(**reading), **kept | {"own": trust.is_own(_content_text(found), found.get("signature"))}
-        )
+        fields = {name: value for name, value in found.items() if name != "format"}
+        reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.pop("reading").items()}
+        fields["own"] = trust.is_own(text, found.get("signature"))
+        run = Run(reading=Reading(**reading), **fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged ({error}). {_AGAIN}") from error
+        raise _refuse_damaged(path, error) from error
     _check_files(folder, run)
     return run
 
 
 def check_trusted(folder: Path, run: Run, *, trusted: bool) -> None:
-    """Raise unless the run was made by this user, or is said to be trusted: its code is imported next."""
+    """Raise unless this user made the run or trusts the run: its code is imported next."""
     if not trusted and not run.own:
         raise UsageError(
-            f"{folder} was not made by this user on this machine, or was changed since, and `linnet predict` imports "
-            f"the code that its run.json names: {run.model}. Look at this code and at where the run comes from, and "
-            "pass --trust; or name code of your own with --model."
+            f"{folder} was not made by this user on this machine, or was changed later. `linnet predict` imports the "
+            f"code that its run.json names: {run.model}. Look at this code and at the origin of the run, and pass "
+            "--trust; or name code of your own with --model."
         )
 
 
-def check_same(folder: Path, run: Run) -> None:
-    """Raise where another run has taken the place of this one while it was read."""
+def check_unchanged(folder: Path, run: Run) -> None:
+    """Raise where another run has replaced this run while it was read."""
     if _read_json(folder).get("sha256") != run.sha256:
         raise UsageError(f"Another run was written to {folder} while it was read. Run the command again.")
 
 
-_AGAIN = "Copy the folder again from where it was made, or run the command that made it again."
+def load_network(
+    folder: Path, run: Run, data: Examples, *, model: str | None, weights: Path | None, device: torch.device
+) -> nn.Module:
+    """Make the network of a run, with its head. ``model`` and ``weights`` say where they are now."""
+    path = weights if weights is not None else None if run.weights is None else Path(run.weights)
+    home = run.home if model is None else None
+    base = model_source.load_network(model or run.model, path, seed=run.seed, device=device, home=home)
+    if not run.new_head:
+        return base
+    tensors, meta = files.load(folder / HEAD, kind="head")
+    classes = None if meta["classes"] is None else np.array(meta["classes"])
+    readout = Readout(tensors["weight"].numpy(), tensors["bias"].numpy(), meta["task"], classes, None)
+    with blame_input("The head of the run does not fit the network: "):
+        few = move(cast_for_network(data, base).first(2), device)
+        return put_head(base, few, readout, features=run.features)
+
+
+def load_estimator(folder: Path, run: Run, model: nn.Module) -> Any:
+    """The saved estimator with its network. This is the last file of a run that is read."""
+    with blame_input():
+        found = linnet.load(folder / run.file, model)
+    check_unchanged(folder, run)
+    return found
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
-    """The contents of run.json."""
     path = folder / RUN
     if not path.is_file():
         what = "has no run.json" if folder.is_dir() else "does not exist"
         aside = publishing.find_set_aside(folder)
-        more = "" if aside is None else f" A process was killed while it replaced this run; the run is in {aside}."
+        more = "" if aside is None else f" A process was killed while it replaced this run. The run is in {aside}."
         raise UsageError(
-            f"--run needs a folder that linnet adapt, uncertainty or embed has written; {folder} {what}.{more}"
+            f"--run needs a folder that linnet adapt, uncertainty or embed has written, but {folder} {what}.{more}"
         )
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UsageError(f"{path} is damaged ({error}). {_AGAIN}") from error
+        raise _refuse_damaged(path, error) from error
     if not isinstance(found, dict):
-        raise UsageError(f"{path} is damaged (it holds no JSON object). {_AGAIN}")
+        raise _refuse_damaged(path, "it holds no JSON object")
     return found
+
+
+def _refuse_damaged(path: Path, why: object) -> UsageError:
+    return UsageError(f"{path} is damaged ({why}). {_AGAIN}")
+
+
+_AGAIN = "Copy the folder again, or run the command that made it again."
 
 
 def _check_files(folder: Path, run: Run) -> None:
@@ -177,59 +222,31 @@ def _check_files(folder: Path, run: Run) -> None:
     if run.sha256 is None:
         warnings.warn(f"{folder} was written by an older linnet: its files have no checksums.", stacklevel=3)
     elif run.file not in run.files or (run.new_head and HEAD not in run.files):
-        raise UsageError(f"{folder / RUN} is damaged (it has no checksum of {run.file}). {_AGAIN}")
+        raise _refuse_damaged(folder / RUN, f"it has no checksum of {run.file}")
     for name, expected in run.files.items():
         path = folder / name
         if not path.is_file():
-            raise UsageError(f"{path} is missing: {folder / RUN} says that it belongs to the run. {_AGAIN}")
-        if _checksum(path) != expected:
+            raise UsageError(f"{path} is missing, but {folder / RUN} says that it belongs to the run. {_AGAIN}")
+        if _compute_checksum(path) != expected:
             raise UsageError(
-                f"{path} was changed after it was written: it does not have the checksum in {folder / RUN}. {_AGAIN}"
+                f"{path} was changed after it was written: its checksum is not the checksum in {folder / RUN}. {_AGAIN}"
             )
 
 
-def _content(found: Mapping[str, Any]) -> dict[str, Any]:
-    """All that run.json says, but for its own checksum and signature."""
+def _select_content(found: Mapping[str, Any]) -> dict[str, Any]:
+    """All that run.json says, except its own checksum and signature."""
     return {name: value for name, value in found.items() if name not in ("sha256", "signature", "own")}
 
 
-def _content_text(found: Mapping[str, Any]) -> str:
-    """The same as text, in one order."""
-    return json.dumps(_content(found), sort_keys=True, separators=(",", ":"))
+def _join_content(found: Mapping[str, Any]) -> str:
+    """The content as text, in one order."""
+    return json.dumps(_select_content(found), sort_keys=True, separators=(",", ":"))
 
 
-def _sha256(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _checksum(path: Path) -> str:
+def _compute_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def network(
-    folder: Path, run: Run, data: Examples, *, model: str | None, weights: Path | None, device: torch.device
-) -> nn.Module:
-    """The network of a run, with its head; ``model`` and ``weights`` where they have moved."""
-    path = weights if weights is not None else None if run.weights is None else Path(run.weights)
-    home = run.home if model is None else None
-    base = model_source.network(model or run.model, path, seed=run.seed, device=device, home=home)
-    if not run.new_head:
-        return base
-    tensors, meta = io.load(folder / HEAD, kind=HEAD_KIND)
-    classes = None if meta["classes"] is None else np.array(meta["classes"])
-    readout = Readout(tensors["weight"].numpy(), tensors["bias"].numpy(), meta["task"], classes, None)
-    with as_usage("The head of the run does not fit the network: "):
-        return put_head(base, _on(for_network(data, base).first(2), device), readout, features=run.features)
-
-
-def estimator(folder: Path, run: Run, model: nn.Module) -> Any:
-    """The saved estimator around its network; the last file of a run that is read."""
-    with as_usage():
-        found = linnet.load(folder / run.file, model)
-    check_same(folder, run)
-    return found
-
-
-def _on(X: Any, device: torch.device) -> Any:
-    return X.to(device) if isinstance(X, Tensor) else {name: x.to(device) for name, x in X.items()}

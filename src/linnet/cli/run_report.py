@@ -1,9 +1,10 @@
-"""What `report.html` says about a run of a command."""
+"""`report.html` of a run: what the report says beyond the numbers of the estimator."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,113 +12,120 @@ import numpy as np
 import torch
 
 import linnet
-from linnet.cli.commands.fitting import Files, Loaded, Settings, Tested
-from linnet.cli.data_files.examples import Examples, Reading
-from linnet.cli.task import trained_on
-from linnet.cli.terminal import Printer, record
+from linnet.cli import run_folder
+from linnet.cli.data_files import Examples, Reading
+from linnet.cli.options import FitOptions
+from linnet.cli.task import FitData
+from linnet.cli.terminal import Printer, describe_run
 from linnet.fisher import probes
 from linnet.jacobian.plan import Plan
-from linnet.report import About, Report, assemble
-from linnet.report.content import Group, Item, Points, Spectrum
-from linnet.report.examples import Inputs, inputs_of
+from linnet.report import About, Report, assemble, save
+from linnet.report.build import NO_TEST
+from linnet.report.content import Classes, Eigenvalues, Group, Item, Missing, Numbers, Points
+from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 
-COMPONENTS = 3
-"""Leading components whose extreme examples are shown."""
 
-SHOWN = 6
-DOTS = 2000
+@dataclass(frozen=True)
+class Evaluation:
+    """Results on test data: metrics by method, and the predictions for a report; empty without test data."""
+
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    outcome: Classes | Numbers | Missing = NO_TEST
 
 
-def of_fit(
+def report_fit(
     printer: Printer,
     command: str,
-    found: Any,
-    files: Files,
-    settings: Settings,
-    loaded: Loaded,
-    result: Tested,
+    estimator: Any,
+    options: FitOptions,
+    data: FitData,
+    result: Evaluation,
     plan: Plan,
+    train: tuple[Any, Any],
     *,
     notes: Sequence[str],
-    classes: list[Any] | None = None,
 ) -> Report | None:
-    """The report of `linnet adapt` or `linnet uncertainty`; None, with a note, where it cannot be made.
+    """The report of `linnet adapt` or `linnet uncertainty`; None, with a note, if it cannot be made.
 
     Args:
-        printer: Where to say so.
-        command: Its name.
-        found: The fitted estimator.
-        files: Of the network and the data.
-        settings: How it was fitted.
-        loaded: The network and the data.
-        result: What the test data say.
-        plan: Of the Jacobian.
-        notes: What the fit warned of.
-        classes: The label of each class, where the estimator knows numbers alone.
+        printer: The printer.
+        command: Name of the command.
+        estimator: The fitted estimator.
+        options: Options of the command.
+        data: The network and the data.
+        result: Results on the test data.
+        plan: Plan of the Jacobian.
+        train: Training inputs and targets, as the estimator was fitted to them.
+        notes: Warnings of the fit.
     """
-    train, test = loaded.train, loaded.test
-    y = train.y if classes is None else trained_on(train, classes)
-    assert y is not None
-    if loaded.goal.task == "classification" and y.ndim == 2:
-        y = y[:, 0]
 
     def make() -> Report:
         about = About(
             f"linnet {command}",
-            _title(command, loaded),
-            _lede(command, found, files, loaded),
-            _inputs(test, loaded.reading),
-            _inputs(train, loaded.reading),
-            _facts(found, train.n, settings),
-            _made(settings.seed, settings.device),
-            loaded.targets,
+            _write_title(command, data),
+            _write_lede(command, estimator, options, data),
+            _show_inputs(data.test, data.reading),
+            _show_inputs(data.train, data.reading),
+            _list_facts(estimator, options, data),
+            _make_record(options.seed, options.device),
+            data.targets,
             notes,
         )
-        targets = y if loaded.goal.task == "classification" else np.asarray(y, dtype=float)
-        X = None if test is None else test.X
+        X = None if data.test is None else data.test.X
         return assemble(
-            found, about, result.outcome, X=X, train=(train.X, targets), scores=result.scores or None, plan=plan
+            estimator, about, result.outcome, X=X, train=train, scores=dict(result.scores) or None, plan=plan
         )
 
+    return _attempt(printer, make)
+
+
+def finish(folder: Path, run: run_folder.Run, page: Report | None) -> list[str]:
+    """Write report.html and then run.json, which has the checksums of all other files; return all names."""
+    names = {path.name for path in folder.iterdir()} | {run_folder.RUN}
+    if page is not None:
+        save(folder / "report.html", replace(page, files=sorted(names)))
+    run_folder.save(folder, run)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _attempt(printer: Printer, make: Callable[[], Report]) -> Report | None:
+    """Make a report. If this fails, print a note and go on: the fit is worth more than the page about it."""
     with printer.step("Report"):
-        return _or_note(make)
+        try:
+            return make()
+        except Exception as error:
+            warnings.warn(f"The report could not be made ({type(error).__name__}: {error}).", stacklevel=2)
+            return None
 
 
-def _or_note(make: Callable[[], Report]) -> Report | None:
-    """What was fitted is worth more than the page about it: whatever fails here is said, and the run goes on."""
-    try:
-        return make()
-    except Exception as error:
-        warnings.warn(f"The report could not be made ({type(error).__name__}: {error}).", stacklevel=2)
-        return None
-
-
-def _title(command: str, loaded: Loaded) -> str:
-    goal = loaded.goal
-    if goal.task == "classification":
-        what = count(len(goal.classes), "class").replace("classs", "classes")
+def _write_title(command: str, data: FitData) -> str:
+    if data.task.kind == "classification":
+        what = count(len(data.task.classes), "class", "classes")
     else:
-        what = ", ".join(loaded.targets) if loaded.reading.targets else count(len(loaded.targets), "number")
+        what = ", ".join(data.targets) if data.reading.targets else count(len(data.targets), "number")
     return f"Error bars for {what}" if command == "uncertainty" else f"A network adapted to predict {what}"
 
 
-def _lede(command: str, found: Any, files: Files, loaded: Loaded) -> str:
-    total = sum(p.numel() for p in loaded.model.parameters())
-    p = found.lin_.p
+def _write_lede(command: str, estimator: Any, options: FitOptions, data: FitData) -> str:
+    total, p = sum(p.numel() for p in data.model.parameters()), estimator.lin_.p
     which = f"all {total:,} parameters" if p == total else f"{p:,} parameters"
     did = (
-        f"gave {files.model} error bars, over {which}, from its training data {files.train}: {loaded.train.what}"
+        f"gave {options.model} error bars over {which}, from its training data {options.train}: {data.train.what}"
         if command == "uncertainty"
-        else f"adapted {which} of {files.model} to the {loaded.train.what} in {files.train}"
+        else f"adapted {which} of {options.model} to the {data.train.what} in {options.train}"
     )
-    head = ", with a new head for them" if command == "adapt" and loaded.goal.new_head else ""
-    test = "" if loaded.test is None else f" It was tested on the {loaded.test.what} in {files.test}."
+    head = ", with a new head" if data.task.new_head else ""
+    test = "" if data.test is None else f" The model was tested on the {data.test.what} in {options.test}."
     return f"linnet {did}{head}.{test}"
 
 
-def _facts(found: Any, n: int, settings: Settings) -> dict[str, str]:
-    facts = {"training examples": f"{n:,}", "parameters": f"{found.lin_.p:,}", "prior": str(settings.prior)}
+def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str]:
+    facts = {
+        "training examples": f"{data.train.n:,}",
+        "parameters": f"{found.lin_.p:,}",
+        "prior": str(options.prior),
+    }
     if isinstance(found, linnet.Laplace):
         facts |= {"structure": found.structure_, "effective parameters": number(found.effective_dimension_)}
     else:
@@ -130,62 +138,56 @@ def _facts(found: Any, n: int, settings: Settings) -> dict[str, str]:
     return facts
 
 
-def _made(seed: int, device: torch.device) -> dict[str, Any]:
-    """The record of the run, of which the threads and processes matter to nobody who reads it."""
-    return {name: value for name, value in record(seed, device).items() if name not in ("threads", "processes")}
+def _make_record(seed: int, device: torch.device) -> dict[str, Any]:
+    """The record of the run without threads and processes, which do not matter to readers of a report."""
+    return {name: value for name, value in describe_run(seed, device).items() if name not in ("threads", "processes")}
 
 
-def _inputs(data: Examples | None, reading: Reading) -> Inputs:
-    """Examples as they were before they were made fit for the network."""
+def _show_inputs(data: Examples | None, reading: Reading) -> Inputs:
+    """Examples as they were before they were scaled for the network."""
     if data is None:
         return Inputs()
     X = data.X
     if data.texts or isinstance(X, dict):
-        return inputs_of(X, texts=data.texts)
-    if X.ndim == 4 and reading.pixel_std is not None:
-        X = X * torch.tensor(reading.pixel_std).view(-1, 1, 1)
-    if X.ndim == 4 and reading.pixel_mean is not None:
-        X = X + torch.tensor(reading.pixel_mean).view(-1, 1, 1)
+        return show_inputs(X, texts=data.texts)
     if X.ndim == 4 and (reading.pixel_mean is not None or reading.pixel_std is not None):
-        X = X.clamp(0, 1)  # rounding
+        X = X * torch.tensor(reading.pixel_std or [1.0]).view(-1, 1, 1)
+        X = (X + torch.tensor(reading.pixel_mean or [0.0]).view(-1, 1, 1)).clamp(0, 1)  # rounding
     if X.ndim == 2 and reading.center is not None and reading.spread is not None:
         X = X.double() * torch.tensor(reading.spread).double() + torch.tensor(reading.center).double()
-    return inputs_of(X, names=data.names, columns=data.columns or ())
+    return show_inputs(X, names=data.names, columns=data.columns or ())
 
 
-# Embeddings.
-
-
-def of_embedding(
+def report_embedding(
     printer: Printer,
     embedding: Any,
     E: Any,
     files: tuple[str, Path],
-    found: Examples,
+    data: Examples,
     reading: Reading,
     spectrum: probes.Spectrum,
     *,
     seed: int,
     device: torch.device,
 ) -> Report | None:
-    """The report of `linnet embed`.
+    """The report of `linnet embed`; None, with a note, if it cannot be made.
 
     Args:
-        printer: Where to say what fails.
-        embedding: Fitted.
-        E: Of the data, (n, k).
-        files: The network, as --model takes it, and the data.
-        found: The data.
-        reading: How they were read.
-        spectrum: Of the kernel.
-        seed: Of the run.
-        device: Where.
+        printer: The printer.
+        embedding: The fitted embedding.
+        E: Vectors of the data, (n, k).
+        files: The value of --model, and the data file.
+        data: The data.
+        reading: How the data were read.
+        spectrum: Spectrum of the kernel.
+        seed: Seed of the run.
+        device: Device of the run.
     """
 
     def make() -> Report:
         Z = torch.as_tensor(E).double().cpu()
-        labels = None if found.y is None or found.y.ndim != 1 else [str(label) for label in found.y.tolist()]
-        keep = np.unique(np.linspace(0, len(Z) - 1, min(len(Z), DOTS)).astype(int))
+        labels = None if data.y is None or data.y.ndim != 1 else [str(label) for label in data.y.tolist()]
+        keep = np.unique(np.linspace(0, len(Z) - 1, min(len(Z), 2000)).astype(int))  # dots of the figure
         points = None
         if Z.shape[1] > 1:
             points = Points(Z[keep, :2].numpy(), None if labels is None else [labels[i] for i in keep])
@@ -198,7 +200,7 @@ def of_embedding(
             "kernel": embedding.kernel,
         }
         lede = (
-            f"linnet made {count(Z.shape[1], 'number')} of each of the {found.what} in {files[1]}: the leading "
+            f"linnet computed {count(Z.shape[1], 'number')} for each of the {data.what} in {files[1]}: the leading "
             f"components of the Fisher kernel of {files[0]}."
         )
         return Report(
@@ -206,25 +208,23 @@ def of_embedding(
             "What the network sees in the data",
             lede,
             outcome=points,
-            examples=_extremes(Z, _inputs(found, reading), labels),
-            spectrum=Spectrum(spectrum.eigenvalues, found.n, False, spectrum.explained),
-            plan=embedding.lin_.jacobian(found.X, progress=False).plan,
+            examples=_find_extremes(Z, _show_inputs(data, reading), labels),
+            spectrum=Eigenvalues(spectrum.eigenvalues, data.n, False, spectrum.explained),
+            plan=embedding.lin_.jacobian(data.X, progress=False).plan,
             facts=facts,
-            record=_made(seed, device),
+            record=_make_record(seed, device),
         )
 
-    with printer.step("Report"):
-        return _or_note(make)
+    return _attempt(printer, make)
 
 
-def _extremes(Z: torch.Tensor, inputs: Inputs, labels: list[str] | None) -> list[Group]:
-    """The examples that lie furthest out on the leading components."""
-    top = probes.top_projections(Z, min(SHOWN, len(Z)))
-    groups = []
-    for j in range(min(COMPONENTS, Z.shape[1])):
+def _find_extremes(Z: torch.Tensor, inputs: Inputs, labels: list[str] | None) -> list[Group]:
+    """The six examples with the largest values on each of the three leading components."""
+    top, groups = probes.top_projections(Z, min(6, len(Z))), []
+    for j in range(min(3, Z.shape[1])):
         items = []
         for i in top[j].tolist():
             said = [("at", number(float(Z[i, j])))] + ([] if labels is None else [("label", labels[i])])
-            items.append(Item(inputs.shown(i), said))
-        groups.append(Group(f"Component {j + 1}", "The examples that lie furthest out along it.", items))
+            items.append(Item(inputs.show(i), said))
+        groups.append(Group(f"Component {j + 1}", "The examples with the largest values on this component.", items))
     return groups

@@ -1,4 +1,4 @@
-"""What is to be predicted: classes or numbers, and which class is which output."""
+"""What a network is to predict: classes or numbers, and which class is which output."""
 
 from __future__ import annotations
 
@@ -10,44 +10,105 @@ import torch
 from torch import nn
 
 from linnet._common import messages
-from linnet.cli.data_files.examples import Examples
-from linnet.cli.terminal import UsageError, as_usage
+from linnet.cli import model_source
+from linnet.cli.data_files import Examples, Reading, read_for_network
+from linnet.cli.options import FitOptions
+from linnet.cli.terminal import Printer, UsageError, blame_input
 from linnet.data.sources import as_source
-
-FEW = 50
-"""Most different whole numbers that are taken for classes."""
 
 
 @dataclass(frozen=True)
-class Goal:
+class PredictionTask:
     """What the network is to predict.
 
     Attributes:
-        task: "classification" or "regression".
-        why: How that is known.
-        classes: The label of each class, sorted; none for regression.
-        outputs: Of the network.
-        new_head: Whether it needs a head of its own for them.
+        kind: "classification" or "regression".
+        why: How linnet knows the kind.
+        classes: Label of each class, sorted; none for regression.
+        outputs: Number of outputs of the network.
+        new_head: Whether the network needs a new head.
     """
 
-    task: str
+    kind: str
     why: str
     classes: tuple[Any, ...]
     outputs: int
     new_head: bool
 
+    @property
+    def output_labels(self) -> list[Any]:
+        """The label of each output of a network that keeps its head; none for regression."""
+        if self.classes and _number_outputs(self.classes, self.outputs):
+            return list(range(max(2, self.outputs)))
+        return list(self.classes)
 
-def task_of(y: np.ndarray, asked: str) -> tuple[str, str]:
+
+@dataclass(frozen=True)
+class FitData:
+    """The network, the data in its precision, how they were read, and what is to be predicted."""
+
+    model: nn.Module
+    train: Examples
+    test: Examples | None
+    reading: Reading
+    task: PredictionTask
+
+    @property
+    def y(self) -> np.ndarray:
+        """Training targets: labels (n,), or numbers (n,) or (n, c)."""
+        assert self.train.y is not None
+        return self.train.y.reshape(-1) if self.task.kind == "classification" else self.train.y.astype(float)
+
+    @property
+    def target_count(self) -> int:
+        """How many numbers are predicted."""
+        return self.y.shape[1] if self.y.ndim == 2 else 1
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of the numbers that are predicted."""
+        names, count = self.reading.targets, self.target_count
+        return list(names) if len(names) == count else [str(j) for j in range(count)]
+
+    @property
+    def what(self) -> str:
+        """What is predicted, in words."""
+        return f"{len(self.task.classes)} classes" if self.task.classes else f"{self.target_count} numbers"
+
+
+def load(options: FitOptions, printer: Printer) -> FitData:
+    """Make the network, read the data, and find out what is to be predicted."""
+    reading, files = options.reading, (options.train, options.test)
+    model = model_source.load_network(options.model, options.weights, seed=options.seed, device=options.device)
+    train, settled = read_for_network(files[0], reading, model, labeled=True, standardize=options.standardize)
+    printer.say(f"{files[0]}: {train.what}")
+    test = None
+    if files[1] is not None:
+        test, _ = read_for_network(files[1], settled, model, labeled=True)
+        printer.say(f"{files[1]}: {test.what}")
+    task = find_task(model, train, asked=reading.task, head=options.head)
+    if test is not None and test.y is not None and train.y is not None:
+        count_outputs(model, test, str(files[1]))
+        if task.kind == "classification":
+            classes = list(task.classes) if task.new_head else task.output_labels
+            index_labels(test.y.reshape(-1), classes, str(files[1]))
+        elif test.y.dtype.kind not in "biuf" or test.y.shape[1:] != train.y.shape[1:]:
+            raise UsageError(f"{files[1]}: the targets must be numbers of the same shape as in {files[0]}.")
+    printer.say(task.kind if reading.task != "auto" else f"{task.kind}, because {task.why}; --task can say otherwise")
+    return FitData(model, train, test, settled, task)
+
+
+def guess_kind(y: np.ndarray, asked: str) -> tuple[str, str]:
     """Classification or regression, and why.
 
-    >>> task_of(np.array(["a", "b"]), "auto")
+    >>> guess_kind(np.array(["a", "b"]), "auto")
     ('classification', 'the targets are text')
-    >>> task_of(np.array([0.5, 1.0]), "auto")[0], task_of(np.array([3, 4, 3, 4]), "auto")[0]
+    >>> guess_kind(np.array([0.5, 1.0]), "auto")[0], guess_kind(np.array([3, 4, 3, 4]), "auto")[0]
     ('regression', 'classification')
     """
     text = y.dtype.kind not in "biuf"
     if asked == "regression" and text:
-        raise UsageError(f"--task regression needs numbers, and the targets are text such as {str(y.flat[0])!r}.")
+        raise UsageError(f"--task regression needs numbers, but the targets are text such as {str(y.flat[0])!r}.")
     if asked != "auto":
         return asked, "--task says so"
     if text:
@@ -59,88 +120,60 @@ def task_of(y: np.ndarray, asked: str) -> tuple[str, str]:
     if y.dtype.kind == "f":
         return "regression", "the targets are numbers with fractions"
     count = len(np.unique(y))
-    if count <= FEW and 2 * count <= y.size:
+    if count <= 50 and 2 * count <= y.size:  # few whole numbers, each of which occurs twice on average
         return "classification", f"the targets are {count} whole numbers"
     return "regression", f"the targets are {count} different whole numbers"
 
 
-def goal_of(model: nn.Module, data: Examples, *, task: str, head: str) -> Goal:
-    """What to predict, and whether the network's outputs serve.
+def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> PredictionTask:
+    """What to predict, and whether the outputs of the network fit.
 
     Args:
         model: The network.
-        data: With targets.
-        task: "auto", "classification" or "regression".
-        head: "auto" for a new head where there are not as many outputs as classes or numbers; "new" in any case; "keep"
-            where labels that are numbers of outputs are meant as such, though not all of them occur.
+        data: Data with targets.
+        asked: "auto", "classification" or "regression".
+        head: "auto" for a new head where the number of outputs is not the number of classes or targets; "new" for a
+            new head in any case; "keep" where labels are numbers of outputs, although some of these do not occur.
     """
     assert data.y is not None
-    found, why = task_of(data.y, task)
+    kind, why = guess_kind(data.y, asked)
     y = data.y[:, 0] if data.y.ndim == 2 and data.y.shape[1] == 1 else data.y
-    outputs = outputs_of(model, data)
-    if found == "regression":
+    outputs = count_outputs(model, data)
+    if kind == "regression":
         needed = y.shape[1] if y.ndim == 2 else 1
-        return Goal(found, why, (), outputs, head == "new" or needed != outputs)
+        return PredictionTask(kind, why, (), outputs, head == "new" or needed != outputs)
     if y.ndim != 1:
-        raise UsageError(f"Classes need one target for each example; there are {y.shape[1]}. Give one --target.")
+        raise UsageError(f"Classes need one target for each example, but there are {y.shape[1]}. Give one --target.")
     if y.dtype.kind == "f" and bool((y != np.round(y)).any()):
-        raise UsageError("--task classification needs labels, and the targets are numbers with fractions.")
+        raise UsageError("--task classification needs labels, but the targets are numbers with fractions.")
     classes = tuple(np.unique(y).tolist())
     if len(classes) < 2:
-        raise UsageError(f"Classification needs at least two classes; all targets are {classes[0]!r}.")
-    serves = len(classes) == _count(outputs) or (head == "keep" and _are_outputs(classes, outputs))
-    return Goal(found, why, classes, outputs, head == "new" or not serves)
+        raise UsageError(f"Classification needs at least two classes, but all targets are {classes[0]!r}.")
+    fits = len(classes) == max(2, outputs) or (head == "keep" and _number_outputs(classes, outputs))
+    return PredictionTask(kind, why, classes, outputs, head == "new" or not fits)
 
 
-def _count(outputs: int) -> int:
-    """Classes of so many outputs: one output is the logit of the second of two."""
-    return max(2, outputs)
+def _number_outputs(classes: tuple[Any, ...], outputs: int) -> bool:
+    """Whether the labels are numbers of outputs. One output is the logit of the second of two classes."""
+    return all(type(label) is int and 0 <= label < max(2, outputs) for label in classes)
 
 
-def _are_outputs(classes: tuple[Any, ...], outputs: int) -> bool:
-    """Whether the labels are numbers of outputs."""
-    return all(type(label) is int and 0 <= label < _count(outputs) for label in classes)
-
-
-def classes_of(goal: Goal) -> list[Any]:
-    """The label of each output of a network that is kept as it is."""
-    if _are_outputs(goal.classes, goal.outputs):
-        return list(range(_count(goal.outputs)))
-    return list(goal.classes)
-
-
-def positions(y: np.ndarray, classes: list[Any], what: str) -> np.ndarray:
-    """The number of each label among the classes."""
+def index_labels(y: np.ndarray, classes: list[Any], what: str) -> np.ndarray:
+    """The position of each label in the list of classes."""
     known = {label: i for i, label in enumerate(classes)}
-    unknown = [label for label in np.unique(y).tolist() if label not in known]
+    unknown = [str(label) for label in np.unique(y).tolist() if label not in known]
     if unknown:
         raise UsageError(
-            f"{what} has labels that are not among the classes: {messages.listing([str(label) for label in unknown])}; "
-            f"the classes are {messages.listing([str(label) for label in classes], limit=12)}."
+            f"{what} has labels that are not among the classes: {messages.listing(unknown)}. The classes are "
+            f"{messages.listing([str(label) for label in classes], limit=12)}."
         )
     return np.array([known[label] for label in y.tolist()])
 
 
-def trained_on(train: Examples, classes: list[Any]) -> np.ndarray:
-    """Training targets as `linnet.Laplace` takes them: numbers of classes, or numbers."""
-    assert train.y is not None
-    if classes:
-        return positions(train.y.reshape(-1), classes, "The data")
-    return np.asarray(train.y).astype(float)
-
-
-def wanted(goal: Goal, train: Examples) -> str:
-    """What is to be predicted, in words."""
-    assert train.y is not None
-    if goal.classes:
-        return f"{len(goal.classes)} classes"
-    return f"{train.y.shape[1] if train.y.ndim == 2 else 1} numbers"
-
-
-def outputs_of(model: nn.Module, data: Examples, what: str = "these data") -> int:
-    """How many outputs the network has, from a look at two examples of ``what``."""
+def count_outputs(model: nn.Module, data: Examples, what: str = "these data") -> int:
+    """How many outputs the network has, from a call on two examples of ``what``."""
     device = next(model.parameters()).device
-    with as_usage(f"The network does not take {what}: "):
+    with blame_input(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
             out = messages.output_tensor(model(*batch.args, **batch.kwargs))

@@ -13,9 +13,6 @@ from torch import Tensor
 from linnet._common import messages
 from linnet._common.checksums import row_codes, text_code, total
 
-CODED = 4096
-"""Examples of which checksums are computed at once."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -69,7 +66,7 @@ class Batch:
         """Copies of the examples at ``index``, which counts from the batch's first."""
         return self._map(
             lambda leaf: (
-                leaf.index_select(0, moved(index, leaf.device))
+                leaf.index_select(0, move(index, leaf.device))
                 if isinstance(leaf, Tensor)
                 else [leaf[i] for i in index.tolist()]
             ),
@@ -79,7 +76,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with its tensors on ``device``; copies to a GPU do not wait."""
-        return self._map(lambda leaf: moved(leaf, device) if isinstance(leaf, Tensor) else leaf, scalars=True)
+        return self._map(lambda leaf: move(leaf, device) if isinstance(leaf, Tensor) else leaf, scalars=True)
 
     def with_inputs(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with ``fn`` of each tensor that the model takes; the rest is untouched.
@@ -121,12 +118,12 @@ class Batch:
         return found % 2**64
 
     @staticmethod
-    def joined(batches: Sequence[Batch], start: int) -> Batch:
+    def join(batches: Sequence[Batch], start: int) -> Batch:
         """Batches, which have no inputs left, as one.
 
         Example:
             >>> parts = [Batch((), {}, torch.ones(n), start=0, n=n, positions=torch.arange(n)) for n in (2, 3)]
-            >>> whole = Batch.joined(parts, 10)
+            >>> whole = Batch.join(parts, 10)
             >>> whole.start, whole.n, whole.rest.shape, whole.index.tolist()
             (10, 5, torch.Size([5]), [0, 1, 0, 1, 2])
         """
@@ -177,7 +174,7 @@ class Source(ABC):
             >>> source.code() == (source.code(0, 3) + source.code(3, 10)) % 2**64
             True
         """
-        return sum(batch.code() for batch in self.batches(CODED, start, stop)) % 2**64
+        return sum(batch.code() for batch in self.batches(4096, start, stop)) % 2**64
 
     def glimpse(self) -> int:
         """A checksum that says whether two ranks have the same data: of all examples where these are at hand."""
@@ -222,7 +219,7 @@ class Subset(Source):
             start += len(chunk)
 
 
-class Given(Source):
+class SingleBatch(Source):
     """One batch that was read already."""
 
     by_position = True
@@ -242,44 +239,7 @@ class Given(Source):
         return (self.batch.take(chunk) for chunk in chunks)
 
 
-class Deferred:
-    """Rows that come batch by batch and are worked on together: fewer calls, and a GPU that need not wait.
-
-    Args:
-        fn: Called with all rows of a kind joined, whenever there are many, and at the end.
-        most: Entries that are held.
-
-    Example:
-        >>> sums = []
-        >>> later = Deferred(lambda f: sums.append(f.sum().item()))
-        >>> later.add(torch.ones(2)), later.add(torch.ones(3)), later.finish(), sums
-        (None, None, None, [5.0])
-    """
-
-    def __init__(self, fn: Callable[..., object], *, most: int = 2**24) -> None:
-        self._fn, self._most, self._count = fn, most, 0
-        self._held: list[tuple[Tensor, ...]] = []
-
-    def add(self, *rows: Tensor) -> None:
-        """Tensors with one row for each example of a batch."""
-        self._held.append(rows)
-        self._count += rows[0].numel()
-        if self._count > self._most:
-            self.finish()
-
-    def close(self) -> None:
-        """Finish; rows that still come are worked on at once."""
-        self._most = -1
-        self.finish()
-
-    def finish(self) -> None:
-        """Work on what is held."""
-        held, self._held, self._count = self._held, [], 0
-        if held:
-            self._fn(*(torch.cat(column) for column in zip(*held, strict=True)))
-
-
-def moved(t: Tensor, device: torch.device | str) -> Tensor:
+def move(t: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on a device; a copy to a GPU does not wait."""
     # A copy from a GPU to the CPU that does not wait would be read before it has arrived.
     return t.to(device, non_blocking=torch.device(device).type == "cuda")
@@ -305,14 +265,14 @@ def check_finite(batch: Batch, positions: Sequence[int] | None = None) -> None:
         positions: The examples' positions, where they are not consecutive.
     """
     inputs = [*leaves(batch.args, "the inputs"), *leaves(batch.kwargs, "the inputs")]
-    found = [(first_bad(leaf), name) for name, leaf in inputs]
+    found = [(find_bad_row(leaf), name) for name, leaf in inputs]
     bad = min(((row, name) for row, name in found if row is not None), default=None)
     if bad is not None:
         row, name = bad
         raise messages.not_finite(batch.start + row if positions is None else positions[row], name)
 
 
-def first_bad(tensor: Any, *, block: int = 2**24) -> int | None:
+def find_bad_row(tensor: Any, *, block: int = 2**24) -> int | None:
     """The first row that holds NaN or infinity; reads the tensor once, ``block`` entries at a time."""
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
@@ -343,7 +303,7 @@ def _map(fn: Callable[[Any], Any], value: Any, scalars: bool) -> Any:
         return fn(value)
     if isinstance(value, dict):
         return {key: _map(fn, item, scalars) for key, item in value.items()}
-    return rebuilt(value, [_map(fn, i, scalars) for i in value]) if isinstance(value, list | tuple) else value
+    return rebuild(value, [_map(fn, i, scalars) for i in value]) if isinstance(value, list | tuple) else value
 
 
 def _join(values: Sequence[Any]) -> Any:
@@ -356,10 +316,10 @@ def _join(values: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _join([value[key] for value in values]) for key in first}
     if isinstance(first, list | tuple):
-        return rebuilt(first, [_join(items) for items in zip(*values, strict=True)])
+        return rebuild(first, [_join(items) for items in zip(*values, strict=True)])
     return first
 
 
-def rebuilt(like: Any, items: list[Any]) -> Any:
+def rebuild(like: Any, items: list[Any]) -> Any:
     """A list, tuple or named tuple like the one given, of other items."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)

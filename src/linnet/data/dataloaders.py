@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from linnet._common import messages
-from linnet.data.batch import CODED, Batch, Source, check_finite
-from linnet.data.datasets import Codes, Mapped, checksum
+from linnet.data.batch import Batch, Source, check_finite
+from linnet.data.datasets import Checksums, MapDataset, checksum
 from linnet.data.forward_signature import Signature
 
 
-def loaded(loader: DataLoader[Any], signature: Signature) -> Source:
+def wrap_loader(loader: DataLoader[Any], signature: Signature) -> Source:
     """The source of a DataLoader that gives every example, in the same order every pass."""
     messages.check_loader_order(loader)
     sampler = loader.batch_sampler
@@ -39,7 +39,7 @@ class LoadedInOrder(Source):
     def __init__(self, loader: DataLoader[Any], signature: Signature) -> None:
         self.loader, self.signature = loader, signature
         self.kind = f"{type(loader).__name__} of {type(loader.dataset).__name__}, in order"
-        self.codes = Codes(self.kind)
+        self.codes = Checksums(self.kind)
         self.n = sum(batch.n for batch in self._read())
         messages.check_some(self.n, self.kind)
 
@@ -78,7 +78,7 @@ class LoadedByPosition(Source):
         names = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn")
         workers = f", workers: {loader.num_workers}" if loader.num_workers else ""
         self.kind = f"{type(loader).__name__} of {type(loader.dataset).__name__}, by position{workers}"
-        self.mapped = Mapped(
+        self.mapped = MapDataset(
             loader.dataset,
             signature,
             collate=loader.collate_fn,
@@ -88,7 +88,7 @@ class LoadedByPosition(Source):
         )
         self.n = self.mapped.n
         # The examples' own checksums do not see what a collate_fn adds, such as random masks.
-        self.codes = None if loader.collate_fn is default_collate else Codes(self.kind)
+        self.codes = None if loader.collate_fn is default_collate else Checksums(self.kind)
         ends = list(accumulate(len(chunk) for chunk in chunks))
         self.ranges = [range(end - len(chunk), end) for end, chunk in zip(ends, chunks, strict=True)]
         # A copy shares everything with the user's loader but the collation, which adds checksums.
@@ -107,7 +107,7 @@ class LoadedByPosition(Source):
             return self.mapped.code(start, stop)
         own = [r for r in self.ranges if start <= r.start < stop]
         if not all(self.codes.knows(r.start) for r in own):
-            for _ in self._batches(CODED, start, stop):
+            for _ in self._batches(self.n, start, stop):
                 pass
         return (self.mapped.code(start, stop) + self.codes.code(start, stop)) % 2**64
 

@@ -21,16 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from linnet._common import messages
 from linnet._common.checksums import total
 from linnet.data.batch import Batch, Source, check_finite
-from linnet.data.forward_signature import Signature, read_only_welcome
-
-GLIMPSED = 16
-"""Examples of a Dataset that ranks compare with each other."""
+from linnet.data.forward_signature import Signature, as_writable
 
 READ = 64
-"""Examples that are read at once where only their checksums count."""
+"""Examples that are read at once where only their checksums count: memory against calls of the collation."""
 
 
-class Mapped(Source):
+class MapDataset(Source):
     """A map-style Dataset: examples are looked up by position and collated.
 
     Args:
@@ -59,7 +56,7 @@ class Mapped(Source):
         self.options = dict(options or {})
         self.n = len(dataset) if order is None else len(order)
         self.kind = kind or f"{type(dataset).__name__}, by position"
-        self.codes: Codes | Unchecked = Codes(self.kind)
+        self.codes: Checksums | NoChecksums = Checksums(self.kind)
         messages.check_some(self.n, self.kind)
         if order is None:  # one example shows what a pass would stumble over
             item = dataset[0]
@@ -85,11 +82,11 @@ class Mapped(Source):
         options = {"collate_fn": self.collate, "generator": torch.Generator(), **self.options}
         return DataLoader(self.dataset, batch_sampler=indices, **options)
 
-    def changing(self) -> Mapped:
+    def changing(self) -> MapDataset:
         other = copy(self)
         # One generator for all passes: workers that start again with the same numbers would augment in the same way.
         other.changes, other.options = True, {"generator": torch.Generator(), **self.options}
-        other.codes = Unchecked(self.kind)
+        other.codes = NoChecksums(self.kind)
         return other
 
     def code(self, start: int = 0, stop: int | None = None) -> int:
@@ -101,7 +98,7 @@ class Mapped(Source):
 
     def glimpse(self) -> int:
         """Of a few examples, since reading all of them may take long."""
-        few = sorted(set(torch.linspace(0, self.n - 1, min(self.n, GLIMPSED)).round().long().tolist()))
+        few = sorted(set(torch.linspace(0, self.n - 1, min(self.n, 16)).round().long().tolist()))
         return sum(self.code(i, i + 1) for i in few) % 2**64
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
@@ -111,13 +108,13 @@ class Mapped(Source):
         return self.read([chunk.tolist() for chunk in chunks])
 
 
-class Iterated(Source):
+class IterableData(Source):
     """An IterableDataset: examples come in order and are collated; counted by a first pass."""
 
     def __init__(self, dataset: IterableDataset[Any], signature: Signature) -> None:
         self.dataset, self.signature = dataset, signature
         self.kind = f"{type(dataset).__name__}, in order"
-        self.codes = Codes(self.kind)
+        self.codes = Checksums(self.kind)
         self.collate = CheckedCollate(default_collate)
         self.n = sum(batch.n for batch in self._read(iter(dataset), READ, 0))
         messages.check_some(self.n, self.kind)
@@ -147,7 +144,7 @@ class Iterated(Source):
 
 
 class CheckedCollate:
-    """Collates examples and gives the checksum of each beside the batch; runs in worker processes too."""
+    """Collates examples, and gives the checksum of each example beside the batch; runs in worker processes too."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -157,13 +154,12 @@ class CheckedCollate:
         if self.collate is not default_collate:
             return codes, self.collate(items)
         try:
-            with read_only_welcome():
-                return codes, default_collate(items)
+            return codes, default_collate(as_writable(items))
         except (RuntimeError, TypeError) as error:
             raise messages.not_stackable(error) from error
 
 
-class Codes:
+class Checksums:
     """Checksums of the examples seen so far, by position."""
 
     def __init__(self, kind: str) -> None:
@@ -197,8 +193,8 @@ class Codes:
         return new
 
 
-class Unchecked:
-    """Takes the place of `Codes` where examples may change: all are new every time, and none has a checksum."""
+class NoChecksums:
+    """Takes the place of `Checksums` where examples may change: all are new every time, and none has a checksum."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

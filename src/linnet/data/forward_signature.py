@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from linnet._common import messages
-from linnet.data.batch import Batch, is_strings, leaves, rebuilt
+from linnet.data.batch import Batch, is_strings, leaves, rebuild
 
 TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"})
 """Keys of a dict that a forward need not accept: they travel in ``Batch.rest``."""
@@ -86,21 +84,43 @@ def as_tensors(value: Any, name: str = "the data") -> Any:
     if isinstance(value, np.ndarray):
         messages.check_array(value, name)
         value = value.copy() if any(stride < 0 for stride in value.strides) else value
-        with read_only_welcome():
-            return torch.from_numpy(value)
+        return torch.from_numpy(as_writable(value))
     if isinstance(value, Mapping):
         return {key: as_tensors(item, f"{key!r} of {name}") for key, item in value.items()}
     if is_strings(value):
         return list(value)
     if isinstance(value, list | tuple):
-        return rebuilt(value, [as_tensors(item, f"item {i} of {name}") for i, item in enumerate(value)])
+        return rebuild(value, [as_tensors(item, f"item {i} of {name}") for i, item in enumerate(value)])
     messages.check_leaf(value, name)
     return value
 
 
-@contextmanager
-def read_only_welcome() -> Iterator[None]:
-    """No warning when torch wraps a read-only array: linnet never writes into data."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable")
-        yield
+def as_writable(value: Any) -> Any:
+    """The value with writable views in place of read-only arrays of numbers: torch warns of read-only arrays.
+
+    linnet never writes into data. `warnings.catch_warnings` cannot hide the warning, since it changes the filters of
+    all threads.
+
+    >>> fixed = np.zeros(2)
+    >>> fixed.flags.writeable = False
+    >>> as_writable([fixed])[0].flags.writeable
+    True
+    """
+    if isinstance(value, np.ndarray):
+        return value if value.flags.writeable or value.dtype.kind not in "biufc" else np.asarray(_WritableView(value))
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    held = list(value.values() if isinstance(value, Mapping) else value)
+    new = [as_writable(item) for item in held]
+    if all(a is b for a, b in zip(held, new, strict=True)):
+        return value
+    return dict(zip(value, new, strict=True)) if isinstance(value, Mapping) else rebuild(value, new)
+
+
+class _WritableView:
+    """The memory of a read-only array, in the form that numpy takes from other libraries."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # holds the memory
+        found = array.__array_interface__
+        self.__array_interface__ = found | {"data": (found["data"][0], False)}

@@ -1,23 +1,19 @@
-"""Data of every accepted kind as a source of batches, and the progress bar of a pass over it."""
+"""Data of every accepted kind as a source of batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tqdm import tqdm
 
 from linnet._common import messages
 from linnet.data.batch import Batch, Source, check_finite, leaves
-from linnet.data.dataloaders import loaded
-from linnet.data.datasets import Iterated, Mapped
+from linnet.data.dataloaders import wrap_loader
+from linnet.data.datasets import IterableData, MapDataset
 from linnet.data.forward_signature import Signature
-
-__all__ = ["Batch", "Source", "as_source", "bar"]
 
 
 def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
@@ -53,16 +49,16 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
         return data
     signature = Signature(forward)
     if isinstance(data, DataLoader):
-        return loaded(data, signature)
+        return wrap_loader(data, signature)
     if isinstance(data, IterableDataset):
-        return Iterated(data, signature)
+        return IterableData(data, signature)
     if type(data) is TensorDataset:
         return InMemory(data.tensors, signature)
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple) or (isinstance(data, list) and not _is_examples(data)):
         return InMemory(data, signature)
     by_position = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc")
     if by_position and not isinstance(data, str | bytes):
-        return Mapped(data, signature)
+        return MapDataset(data, signature)
     raise messages.unknown_data(data)
 
 
@@ -95,31 +91,3 @@ class InMemory(Source):
 def _is_examples(data: list[Any]) -> bool:
     """Whether a list holds examples (tuples or mappings) rather than one tensor for each argument."""
     return len(data) > 0 and all(isinstance(item, tuple | Mapping) for item in data)
-
-
-@contextmanager
-def bar(
-    total: int, label: str = "", *, progress: bool | None = None, unit: str = "examples"
-) -> Iterator[Callable[[int], Any]]:
-    """A progress bar for a pass that takes longer than two seconds; gone when the pass ends.
-
-    Args:
-        total: Number of examples, or of other units.
-        label: What is being computed.
-        progress: None shows it on a terminal only, False never, True always.
-        unit: What is counted; others than examples are many, and shown in thousands or millions.
-
-    Yields:
-        The function to call with the number of them that are done.
-
-    Example:
-        >>> with bar(total=10, label="J^T J V", progress=False) as tick:
-        ...     tick(10)
-    """
-    if progress is False:
-        yield lambda done: None
-        return
-    disable = None if progress is None else False
-    how: dict[str, Any] = {"unit": f" {unit}", "unit_scale": unit != "examples"}
-    with tqdm(total=total, desc=label, delay=2, leave=False, disable=disable, **how) as shown:
-        yield shown.update

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.plan import dense_budget
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 

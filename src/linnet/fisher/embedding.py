@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from linnet import scores
 from linnet._common import files, messages
 from linnet._common.distributed import check_ranks_agree
-from linnet._common.torch_settings import check_precision
+from linnet._common.memory import dense_budget
+from linnet._common.torch_settings import check_precision, full_precision
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
 from linnet._estimator.behavior import drawn_inputs
@@ -30,8 +31,6 @@ from linnet.data.sources import as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.plan import dense_budget
-from linnet.linalg.cholesky import _full_precision
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.network.parameters import Params
@@ -174,7 +173,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 f"The dense kernel of {n} examples and its eigenvalues take {24 * n * n:,} bytes, and {limit:,} are "
                 "allowed. Take fewer examples, allow more with memory=, or fit the leading components instead."
             )
-        with _full_precision(V.device):
+        with full_precision(V.device):
             return like(X, torch.linalg.eigvalsh(V.gram().double()).flip(0))
 
     def _vectors(self, X: Any, *, at_least: int | float) -> tuple[Source, LinearOperator, float | None]:

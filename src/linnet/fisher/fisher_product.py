@@ -15,7 +15,7 @@ from torch import Tensor
 from linnet.data.batch import Batch
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
-from linnet.linalg.operator_checks import by_block
+from linnet.linalg.operator import apply_to_columns
 from linnet.probability.likelihoods import Likelihood
 
 
@@ -59,7 +59,7 @@ def fisher_vector_product(
 
     Example:
         >>> import linnet
-        >>> from linnet.likelihoods import Categorical
+        >>> from linnet.probability.likelihoods import Categorical
         >>> lin = linnet.linearize(torch.nn.Linear(4, 3))
         >>> v = torch.ones(lin.p)
         >>> fisher_vector_product(lin, torch.ones(5, 4), v, likelihood=Categorical()).shape
@@ -117,7 +117,7 @@ def _finite_difference(
         near = J.near(_moved(lin, v, step))  # so small a step is the same network
         return near.pullback(gradient) / step
 
-    return by_block(J, V, columns)
+    return apply_to_columns(J, V, columns)
 
 
 PROBES = 32

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.data.batch import Given
+from linnet.data.batch import SingleBatch
 from linnet.jacobian.blocks.base import Rows
 from linnet.jacobian.blocks.tiling import TEMPORARY
 from linnet.jacobian.column_moments import Moments
@@ -123,7 +123,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         index = torch.arange(count) * J.n // count
         few, source = J.subset(index), J._source.subset(index)
     else:
-        source = Given(next(iter(J._source.batches(count, 0, count))), "first examples")
+        source = SingleBatch(next(iter(J._source.batches(count, 0, count))), "first examples")
         few, count = J.over(source), source.n  # a loader's own batches may be smaller
     J.lin.check_unchanged(contents=True)
     finer = J.lin.model_dtype != torch.float64

@@ -2,7 +2,7 @@ r"""A linear readout of features (n, d), fitted by scikit-learn: logistic regres
 
 .. math:: \min_{W, b} \sum_i \ell(y_i, W z_i + b) + \tfrac{\lambda}{2} \|W\|^2
 
-with z the standardized features. What is returned is in terms of the features as they are.
+with z the standardized features. The fitted readout takes the features as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,16 +18,17 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import BayesianRidge, LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
-from torch import nn
+from torch import Tensor, nn
 
-from linnet.heads.labels import Task, check_targets, encoded
 from linnet.tangent.classifier import TangentClassifier
 
+Task = Literal["auto", "classification", "multilabel", "regression"]
 Penalty = Literal["cv", "evidence"] | float
 PENALTIES = tuple(10.0**e for e in range(5, -4, -1))
-"""Candidates of cross-validation, strongest first: each fit starts from the one before."""
+"""Candidates of the cross-validation, strongest first: each fit starts from the fit before."""
 
 ITERATIONS = 20_000
+"""Limit of the solvers. Fits that need more are refused rather than waited for."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Readout:
         weight: (c, d).
         bias: (c,).
         task: "classification", "multilabel" or "regression".
-        classes: The label of each output (of 0 and 1 where c is 1); the columns' numbers where multi-label; else None.
-        penalty: lambda, (c,) where each column has its own, else one number.
+        classes: The label of each output; where c is 1, the labels of 0 and 1; the numbers of the columns where
+            multi-label; None for regression.
+        penalty: lambda; (c,) where each column has its own, else one number.
     """
 
     weight: np.ndarray
@@ -50,8 +52,8 @@ class Readout:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """How the penalty is chosen: "cv", "evidence" or a number, in how many folds, with which seed."""
+class PenaltyChoice:
+    """How to choose the penalty: "cv", "evidence" or a number; the number of folds and their seed."""
 
     penalty: Penalty
     folds: int
@@ -82,11 +84,11 @@ def fit_readout(
     Args:
         X: Features (n, d).
         y: Labels (n,) of any kind; (n, c) of zeros and ones for several labels at once; or numbers, (n,) or (n, c).
-        task: What y is; "auto" tells by its values: fractions are numbers, all else are labels.
-        classes: The labels in the order of the outputs; by default those of y, sorted.
+        task: Kind of y; "auto" decides by its values: fractions are numbers, all else are labels.
+        classes: The labels in the order of the outputs; by default the labels of y, sorted.
         penalty: lambda, or how to choose it: "cv" (cross-validated log loss; leave-one-out for numbers) or "evidence".
-        folds: Of cross-validation.
-        seed: Of the folds.
+        folds: Number of folds of the cross-validation.
+        seed: Seed of the folds.
 
     Example:
         >>> X = np.array([[-2.0], [-1.0], [1.0], [2.0]])
@@ -94,34 +96,98 @@ def fit_readout(
         >>> found.classes.tolist(), found.weight.shape, bool(found.weight[0, 0] > 0)
         (['no', 'yes'], (1, 1), True)
     """
-    how = Chosen(penalty, folds, seed)
+    how = PenaltyChoice(penalty, folds, seed)
     targets, kind = check_targets(y, len(X), task)
     X = np.asarray(X, dtype=np.float64)
-    center, spread = _moments(X)
+    center, spread = _find_moments(X)
     Z = (X - center) / spread
     if kind == "regression":
         if classes is not None:
             raise ValueError(
                 "classes= is for labels, and y holds numbers. Leave it out, or pass task='classification'."
             )
-        weight, bias, used = _ridge(Z, targets, how)
+        weight, bias, used = _fit_ridge(Z, targets, how)
         names = None
     elif kind == "multilabel":
         if classes is not None:
             raise ValueError("classes= is for one label per example, and y has one column for each. Leave it out.")
-        weight, bias, used = _multilabel(Z, targets, how)
+        weight, bias, used = _fit_columns(Z, targets, how)
         names = np.arange(targets.shape[1])
     else:
-        names, index = encoded(targets, classes)
-        chosen = _penalty(Z, index, how)
-        weight, bias = _logistic(Z, index, chosen)
+        names, index = encode_labels(targets, classes)
+        chosen = _choose_penalty(Z, index, how)
+        weight, bias = _fit_logistic(Z, index, chosen)
         used = chosen
     weight = weight / spread
     return Readout(weight, bias - weight @ center, kind, names, used)
 
 
-def _moments(X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and spread of each feature; a spread that is rounding counts as none, and is 1."""
+# Targets.
+
+
+def check_targets(y: Any, n: int, task: Task) -> tuple[np.ndarray, str]:
+    """Targets as an array, (n,) or (n, c), and their kind."""
+    if task not in get_args(Task):
+        raise ValueError(f"task must be one of {', '.join(map(repr, get_args(Task)))}; got {task!r}.")
+    y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim not in (1, 2) or len(y) != n or y.size == 0:
+        raise ValueError(f"There are {n} examples, so y needs shape ({n},) or ({n}, c); got {y.shape}.")
+    if y.dtype.kind in "fc" and not np.isfinite(y).all():
+        bad = int(np.argmax(~np.isfinite(y).reshape(n, -1).all(1)))
+        raise ValueError(f"y must not be NaN or infinite; that of example {bad} is. Leave it out.")
+    number = y.dtype.kind in "biuf"
+    zeros_and_ones = number and bool(np.isin(y, (0, 1)).all())
+    if task == "auto":
+        whole = y.dtype.kind != "f" or bool((y == np.round(y)).all())
+        if y.ndim == 2:
+            task = "multilabel" if zeros_and_ones else "regression"
+            if task == "regression" and y.dtype.kind in "iu":
+                raise ValueError(
+                    f"y has shape {y.shape} and whole numbers other than 0 and 1: are they labels or numbers? Pass one "
+                    "label for each example, columns of zeros and ones, or task='regression'."
+                )
+        else:
+            task = "classification" if whole else "regression"
+    if task == "multilabel" and (y.ndim != 2 or not zeros_and_ones):
+        raise ValueError(f"Several labels at once need y of shape (n, c) with zeros and ones; got shape {y.shape}.")
+    if task == "classification" and y.ndim != 1:
+        raise ValueError(f"Classes need one label for each example, y of shape ({n},); got {y.shape}.")
+    if task == "regression" and not number:
+        raise TypeError(f"Regression needs real numbers; y is an array of {y.dtype}.")
+    return (y.astype(np.float64) if task == "regression" else y), task
+
+
+def encode_labels(y: np.ndarray, classes: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+    """The classes in order, and each label's position among them."""
+    try:
+        found = np.unique(y)
+    except TypeError as error:
+        raise TypeError(f"Labels must be of one kind, so that they can be sorted: {error}.") from error
+    if len(found) < 2:
+        raise ValueError(f"A head for classes needs labels of at least two; all {len(y)} labels are {found[0]!r}.")
+    if classes is None:
+        return found, np.searchsorted(found, y)
+    names = np.asarray(classes)
+    known = {label: i for i, label in enumerate(names.tolist())}
+    unknown = [label for label in found.tolist() if label not in known]
+    if unknown or len(known) != len(names):
+        raise ValueError(
+            f"classes= needs every label once; got {names.tolist()[:8]}"
+            + (f" without {unknown[:8]}." if unknown else ".")
+        )
+    missing = [label for label in names.tolist() if label not in set(found.tolist())]
+    if missing:
+        raise ValueError(
+            f"There are {len(names)} classes and no example of {len(missing)} of them ({missing[:8]}), from {len(y)} "
+            "examples: a head cannot be fitted to them. Add an example of each, or leave them out of classes=."
+        )
+    return names, np.array([known[label] for label in y.tolist()])
+
+
+def _find_moments(X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and spread of each feature. A spread that is no more than rounding becomes 1."""
     center, spread = X.mean(0), X.std(0)
     rounding = 64 * np.finfo(np.float32).eps * np.abs(X).max(0)
     return center, np.where(spread > rounding, spread, 1.0)
@@ -130,7 +196,7 @@ def _moments(X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # Classes.
 
 
-def _multilabel(Z: np.ndarray, Y: np.ndarray, how: Chosen) -> tuple[np.ndarray, np.ndarray, Any]:
+def _fit_columns(Z: np.ndarray, Y: np.ndarray, how: PenaltyChoice) -> tuple[np.ndarray, np.ndarray, Any]:
     """One logistic regression for each column."""
     single = [j for j in range(Y.shape[1]) if len(np.unique(Y[:, j])) < 2]
     if single:
@@ -139,19 +205,19 @@ def _multilabel(Z: np.ndarray, Y: np.ndarray, how: Chosen) -> tuple[np.ndarray, 
             "Leave them out."
         )
     if how.penalty == "evidence":
-        chosen = [_evidence(Z, Y)] * Y.shape[1]
+        chosen = [_maximize_evidence(Z, Y)] * Y.shape[1]
     else:
-        chosen = [_penalty(Z, Y[:, j].astype(int), how) for j in range(Y.shape[1])]
-    parts = [_logistic(Z, Y[:, j].astype(int), value) for j, value in enumerate(chosen)]
+        chosen = [_choose_penalty(Z, Y[:, j].astype(int), how) for j in range(Y.shape[1])]
+    parts = [_fit_logistic(Z, Y[:, j].astype(int), value) for j, value in enumerate(chosen)]
     return np.concatenate([w for w, _ in parts]), np.concatenate([b for _, b in parts]), np.array(chosen)
 
 
-def _logistic(Z: np.ndarray, index: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
-    found = _converged(LogisticRegression(C=1 / penalty, tol=1e-8, max_iter=ITERATIONS), Z, index)
+def _fit_logistic(Z: np.ndarray, index: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+    found = _fit_to_convergence(LogisticRegression(C=1 / penalty, tol=1e-8, max_iter=ITERATIONS), Z, index)
     return found.coef_, found.intercept_
 
 
-def _converged(model: LogisticRegression, Z: np.ndarray, index: np.ndarray) -> LogisticRegression:
+def _fit_to_convergence(model: LogisticRegression, Z: np.ndarray, index: np.ndarray) -> LogisticRegression:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:
@@ -163,13 +229,13 @@ def _converged(model: LogisticRegression, Z: np.ndarray, index: np.ndarray) -> L
             ) from warning
 
 
-def _penalty(Z: np.ndarray, index: np.ndarray, how: Chosen) -> float:
+def _choose_penalty(Z: np.ndarray, index: np.ndarray, how: PenaltyChoice) -> float:
     if not isinstance(how.penalty, str):
         return float(how.penalty)
-    return _evidence(Z, index) if how.penalty == "evidence" else _cross_validated(Z, index, how)
+    return _maximize_evidence(Z, index) if how.penalty == "evidence" else _cross_validate(Z, index, how)
 
 
-def _cross_validated(Z: np.ndarray, index: np.ndarray, how: Chosen) -> float:
+def _cross_validate(Z: np.ndarray, index: np.ndarray, how: PenaltyChoice) -> float:
     """The penalty with the smallest log loss on examples held out."""
     counts = np.bincount(index)
     folds = min(how.folds, int(counts.max()))
@@ -188,13 +254,13 @@ def _cross_validated(Z: np.ndarray, index: np.ndarray, how: Chosen) -> float:
         rows, held = np.concatenate([several[train], single]), several[test]
         model = LogisticRegression(max_iter=ITERATIONS, warm_start=True)
         for i, penalty in enumerate(PENALTIES):
-            _converged(model.set_params(C=1 / penalty), Z[rows], index[rows])
+            _fit_to_convergence(model.set_params(C=1 / penalty), Z[rows], index[rows])
             p = model.predict_proba(Z[held])
             losses[i] += log_loss(index[held], p, labels=model.classes_, normalize=False)
     return PENALTIES[int(np.argmin(losses))]
 
 
-def _evidence(Z: np.ndarray, y: np.ndarray) -> float:
+def _maximize_evidence(Z: np.ndarray, y: np.ndarray) -> float:
     """The penalty with the largest Laplace evidence, one over the prior variance of the weights."""
     outputs = y.shape[1] if y.ndim == 2 else int(y.max()) + 1
     outputs = 1 if outputs == 2 and y.ndim == 1 else outputs
@@ -208,7 +274,7 @@ def _evidence(Z: np.ndarray, y: np.ndarray) -> float:
 # Numbers.
 
 
-def _ridge(Z: np.ndarray, Y: np.ndarray, how: Chosen) -> tuple[np.ndarray, np.ndarray, Any]:
+def _fit_ridge(Z: np.ndarray, Y: np.ndarray, how: PenaltyChoice) -> tuple[np.ndarray, np.ndarray, Any]:
     if len(Z) < 2:
         raise ValueError("Regression needs at least two examples; got one.")
     columns = Y[:, None] if Y.ndim == 1 else Y

@@ -20,16 +20,16 @@ from linnet.inference.gaussian.iterative import cached_if_fits, preconditioner_o
 from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
-from linnet.inference.mode.newton import Mode, as_weight
-from linnet.inference.mode.spaces import squared
+from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import Settings, choose_solver, work_of_a_minute
 from linnet.inference.variational import Variational
 from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.cholesky import Solution, cg, cholesky_
+from linnet.linalg.cholesky import cholesky_
 from linnet.linalg.cholesky import log_det_from as exact_log_det
-from linnet.linalg.lanczos import log_det_from
-from linnet.linalg.preconditioners.nystrom import Preconditioner
-from linnet.linalg.row_weights import weigh
+from linnet.linalg.conjugate_gradients import Solution, cg
+from linnet.linalg.lanczos import log_det_from_tridiagonals
+from linnet.linalg.preconditioners.low_rank import Preconditioner
+from linnet.linalg.row_weights import as_weight, weigh, weight_from_root
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.posteriors import (
     DiagonalPosterior,
@@ -258,7 +258,7 @@ def _features(data: Observed, prior: Prior, settings: Settings) -> tuple[Choice,
 def _with_hessian(J: Jacobian, variance: Tensor, mode: Mode) -> Mode:
     """The mode with the factor of its Hessian in weight space, from one pass over the data."""
     d = variance.sqrt()
-    H = J.normal_matrix(squared(mode.root)).mul_(d).mul_(d[:, None])
+    H = J.normal_matrix(weight_from_root(mode.root)).mul_(d).mul_(d[:, None])
     H.diagonal().add_(1)
     factor = cholesky_(H)
     return replace(mode, factor=factor, log_det=float(exact_log_det(factor)))
@@ -308,7 +308,7 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
         progress=settings.progress,
     ).checked("The solve for posterior samples")
     assert solution.tridiagonals is not None
-    log_det, error = log_det_from(solution.tridiagonals, P, J.shape[1])
+    log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[1])
     posterior = SamplePosterior(delta, d[:, None] * solution.value[:, :k])
     value = -mode.objective - 0.5 * log_det
     return GeneralizedFit(

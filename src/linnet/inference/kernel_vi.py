@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.inference.mode.newton import FLOOR, Line, inner_matrix
+from linnet.inference.mode.newton import FLOOR, Line
 from linnet.inference.variational import FLAT, Problem, Variational
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import inner_matrix, weigh
 from linnet.probability.expectations import Expected
 from linnet.probability.likelihoods import Likelihood
-from linnet.probability.posteriors import by_root
 
 DRAWS = 256
 """Draws for each example. Where the prior says next to nothing, few of them do not show how the covariance should
@@ -68,7 +68,7 @@ def full(
         iterations: At most as many.
 
     Example:
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> A = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double(), "K": A @ A.T}
@@ -156,7 +156,7 @@ class _Covariance:
         n, c = B.shape[:2]
         root = _root(B)
         factor = cholesky_(inner_matrix(K, root))
-        T = solve_lower(factor, by_root(root, K, transpose=True))
+        T = solve_lower(factor, weigh(K, root, transpose=True))
         if B.ndim == 2:
             blocks = (K.diagonal() - T.square().sum(0)).view(n, c).clamp_min(0)
         else:
@@ -179,5 +179,5 @@ def _root(B: Tensor) -> Tensor:
 def _inner(K: Tensor, B: Tensor, x: Tensor) -> Tensor:
     """``L M^-1 L^T x``, (n c,), for ``B = L L^T``."""
     root = _root(B)
-    inside = cholesky_solve(cholesky_(inner_matrix(K, root)), by_root(root, x[:, None], transpose=True))
-    return by_root(root, inside)[:, 0]
+    inside = cholesky_solve(cholesky_(inner_matrix(K, root)), weigh(x[:, None], root, transpose=True))
+    return weigh(inside, root)[:, 0]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
+from linnet._common.memory import check_fits, dense_budget
 from linnet.inference.evidence.gaussian import Choice
-from linnet.jacobian.plan import check_fits, dense_budget
-from linnet.linalg.cholesky import Solution
+from linnet.linalg.conjugate_gradients import Solution
 from linnet.probability.posteriors import Posterior
 
 Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
@@ -28,7 +28,8 @@ class Settings:
         memory: Bytes that dense matrices may take, or "auto".
         tolerance: Largest relative residual of the iterative solvers.
         iterations: Their limit.
-        preconditioner: "nystrom", "pivoted-cholesky" or "none"; "auto" is Nystrom where examples can be chosen.
+        preconditioner: "nystrom" or "none"; "auto" is Nystrom where examples can be chosen. "pivoted-cholesky", a
+            preconditioner of earlier versions, means "auto".
         rank: Rows of the kernel that the preconditioner is made from, or "auto".
         samples: Posterior samples of the iterative solvers.
         probes: Probe vectors of the log determinant.

@@ -20,19 +20,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import probes_of
-from linnet.inference.mode.newton import as_weight, inner_matrix
 from linnet.inference.problem import Settings
 from linnet.inference.sampling_system import again, system_of
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
-from linnet.linalg.cholesky import Solution, cg, cholesky_, cholesky_solve
+from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.linalg.cholesky import log_det_from as dense_log_det
-from linnet.linalg.lanczos import log_det_from
-from linnet.linalg.preconditioners.nystrom import Preconditioner
-from linnet.linalg.preconditioners.woodbury import REFINED, Direct
+from linnet.linalg.conjugate_gradients import Solution, cg
+from linnet.linalg.lanczos import log_det_from_tridiagonals
+from linnet.linalg.preconditioners.low_rank import Preconditioner
+from linnet.linalg.preconditioners.woodbury import REFINED
+from linnet.linalg.row_weights import as_weight, inner_matrix, weigh
 from linnet.network.parameters import Layout
-from linnet.probability.posteriors import SamplePosterior, by_root
+from linnet.probability.posteriors import SamplePosterior
 
 Space = Literal["auto", "weight", "function"]
 Kind = Literal["auto", "sketch", "nystrom", "pivoted-cholesky", "none"]
@@ -65,7 +66,7 @@ class Samples:
     solution: Solution | None = field(default=None, repr=False)
     log_det: float | None = None
     log_det_error: float = 0.0
-    preconditioner: Preconditioner | Direct | None = field(default=None, repr=False)
+    preconditioner: Preconditioner | None = field(default=None, repr=False)
     curvature: float = 0.0
 
     @property
@@ -118,7 +119,7 @@ def posterior_samples(
     seed: int = 0,
     start: Samples | None = None,
     space: Space = "auto",
-    preconditioner: Kind | Preconditioner | Direct = "auto",
+    preconditioner: Kind | Preconditioner = "auto",
     rank: int | str = "auto",
     probes: int = 0,
     memory: float | str = "auto",
@@ -143,8 +144,9 @@ def posterior_samples(
         start: Samples from the same seed to start from, for another S, another noise or other weights. Where none of
             them has changed much, their preconditioner serves again (unless another is asked for).
         space: "weight", "function", or "auto".
-        preconditioner: "sketch" (`linnet.linalg.preconditioners.randomized`), "nystrom" or "pivoted-cholesky"
-            (`linnet.linalg.preconditioners.nystrom`), "none", or one that is made already. "auto" is a direct solve
+        preconditioner: "sketch" (`linnet.linalg.preconditioners.randomized`), "nystrom"
+            (`linnet.linalg.preconditioners.nystrom`), "none", or one that is made already. "pivoted-cholesky", of
+            earlier versions, means "nystrom" where examples can be chosen. "auto" is a direct solve
             with the rows that carry the curvature (`linnet.linalg.preconditioners.woodbury`) where these are few or a
             sketch has no memory, and else a sketch.
         rank: Columns of the sketch, or landmark examples; "auto" goes by memory, and by what a column costs.
@@ -161,7 +163,7 @@ def posterior_samples(
 
     Example:
         >>> from linnet import linearize
-        >>> from linnet.likelihoods import Gaussian
+        >>> from linnet.probability.likelihoods import Gaussian
         >>> J = linearize(torch.nn.Linear(3, 1)).jacobian(torch.eye(3))
         >>> samples = posterior_samples(J, torch.ones(4), Gaussian(0.1).root(J.outputs()), 64)
         >>> samples.Z.shape, samples.posterior().variance(J).shape
@@ -195,7 +197,7 @@ def posterior_samples(
         return _function(J, S, L, e, h, seed, tolerance)
     J, d = J.steady(), S.sqrt()
     Phi = J.scaled(d)
-    data = Phi.T @ by_root(L, e)
+    data = Phi.T @ weigh(e, L)
     del e
     B = data + h
     # A share of the whole right-hand side could be met by h alone, where there are many more parameters than data.
@@ -203,7 +205,7 @@ def posterior_samples(
     del data
     if share == 0:
         return Samples(d[:, None] * h, S, seed, "weight", Solution(h, True, 0, 0.0, tolerance=tolerance), 0.0)
-    P: Preconditioner | Direct | None = None if isinstance(preconditioner, str) else preconditioner
+    P: Preconditioner | None = None if isinstance(preconditioner, str) else preconditioner
     if preconditioner == "auto" and rank == "auto" and start is not None and start.preconditioner is not None:
         P = again(start.preconditioner, start.variance, S, float(L.square().mean()) / start.curvature)
     system = system_of(J, S, L, k, settings, kind=kind, coarse=coarse, preconditioner=P, probes=probes)
@@ -266,7 +268,7 @@ def effective_dimension(J: Jacobian, L: Tensor, Z: Tensor) -> tuple[float, float
         True
     """
     _check_two(Z.shape[1])
-    return _estimate(by_root(as_weight(L), J @ Z, transpose=True).double().square().sum(0))
+    return _estimate(weigh(J @ Z, as_weight(L), transpose=True).double().square().sum(0))
 
 
 # The two spaces.
@@ -289,10 +291,10 @@ def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int
         return cholesky_solve(factor, right.to(factor.dtype), overwrite=True).to(right.dtype)
 
     def lifted(a: Tensor) -> Tensor:
-        return d * (J.T @ by_root(L, a))
+        return d * (J.T @ weigh(a, L))
 
     def left(u: Tensor, a: Tensor) -> Tensor:
-        return e - by_root(L, J @ (d * u), transpose=True) - a
+        return e - weigh(J @ (d * u), L, transpose=True) - a
 
     a = solved(left(h, torch.zeros_like(e)))
     u = h + lifted(a)
@@ -325,9 +327,9 @@ def _started(start: Samples, h: Tensor, d: Tensor) -> Tensor:
     return h + moved * torch.where(after > 0, before / after, 0)
 
 
-def _log_det(solution: Solution, P: Preconditioner | Direct | None, p: int) -> tuple[float, float]:
+def _log_det(solution: Solution, P: Preconditioner | None, p: int) -> tuple[float, float]:
     assert solution.tridiagonals is not None
-    return log_det_from(solution.tridiagonals, P, p)
+    return log_det_from_tridiagonals(solution.tridiagonals, P, p)
 
 
 def _draws(rows: int, k: int, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -341,12 +343,12 @@ def _estimate(each: Tensor) -> tuple[float, float]:
 # Checks.
 
 
-def _kind(preconditioner: Kind | Preconditioner | Direct) -> str:
-    if isinstance(preconditioner, Preconditioner | Direct):
+def _kind(preconditioner: Kind | Preconditioner) -> str:
+    if isinstance(preconditioner, Preconditioner):
         return "none"
     if preconditioner not in get_args(Kind):
         raise ValueError(
-            f"preconditioner must be a Preconditioner, a Direct, or one of {', '.join(map(repr, get_args(Kind)))}; "
+            f"preconditioner must be a Preconditioner or one of {', '.join(map(repr, get_args(Kind)))}; "
             f"got {preconditioner!r}."
         )
     return str(preconditioner)

@@ -19,18 +19,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
-from linnet.inference.mode.spaces import squared
 from linnet.inference.problem import Settings
 from linnet.jacobian.informative_rows import reduced
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import autodiff_wins, dense_budget
-from linnet.linalg.cholesky import Product
+from linnet.jacobian.plan import autodiff_wins
+from linnet.linalg.conjugate_gradients import Product
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.nystrom import Preconditioner
-from linnet.linalg.preconditioners.randomized import rescaled, sketch
-from linnet.linalg.preconditioners.woodbury import Direct, direct
+from linnet.linalg.preconditioners.low_rank import Preconditioner
+from linnet.linalg.preconditioners.randomized import sketch
+from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury
+from linnet.linalg.row_weights import weight_from_root
 
 NEAR = 10.0
 """A preconditioner serves again while no prior variance, in units of the noise, has changed by a larger factor."""
@@ -45,7 +46,7 @@ may; the second pair where a sketch has no memory. A larger share takes fewer ro
 
 @dataclass(frozen=True)
 class System:
-    """What `linnet.linalg.cholesky.cg` takes.
+    """What `linnet.linalg.conjugate_gradients.cg` takes.
 
     Attributes:
         product: V (p, k) to ``H V``.
@@ -55,7 +56,7 @@ class System:
 
     product: Product
     exact: Product | None
-    preconditioner: Preconditioner | Direct | None
+    preconditioner: Preconditioner | None
 
 
 def system_of(
@@ -67,7 +68,7 @@ def system_of(
     *,
     kind: str = "auto",
     coarse: Jacobian | None = None,
-    preconditioner: Preconditioner | Direct | None = None,
+    preconditioner: Preconditioner | None = None,
     probes: int = 0,
 ) -> System:
     """The system of posterior samples.
@@ -83,7 +84,7 @@ def system_of(
         preconditioner: One that is made already.
         probes: Columns whose tridiagonals are wanted, which only an exact product has.
     """
-    d, weight = S.sqrt(), squared(L)
+    d, weight = S.sqrt(), weight_from_root(L)
 
     def of(op: LinearOperator, weight: Tensor | None) -> Product:
         Phi = op.scaled(d)
@@ -93,7 +94,8 @@ def system_of(
     if coarse is not None:
         P = preconditioner or _all_rows(coarse, d, L, k, settings, kind)
         return System(of(coarse, weight), exact, P)
-    if kind not in ("auto", "sketch") or isinstance(preconditioner, Direct) or (preconditioner and probes):
+    given = isinstance(preconditioner, WoodburyPreconditioner) or (preconditioner and probes)
+    if kind not in ("auto", "sketch") or given:
         return System(exact, None, preconditioner or _all_rows(J, d, L, k, settings, kind))
     if preconditioner is None and kind == "auto" and isinstance(settings.rank, str):
         found = _direct(J, S, L, k, settings)
@@ -113,7 +115,7 @@ def system_of(
     return System(of(few, None), exact, preconditioner)
 
 
-def again(P: Preconditioner | Direct, old: Tensor, new: Tensor, noise: float) -> Preconditioner | Direct | None:
+def again(P: Preconditioner, old: Tensor, new: Tensor, noise: float) -> Preconditioner | None:
     """The preconditioner of another solve for this prior and noise; None where they are too far apart.
 
     Args:
@@ -125,9 +127,7 @@ def again(P: Preconditioner | Direct, old: Tensor, new: Tensor, noise: float) ->
     ratio = torch.where(old > 0, new / old, 1.0) * noise
     if bool((ratio > NEAR).any() | (ratio < 1 / NEAR).any() | ((old > 0) != (new > 0)).any()):
         return None
-    if isinstance(P, Direct):  # as it is: another costs a Gram matrix, and this one some iterations
-        return P
-    return rescaled(P, ratio.sqrt())
+    return P.rescale(ratio.sqrt())
 
 
 def _columns(J: Jacobian, k: int, settings: Settings, *, rows: bool) -> tuple[int, bool]:
@@ -146,7 +146,7 @@ def _by_column(J: Jacobian, k: int) -> bool:
     return autodiff_wins("fused", k=k, c=J.c)
 
 
-def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> Direct | None:
+def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> WoodburyPreconditioner | None:
     """A direct solve with a few rows, where it is worth its Gram matrix (m, m)."""
     columns, limited = _columns(J, k, settings, rows=True)
     fits = math.isqrt(dense_budget(settings.memory, J.device) // 24)
@@ -158,7 +158,7 @@ def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> Di
     R = reduced(J, L, share=share, most=fits, largest=largest)
     if R is None:
         return None
-    return direct(R, S, generator=settings.generator(2), coarse=_in_products(R))
+    return woodbury(R, S, generator=settings.generator(2), coarse=_in_products(R))
 
 
 def _in_products(R: Stack) -> Stack:
@@ -176,7 +176,7 @@ def _all_rows(J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, kin
     if kind == "none":
         return None
     if kind not in ("auto", "sketch"):
-        return preconditioner_of(J.scaled(d), J, squared(L), settings, "weight")
+        return preconditioner_of(J.scaled(d), J, weight_from_root(L), settings, "weight")
     columns, _ = _columns(J, k, settings, rows=False)
     if J.device.type == "cuda" and not _by_column(J, k):
         J = J.in_precision("products")

@@ -28,18 +28,11 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.inference.mode.newton import (
-    FLOOR,
-    Line,
-    as_weight,
-    check_concave,
-    check_kind,
-    check_mean,
-    check_operator,
-)
-from linnet.linalg.cholesky import Solvable, cg, cholesky_, log_det_from
+from linnet.inference.mode.newton import FLOOR, Line, check_concave, check_kind, check_mean, check_operator
+from linnet.linalg.cholesky import cholesky_, log_det_from
+from linnet.linalg.conjugate_gradients import Solvable, cg
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import weigh
+from linnet.linalg.row_weights import as_weight, weigh
 from linnet.probability.expectations import Expected, expected
 from linnet.probability.likelihoods import Likelihood
 
@@ -143,7 +136,7 @@ def meanfield(
         iterations: At most as many.
 
     Example:
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
@@ -190,7 +183,7 @@ def lowrank(
         iterations: At most as many.
 
     Example:
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}

@@ -14,15 +14,10 @@ from linnet.interop.gpytorch import as_linearization
 from linnet.jacobian.differentiable_rows import Features, TangentFeatures
 from linnet.jacobian.linearization import Linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
+from linnet.linalg.row_weights import weigh
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.probability.posteriors import (
-    FunctionPosterior,
-    Posterior,
-    SamplePosterior,
-    WeightPosterior,
-    by_root,
-)
+from linnet.probability.posteriors import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
 from linnet.probability.priors import PriorSpec
 from linnet.tangent.regressor import TangentRegressor
 
@@ -234,7 +229,7 @@ class TangentModel(Model):
         """Joint covariances of ``count`` groups of rows, (count, rows / count, rows / count)."""
         posterior = self._posterior
         if isinstance(posterior, FunctionPosterior):
-            cross = by_root(posterior.root, self._features.cross(posterior.J, f), transpose=True)
+            cross = weigh(self._features.cross(posterior.J, f), posterior.root, transpose=True)
             T = torch.linalg.solve_triangular(posterior.factor, cross, upper=False).T.reshape(count, -1, len(cross))
             return self._features.blocks(f, f, count) - T @ T.mT
         if isinstance(posterior, WeightPosterior):

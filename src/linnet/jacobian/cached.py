@@ -8,21 +8,21 @@ from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING, Any, final
 
-import psutil
 import torch
 from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
+from linnet._common.memory import budget, free
+from linnet._common.progress import bar
 from linnet._common.torch_settings import arithmetic, of_network
-from linnet.data.batch import Batch, leaves, moved
-from linnet.data.sources import bar
+from linnet.data.batch import Batch, leaves, move
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExamples, NetworkChunks, Prepare
 from linnet.jacobian.passes import Pass, PassSettings
-from linnet.jacobian.plan import PRODUCTS, Engine, Request, budget
+from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.rule_selection import PROBE
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class StoredChunk:
 
     def take(self, index: Tensor) -> StoredChunk:
         """Copies of some examples."""
-        there = moved(index, self.f.device)
+        there = move(index, self.f.device)
         taken = _once(lambda t: t.index_select(0, there))
         factors = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.factors]
         return StoredChunk(self.batch.take(index), self.f.index_select(0, there), factors)
@@ -279,7 +279,7 @@ class StoredChunk:
         for column in columns:
             tensors = zip(*(tensors for _, tensors in column), strict=True)
             factors.append((column[0][0], tuple(join(group) for group in tensors)))
-        batch = Batch.joined([part.batch for part in parts], start)
+        batch = Batch.join([part.batch for part in parts], start)
         return StoredChunk(batch, torch.cat([part.f for part in parts]), factors)
 
 
@@ -337,7 +337,7 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * psutil.virtual_memory().available)
+        return int(0.25 * free(device))
     return budget(memory, device)
 
 

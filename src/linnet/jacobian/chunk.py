@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet._common import messages
+from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import Precision, forward_mode, noting_saved
-from linnet.data.batch import Batch, Deferred, Source
+from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Recipe
@@ -119,7 +120,7 @@ class ChunkBuilder:
             name: nn.Parameter(t.detach(), requires_grad=graph) for name, t in net.theta.items()
         }
         known = shared = None
-        with net.in_precision(precision), torch.set_grad_enabled(graph):
+        with net.in_precision(precision), torch.enable_grad() if graph else torch.no_grad():
             if along is None or not along.shape[1] or not (columns and graph):
                 f = net.forward(leaves, batch)
             else:

@@ -24,14 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from linnet._common import messages
-from linnet.data.batch import Batch, Source, moved
-from linnet.data.sources import bar
+from linnet._common.progress import bar
+from linnet.data.batch import Batch, Source, move
 from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.passes import Pass
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
 from linnet.jacobian.rule_selection import PROBE
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import READERS
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class _Root:
 
     def __call__(self, kept: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self.state.replaying(kept):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.module.forward(*args, **kwargs)
 
 
 class _State:
@@ -177,7 +178,7 @@ class Frozen:
     def __init__(self, lin: Linearization, batch: Batch) -> None:
         probe = batch.part(0, min(PROBE, batch.n))
         self.lin, self._state = lin, _State()
-        model = copy.deepcopy(lin.module, {id(t): t for t in lin.module.parameters()})
+        model = copy_sharing_parameters(lin.module)
         self._whole = replace(lin.network, module=model)
         selected = set(lin.network.places)
         for name, module in model.named_modules():
@@ -274,10 +275,8 @@ class Frozen:
 
     def _above(self) -> Linearization:
         """The linearization of a copy of the network whose frozen calls are replaced."""
-        model = self._whole.module
-        # The copy that records runs the forward of the class.
-        self._whole = replace(self._whole, module=copy.copy(model))
-        model.forward = _Root(model, self._state)
+        model = copy.copy(self._whole.module)  # the whole network keeps its forward
+        model.forward = _Root(self._whole.module, self._state)
         # What passes of the network above leave behind need not be checked.
         return self.lin.with_network(replace(self._whole, module=model, first_state=None))
 
@@ -329,6 +328,9 @@ class SourceWithActivations(Source):
         self.n, self.by_position = base.n, base.by_position
         self.kind = f"{base.kind}, with activations {where}"
 
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.base.code(start, stop)  # the activations follow from the data
+
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         for batch in self.base.batches(size, start, stop):
             part = [t[batch.start : batch.start + batch.n] for t in self.tensors]
@@ -337,7 +339,7 @@ class SourceWithActivations(Source):
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)
         for chunk, batch in zip(held, self.base._gather(held), strict=True):
-            yield Frozen.with_kept(batch, [t.index_select(0, moved(chunk, t.device)) for t in self.tensors])
+            yield Frozen.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
 
 
 def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLike[str] | None) -> NetworkChunks:

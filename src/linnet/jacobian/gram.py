@@ -12,13 +12,14 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
-from linnet.data.sources import bar
+from linnet._common.memory import budget
+from linnet._common.progress import bar
 from linnet.jacobian.blocks.base import Factor, Rows, Scale
 from linnet.jacobian.blocks.composite import cut_by_layer
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
-from linnet.jacobian.plan import budget, prepare
+from linnet.jacobian.plan import prepare
 from linnet.linalg.row_weights import weigh
 
 if TYPE_CHECKING:

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.distributed import add_up, rank_and_world, share_rows
+from linnet._common import files, messages
+from linnet._common.deferred import Deferred
+from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, share_rows
+from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
-from linnet.data.batch import Batch, Deferred, Given, Source
-from linnet.data.sources import bar
+from linnet.data.batch import Batch, SingleBatch, Source
 from linnet.jacobian import gram
 from linnet.jacobian.blocks.base import Factor
 from linnet.jacobian.blocks.composite import add_rmatmul
@@ -33,8 +34,7 @@ from linnet.jacobian.frozen_layers import SourceWithActivations, store_activatio
 from linnet.jacobian.kronecker import Kronecker, Rotation
 from linnet.jacobian.passes import Pass, Piece
 from linnet.jacobian.plan import Plan, describe
-from linnet.linalg.operator import LinearOperator, RowFn
-from linnet.linalg.operator_checks import by_block, check_fn_result, check_weight
+from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
 
 BatchFn = Callable[[Tensor, Batch], Tensor]
@@ -50,7 +50,6 @@ class Jacobian(LinearOperator):
     Args:
         chunks: Where the chunks of the Jacobian come from: the network, or memory.
         rotation: The coordinates of the columns; None for the coordinates of the parameters.
-        stays: Whether `minibatches` gives this very Jacobian, whose factors stay where they are, in every epoch.
 
     Attributes:
         lin: The linearized network.
@@ -58,13 +57,12 @@ class Jacobian(LinearOperator):
         c: Outputs.
         shape: (n * c, p).
         passes: Goes over the chunks.
-        stays: As given.
     """
 
     symbol = "J"
 
-    def __init__(self, chunks: ChunkSource, *, rotation: Rotation | None = None, stays: bool = False) -> None:
-        self.passes, self.lin, self.n, self.stays = Pass(chunks, rotation), chunks.lin, chunks.n, stays
+    def __init__(self, chunks: ChunkSource, *, rotation: Rotation | None = None) -> None:
+        self.passes, self.lin, self.n = Pass(chunks, rotation), chunks.lin, chunks.n
         self.dtype, self.device = self.lin.dtype, self.lin.device
         self._copies: tuple[int, list[Jacobian]] = (0, [])  # of all minibatches of a size
 
@@ -233,7 +231,7 @@ class Jacobian(LinearOperator):
             check_fn_result(self, found, given)
             return found[:, None] if vector else found
 
-        return by_block(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
+        return apply_to_columns(self, V, lambda block: self._fused_by_piece(by_piece, block, summed=False)[0])
 
     def pullback(self, fn: Callable[[Batch], Tensor]) -> Tensor:
         r""":math:`J^\top u` for a u that depends on the outputs, (p,): one forward and one backward pass.
@@ -349,6 +347,17 @@ class Jacobian(LinearOperator):
         chunks = self.passes.chunks
         return self._with(chunks.subset(index, self.passes.chunk_size() if self.in_memory else 0))
 
+    def rows(self, index: Tensor) -> Jacobian | None:
+        return self.subset(index) if self.by_position else None
+
+    def fingerprint(self) -> str:
+        return files.fingerprint(self.lin.theta)
+
+    def checksums(self) -> dict[str, str]:
+        own = self._source.code(*self.passes.own)
+        weights = f"{self.lin.network.watch.code:016x}"
+        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
+
     def over(self, source: Source, late: Deferred | None = None) -> Jacobian:
         """The Jacobian of other examples of the same kind.
 
@@ -405,7 +414,7 @@ class Jacobian(LinearOperator):
         """The examples at ``index``, with forms for products that are made once."""
         part = self.subset(index).passes.chunks
         assert isinstance(part, StoredChunks)
-        return Jacobian(part.with_forms(), rotation=self.passes.rotation, stays=True)
+        return self._with(part.with_forms())
 
     def _read_minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         """Minibatches that are read from the data, each once."""
@@ -420,7 +429,7 @@ class Jacobian(LinearOperator):
         else:
             places, read = self.index, zip(taken, source._gather(taken), strict=True)
             batches = (replace(batch, start=0, positions=places[index]).to(self.device) for index, batch in read)
-            parts = (Given(batch, source.kind) for batch in batches)
+            parts = (SingleBatch(batch, source.kind) for batch in batches)
         try:
             for part in parts:
                 yield self._with(whole.over(part, checks))

@@ -6,7 +6,6 @@ information from m sampled labels that is all there is to differentiate, however
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from linnet._common import messages
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
+from linnet.network.copies import with_forward
 from linnet.network.functional_model import FunctionalModel
 
 NAME = "linnet_root"
@@ -50,17 +50,14 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
 
 def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:
     """The module with a forward that also takes the combinations; its parameters keep their names."""
-    kind = type(model)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         root = kwargs.pop(NAME)
-        raw = kind.forward(self, *args, **kwargs)
+        raw = module.forward(*args, **kwargs)
         f = messages.output_matrix(messages.output_tensor(raw) if output is None else output(raw), len(root))
         return (root.to(f.dtype).mT @ f[..., None])[..., 0]
 
-    other = copy.copy(model)
-    other.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    return other
+    return with_forward(model, forward)
 
 
 class _WithRoot(Source):

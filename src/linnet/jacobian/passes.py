@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import rank_and_world, shard
+from linnet._common.memory import budget
+from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, arithmetic
 from linnet.data.batch import Batch
-from linnet.data.sources import bar
 from linnet.jacobian.blocks.base import Factor
 from linnet.jacobian.blocks.composite import Lazy, pack
 from linnet.jacobian.blocks.embedding_table import Tokens
 from linnet.jacobian.chunk import ChunkRequest, ChunkSource, Prepare
 from linnet.jacobian.kronecker import Rotation
-from linnet.jacobian.plan import PRODUCTS, Engine, Request, budget, choose, chunk_size, prepare
+from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
 from linnet.jacobian.proofs import Disproved
 
 CONVOLVED = 4096

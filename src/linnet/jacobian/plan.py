@@ -15,11 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-import psutil
-import torch
-
 from linnet._common.distributed import rank_and_world
-from linnet._common.messages import check_memory
+from linnet._common.memory import budget, format_bytes
 from linnet.jacobian.blocks.base import Factor, Rows
 from linnet.jacobian.blocks.composite import Lazy, Sum, cut_by_layer
 from linnet.jacobian.blocks.embedding_table import Tokens
@@ -95,53 +92,6 @@ def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
     return request == "fused" and 1 + 4.5 * k < captured
 
 
-def free(device: torch.device) -> int:
-    """Bytes of a GPU that this process can still take: what is free, within `set_per_process_memory_fraction`."""
-    available, total = torch.cuda.mem_get_info(device)
-    taken = torch.cuda.memory_allocated(device)
-    within = int(torch.cuda.get_per_process_memory_fraction(device.index) * total) - taken
-    return max(0, min(available + torch.cuda.memory_reserved(device) - taken, within))
-
-
-def budget(memory: float | str, device: torch.device) -> int:
-    """Bytes that a chunk may take: as given, or a fraction of what is free."""
-    check_memory(memory)
-    if isinstance(memory, str):
-        if device.type == "cuda":
-            return int(0.5 * free(device))
-        return int(min(0.25 * psutil.virtual_memory().available, 2**30))
-    return int(memory)
-
-
-def dense_budget(memory: float | str, device: torch.device) -> int:
-    """Bytes that dense matrices may take: as given, or most of what is free."""
-    if isinstance(memory, str) and memory == "auto":
-        if device.type == "cuda":
-            return int(0.9 * free(device))
-        return int(0.5 * psutil.virtual_memory().available)
-    return budget(memory, device)
-
-
-def check_fits(needed: float, memory: float | str, device: torch.device, *, what: str, instead: str) -> None:
-    """Raise before dense matrices are made that do not fit.
-
-    Args:
-        needed: Bytes that the matrices take.
-        memory: Bytes that they may take; "auto" is all that is free.
-        device: Where they are.
-        what: What needs them, the subject of "takes".
-        instead: What to choose instead.
-    """
-    if isinstance(memory, str) and memory == "auto":
-        limit = free(device) if device.type == "cuda" else psutil.virtual_memory().available
-        there = f"{_bytes(limit)} are free"
-    else:
-        limit = budget(memory, device)
-        there = f"memory= allows {_bytes(limit)}"
-    if needed > limit:
-        raise MemoryError(f"{what} takes {_bytes(needed)}, and {there}. {instead}, or allow more with memory=.")
-
-
 @dataclass(frozen=True)
 class Line:
     """One layer in the plan.
@@ -196,7 +146,8 @@ class Plan:
         head = [
             f"Jacobian ({self.shape[0]:,} x {self.shape[1]:,}): {self.n:,} examples ({self.data}), {self.c} outputs, "
             f"{self.note}",
-            f"chunks of {self.chunk:,} examples, {_bytes(self.per_example)} each, within {_bytes(self.budget)}",
+            f"chunks of {self.chunk:,} examples, {format_bytes(self.per_example)} each, within "
+            f"{format_bytes(self.budget)}",
         ]
         titles = ("layer", "rule", "parameters", "uses", "products", "gram", f"cost (k = {PLAN_COLUMNS})")
         body = [
@@ -311,12 +262,4 @@ def _count(number: float) -> str:
         if number < 1000 or unit == " G":
             return f"{number:.0f}{unit}" if unit == "" or number >= 100 else f"{number:.1f}{unit}"
         number /= 1000
-    raise AssertionError
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
     raise AssertionError

@@ -6,9 +6,8 @@ from typing import final
 
 from torch import Tensor
 
-from linnet.inference.mode.newton import as_weight, inner_matrix
 from linnet.linalg.operator import LinearOperator, RowFn
-from linnet.linalg.row_weights import weigh
+from linnet.linalg.row_weights import as_weight, inner_matrix, weigh
 
 
 @final
@@ -49,8 +48,3 @@ class Weighted(LinearOperator):
         if weight is not None:
             raise NotImplementedError(f"{self.name} has no column_norms with a weight")
         return self.J.column_norms(self.L.square() if self.L.ndim == 1 else self.L @ self.L.mT)
-
-
-def weight_of(root: Tensor) -> Tensor:
-    """B as operators take it, (n c,) or (n, c, c), from its root."""
-    return root.square().flatten() if root.ndim == 2 else root @ root.mT

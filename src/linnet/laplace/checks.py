@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
-from linnet.jacobian.plan import check_fits, dense_budget
+from linnet._common.memory import check_fits, dense_budget
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.priors import check_prior
 

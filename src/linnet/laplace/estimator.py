@@ -39,9 +39,10 @@ from linnet.laplace.structures import (
     Subnetwork,
     kernels_of,
 )
-from linnet.network.flat_output import FlatOutput, Sites
+from linnet.network.flat_output import FlatOutput
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.tangent.base import as_targets, checked_inputs, fast_float64, plain_options
 

@@ -12,10 +12,10 @@ from linnet._estimator import behavior
 from linnet._estimator import files as saved
 from linnet.jacobian.kronecker import Rotation
 from linnet.laplace.search import Step
-from linnet.network.flat_output import Sites
 from linnet.probability import posteriors
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import Posterior
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from linnet.jacobian.linearization import linearize
 from linnet.laplace.evidence import AtNetwork, Terms, group_norms
 from linnet.laplace.search import Method, Search, best
 from linnet.laplace.structures import Diagonal, Full, Function, Kron, Structure
-from linnet.network.flat_output import FlatOutput, Sites
+from linnet.network.flat_output import FlatOutput
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.priors import PriorSpec, make_prior
 from linnet.tangent.base import as_targets, fast_float64
 

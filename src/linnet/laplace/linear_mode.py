@@ -25,8 +25,8 @@ from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace.evidence import Terms, group_norms
 from linnet.linalg.cholesky import solve_lower
+from linnet.linalg.row_weights import weigh
 from linnet.probability.likelihoods import Likelihood
-from linnet.probability.posteriors import by_root
 from linnet.probability.priors import Prior
 
 
@@ -115,9 +115,7 @@ class AtKernelMode:
         assert isinstance(K, Tensor)
         mode = newton.function_space(K, self.y, mean=self.mean, likelihood=self.likelihood, tolerance=1e-8).checked()
         assert mode.factor is not None and mode.log_det is not None
-        V = solve_lower(
-            mode.factor, by_root(mode.root, torch.eye(len(K), dtype=K.dtype, device=K.device)).T.contiguous()
-        )
+        V = solve_lower(mode.factor, weigh(torch.eye(len(K), dtype=K.dtype, device=K.device), mode.root).T.contiguous())
         R = V.T @ V  # L M^-1 L^T
         gamma = [s * float((R * K_l).sum()) for s, K_l in zip(scales, self.kernels, strict=True)]
         shares = [s * float(mode.alpha @ (K_l @ mode.alpha)) for s, K_l in zip(scales, self.kernels, strict=True)]

@@ -15,10 +15,11 @@ from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.jacobian.differentiable_rows import TangentFeatures, product
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
-from linnet.network.flat_output import Sites
+from linnet.linalg.row_weights import weigh
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
@@ -26,7 +27,6 @@ from linnet.probability.posteriors import (
     Posterior,
     SamplePosterior,
     WeightPosterior,
-    by_root,
     square_root,
 )
 
@@ -132,7 +132,7 @@ def _form(posterior: Posterior, rows: Tensor) -> tuple[Tensor, Tensor | None, Te
         return rows, S, rows @ (S.sqrt()[:, None] * posterior.basis) @ known, -1.0
     assert isinstance(posterior, FunctionPosterior)
     S = posterior.prior_variance
-    cross = by_root(posterior.root, product(posterior.J, (rows * S).T), transpose=True)
+    cross = weigh(product(posterior.J, (rows * S).T), posterior.root, transpose=True)
     return rows, S, torch.linalg.solve_triangular(posterior.factor.tril(), cross, upper=False).T, -1.0
 
 
@@ -169,7 +169,7 @@ def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) ->
 def sampled_root(likelihood: Likelihood, f: Tensor, draws: int, *, seed: int) -> Tensor:
     r"""L (n, c, m) with ``E[L L^T] = B``: gradients of log p(y | f) for m targets drawn from the likelihood itself.
 
-    >>> from linnet.likelihoods import Categorical
+    >>> from linnet.probability.likelihoods import Categorical
     >>> f = torch.zeros(1, 3)
     >>> L = sampled_root(Categorical(), f, 20000, seed=0)
     >>> bool(torch.allclose(L @ L.mT, Categorical().curvature(f), atol=0.01))

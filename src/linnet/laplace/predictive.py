@@ -17,8 +17,9 @@ from linnet.inference.problem import check_covariance_fits
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.laplace import predictions
-from linnet.network.flat_output import FlatOutput, Sites, unflattened
+from linnet.network.flat_output import FlatOutput, unflattened
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import Posterior, SamplePosterior
 from linnet.tangent.base import Linearity, as_targets, checked_inputs, like
 

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from linnet.inference.evidence.log_determinants import Coupled, Dense, LogDet, Separable, eigenvalues_of
 from linnet.inference.gaussian.closed_form import check_conditioning
-from linnet.inference.mode.newton import as_weight, inner_matrix
 from linnet.inference.samples import Samples, posterior_samples
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import constant_over
-from linnet.jacobian.weighted_rows import Weighted, weight_of
+from linnet.jacobian.weighted_rows import Weighted
 from linnet.linalg.cholesky import cholesky_
-from linnet.linalg.svd.block_krylov import orthonormal
+from linnet.linalg.row_weights import as_weight, inner_matrix, weight_from_root
+from linnet.linalg.svd.block_krylov import orthonormalize
 from linnet.linalg.svd.truncated import low_rank
 from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.posteriors import (
@@ -77,7 +77,7 @@ class Full(Structure):
     name = "full"
 
     def __init__(self, J: Jacobian, root: Tensor) -> None:
-        G = J.normal_matrix(weight_of(root))
+        G = J.normal_matrix(weight_from_root(root))
         self.G = 0.5 * (G + G.T)
 
     def log_det(self, prior: Prior) -> LogDet:
@@ -135,7 +135,7 @@ class Diagonal(Structure):
     name = "diag"
 
     def __init__(self, J: Jacobian, root: Tensor) -> None:
-        self.values = J.column_norms(weight_of(root))
+        self.values = J.column_norms(weight_from_root(root))
 
     def log_det(self, prior: Prior) -> LogDet:
         return _of_diagonal(self.values, prior)
@@ -159,7 +159,7 @@ class Kron(Structure):
         self.factors = J.kronecker(root)
         self.rotation, self.values = self.factors.decomposed()
         if corrected:
-            self.values = J.rotated(self.rotation).column_norms(weight_of(root))
+            self.values = J.rotated(self.rotation).column_norms(weight_from_root(root))
 
     def log_det(self, prior: Prior) -> LogDet:
         constant_over(self.rotation.turns, prior.base, self.rotation.layout)
@@ -204,7 +204,8 @@ class LowRank(Structure):
         basis, s = self.basis, (t * variance[0]).sqrt() * self.s
         if not bool((variance == variance[0]).all()):  # else the directions stay, and no copy of them is made
             Phi = ((t * variance).sqrt()[:, None] * basis).mul_(self.s)
-            Q = orthonormal(Phi.clone())  # and a small decomposition: that of Phi is slow where p is millions, on GPUs
+            # And a small decomposition: the decomposition of Phi is slow where p is millions, on GPUs.
+            Q = orthonormalize(Phi.clone())
             U, s, _ = torch.linalg.svd(Q.T @ Phi, full_matrices=False)
             del Phi
             basis = Q @ U
@@ -227,7 +228,7 @@ class Subnetwork(Structure):
     name = "subnetwork"
 
     def __init__(self, J: Jacobian, root: Tensor, *, size: int, variance: Tensor, t: float) -> None:
-        weight = weight_of(root)
+        weight = weight_from_root(root)
         marginal = variance / (1 + t * variance * J.column_norms(weight))
         self.index = marginal.topk(min(size, len(variance))).indices.sort().values
         eye = torch.eye(len(self.index), dtype=J.dtype, device=J.device)
@@ -305,7 +306,7 @@ class _SampledLogDet(LogDet):
 
     def traces(self) -> list[float]:
         root = self.structure.root
-        values = self.structure.J.column_norms(weight_of(root))
+        values = self.structure.J.column_norms(weight_from_root(root))
         return _of_diagonal(values, self.prior).traces()
 
 

@@ -10,73 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.linalg.cholesky import Product, _check_right, _full_precision, cg
-from linnet.linalg.preconditioners.nystrom import Preconditioner
-from linnet.linalg.preconditioners.woodbury import Direct
+from linnet._common.torch_settings import full_precision
+from linnet.linalg.cholesky import check_right
+from linnet.linalg.conjugate_gradients import Product
+from linnet.linalg.preconditioners.low_rank import Preconditioner
 
 
-def log_det(
-    product: Product,
-    m: int,
-    *,
-    generator: torch.Generator,
-    preconditioner: Preconditioner | None = None,
-    probes: int = 16,
-    tolerance: float = 1e-3,
-    iterations: int = 1000,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-    progress: bool | None = None,
+def log_det_from_tridiagonals(
+    tridiagonals: Tensor, preconditioner: Preconditioner | None, m: int
 ) -> tuple[float, float]:
-    r"""An estimate of ``log det A`` and its standard error, by conjugate gradients on random right-hand sides.
+    r"""An estimate of ``log det A`` and its standard error, from probes that conjugate gradients have solved.
 
     .. math:: \log\det A = \log\det P + \mathrm{E}\,[m \, u^\top \log(P^{-1/2} A P^{-1/2}) \, u]
 
     with u uniform on the sphere: the direction of :math:`P^{-1/2} z`, z from N(0, P). The closer P is to A, the fewer
-    iterations and the smaller the standard error, which falls with the square root of the number of probes. What the
-    quadrature itself leaves is of the order of ``tolerance`` squared, and is not in the standard error.
-
-    Args:
-        product: ``V`` (m, k) to ``A V``; A symmetric positive definite.
-        m: Rows and columns of A.
-        generator: Source of the probes.
-        preconditioner: P; None means the identity.
-        probes: Number of right-hand sides, at least 2.
-        tolerance: Relative residual at which the quadrature of a probe ends.
-        iterations: At most this many.
-        dtype: Of the probes, where no preconditioner gives it.
-        device: Likewise.
-        progress: None shows a bar on a terminal only, False never, True always.
-
-    Raises:
-        ArithmeticError: Some probe did not converge.
-
-    >>> A = torch.diag(torch.linspace(1, 3, 50, dtype=torch.float64))
-    >>> found, error = log_det(lambda V: A @ V, 50, generator=torch.Generator().manual_seed(0))
-    >>> bool(abs(found - torch.logdet(A)) < 3 * error)
-    True
-    """
-    P = Preconditioner.identity(m, dtype=dtype, device=device) if preconditioner is None else preconditioner
-    if P.m != m:
-        raise ValueError(f"A is ({m}, {m}), so its preconditioner must be too; got {P!r}.")
-    if probes < 2:
-        raise ValueError(f"A standard error needs at least 2 probes; got {probes}.")
-    found = cg(
-        product,
-        P.sample(probes, generator),
-        preconditioner=P,
-        tolerance=tolerance,
-        iterations=iterations,
-        probes=probes,
-        verify=False,  # the quadrature is made of the recurrence; what the solution is worth does not matter
-        progress=progress,
-    ).checked("the probes of the log determinant")
-    assert found.tridiagonals is not None
-    return log_det_from(found.tridiagonals, P, m)
-
-
-def log_det_from(tridiagonals: Tensor, preconditioner: Preconditioner | Direct | None, m: int) -> tuple[float, float]:
-    """The estimate of ``log det A`` and its standard error from probes that were solved beside other columns.
+    iterations and the smaller the standard error, which falls with the square root of the number of probes. The error
+    of the quadrature itself is of the order of the squared tolerance of the solve, and is not in the standard error.
 
     Args:
         tridiagonals: (probes, q, q), from `cg` with ``preconditioner`` and right-hand sides drawn from N(0, P) with
@@ -86,7 +35,7 @@ def log_det_from(tridiagonals: Tensor, preconditioner: Preconditioner | Direct |
     """
     if len(tridiagonals) < 2:
         raise ValueError(f"A standard error needs at least 2 probes; got {len(tridiagonals)}.")
-    nodes, weights = gauss(tridiagonals)
+    nodes, weights = gauss_quadrature(tridiagonals)
     low = float(nodes.min())
     if not low > 0:
         raise ArithmeticError(
@@ -100,10 +49,10 @@ def log_det_from(tridiagonals: Tensor, preconditioner: Preconditioner | Direct |
     return base + float(each.mean()), float(each.std() / len(each) ** 0.5)
 
 
-def gauss(tridiagonals: Tensor) -> tuple[Tensor, Tensor]:
+def gauss_quadrature(tridiagonals: Tensor) -> tuple[Tensor, Tensor]:
     """Nodes and weights, both (k, q) in float64, of the quadratures that (k, q, q) tridiagonal matrices stand for.
 
-    >>> nodes, weights = gauss(torch.tensor([[[2.0, 1.0], [1.0, 2.0]]]))
+    >>> nodes, weights = gauss_quadrature(torch.tensor([[[2.0, 1.0], [1.0, 2.0]]]))
     >>> nodes.round(), weights
     (tensor([[1., 3.]], dtype=torch.float64), tensor([[0.5000, 0.5000]], dtype=torch.float64))
     """
@@ -134,7 +83,7 @@ def lanczos(product: Product, B: Tensor, *, steps: int) -> tuple[Tensor, Tensor,
     >>> nodes.round().tolist(), weights.round(decimals=3).tolist(), norms2.round().tolist()
     ([[1.0, 3.0]], [[0.5, 0.5]], [2.0])
     """
-    _check_right(B, B.shape[0], B)
+    check_right(B, B.shape[0], B)
     if steps < 1:
         raise ValueError(f"lanczos needs at least 1 step; got {steps}.")
     right = B[:, None] if B.ndim == 1 else B
@@ -151,7 +100,7 @@ def lanczos(product: Product, B: Tensor, *, steps: int) -> tuple[Tensor, Tensor,
     main, side = (torch.zeros(k, steps, dtype=torch.float64, device=B.device) for _ in range(2))
     size = torch.zeros(k, dtype=torch.float64, device=B.device)
     made = 0
-    with _full_precision(B.device):
+    with full_precision(B.device):
         while made < steps and bool(going.any()):
             basis[:, made] = q
             w = product(q.T.contiguous()).T[:, :, None]
@@ -174,5 +123,5 @@ def lanczos(product: Product, B: Tensor, *, steps: int) -> tuple[Tensor, Tensor,
             "lanczos met NaN or infinity in the products with A. Look at the operator, or use float64."
         )
     T = torch.diag_embed(main) + torch.diag_embed(side, 1) + torch.diag_embed(side, -1)
-    nodes, weights = gauss(T)
+    nodes, weights = gauss_quadrature(T)
     return nodes, weights, norms.double().square()

@@ -1,4 +1,4 @@
-"""Operators that are more than one product: dense and low-rank matrices, and several on top of each other."""
+"""Dense and low-rank matrices as operators, and operators on top of each other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from linnet._common import files
 from linnet.linalg.operator import LinearOperator, RowFn
-from linnet.linalg.row_weights import Rows, examples, weigh
+from linnet.linalg.row_weights import RowIndex, find_examples, weigh
 
 
 @final
@@ -32,6 +33,17 @@ class Matrix(LinearOperator):
         super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
         self.A, self.block = A, block
 
+    def rows(self, index: Tensor) -> LinearOperator:
+        """
+        >>> Matrix(torch.eye(3)).rows(torch.tensor([2])).dense()
+        tensor([[0., 0., 1.]])
+        """
+        examples = self.A.unflatten(0, (-1, self.block or 1))
+        return Matrix(examples[index.to(self.device)].flatten(0, 1), block=self.block)
+
+    def fingerprint(self) -> str:
+        return files.fingerprint({"A": self.A})
+
     def _matmul(self, V: Tensor) -> Tensor:
         return self.A @ V
 
@@ -52,7 +64,7 @@ class Matrix(LinearOperator):
         return (A if scale is None else A * scale) @ A.mT
 
     def _column_norms(self, weight: Tensor | None) -> Tensor:
-        return (self.A * weigh(self.A, weight, slice(0, self.shape[0]))).sum(0)
+        return (self.A * weigh(self.A, weight)).sum(0)
 
 
 @final
@@ -100,7 +112,7 @@ class LowRank(LinearOperator):
 
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         left = self.V * self.s
-        return (left * (left @ (self.U.T @ weigh(self.U, weight, slice(0, self.shape[0]))))).sum(1)
+        return (left * (left @ (self.U.T @ weigh(self.U, weight)))).sum(1)
 
 
 @final
@@ -156,7 +168,7 @@ class Stack(LinearOperator):
         X, sums = V.new_zeros(V.shape), V.new_zeros(V.shape[1])
         for part, where in self.placed():
 
-            def shifted(U: Tensor, rows: Rows, start: int = where.start) -> Tensor:
+            def shifted(U: Tensor, rows: RowIndex, start: int = where.start) -> Tensor:
                 there = slice(rows.start + start, rows.stop + start) if isinstance(rows, slice) else rows + start
                 return fn(U, there)
 
@@ -164,13 +176,18 @@ class Stack(LinearOperator):
             X, sums = X + product, sums + total
         return X, sums
 
+    def _right_gram(self, left: LinearOperator, scale: Tensor | None) -> Tensor:
+        K = torch.empty(left.shape[0], self.shape[0], dtype=self.dtype, device=self.device)
+        for part, columns in self.placed():
+            K[:, columns] = left.gram(part, scale)
+        return K
+
     def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
-        if other is None:
-            whole = self.parts[0]._stacked_gram(self.parts[1:], scale)
-            if whole is not None:
-                return whole
-        right = self if other is None else other
-        K = torch.empty(self.shape[0], right.shape[0], dtype=self.dtype, device=self.device)
+        whole = self.parts[0]._stacked_gram(self.parts[1:], scale) if other is None else None
+        if whole is not None:
+            return whole
+        columns = self.shape[0] if other is None else other.shape[0]
+        K = torch.empty(self.shape[0], columns, dtype=self.dtype, device=self.device)
         if other is not None:
             for part, rows in self.placed():
                 K[rows] = part.gram(other, scale)
@@ -178,9 +195,9 @@ class Stack(LinearOperator):
         placed = list(self.placed())
         for i, (part, rows) in enumerate(placed):
             K[rows, rows] = part.gram(scale=scale)
-            for below, columns in placed[i + 1 :]:
+            for below, beside in placed[i + 1 :]:
                 block = part.gram(below, scale)
-                K[rows, columns], K[columns, rows] = block, block.T
+                K[rows, beside], K[beside, rows] = block, block.T
         return K
 
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
@@ -192,6 +209,6 @@ class Stack(LinearOperator):
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         norms = []
         for part, rows in self.placed():
-            w = weight if weight is None else weight[examples(rows, weight)]
+            w = weight if weight is None else weight[find_examples(rows, weight)]
             norms.append(part.column_norms(w))
         return sum(norms[1:], start=norms[0])

@@ -2,11 +2,11 @@ r"""Linear operators and their algebra.
 
 A `LinearOperator` is a matrix known through its products. A subclass writes two methods, ``_matmul`` and
 ``_rmatmul``; the adjoint, the normal product and the compositions follow. Compositions change the columns
-only, and any chain of them collapses into one `Affine` over the same base:
+only, and any chain of compositions collapses into one `linnet.linalg.affine.Affine` over the same base:
 
 .. math:: B = A[:, \mathrm{index}] \, \mathrm{diag}(d) - 1 z^\top
 
-so Fisher vectors, priors and dropped columns cost no pass beyond those of ``A`` itself.
+so Fisher vectors, priors and dropped columns cost no pass beyond the passes of ``A`` itself.
 
 Letters: ``V`` lives on the columns, ``U`` on the rows, ``k`` is the number of vectors in a block.
 """
@@ -20,25 +20,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.linalg.operator_checks import (
-    by_block,
-    check_fn_result,
-    check_vector,
-    check_weight,
-    column_numbers,
-)
-from linnet.linalg.row_weights import Rows, weigh
+from linnet.linalg.row_weights import RowIndex, weigh
 
-RowFn = Callable[[Tensor, Rows], Tensor]
+RowFn = Callable[[Tensor, RowIndex], Tensor]
 """Maps a chunk ``A V`` of shape (r, k) and the rows it covers to another (r, k) tensor."""
 
 
 class LinearOperator(ABC):
     """A matrix of shape (rows, cols), known through its products.
 
-    Subclasses write ``_matmul`` and ``_rmatmul``. Those that stream over rows also write ``_fused``, and
-    those that can do better than an error write ``_gram``, ``_gram_diag``, ``_gram_blocks`` and
-    ``_column_norms``. The methods with an underscore get blocks that are already checked.
+    Subclasses write ``_matmul`` and ``_rmatmul``. A subclass that streams over rows also writes ``_fused``. A
+    subclass may write ``_gram``, ``_gram_diag``, ``_gram_blocks`` and ``_column_norms``, which are errors otherwise,
+    and ``rows``, ``moments``, ``fingerprint`` and ``checksums``, whose defaults say that the operator does not know.
+    The methods with an underscore get blocks that are already checked.
 
     Args:
         shape: (rows, cols).
@@ -47,14 +41,14 @@ class LinearOperator(ABC):
     """
 
     symbol = "A"  # how error texts write this operator
-    block: int | None = None  # c, where the rows come in blocks of c; (n, c, c) weights must then have it
+    block: int | None = None  # c, where each example has c rows; (n, c, c) weights must then have the same c
 
     def __init__(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
 
-    # What a subclass writes.
+    # What a subclass writes. The first two methods are required.
 
     @abstractmethod
     def _matmul(self, V: Tensor) -> Tensor:
@@ -75,13 +69,17 @@ class LinearOperator(ABC):
     def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no gram")
 
+    def _right_gram(self, left: LinearOperator, scale: Tensor | None) -> Tensor | None:
+        """``left diag(scale) A^T`` where this operator knows a better way than ``left`` does; else None."""
+        return None
+
     def _stacked_gram(self, below: Sequence[LinearOperator], scale: Tensor | None) -> Tensor | None:
-        """The Gram matrix of this operator above others, where there is a better way than part by part; else None."""
+        """The Gram matrix of this operator on top of others, where there is a better way than by parts; else None."""
         return None
 
     def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
         K = self.gram(other, scale)
-        return K.T @ weigh(K, weight, slice(0, self.shape[0]))
+        return K.T @ weigh(K, weight)
 
     def _gram_diag(self, scale: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no gram_diag")
@@ -92,7 +90,35 @@ class LinearOperator(ABC):
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         raise NotImplementedError(f"{self.name} has no column_norms")
 
+    def rows(self, index: Tensor) -> LinearOperator | None:
+        """The rows of the examples at ``index`` (m,), `block` rows each; None where rows cannot be chosen."""
+        return None
+
+    def moments(self, *, centered: bool = True) -> tuple[Tensor, Tensor] | None:
+        """The mean of each column and the mean square about that mean, (cols,) in float64, without cancellation.
+
+        Args:
+            centered: False takes the squares about zero and gives zeros for the means.
+
+        Returns:
+            None where the operator has no such pass.
+        """
+        return None
+
+    def fingerprint(self) -> str:
+        """Tells this operator from others to the bit, without a pass; empty where the operator does not know."""
+        return ""
+
+    def checksums(self) -> dict[str, str]:
+        """Checksums of all that the operator is computed from, by name, for comparing with another run."""
+        return {}
+
     # Products.
+
+    @property
+    def has_gram(self) -> bool:
+        """Whether the operator can make its Gram matrix."""
+        return type(self)._gram is not LinearOperator._gram
 
     @property
     def name(self) -> str:
@@ -106,7 +132,7 @@ class LinearOperator(ABC):
 
     def __matmul__(self, V: Tensor) -> Tensor:
         """``A V`` for V of shape (cols,) or (cols, k)."""
-        return by_block(self, V, self._matmul)
+        return apply_to_columns(self, V, self._matmul)
 
     def normal(self, V: Tensor, weight: Tensor | None = None) -> Tensor:
         r"""The normal product :math:`A^\top W A V`, in one pass where the operator streams.
@@ -122,7 +148,7 @@ class LinearOperator(ABC):
         tensor([4., 6.])
         """
         check_weight(self, weight)
-        return by_block(self, V, lambda block: self._fused(lambda U, rows: weigh(U, weight, rows), block)[0])
+        return apply_to_columns(self, V, lambda block: self._fused(lambda U, rows: weigh(U, weight, rows), block)[0])
 
     def normal_matrix(self, weight: Tensor | None = None) -> Tensor:
         r"""The matrix :math:`A^\top W A` itself, (cols, cols), symmetric to rounding.
@@ -152,13 +178,13 @@ class LinearOperator(ABC):
         """
         vector = isinstance(V, Tensor) and V.ndim == 1
 
-        def checked(U: Tensor, rows: Rows) -> Tensor:
+        def checked(U: Tensor, rows: RowIndex) -> Tensor:
             given = U[:, 0] if vector else U
             out = fn(given, rows)
             check_fn_result(self, out, given)
             return out[:, None] if vector else out
 
-        return by_block(self, V, lambda block: self._fused(checked, block)[0])
+        return apply_to_columns(self, V, lambda block: self._fused(checked, block)[0])
 
     def gram(self, other: LinearOperator | None = None, scale: Tensor | None = None) -> Tensor:
         r"""The dense :math:`A \, \mathrm{diag}(\mathrm{scale}) \, B^\top`, with B = ``other`` or A itself.
@@ -176,22 +202,16 @@ class LinearOperator(ABC):
         tensor([[ 1.,  1.],
                 [ 1., 41.]])
         """
-        from linnet.linalg.matrices import Stack
-
         if other is not None and other.shape[1] != self.shape[1]:
             raise ValueError(
                 f"{self.name} has {self.shape[1]} columns, so gram needs another operator with as many; "
                 f"got {other.name} of shape {other.shape}."
             )
         check_vector(self, "gram", "scale", scale, self.shape[1])
-        if isinstance(other, Stack) and other is not self:
-            K = torch.empty(self.shape[0], other.shape[0], dtype=self.dtype, device=self.device)
-            for part, rows in other.placed():
-                K[:, rows] = self.gram(part, scale)
-            return K
-        if isinstance(other, Affine) and not isinstance(self, Affine):
-            return other._gram(self, scale).T
-        return self._gram(None if other is self else other, scale)
+        if other is None or other is self:
+            return self._gram(None, scale)
+        K = other._right_gram(self, scale)
+        return self._gram(other, scale) if K is None else K
 
     def gram_normal(self, other: LinearOperator, weight: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         r"""The dense :math:`K^\top W K` for ``K = gram(other, scale)``; an operator that streams never holds K.
@@ -247,12 +267,12 @@ class LinearOperator(ABC):
     def scaled(self, d: Tensor) -> LinearOperator:
         """``A diag(d)``, with d of shape (cols,)."""
         check_vector(self, "scaled", "d", d, self.shape[1])
-        return Affine(self, d=d)
+        return self._change_columns(d=d)
 
     def centered(self, z: Tensor) -> LinearOperator:
         """``A - 1 z^T``, with z of shape (cols,)."""
         check_vector(self, "centered", "z", z, self.shape[1])
-        return Affine(self, z=z)
+        return self._change_columns(z=z)
 
     def columns(self, index: Tensor) -> LinearOperator:
         """``A[:, index]``, with a boolean mask of shape (cols,) or a long tensor of column numbers.
@@ -262,7 +282,12 @@ class LinearOperator(ABC):
         >>> A.columns(torch.tensor([True, False, True])).shape
         (3, 2)
         """
-        return Affine(self, index=column_numbers(self, index))
+        return self._change_columns(index=as_column_numbers(self, index))
+
+    def _change_columns(self, **change: Tensor) -> LinearOperator:
+        from linnet.linalg.affine import Affine  # here, since an Affine is an operator too
+
+        return Affine(self, **change)
 
     def dense(self, *, block: int = 256, limit: int = 100_000_000) -> Tensor:
         """The matrix itself: from its rows where there are any, or by products with the identity on its shorter side.
@@ -329,167 +354,81 @@ class Adjoint(LinearOperator):
         return self.base.gram_diag(weight)
 
 
-@final
-class Affine(LinearOperator):
-    r"""``B = A[:, index] diag(d) - 1 z^T``: every composition that acts on columns.
-
-    Compositions of an `Affine` fold into another over the same base ``A``. ``_fused`` is one pass of ``A``; a
-    centered Gram needs one product with ``A`` (two when ``other`` is centered too) beside the Gram of ``A``.
-    Centered Gram diagonals and column norms are differences of two positive terms, hence only accurate to
-    ``eps`` times the uncentered ones.
-
-    Args:
-        base: The operator ``A``.
-        index: Long column numbers of ``A``; None means all.
-        d: (cols,) factors; None means ones.
-        z: (cols,) shifts; None means zeros.
-
-    >>> from linnet.linalg.matrices import Matrix
-    >>> A = Matrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    >>> A.centered(torch.tensor([2.0, 3.0])).scaled(torch.tensor([1.0, 10.0])).dense()
-    tensor([[ -1., -10.],
-            [  1.,  10.]])
-    """
-
-    def __init__(
-        self,
-        base: LinearOperator,
-        *,
-        index: Tensor | None = None,
-        d: Tensor | None = None,
-        z: Tensor | None = None,
-    ) -> None:
-        cols = base.shape[1] if index is None else len(index)
-        super().__init__((base.shape[0], cols), dtype=base.dtype, device=base.device)
-        self.base, self.index, self.d, self.z = base, index, d, z
-        self.block = base.block
-
-    def scaled(self, d: Tensor) -> LinearOperator:
-        check_vector(self, "scaled", "d", d, self.shape[1])
-        z = None if self.z is None else self.z * d
-        return Affine(self.base, index=self.index, d=_times(self.d, d), z=z)
-
-    def centered(self, z: Tensor) -> LinearOperator:
-        check_vector(self, "centered", "z", z, self.shape[1])
-        return Affine(self.base, index=self.index, d=self.d, z=z if self.z is None else self.z + z)
-
-    def columns(self, index: Tensor) -> LinearOperator:
-        index = column_numbers(self, index)
-        d, z = (None if x is None else x[index] for x in (self.d, self.z))
-        return Affine(self.base, index=index if self.index is None else self.index[index], d=d, z=z)
-
-    # M = (selection of columns) diag(d), so that B = A M - 1 z^T.
-
-    def _push(self, V: Tensor) -> Tensor:
-        """``M V``: from this operator's columns to the base's."""
-        return self._scatter(V if self.d is None else self.d[:, None] * V)
-
-    def _pull(self, X: Tensor) -> Tensor:
-        """``M^T X``: from the base's columns to this operator's."""
-        X = X if self.index is None else X[self.index]
-        return X if self.d is None else self.d[:, None] * X
-
-    def _scatter(self, x: Tensor) -> Tensor:
-        if self.index is None:
-            return x
-        return x.new_zeros(self.base.shape[1], *x.shape[1:]).index_add(0, self.index, x)
-
-    def _dense(self, block: int) -> Tensor:
-        if self.index is not None:  # the base may be far larger
-            return super()._dense(block)
-        A = self.base._dense(block)
-        A = A if self.d is None else A * self.d
-        return A if self.z is None else A - self.z
-
-    def _matmul(self, V: Tensor) -> Tensor:
-        U = self.base._matmul(self._push(V))
-        return U if self.z is None else U - self.z @ V
-
-    def _rmatmul(self, U: Tensor) -> Tensor:
-        X = self._pull(self.base._rmatmul(U))
-        return X if self.z is None else X - torch.outer(self.z, U.sum(0))
-
-    def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
-        if self.z is None:
-            X, sums = self.base._fused(fn, self._push(V))
-            return self._pull(X), sums
-        shift = self.z @ V
-        X, sums = self.base._fused(lambda U, rows: fn(U - shift, rows), self._push(V))
-        return self._pull(X) - torch.outer(self.z, sums), sums
-
-    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
-        # (A M - 1 z^T) S (A' M' - 1 z'^T)^T; M S M'^T is diagonal when both select the same columns.
-        B = self if other is None else other if isinstance(other, Affine) else Affine(other)
-        if not _same_columns(self.index, B.index):
-            raise NotImplementedError(
-                f"{self.name} has no gram with an operator that selects other columns of its base. "
-                f"Select the same columns of both."
-            )
-        inner = self._inner(_times(_times(self.d, B.d), scale))
-        K = self.base.gram(None if B.base is self.base else B.base, scale=inner)
-        if B.z is not None:
-            mine = self._product(B.z, scale)
-            K = K - mine[:, None]
-        if self.z is not None:
-            K = K - (mine if B is self else B._product(self.z, scale))
-        if self.z is not None and B.z is not None:
-            K = K + _dot(self.z, B.z, scale)
-        return K
-
-    def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
-        B = other if isinstance(other, Affine) else Affine(other)
-        if self.z is not None or B.z is not None or not _same_columns(self.index, B.index):
-            return super()._gram_normal(other, weight, scale)
-        inner = self._inner(_times(_times(self.d, B.d), scale))
-        return self.base.gram_normal(B.base, weight, inner)
-
-    def _gram_diag(self, scale: Tensor | None) -> Tensor:
-        diag = self.base.gram_diag(scale=self._inner(_times(_times(self.d, self.d), scale)))
-        if self.z is None:
-            return diag
-        return diag - 2 * self._product(self.z, scale) + _dot(self.z, self.z, scale)
-
-    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
-        blocks = self.base.gram_blocks(scale=self._inner(_times(_times(self.d, self.d), scale)))
-        if self.z is None:
-            return blocks
-        cross = self._product(self.z, scale).view(blocks.shape[:2])
-        return blocks - cross[:, :, None] - cross[:, None] + _dot(self.z, self.z, scale)
-
-    def _column_norms(self, weight: Tensor | None) -> Tensor:
-        norms = self.base.column_norms(weight)
-        norms = norms if self.index is None else norms[self.index]
-        norms = norms if self.d is None else self.d.square() * norms
-        if self.z is None:
-            return norms
-        # diag(B^T W B) = diag(M^T A^T W A M) - z * M^T A^T (W + W^T) 1 + z^2 (1^T W 1)
-        ones = torch.ones(self.shape[0], 1, dtype=self.dtype, device=self.device)
-        every = slice(0, self.shape[0])
-        transposed = weight.mT if weight is not None and weight.ndim == 3 else weight
-        W1 = weigh(ones, weight, every)
-        cross = self._pull(self.base._rmatmul(W1 + weigh(ones, transposed, every)))[:, 0]
-        return norms - self.z * cross + self.z.square() * W1.sum()
-
-    def _inner(self, scale: Tensor | None) -> Tensor | None:
-        """The diagonal of (selection) diag(scale) (selection)^T, over the base's columns."""
-        if self.index is None:
-            return scale
-        return self._scatter(torch.ones_like(self.index, dtype=self.dtype) if scale is None else scale)
-
-    def _product(self, v: Tensor, scale: Tensor | None) -> Tensor:
-        """``A M diag(scale) v``, (rows,)."""
-        v = v if scale is None else scale * v
-        return self.base._matmul(self._push(v[:, None]))[:, 0]
+# Checks of the vectors, weights and indices that an operator is given.
 
 
-def _same_columns(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:
+    """Raise unless a function given to ``fused`` has returned the shape that it was given."""
+    if out.shape != given.shape:
+        raise ValueError(
+            f"{op.name}.fused needs fn to return the shape it is given, {tuple(given.shape)}; got {tuple(out.shape)}."
+        )
 
 
-def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """``a * b``, where None stands for ones."""
-    return b if a is None else a if b is None else a * b
+def check_weight(op: LinearOperator, weight: Tensor | None) -> None:
+    """Raise unless ``weight`` is None, (rows,) or (n, c, c) with ``n * c = rows``."""
+    if weight is None:
+        return
+    rows, shape, c = op.shape[0], tuple(weight.shape), op.block
+    blocks = len(shape) == 3 and shape[1] == shape[2] and shape[0] * shape[1] == rows and c in (None, shape[1])
+    if shape != (rows,) and not blocks:
+        known = f"(n, c, c) with n * c = {rows}" if c is None else f"({rows // c}, {c}, {c})"
+        raise ValueError(f"{op.name} has {rows} rows, so weight needs shape ({rows},), or {known}; got {shape}.")
+    check_kind(op, "weight", weight)
 
 
-def _dot(a: Tensor, b: Tensor, scale: Tensor | None) -> Tensor:
-    return a @ b if scale is None else (a * scale) @ b
+def check_vector(op: LinearOperator, method: str, name: str, x: Tensor | None, size: int) -> None:
+    """Raise unless ``x`` is None or a vector of shape (size,) with the operator's dtype and device."""
+    if x is None:
+        return
+    if tuple(x.shape) != (size,):
+        raise ValueError(
+            f"{op.name} has shape {op.shape}, so {method} needs {name} of shape ({size},); got {tuple(x.shape)}."
+        )
+    check_kind(op, name, x)
+
+
+def apply_to_columns(op: LinearOperator, V: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """Check ``V`` and run ``product`` on it as a block of columns; a vector gives a vector."""
+    if not isinstance(V, Tensor):
+        raise TypeError(
+            f"{op.name} multiplies tensors of shape ({op.shape[1]},) or ({op.shape[1]}, k); got {type(V).__name__}."
+        )
+    if V.ndim not in (1, 2) or V.shape[0] != op.shape[1]:
+        swapped = V.ndim in (1, 2) and V.shape[0] == op.shape[0]
+        hint = f" For the transpose use {op.T.symbol} @ V." if swapped else ""
+        raise ValueError(
+            f"{op.name} has shape {op.shape}, so {op.symbol} @ V needs V of shape ({op.shape[1]},) or "
+            f"({op.shape[1]}, k); got {tuple(V.shape)}.{hint}"
+        )
+    check_kind(op, "V", V)
+    return product(V) if V.ndim == 2 else product(V[:, None])[:, 0]
+
+
+def check_kind(op: LinearOperator, name: str, x: Tensor) -> None:
+    if x.dtype != op.dtype or x.device != op.device:
+        raise TypeError(
+            f"{op.name} is {op.dtype} on {op.device}, so {name} must be too; got {x.dtype} on {x.device}. "
+            f"Convert it with {name}.to({op.dtype}, device={str(op.device)!r})."
+        )
+
+
+def as_column_numbers(op: LinearOperator, index: Tensor) -> Tensor:
+    """A mask or an index as checked long column numbers on the operator's device."""
+    cols = op.shape[1]
+    if index.ndim != 1 or index.dtype not in (torch.bool, torch.int64):
+        raise TypeError(
+            f"{op.name} has {cols} columns, so columns needs a boolean mask of shape ({cols},) or a vector "
+            f"of int64 column numbers; got {index.dtype} of shape {tuple(index.shape)}."
+        )
+    if index.dtype == torch.bool:
+        if len(index) != cols:
+            raise ValueError(f"{op.name} has {cols} columns, so a mask needs shape ({cols},); got ({len(index)},).")
+        index = index.nonzero()[:, 0]
+    if len(index) == 0:
+        raise ValueError(f"{op.name} has {cols} columns and none was selected; select at least one.")
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= cols:
+        bad = low if low < 0 else high
+        raise IndexError(f"{op.name} has columns 0 to {cols - 1}; got column {bad}.")
+    return index.to(op.device)

@@ -9,28 +9,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnet._common import messages
 from linnet._common.torch_settings import network
-from linnet.network.call_trace import arguments
-from linnet.network.result_uses import Uses, by_example, by_graph, tensors
+from linnet.network.call_trace import RETURNED, Step, Trace, as_arguments, find_tensors, trace
+from linnet.network.copies import copy_sharing_parameters
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *PLAIN, *TRANSPOSED)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-"""What gives on its input, in eval mode."""
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Modules that return their input in eval mode."""
+WHOLE = (*LAYERS, _BatchNorm, *PASSING)
+"""Modules that count as one step of a forward pass."""
 
 
-class Flat(nn.Identity):
-    """In place of a folded BatchNorm1d, which takes inputs of two kinds, of which only one could be folded.
+class FoldedNorm(nn.Identity):
+    """Stands in place of a folded BatchNorm1d. That takes inputs with two or three axes, and one kind is folded.
 
     Args:
-        ndim: Axes of the inputs; None for any.
+        ndim: Number of axes of the inputs; None for any.
     """
 
     def __init__(self, ndim: int | None) -> None:
@@ -47,42 +48,42 @@ class Flat(nn.Identity):
         return input
 
 
-class Watched(Flat):
-    """In place of a batch norm of a network whose order of layers was seen in one run only.
+class GuardedNorm(FoldedNorm):
+    """Stands in place of a folded batch norm of a network whose code may branch.
 
-    Its code may branch. Where the layer runs without the batch norm, or the batch norm without the layer, the folded
-    network would compute something else, and an error says so.
+    One run showed the order of the layers. For other inputs the layer may run without the batch norm, or the batch
+    norm without the layer; the folded network would then compute something else, and an error says so.
 
     Args:
-        name: Of the batch norm.
+        name: Name of the batch norm.
         layer: Name of the layer that the batch norm is folded into.
-        ndim: As in `Flat`.
+        ndim: See `FoldedNorm`.
     """
 
     def __init__(self, name: str, layer: str, ndim: int | None) -> None:
         super().__init__(ndim)
-        self.name, self.layer, self.opened = name, layer, False
+        self.name, self.layer, self.pending = name, layer, False
 
     def watch(self, network: nn.Module) -> None:
-        """Look at the network's calls; methods, not closures, so that copies of the network watch themselves."""
-        network.register_forward_pre_hook(self.begin)
-        network.register_forward_hook(self.finish)
-        network.get_submodule(self.layer).register_forward_hook(self.opens)
+        """Put hooks on the network. They are methods, not closures, so copies of the network watch themselves."""
+        network.register_forward_pre_hook(self._begin)
+        network.register_forward_hook(self._finish)
+        network.get_submodule(self.layer).register_forward_hook(self._note_layer)
 
-    def begin(self, network: nn.Module, args: Any) -> None:
-        self.opened = False
+    def _begin(self, network: nn.Module, args: Any) -> None:
+        self.pending = False
 
-    def opens(self, layer: nn.Module, args: Any, out: Any) -> None:
-        self._check(not self.opened)
-        self.opened = True
+    def _note_layer(self, layer: nn.Module, args: Any, out: Any) -> None:
+        self._check(not self.pending)
+        self.pending = True
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check(self.opened)
-        self.opened = False
+        self._check(self.pending)
+        self.pending = False
         return super().forward(input)
 
-    def finish(self, network: nn.Module, args: Any, out: Any) -> None:
-        self._check(not self.opened)
+    def _finish(self, network: nn.Module, args: Any, out: Any) -> None:
+        self._check(not self.pending)
 
     def _check(self, right: bool) -> None:
         if not right:
@@ -98,19 +99,21 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
     .. math:: \gamma \frac{W x + b - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta = W' x + b', \qquad
               W' = s W, \quad b' = s (b - \mu) + \beta, \quad s = \gamma / \sqrt{\sigma^2 + \epsilon}
 
-    It is a copy in eval mode whose outputs are those of the network in eval mode, up to rounding; an ``Identity``
-    stands where a batch norm was, so that all other names stay. The network is untouched.
+    The result is a copy in eval mode. Its outputs are those of the network in eval mode, up to rounding. An
+    ``Identity`` stands where a batch norm was, so all other names stay. The network itself is untouched.
 
-    A batch norm cannot be folded if what comes before it is not a Linear or a convolution (as in pre-activation
-    networks), if that layer's output is used elsewhere too, if either is called more than once, shares its weights or
-    has hooks, or if it has no running statistics. Such ones are refused by name. One that is never called stays where
-    it is. Where only a run shows the order of the layers, the folded network raises if other inputs take another way.
+    A batch norm is refused, by name, in these cases: the step before it is not a Linear or a convolution (as in
+    pre-activation networks); the output of that layer is also used elsewhere; the batch norm or the layer is called
+    more than once, shares its weights or has hooks; the batch norm has no running statistics. A batch norm that is
+    never called stays where it is. Where only a run shows the order of the layers, the folded network raises an error
+    for inputs that take another way through the code.
 
     Args:
         model: The network.
-        example: A few inputs, as the model takes them (a tensor, a tuple, a dict of keywords). Without them the order
-            of layers is read by `torch.fx`; with them in a run, which works for any code, and the outputs are compared.
-        strict: False leaves those that cannot be folded where they are, and warns; `unfoldable` lists them.
+        example: A few inputs, as the model takes them (a tensor, a tuple, a dict of keywords). With an example, a run
+            shows the order of the layers, whatever the code, and the outputs are compared. Without one, `torch.fx`
+            reads the order from the code.
+        strict: False keeps the batch norms that cannot be folded, with a warning; `unfoldable` lists them.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()).eval()
@@ -119,7 +122,7 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
         >>> folded[1], list(dict(folded.named_parameters())), torch.allclose(folded(x), model(x), atol=1e-6)
         (Identity(), ['0.weight', '0.bias'], True)
     """
-    pairs, refused = _pairs(model, example)
+    pairs, refused = _pair_norms(model, example)
     if refused:
         text = "; ".join(f"{name!r} {reason}" for name, reason in refused.items())
         if strict:
@@ -129,18 +132,18 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
             )
         warnings.warn(f"Batch norms that cannot be folded stay: {text}.", stacklevel=2)
     new = copy.deepcopy(model)
-    branches = example is not None and not _readable(model)
+    may_branch = example is not None and not _is_readable(model)
     for name, layer in pairs.items():
         found = new.get_submodule(layer)
         _fold(found, new.get_submodule(name))
         one = isinstance(model.get_submodule(name), nn.BatchNorm1d)
         axes = (2 if isinstance(found, nn.Linear) else 3) if one else None
-        if branches:
-            watched = Watched(name, layer, axes)
-            new.set_submodule(name, watched)
-            watched.watch(new)
+        if may_branch:
+            guard = GuardedNorm(name, layer, axes)
+            new.set_submodule(name, guard)
+            guard.watch(new)
         else:
-            new.set_submodule(name, nn.Identity() if axes is None else Flat(axes))
+            new.set_submodule(name, nn.Identity() if axes is None else FoldedNorm(axes))
     new.eval()
     if example is not None:
         _check_equal(model, new, example)
@@ -154,7 +157,7 @@ def unfoldable(model: nn.Module, example: Any = None) -> dict[str, str]:
         >>> unfoldable(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
         {'0': 'comes first, not after a Linear or a convolution'}
     """
-    return _pairs(model, example)[1]
+    return _pair_norms(model, example)[1]
 
 
 def _fold(layer: nn.Module, norm: nn.Module) -> None:
@@ -178,7 +181,7 @@ def _fold(layer: nn.Module, norm: nn.Module) -> None:
     layer.bias = nn.Parameter(bias.to(layer.weight), requires_grad=asks)
 
 
-def _pairs(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, str]]:
+def _pair_norms(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Each batch norm that can be folded with the layer it goes into, and the others with the reason."""
     messages.check_module(model)
     messages.check_materialized(dict(model.named_parameters()))
@@ -186,14 +189,14 @@ def _pairs(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, st
     norms = {name: module for name, module in modules.items() if isinstance(module, _BatchNorm)}
     if not norms:
         return {}, {}
-    uses = _uses(model, example)
+    seen = _trace(model, example)
     pairs: dict[str, str] = {}
     refused: dict[str, str] = {}
-    shared = _shared(model)
+    shared = _find_shared(model)
     for name, norm in norms.items():
-        if not uses.calls(name):  # it has no part in what the network computes
+        if not seen.steps_of(name):  # the network does not call it
             continue
-        found = _layer_before(name, norm, uses, modules, shared)
+        found = _find_layer(name, norm, seen, modules, shared)
         if found in modules:
             pairs[name] = found
         else:
@@ -201,11 +204,11 @@ def _pairs(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, st
     return pairs, refused
 
 
-def _layer_before(
-    name: str, norm: _BatchNorm, uses: Uses, modules: Mapping[str, nn.Module], shared: Mapping[str, str]
+def _find_layer(
+    name: str, norm: _BatchNorm, seen: Trace, modules: Mapping[str, nn.Module], shared: Mapping[str, str]
 ) -> str:
-    """The name of the layer that a batch norm goes into, or why there is none."""
-    calls = uses.calls(name)
+    """The name of the layer that a batch norm goes into, or the reason why there is none."""
+    calls = seen.steps_of(name)
     if type(norm) not in NORMS:
         return f"is a {type(norm).__name__}, which may compute something else"
     if norm.running_mean is None or norm.running_var is None:
@@ -214,61 +217,49 @@ def _layer_before(
         return f"is called {len(calls)} times"
     if name in shared:
         return shared[name]
-    result = calls[0].inputs[0] if calls[0].inputs else -1
-    source = uses.source(result)
-    while source is not None and source.module and type(modules[source.what]) in PASSING and len(source.inputs) == 1:
-        if len(uses.users(result)) > 1 or _changed(modules[source.what]):
+    tensor = calls[0].inputs[0] if calls[0].inputs else -1
+    source = seen.source(tensor)
+    while source is not None and source.is_module and type(modules[source.name]) in PASSING and len(source.inputs) == 1:
+        if len(seen.users(tensor)) > 1 or _is_changed(modules[source.name]):
             break
-        result = source.inputs[0]
-        source = uses.source(result)
+        tensor = source.inputs[0]
+        source = seen.source(tensor)
     if source is None:
         return "comes first, not after a Linear or a convolution"
-    layer = modules[source.what] if source.module else None
+    layer = modules[source.name] if source.is_module else None
     if type(layer) not in LAYERS:
-        what = f"{source.what!r} ({type(layer).__name__})" if layer is not None else source.what
+        what = f"{source.name!r} ({type(layer).__name__})" if layer is not None else source.name
         return f"comes after {what}, not after a Linear or a convolution"
-    if len(uses.calls(source.what)) > 1:
-        return f"comes after {source.what!r}, which is called {len(uses.calls(source.what))} times"
-    others = [step.what for step in uses.users(result) if step is not calls[0]]
-    if len(uses.users(result)) > 1:
-        other = next((what for what in others if what != name), name)
-        return f"comes after {source.what!r}, whose output also goes into {other}"
-    for key in (source.what, name):
-        if _changed(modules[key]):
-            return f"comes after {source.what!r}, and {key!r} has hooks or a forward of its own"
+    times = len(seen.steps_of(source.name))
+    if times > 1:
+        return f"comes after {source.name!r}, which is called {times} times"
+    users = seen.users(tensor)
+    if len(users) > 1:
+        other = next((step.name for step in users if step is not calls[0] and step.name != name), name)
+        return f"comes after {source.name!r}, whose output also goes into {other}"
+    for key in (source.name, name):
+        if _is_changed(modules[key]):
+            return f"comes after {source.name!r}, and {key!r} has hooks or a forward of its own"
         if key in shared:
-            return f"comes after {source.what!r}, which {shared[key]}"
-        if any(f"{key}.{p}" in uses.read for p in ("weight", "bias")):
-            return f"comes after {source.what!r}, and parameters of {key!r} are read elsewhere too"
+            return f"comes after {source.name!r}, which {shared[key]}"
+        if any(f"{key}.{p}" in seen.parameters_read for p in ("weight", "bias")):
+            return f"comes after {source.name!r}, and parameters of {key!r} are read elsewhere too"
     width = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[union-attr]
     if width != norm.num_features:
-        return f"normalizes another axis than the {width} outputs of {source.what!r}"
-    return source.what
+        return f"normalizes another axis than the {width} outputs of {source.name!r}"
+    return source.name
 
 
-def _changed(module: nn.Module) -> bool:
+def _is_changed(module: nn.Module) -> bool:
     """Whether a call of the module may compute something else than its class does."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
-WHOLE = (*LAYERS, _BatchNorm, *PASSING)
-"""Modules that count as one step."""
-
-
-def _readable(model: nn.Module) -> bool:
-    """Whether torch.fx can read the network, which then has no branches that depend on the inputs."""
-    try:
-        by_graph(model, WHOLE)
-    except Exception:  # whatever torch.fx meets
-        return False
-    return True
-
-
-def _uses(model: nn.Module, example: Any) -> Uses:
+def _trace(model: nn.Module, example: Any) -> Trace:
     if example is not None:
-        return by_example(model, WHOLE, *arguments(example))
+        return trace(model, *as_arguments(example), whole=WHOLE)
     try:
-        return by_graph(model, WHOLE)
+        return _read_code(model)
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot read the forward of {type(model).__name__} ({error}). Pass example=, a few inputs, so "
@@ -276,7 +267,50 @@ def _uses(model: nn.Module, example: Any) -> Uses:
         ) from error
 
 
-def _shared(model: nn.Module) -> dict[str, str]:
+def _is_readable(model: nn.Module) -> bool:
+    """Whether torch.fx can read the network. Its code then has no branches that depend on the inputs."""
+    try:
+        _read_code(model)
+    except Exception:  # whatever torch.fx meets
+        return False
+    return True
+
+
+def _read_code(model: nn.Module) -> Trace:
+    """The steps of the network in eval mode as `torch.fx` reads them from its code, without a run.
+
+    Raises:
+        Exception: Whatever torch.fx meets in code that it cannot read.
+    """
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, WHOLE) or super().is_leaf_module(m, module_qualified_name)
+
+    copied = copy_sharing_parameters(model).eval()
+    graph = Tracer().trace(copied)
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    first = {module: name for name, module in copied.named_modules()}  # a module may have several names
+    found = Trace()
+    for node in graph.nodes:
+        inputs = tuple(number[n] for n in node.all_input_nodes)
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_module":
+            found.steps.append(Step(first[copied.get_submodule(name)], True, inputs, number[node]))
+        elif node.op == "output":
+            found.steps.append(Step(RETURNED, False, inputs, -1))
+        elif node.op == "get_attr":
+            found.parameters_read.add(name)
+        elif node.op != "placeholder" and (name if name != "getattr" else node.args[1]) not in METADATA:
+            found.steps.append(Step(name, False, inputs, number[node]))
+    return found
+
+
+METADATA = frozenset({"shape", "dtype", "device", "ndim", "layout", "size", "dim", "numel"})
+"""Names by which code asks about a tensor without using its values."""
+
+
+def _find_shared(model: nn.Module) -> dict[str, str]:
     """Modules that hold a parameter which another one holds too, or that hang in several places."""
     places: dict[int, list[str]] = {}
     for name, t in model.named_parameters(remove_duplicate=False):
@@ -295,13 +329,14 @@ def _shared(model: nn.Module) -> dict[str, str]:
 
 def _check_equal(model: nn.Module, new: nn.Module, example: Any) -> None:
     """Both networks give the same outputs on the example."""
-    args, kwargs = arguments(example)
-    shadow = copy.deepcopy(model, {id(t): t for t in model.parameters()}).eval()
+    args, kwargs = as_arguments(example)
+    copied = copy_sharing_parameters(model).eval()
     device = next(model.parameters()).device
-    with torch.no_grad(), network(shadow, "highest", device):
-        pairs = list(zip(tensors(shadow(*args, **kwargs)), tensors(new(*args, **kwargs)), strict=True))
+    with torch.no_grad(), network(copied, "highest", device):
+        pairs = list(zip(find_tensors(copied(*args, **kwargs)), find_tensors(new(*args, **kwargs)), strict=True))
     for a, b in pairs:
-        if a.is_floating_point() and not messages.close(a, b, TOLERANCE.get(a.dtype, 5e-2)):
+        # Half of the digits agree.
+        if a.is_floating_point() and not messages.close(a, b, torch.finfo(a.dtype).eps ** 0.5):
             error = float((a - b).abs().max() / a.abs().max())
             raise RuntimeError(
                 f"The folded network differs from the given one by {error:.1e} on the example. Look for code that "

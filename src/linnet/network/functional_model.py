@@ -16,6 +16,7 @@ from torch.func import functional_call
 from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.data.batch import Batch, leaves
+from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import address
 from linnet.network.parameters import Layout, Params, select
 from linnet.network.weight_watch import Watch
@@ -93,7 +94,7 @@ class FunctionalModel:
             originals=tuple(selected.items()),
             cast_from=(),
             places=_places(own, selected),
-            unused=_copy(own),
+            unused=copy_sharing_parameters(own),
             first_state=_state(own),
         )
 
@@ -179,7 +180,7 @@ class FunctionalModel:
 
     def as_at_first(self) -> FunctionalModel:
         """The same function by a copy of the network that has never run."""
-        return replace(self, module=_copy(self.unused))
+        return replace(self, module=copy_sharing_parameters(self.unused))
 
     def storages(self) -> dict[int, str]:
         """Names of all parameters of the network, by the address of their memory."""
@@ -214,11 +215,6 @@ class FunctionalModel:
         model = copy.deepcopy(self.unused, memo)._apply(cast)
         other = FunctionalModel.of(model, list(self.theta), output=self.output, convolutions=self.convolutions)
         return replace(other, watch=self.watch, cast=dtype, cast_from=self.originals + self.cast_from)
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy of a module that shares its parameters."""
-    return copy.deepcopy(model, {id(t): t for t in model.parameters()})
 
 
 def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:

@@ -17,10 +17,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
 from linnet.linalg.cholesky import cholesky_solve, solve_lower, solve_upper
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import weigh
 
 
 class Posterior(ABC):
@@ -131,7 +132,7 @@ class FunctionPosterior(Posterior):
     def half(self, J: Jacobian) -> Tensor:
         """``C^-1 L^T K(X, X*)``, (n c, m c), with ``M = C C^T``: its Gram matrix is what the data has taught."""
         cross = self.J.gram(J, scale=self.prior_variance)
-        return solve_lower(self.factor, by_root(self.root, cross, transpose=True))
+        return solve_lower(self.factor, weigh(cross, self.root, transpose=True))
 
     def blocks(self, J: Jacobian) -> Tensor:
         return in_parts(J, len(self.factor), self._blocks)
@@ -146,7 +147,7 @@ class FunctionPosterior(Posterior):
 
     def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
         # From M^-1 for J alone, so that the training data may be the others at no second solve.
-        T = by_root(self.root, solve_upper(self.factor, self.half(J)))
+        T = weigh(solve_upper(self.factor, self.half(J)), self.root)
         learned = self.J.gram(other, scale=self.prior_variance)
         return J.gram(other, scale=self.prior_variance) - T.T @ learned
 
@@ -154,8 +155,8 @@ class FunctionPosterior(Posterior):
         # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
         d = self.prior_variance.sqrt()[:, None]
         u, e = self._normal(len(d), k, generator), self._normal(len(self.factor), k, generator)
-        left = e - by_root(self.root, self.J @ (d * u), transpose=True)
-        return self.delta[:, None] + d * (u + d * (self.J.T @ by_root(self.root, cholesky_solve(self.factor, left))))
+        left = e - weigh(self.J @ (d * u), self.root, transpose=True)
+        return self.delta[:, None] + d * (u + d * (self.J.T @ weigh(cholesky_solve(self.factor, left), self.root)))
 
     def _size(self, J: Jacobian) -> float:
         return float(J.gram_diag(scale=self.prior_variance).sum())
@@ -333,18 +334,6 @@ class LowRankPosterior(Posterior):
         along = P.T @ z
         u = z + P @ (square_root(self.C) @ self._normal(len(self.C), k, generator) - along)
         return self.delta[:, None] + self.prior_variance.sqrt()[:, None] * u
-
-
-def by_root(root: Tensor, X: Tensor, *, transpose: bool = False) -> Tensor:
-    """``L X`` or ``L^T X`` for X (n c, k) and L diagonal (n c,) or in blocks (n, c, c).
-
-    >>> by_root(torch.tensor([2.0, 3.0]), torch.ones(2, 1)).T
-    tensor([[2., 3.]])
-    """
-    if root.ndim == 1:
-        return root[:, None] * X
-    blocks = root.mT if transpose else root
-    return (blocks @ X.reshape(len(root), root.shape[1], -1)).reshape(X.shape)
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:

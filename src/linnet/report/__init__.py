@@ -1,6 +1,6 @@
-"""Reports: one HTML file about a fitted estimator, which opens offline; `write` makes it.
+"""Reports: one HTML file about a fitted estimator, which opens offline. `write` makes the file.
 
-`linnet.report.content` says what a report holds, as plain data; `render` makes a page of that.
+`linnet.report.content` has the content of a report as plain data, and `render` makes a page from this content.
 """
 
 from linnet.report.build import About, assemble, write

@@ -1,36 +1,47 @@
-"""A report of a fitted estimator, from Python or from a command."""
+"""From a fitted estimator and data to what a report says about them."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from linnet import metrics
 from linnet._common.versions import versions
 from linnet.jacobian.plan import Plan
 from linnet.laplace.predictive import Predictive
+from linnet.metrics import Z95
 from linnet.probability.likelihoods import Bernoulli, Categorical
-from linnet.report import chosen, gather
-from linnet.report.content import Classes, Missing, Numbers, Report
-from linnet.report.examples import Inputs, inputs_of
-from linnet.report.formatting import number
-from linnet.report.gather import array, softmax
+from linnet.probability.posteriors import PointPosterior, SamplePosterior
+from linnet.report import diagnostics
+from linnet.report.content import Classes, Eigenvalues, Evidence, Group, Item, Linear, Missing, Numbers, Report
+from linnet.report.examples import Inputs, show_inputs
+from linnet.report.formatting import count, number, percent
 from linnet.report.html import page
-from linnet.tangent.base import Tangent
+from linnet.tangent.base import Linearity, Tangent
 
-NO_TEST = Missing("There is no test data, and on the data that it was fitted to a model always looks too good.")
-NO_TRAIN = Missing("This takes the data that it was fitted to: pass train=(X, y).")
+NO_TEST = Missing("There are no test data, and a model always looks too good on the data that it was fitted to.")
+NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")
+
+EXACT = 2000
+"""Rows (examples times outputs) up to which influence is exact. Exact influence needs a covariance for each row."""
+
+SHOWN = 6
+"""Number of examples of a kind that are shown."""
 
 Outcome = Classes | Numbers | Missing
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class About:
-    """What the numbers do not say.
+    """What a report says besides the numbers.
 
     Attributes:
         kind: What made the report.
@@ -38,10 +49,10 @@ class About:
         lede: What was done.
         test: How test examples are shown.
         train: How training examples are shown.
-        facts: More, by name.
+        facts: Further facts by name.
         record: Command, seed, versions.
-        names: Of the numbers that are predicted.
-        notes: What the fit warned of.
+        names: Names of the numbers that are predicted.
+        notes: Warnings of the fit.
     """
 
     kind: str
@@ -67,22 +78,22 @@ def write(
     columns: Sequence[str] = (),
     texts: Sequence[str] = (),
 ) -> None:
-    r"""One HTML file about a fitted TangentRegressor, TangentClassifier or Laplace, which opens offline.
+    r"""Write one HTML file about a fitted TangentRegressor, TangentClassifier or Laplace. The file opens offline.
 
-    It holds metrics and calibration on test data, the linear model against the network itself, the surest and the
-    least sure examples, those that predictions rest on, spectrum, layers, evidence and versions. What cannot be said
-    is left out, with the reason in its place.
+    The report holds metrics and calibration on test data, the linear model against the network itself, the examples
+    with the highest and the lowest confidence, the most influential training examples, spectrum, layers, evidence and
+    versions. A part that cannot be made is left out, and the report says why.
 
     Args:
         path: The file.
-        estimator: Fitted.
+        estimator: The fitted estimator.
         X: Test inputs that the estimator has not seen: tensors or arrays, or a dict of them.
-        y: Their targets.
-        train: The inputs and targets that it was fitted to.
+        y: Targets of the test inputs.
+        train: Inputs and targets that the estimator was fitted to.
         title: The headline.
-        names: Of the classes, or of the numbers that are predicted.
-        columns: Of the inputs, for tables.
-        texts: Of the test inputs, where they were made from texts.
+        names: Names of the classes, or of the numbers that are predicted.
+        columns: Names of the input columns, for tables.
+        texts: Texts from which the test inputs were made.
 
     Example:
         >>> import tempfile
@@ -102,18 +113,17 @@ def write(
             f"A report needs a fitted TangentRegressor, TangentClassifier or Laplace; got {type(estimator)}."
         )
     if (X is None) != (y is None):
-        raise ValueError("Test data are inputs and targets; give both X and y, or neither.")
-    outcome: Outcome = NO_TEST if X is None else outcome_of(estimator, X, y, names)
-    kind = type(estimator).__name__
-    lin = estimator.lin_
-    n = "" if X is None else f" and tested on {len(array_of(y)):,} examples"
-    lede = f"{kind} around a network, {lin.p:,} of whose parameters take part, on {lin.device} in {lin.dtype}{n}."
+        raise ValueError("Test data are inputs and targets: give both X and y, or neither.")
+    outcome: Outcome = NO_TEST if X is None else predict_outcome(estimator, X, y, names)
+    kind, lin = type(estimator).__name__, estimator.lin_
+    n = "" if X is None else f" The model was tested on {len(_keep_labels(y)):,} examples."
+    lede = f"{kind} around a network, with {lin.p:,} parameters, on {lin.device} in {lin.dtype}.{n}"
     about = About(
         kind,
         title or ("Error bars for a network" if isinstance(estimator, Predictive) else "An adapted network"),
         lede,
-        inputs_of(X, columns=columns, texts=texts),
-        inputs_of(None if train is None else train[0], columns=columns),
+        show_inputs(X, columns=columns, texts=texts),
+        show_inputs(None if train is None else train[0], columns=columns),
         record={"seed": estimator.seed, "device": str(lin.device), "versions": versions()},
         names=names,
     )
@@ -130,34 +140,34 @@ def assemble(
     scores: Mapping[str, Mapping[str, float]] | None = None,
     plan: Plan | None = None,
 ) -> Report:
-    """All that can be said about a fitted estimator.
+    """Everything that a report says about a fitted estimator.
 
     Args:
-        estimator: Fitted.
-        about: What the numbers do not say.
+        estimator: The fitted estimator.
+        about: What the report says besides the numbers.
         outcome: Predictions for test data.
-        X: Its inputs.
-        train: The inputs and targets that the estimator was fitted to.
-        scores: Metrics of the outcome, where they are known already.
-        plan: Of the Jacobian of the training data; by default it is made.
+        X: Test inputs.
+        train: Inputs and targets that the estimator was fitted to.
+        scores: Metrics of the outcome, if they are known already.
+        plan: Plan of the Jacobian of the training data; by default it is made.
     """
     if X is None and isinstance(outcome, Missing):
-        outcome = left_out_one(estimator, train, about.names) or outcome
+        outcome = _leave_one_out(estimator, train, about.names) or outcome
     at, what = (X, "test example") if X is not None else (None if train is None else train[0], "training example")
-    known = isinstance(outcome, Classes | Numbers)
-    labels = [] if train is None else labels_of(estimator, train[1], outcome)
+    labels = [] if train is None else _name_targets(estimator, train[1], outcome)
+    inputs = about.train if X is None else about.test
     return Report(
         about.kind,
         about.title,
         about.lede,
-        outcome if isinstance(outcome, Missing) else scores or scores_of(outcome),
+        outcome if isinstance(outcome, Missing) else scores or score_outcome(outcome),
         outcome,
-        NO_TRAIN if at is None else gather.linear(estimator, at, outcome if X is not None else None, what=what),
-        chosen.certain(outcome, about.test if X is not None else about.train) if known else outcome,  # type: ignore[arg-type]
-        NO_TRAIN if train is None else chosen.influential(estimator, at, train, about.train, labels, what=what),
-        NO_TRAIN if train is None else gather.spectrum(estimator, train),
-        gather.relevance(estimator),
-        gather.evidence(estimator),
+        NO_TRAIN if at is None else compare_models(estimator, at, outcome if X is not None else None, what=what),
+        outcome if isinstance(outcome, Missing) else group_by_confidence(outcome, inputs),
+        NO_TRAIN if train is None else find_influential(estimator, at, train, about.train, labels, what=what),
+        NO_TRAIN if train is None else find_eigenvalues(estimator, train),
+        _find_relevance(estimator),
+        find_evidence(estimator),
         plan or (NO_TRAIN if train is None else estimator._jacobian(train[0]).plan),
         about.facts,
         about.record,
@@ -165,70 +175,76 @@ def assemble(
     )
 
 
+def attempt(make: Callable[[], T]) -> T | Missing:
+    """Make a part of a report. If this fails, the text of the error takes its place."""
+    try:
+        return make()
+    except (ValueError, TypeError, NotImplementedError, ArithmeticError, MemoryError) as error:
+        return Missing(str(error))
+
+
 # Predictions and their scores.
 
 
-def outcome_of(estimator: Any, X: Any, y: Any, names: Sequence[str] = ()) -> Outcome:
-    """Predictions for test data, beside those of the network alone."""
+def predict_outcome(estimator: Any, X: Any, y: Any, names: Sequence[str] = ()) -> Outcome:
+    """Predictions for test data, beside the predictions of the network alone."""
     trained = getattr(estimator, "model", None) is not None
     f = estimator._jacobian(X).outputs() if trained else None
-    likelihood = getattr(estimator, "likelihood_", None)
-    if not isinstance(likelihood, Bernoulli | Categorical):
-        mean, std = (_columns(array(part)) for part in estimator.predict(X, return_std=True, noise=True))
-        target = _columns(array(y))
-        before = None if f is None or f.shape[1] != mean.shape[1] else array(f)
-        return Numbers(mean, std, target, list(names) or default_names(mean.shape[1]), before)
-    p = array(estimator.predict_proba(X))
+    if not isinstance(getattr(estimator, "likelihood_", None), Bernoulli | Categorical):
+        mean, std = estimator.predict(X, return_std=True, noise=True)
+        return make_numbers(to_array(mean), to_array(std), to_array(y), names, f)
+    p, found = to_array(estimator.predict_proba(X)), _keep_labels(y)
     known = getattr(estimator, "classes_", np.arange(p.shape[1]))
-    found = array_of(y)
-    if found.ndim == 2 and found.shape[1] == 1:
-        found = found[:, 0]
     if p.ndim != 2 or found.ndim != 1:
-        return Missing("Reports are about one label for each example; here are several.")
+        return Missing("Reports need one label for each example, but these data have several.")
     place = {label: i for i, label in enumerate(known.tolist())}
     unknown = sorted({str(label) for label in found.tolist() if label not in place})
     if unknown:
         raise ValueError(f"The test data have labels that the estimator does not know: {', '.join(unknown[:6])}.")
     labels = np.array([place[label] for label in found.tolist()])
-    return Classes(p, labels, list(names) or [str(label) for label in known], None if f is None else softmax(f))
+    return make_classes(p, labels, list(names) or [str(label) for label in known], f)
 
 
-def default_names(count: int) -> list[str]:
-    """Of numbers that have none: nothing for one, and else their order."""
-    return [""] if count == 1 else [str(j + 1) for j in range(count)]
+def make_classes(p: Any, labels: np.ndarray, names: Sequence[str], outputs: Tensor | None) -> Classes:
+    """Predicted classes beside the classes that the outputs (n, c) of the network say."""
+    return Classes(p, labels, names, None if outputs is None else softmax(outputs))
 
 
-def left_out_one(estimator: Any, train: tuple[Any, Any] | None, names: Sequence[str] = ()) -> Numbers | None:
-    """Predictions of each training example from all others, where they come in closed form."""
+def make_numbers(mean: Any, std: Any, target: Any, names: Sequence[str], outputs: Tensor | None) -> Numbers:
+    """Predicted numbers beside the outputs (n, c) of the network, where these have the same shape."""
+    mean, std, target = (np.asarray(x, dtype=float).reshape(len(x), -1) for x in (mean, std, target))
+    f, c = None if outputs is None else to_array(outputs), mean.shape[1]
+    default = [""] if c == 1 else [str(j + 1) for j in range(c)]
+    return Numbers(mean, std, target, list(names) or default, f if f is not None and f.shape == mean.shape else None)
+
+
+def _leave_one_out(estimator: Any, train: tuple[Any, Any] | None, names: Sequence[str]) -> Numbers | None:
+    """Predictions of each training example from all other examples, where they have a closed form."""
     if train is None or not hasattr(estimator, "loo_"):
         return None
-    found = gather.attempt(lambda: estimator.loo_)
+    found = attempt(lambda: estimator.loo_)
     if isinstance(found, Missing):
         return None
-    mean, std, y = (_columns(array(part)) for part in (found.mean, found.std, train[1]))
-    f = array(estimator._jacobian(train[0]).outputs())
-    before = f if estimator.model is not None and f.shape == mean.shape else None
-    return Numbers(mean, std, y, list(names) or default_names(mean.shape[1]), before, "left-out training example")
+    f = None if estimator.model is None else estimator._jacobian(train[0]).outputs()
+    told = make_numbers(to_array(found.mean), to_array(found.std), to_array(train[1]), names, f)
+    return replace(told, what="left-out training example")
 
 
-def scores_of(outcome: Classes | Numbers) -> dict[str, dict[str, float]]:
-    """Metrics of the network alone, where it is there to compare, and of the model."""
+def score_outcome(outcome: Classes | Numbers) -> dict[str, dict[str, float]]:
+    """Metrics of the network alone, where its predictions are known, and of the model."""
+    found: dict[str, dict[str, float]] = {}
     if isinstance(outcome, Classes):
-        found = {"this model": metrics.classification(outcome.probabilities, outcome.labels)}
         if outcome.before is not None:
-            found = {"the network alone": metrics.classification(outcome.before, outcome.labels)} | found
-        return found
-    found = {"this model": metrics.regression(outcome.mean, outcome.std, outcome.target)}
+            found["the network alone"] = metrics.classification(outcome.before, outcome.labels)
+        return found | {"this model": metrics.classification(outcome.probabilities, outcome.labels)}
     if outcome.before is not None:
-        found = {"the network alone": {"rmse": metrics.rmse(outcome.before, outcome.target)}} | found
-    return found
+        found["the network alone"] = {"rmse": metrics.rmse(outcome.before, outcome.target)}
+    return found | {"this model": metrics.regression(outcome.mean, outcome.std, outcome.target)}
 
 
-def labels_of(estimator: Any, y: Any, outcome: Any) -> list[str]:
-    """Targets in words; numbers of classes by the names of these."""
-    found = array_of(y)
-    if found.ndim == 2 and found.shape[1] == 1:
-        found = found[:, 0]
+def _name_targets(estimator: Any, y: Any, outcome: Any) -> list[str]:
+    """Targets as text. Numbers of classes become names of classes."""
+    found = _keep_labels(y)
     if found.ndim == 2:
         return [", ".join(number(float(x)) for x in row[:4]) for row in found]
     if isinstance(estimator, Predictive) and isinstance(outcome, Classes):
@@ -236,10 +252,210 @@ def labels_of(estimator: Any, y: Any, outcome: Any) -> list[str]:
     return [number(float(x)) for x in found] if found.dtype.kind == "f" else [str(x) for x in found.tolist()]
 
 
-def array_of(y: Any) -> np.ndarray:
-    """Labels or numbers as they are."""
-    return y.detach().cpu().numpy() if hasattr(y, "detach") else np.asarray(y)
+def _keep_labels(y: Any) -> np.ndarray:
+    """Labels or numbers as an array of their own type; one column becomes (n,)."""
+    found = y.detach().cpu().numpy() if hasattr(y, "detach") else np.asarray(y)
+    return found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
 
 
-def _columns(x: np.ndarray) -> np.ndarray:
-    return x[:, None] if x.ndim == 1 else x
+def softmax(f: Tensor) -> np.ndarray:
+    """Class probabilities of outputs (n, c). A single output is the logit of the second class."""
+    f = f.double().cpu()
+    return to_array(torch.cat([torch.sigmoid(-f), torch.sigmoid(f)], 1) if f.shape[1] == 1 else f.softmax(1))
+
+
+def to_array(x: Any) -> np.ndarray:
+    """The values in float64, on the CPU."""
+    return x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.asarray(x, dtype=float)
+
+
+# The linear model and the network.
+
+
+def compare_models(estimator: Any, X: Any, outcome: Any = None, *, what: str = "test example") -> Linear | Missing:
+    """Compare the linear model and the network at the adapted weights, or at weights drawn from a Laplace posterior.
+
+    Args:
+        estimator: The fitted estimator.
+        X: Inputs at which the models are compared: at most 1,000 of them are used.
+        outcome: Predictions for these inputs. Their metrics are compared too.
+        what: Name of one input.
+    """
+    few, index = _thin(X, 1000)
+    if isinstance(estimator, Predictive):
+        found = attempt(lambda: _compare_drawn(estimator.linearity(few, 4)))
+    else:
+        found = attempt(lambda: _compare_adapted(estimator, estimator.linearity(few), index, outcome))
+    return found if isinstance(found, Missing) else replace(found, what=what)
+
+
+def _thin(X: Any, most: int) -> tuple[Any, np.ndarray]:
+    """At most so many inputs, evenly spaced, and their positions."""
+    n = len(next(iter(X.values())) if isinstance(X, Mapping) else X)
+    index = _space(n, most)
+    if len(index) == n:
+        return X, index
+
+    def take(x: Any) -> Any:
+        return x[torch.as_tensor(index, device=x.device)] if isinstance(x, Tensor) else x[index]
+
+    return {name: take(x) for name, x in X.items()} if isinstance(X, Mapping) else take(X), index
+
+
+def _space(n: int, most: int) -> np.ndarray:
+    return np.unique(np.linspace(0, n - 1, min(n, most)).astype(int))
+
+
+def _compare_adapted(estimator: Tangent, found: Linearity, index: np.ndarray, outcome: Any) -> Linear:
+    step, real = (to_array(f - found.before) for f in (found.linear, found.network))
+    whole = estimator._mean == "network"  # otherwise the model is the step alone, without the network's outputs
+    scores: dict[str, Mapping[str, float]] = {}
+    if whole and isinstance(outcome, Classes):
+        y = outcome.labels[index]
+        scores = {
+            "this model": metrics.classification(outcome.probabilities[index], y),
+            "real network": metrics.classification(softmax(found.network), y),
+        }
+    elif whole and isinstance(outcome, Numbers):
+        y = outcome.target[index]
+        scores = {
+            "this model": {"rmse": metrics.rmse(outcome.mean[index], y)},
+            "real network": {"rmse": metrics.rmse(to_array(found.network), y)},
+        }
+    agreement = found.agreement if whole and isinstance(outcome, Classes) else None
+    dots = _space(step.size, 400)
+    more: Any = {"scores": scores, "whole": whole}
+    return Linear(step.ravel()[dots], real.ravel()[dots], found.relative_error, len(step), agreement, **more)
+
+
+def _compare_drawn(found: Sequence[Linearity]) -> Linear:
+    step = np.stack([to_array(one.linear - one.before) for one in found])
+    real = np.stack([to_array(one.network - one.before) for one in found])
+    length = float(np.linalg.norm(step))
+    error = float(np.linalg.norm(real - step)) / length if length > 0 else 0.0
+    dots = _space(step.size, 400)
+    return Linear(step.ravel()[dots], real.ravel()[dots], error, step.shape[1], drawn=len(found))
+
+
+# Examples that are worth a look.
+
+
+def group_by_confidence(outcome: Classes | Numbers, inputs: Inputs) -> list[Group]:
+    """The test examples with the highest confidence, with the lowest confidence, and the worst mistakes."""
+    if isinstance(outcome, Classes):
+        order = np.argsort(-outcome.probabilities.max(1), kind="stable")
+        worst = np.array([i for i in order if not outcome.right[i]], dtype=int)
+        texts = [
+            ("Highest confidence", "The largest probability for one class."),
+            ("Lowest confidence", "Label examples like these first if you can get more labels."),
+            ("Confident mistakes", "Wrong, with high confidence. Wrong labels are often among these examples."),
+        ]
+        describe: Any = _describe_class
+    else:
+        order = np.argsort(np.square(outcome.std).mean(1), kind="stable")
+        worst = np.argsort(-np.abs((outcome.mean - outcome.target) / outcome.std).max(1), kind="stable")
+        texts = [
+            ("Highest confidence", "The narrowest error bars."),
+            ("Lowest confidence", "The widest error bars. Collect data like these first if you can get more data."),
+            (
+                "Largest surprises",
+                "The largest errors in standard deviations. Errors of the data are often among these examples.",
+            ),
+        ]
+        describe = _describe_numbers
+    return [
+        Group(title, note, [describe(outcome, inputs, int(i)) for i in index[:SHOWN]])
+        for (title, note), index in zip(texts, (order, order[::-1], worst), strict=True)
+    ]
+
+
+def _describe_class(told: Classes, inputs: Inputs, i: int) -> Item:
+    best = int(told.probabilities[i].argmax())
+    said = [
+        ("predicted", f"{told.names[best]}"),
+        ("sure", percent(float(told.probabilities[i, best]))),
+        ("true", told.names[int(told.labels[i])]),
+    ]
+    return Item(inputs.show(i), said, wrong=not bool(told.right[i]))
+
+
+def _describe_numbers(told: Numbers, inputs: Inputs, i: int) -> Item:
+    said = []
+    for j, name in enumerate(list(told.names)[:2]):
+        ending = f" {name}" if len(told.names) > 1 else ""
+        mean, std, y = (float(x[i, j]) for x in (told.mean, told.std, told.target))
+        said += [(f"predicted{ending}", f"{number(mean)} ± {number(std)}"), (f"true{ending}", number(y))]
+    off = float(np.abs((told.mean[i] - told.target[i]) / told.std[i]).max())
+    return Item(inputs.show(i), [*said, ("off by", f"{off:.1f} sd")], wrong=off > Z95)
+
+
+def find_influential(
+    estimator: Any, X: Any, train: tuple[Any, Any], inputs: Inputs, labels: Sequence[str], *, what: str = "test example"
+) -> Group | Missing:
+    """The training examples with the largest influence on the predictions at X.
+
+    Args:
+        estimator: The fitted estimator.
+        X: Inputs of the predictions.
+        train: Inputs and targets that the estimator was fitted to.
+        inputs: How the training examples are shown.
+        labels: Targets of the training examples, as text.
+        what: Name of one input of X.
+    """
+
+    def make() -> Group:
+        n = len(labels)
+        if isinstance(estimator.posterior_, PointPosterior):
+            raise ValueError("A mode has no posterior, so influence is not defined. Use another inference.")
+        if isinstance(estimator.posterior_, SamplePosterior):
+            raise ValueError("The posterior is known from samples only, and their noise would decide the order.")
+        c = estimator._jacobian(_thin(X, 2)[0]).c
+        # At most 200 inputs, and at most 2^24 covariances between test and training examples at once.
+        few, index = _thin(X, min(200, max(1, 2**24 // (n * c * c))))
+        if hasattr(estimator, "influence") and n * c <= EXACT:
+            parts = to_array(estimator.influence(few))
+            how = "how far the prediction would move without the example, exactly"
+        else:
+            fit = diagnostics.gather_fit(estimator, *train)
+            parts = to_array(diagnostics.compute_influence(fit, estimator.lin_.jacobian(few, progress=False)))
+            how = "how far an output would move without the example, to first order"
+        size = np.sqrt(np.square(parts).reshape(-1, n).mean(0))
+        order = np.argsort(-size, kind="stable")[:SHOWN]
+        called = "target" if getattr(estimator, "noise_", None) is not None else "label"
+        items = [Item(inputs.show(i), [("moves by", number(float(size[i]))), (called, labels[i])]) for i in order]
+        note = f"Influence is {how}; root mean square over {count(len(index), what)}."
+        return Group("Most influential training examples", note, items)
+
+    return attempt(make)
+
+
+# What was learned.
+
+
+def find_eigenvalues(estimator: Any, train: tuple[Any, Any]) -> Eigenvalues | Missing:
+    """Signal over noise of the directions that the training data determine."""
+    return attempt(lambda: Eigenvalues(*diagnostics.compute_spectrum(diagnostics.gather_fit(estimator, *train))))
+
+
+def _find_relevance(estimator: Any) -> dict[str, float] | Missing:
+    """The share of each layer in the adaptation."""
+    if isinstance(estimator, Predictive):
+        return Missing("Error bars do not change the network, so no layer adapts.")
+    return dict(estimator.layer_relevance_)
+
+
+def find_evidence(estimator: Any) -> Evidence:
+    """How the prior was chosen."""
+    scales = {name: float(value) for name, value in estimator.scales_.items()}
+    if isinstance(estimator, Predictive):
+        value = attempt(lambda: float(estimator.log_evidence()))
+        path = [step.log_evidence for step in estimator.tune_path_]
+        return Evidence(path, None if isinstance(value, Missing) else value, scales=scales)
+    found = estimator.log_evidence_
+    return Evidence(
+        [float(value) for value in getattr(estimator, "evidence_path_", ()) if math.isfinite(value)],
+        None if found is None else float(found),
+        dict(estimator.top_path_ or {}),
+        estimator.top_,
+        scales,
+    )

@@ -1,4 +1,4 @@
-"""What a report says, as plain data: nothing here knows of estimators, and nothing of HTML."""
+"""What a report says, as plain data. This module knows neither estimators nor HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Missing:
     """A part that is left out.
 
     Attributes:
-        why: In a sentence.
+        why: The reason, in a sentence.
     """
 
     why: str
@@ -27,11 +27,11 @@ class Classes:
     """Predicted classes of test examples.
 
     Attributes:
-        probabilities: (n, c).
-        labels: (n,), the number of each example's class.
-        names: (c,), of the classes.
-        before: (n, c), the probabilities of the network alone; None without.
-        what: One of the examples.
+        probabilities: Class probabilities (n, c).
+        labels: Class of each example (n,), as a number.
+        names: Names of the c classes.
+        before: Probabilities (n, c) of the network alone, or None.
+        what: Name of one example.
     """
 
     probabilities: np.ndarray
@@ -42,7 +42,7 @@ class Classes:
 
     @property
     def right(self) -> np.ndarray:
-        """(n,), whether the most probable class is the right one."""
+        """Whether the most probable class is the true class, (n,)."""
         return self.probabilities.argmax(1) == self.labels
 
 
@@ -51,12 +51,12 @@ class Numbers:
     """Predicted numbers of test examples.
 
     Attributes:
-        mean: (n, c).
-        std: (n, c), of an observation.
-        target: (n, c).
-        names: (c,), of the numbers.
-        before: (n, c), what the network alone says; None without.
-        what: One of the examples.
+        mean: Predictions (n, c).
+        std: Standard deviations (n, c) of an observation.
+        target: True values (n, c).
+        names: Names of the c numbers.
+        before: Predictions (n, c) of the network alone, or None.
+        what: Name of one example.
     """
 
     mean: np.ndarray
@@ -72,8 +72,8 @@ class Points:
     """Examples on the first two components of an embedding.
 
     Attributes:
-        xy: (n, 2).
-        groups: (n,), the label of each; None without.
+        xy: Positions (n, 2).
+        groups: Label of each example, or None.
     """
 
     xy: np.ndarray
@@ -82,18 +82,18 @@ class Points:
 
 @dataclass(frozen=True)
 class Linear:
-    """The linear model next to the network itself with the same weights.
+    """The linear model beside the network itself with the same weights.
 
     Attributes:
-        step: (k,), how far outputs move in the linear model, some of them.
-        real: (k,), how far the same outputs of the network move.
-        error: The distance of the two, relative to the step; over all outputs.
-        n: Examples that were compared.
-        agreement: The share of them whose most probable class is the same; None for numbers.
-        drawn: How many weights were drawn from the posterior; 0 where the weights are the adapted ones.
+        step: Changes (k,) of some outputs in the linear model.
+        real: Changes (k,) of the same outputs in the network.
+        error: Distance of both over all outputs, relative to the step.
+        n: Number of examples that were compared.
+        agreement: Share of these examples for which both predict the same class; None for numbers.
+        drawn: Number of weights that were drawn from the posterior; 0 for the adapted weights.
         scores: Metrics of the network with the adapted weights, and of the linear model on the same examples.
-        what: One of the examples.
-        whole: Whether the network's own outputs are part of the linear model, which is else the step alone.
+        what: Name of one example.
+        whole: Whether the network's own outputs are part of the linear model. Otherwise the model is the step alone.
     """
 
     step: np.ndarray
@@ -109,12 +109,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shown:
-    """What an example looks like: a picture, a text, or the cells of a row.
+    """How an example looks: a picture, a text, or the cells of a row.
 
     Attributes:
-        name: Of its file, or its number.
+        name: Name of its file, or its number.
         picture: A data: address.
-        text: Its beginning.
+        text: Beginning of the text.
         cells: Names of columns and numbers.
     """
 
@@ -126,11 +126,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class Item:
-    """An example and what is said about it.
+    """An example and statements about it.
 
     Attributes:
         shown: The example.
-        said: Titles and values.
+        said: Titles and values of the statements.
         wrong: Whether the prediction is wrong.
     """
 
@@ -144,8 +144,8 @@ class Group:
     """Examples that have something in common.
 
     Attributes:
-        title: What.
-        note: In a sentence.
+        title: The headline.
+        note: What the examples have in common, in a sentence.
         items: The examples.
     """
 
@@ -155,14 +155,14 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class Eigenvalues:
     """Eigenvalues, descending.
 
     Attributes:
-        values: (k,).
-        n: Of how many examples.
-        noise: Whether they are in units of the noise, so that one is where data and prior count alike.
-        explained: (k,), the share of the trace so far; None where that is not the point.
+        values: Eigenvalues (k,).
+        n: Number of examples.
+        noise: Whether the unit is the noise. Data and prior then have equal weight at 1.
+        explained: Share (k,) of the trace up to each eigenvalue, or None.
     """
 
     values: np.ndarray
@@ -176,10 +176,10 @@ class Evidence:
     """How the prior was chosen.
 
     Attributes:
-        path: The log evidence after each step of the search.
-        value: In the end.
-        blocks: The log evidence by how many blocks adapt, where that was tried.
-        chosen: How many were.
+        path: Log evidence after each step of the search.
+        value: Log evidence of the chosen prior.
+        blocks: Log evidence by the number of blocks that adapt, where several numbers were tried.
+        chosen: The chosen number of blocks.
         scales: Prior scales by name.
     """
 
@@ -192,25 +192,25 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a report says. None is for what does not apply, `Missing` for what is left out.
+    """Everything that a report says. None is for parts that do not apply, `Missing` for parts that are left out.
 
     Attributes:
-        kind: What made it: "linnet adapt".
+        kind: What made the report, such as "linnet adapt".
         title: The headline.
         lede: What was done, in a sentence or two.
-        scores: Metrics by method, the last of which the report is about; the first is the network alone.
-        outcome: Predictions for the test data, or where an embedding puts the data.
-        linear: Whether the network is linear here.
-        examples: The surest, the least sure, ...
-        influence: Training examples that predictions rest on most.
-        spectrum: How many directions matter.
-        relevance: Each layer's share in the adaptation.
+        scores: Metrics by method: first the network alone, last the model of the report.
+        outcome: Predictions for the test data, or positions of the data in an embedding.
+        linear: The linear model beside the network.
+        examples: Groups of examples that are worth a look.
+        influence: Training examples with the largest influence on predictions.
+        spectrum: Eigenvalues, which show how many directions matter.
+        relevance: Share of each layer in the adaptation.
         evidence: How the prior was chosen.
-        plan: Of the Jacobian.
-        facts: What else there is to know, by name.
+        plan: Plan of the Jacobian.
+        facts: Further facts by name.
         record: The command, seed, versions, time.
-        files: Written beside the report.
-        notes: What the fit warned of.
+        files: Names of the files beside the report.
+        notes: Warnings of the fit.
     """
 
     kind: str
@@ -221,7 +221,7 @@ class Report:
     linear: Linear | Missing | None = None
     examples: Sequence[Group] | Missing | None = None
     influence: Group | Missing | None = None
-    spectrum: Spectrum | Missing | None = None
+    spectrum: Eigenvalues | Missing | None = None
     relevance: Mapping[str, float] | Missing | None = None
     evidence: Evidence | Missing | None = None
     plan: Plan | Missing | None = None

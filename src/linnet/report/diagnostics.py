@@ -1,7 +1,7 @@
-r"""What a fit rests on: the training examples behind its predictions, and how many directions the data determine.
+r"""What a fit depends on: the influence of training examples, and how many directions the data determine.
 
 Every estimator has a Gaussian posterior over the displacement, and training data with a Jacobian J, a curvature
-:math:`B = L L^\top` and residuals :math:`r = \partial \log p(y \mid f) / \partial f`; all else follows from these.
+:math:`B = L L^\top` and residuals :math:`r = \partial \log p(y \mid f) / \partial f`. Both follow from these.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ from torch import Tensor
 
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace.predictive import Predictive
-from linnet.probability.posteriors import Posterior, by_root
+from linnet.linalg.row_weights import weigh
+from linnet.probability.posteriors import Posterior
 from linnet.tangent.base import Tangent, as_targets
-
-ROWS = 1000
-"""Rows (examples times outputs) whose kernel is decomposed for a spectrum."""
-
-FEWEST = 8
-"""Examples that a spectrum is made from, at least."""
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A fit and the data that it was made from.
+class Fit:
+    """A fit and its training data.
 
     Attributes:
-        J: Of the training data.
-        posterior: Over the displacement.
-        variance: S, (p,).
-        root: L at the posterior mean, (n c,), or (n, c, c).
-        residual: The gradient of log p(y | f) there, (n, c).
+        J: Jacobian of the training data.
+        posterior: Posterior over the displacement.
+        variance: Prior variances S, (p,).
+        root: L at the posterior mean, (n c,) or (n, c, c).
+        residual: Gradient of log p(y | f) at the posterior mean, (n, c).
     """
 
     J: Jacobian
@@ -44,86 +39,76 @@ class Fitted:
     residual: Tensor
 
 
-def fitted(estimator: Any, X: Any, y: Any) -> Fitted:
-    """What a TangentRegressor, TangentClassifier or Laplace was fitted to, as the posterior sees it.
+def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
+    """The fit of a TangentRegressor, TangentClassifier or Laplace.
 
     Args:
-        estimator: Fitted.
-        X: The inputs it was fitted to.
-        y: Their targets.
+        estimator: The fitted estimator.
+        X: Training inputs.
+        y: Training targets.
     """
     from linnet.tangent.classifier import TangentClassifier, label_array
 
+    if not isinstance(estimator, Predictive | Tangent):
+        raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
     if isinstance(estimator, Predictive):
         J = estimator._jacobian(X)
         f = J.outputs()
-        likelihood = estimator.likelihood_
-        targets = likelihood.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
-    elif isinstance(estimator, TangentClassifier):
+        targets = estimator.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+    else:
         J = estimator._new_inputs(X)
         f = estimator._base(J) + estimator.posterior_.shift(J)
-        likelihood = estimator.likelihood_
+        if not isinstance(estimator, TangentClassifier):
+            precision = 1 / estimator._noise_at(J, X)
+            residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
+            return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
         targets = estimator._encode(label_array(y, J.n), J, estimator.classes_)
-    elif isinstance(estimator, Tangent):
-        return _gaussian(estimator, X, y)
-    else:
-        raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
-    root = likelihood.root(f)
-    return Fitted(
-        J,
-        estimator.posterior_,
-        estimator.prior_variance_,
-        root.flatten() if root.ndim == 2 else root,
-        likelihood.residual(f, targets),
-    )
+    root = estimator.likelihood_.root(f)
+    root = root.flatten() if root.ndim == 2 else root
+    residual = estimator.likelihood_.residual(f, targets)
+    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, residual)
 
 
-def _gaussian(estimator: Any, X: Any, y: Any) -> Fitted:
-    J = estimator._new_inputs(X)
-    f = estimator._base(J) + estimator.posterior_.shift(J)
-    precision = 1 / estimator._noise_at(J, X)
-    residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
-    return Fitted(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
-
-
-def influence(fit: Fitted, J: Jacobian) -> Tensor:
-    r"""What each training example adds to each output at other inputs, to first order, (m, c, n).
+def compute_influence(fit: Fit, J: Jacobian) -> Tensor:
+    r"""The contribution of each training example to each output at other inputs, to first order, (m, c, n).
 
     .. math:: \mathrm{cov}(f(x), f(x_i) \mid y) \, r_i
 
-    It is how far f(x) moves as the weight of example i in the data goes from zero to one, at the rate that it has at
-    one (the infinitesimal jackknife). For Gaussian noise `TangentRegressor.influence` has the whole way.
+    The contribution is the change of f(x) as the weight of example i in the data goes from zero to one, at the rate
+    that f(x) changes at weight one (the infinitesimal jackknife). For Gaussian noise `TangentRegressor.influence` has
+    the exact change.
 
     Args:
-        fit: With n training examples.
-        J: Of m inputs.
+        fit: A fit with n training examples.
+        J: Jacobian of m inputs.
     """
     n, c = fit.residual.shape
     C = fit.posterior.cross(J, fit.J).view(J.n, J.c, n, c)
     return (C * fit.residual).sum(3)
 
 
-def spectrum(fit: Fitted, *, rows: int = ROWS) -> tuple[np.ndarray, int]:
+def compute_spectrum(fit: Fit, *, rows: int = 1000) -> tuple[np.ndarray, int]:
     r"""Eigenvalues of :math:`L^\top K L` on evenly spaced training examples, descending; and how many examples.
 
-    They are signal over noise: of a direction with eigenvalue l the data determine the share l / (1 + l), and the prior
-    the rest.
+    An eigenvalue is a signal-to-noise ratio: the data determine the share l / (1 + l) of a direction with eigenvalue l,
+    and the prior determines the rest.
 
     Args:
-        fit: With training data that can be read by position.
-        rows: Examples times outputs, at most.
+        fit: A fit whose training data can be read by position.
+        rows: Largest number of rows (examples times outputs) of the kernel that is decomposed.
     """
-    J, root = fit.J, fit.root
+    J, root, fewest = fit.J, fit.root, 8
     few = min(J.n, rows // J.c)
-    if few < min(FEWEST, J.n):
+    if few < min(fewest, J.n):
         raise ValueError(
-            f"{J.c:,} outputs leave {few} examples to decompose the kernel of; at least {FEWEST} are needed."
+            f"With {J.c:,} outputs, the kernel of only {few} examples can be decomposed, but at least {fewest} are "
+            "needed."
         )
     if few < J.n:
         index = torch.linspace(0, J.n - 1, few).long()
         J = J.subset(index)
         root = root.view(fit.J.n, -1)[index].flatten() if root.ndim == 1 else root[index]
-    half = by_root(root, J.gram(scale=fit.variance), transpose=True)
-    M = by_root(root, half.T.contiguous(), transpose=True)
+    half = weigh(J.gram(scale=fit.variance), root, transpose=True)
+    M = weigh(half.T.contiguous(), root, transpose=True)
     values = torch.linalg.eigvalsh(0.5 * (M + M.T).double()).flip(0)
-    return values.clamp_min(0).cpu().numpy(), few  # what is below zero is rounding
+    return values.clamp_min(0).cpu().numpy(), few  # values below zero are rounding errors

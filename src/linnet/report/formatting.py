@@ -1,4 +1,4 @@
-"""Numbers and metrics in words."""
+"""Numbers and metrics as text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Meaning:
     """What a metric says.
 
     Attributes:
-        title: As readers know it.
-        words: In a sentence.
-        better: "higher", "lower", or "closer" to ``best``.
-        percent: Whether it is a share.
-        short: The same as ``words`` where there is little room.
+        title: Name of the metric.
+        words: Meaning of the metric, in a sentence.
+        better: "higher", "lower", or "closer" to 95 %.
+        percent: Whether the metric is a share.
+        short: A shorter form of ``words``.
     """
 
     title: str
@@ -27,42 +27,39 @@ class Meaning:
     percent: bool = False
     short: str = ""
 
-    def value(self, x: float) -> str:
+    def format(self, x: float) -> str:
         return percent(x) if self.percent else number(x)
 
 
 MEANINGS = {
-    "accuracy": Meaning("Accuracy", "How many of the test examples get their own class.", "higher", True),
+    "accuracy": Meaning("Accuracy", "The share of test examples whose class is predicted correctly.", "higher", True),
     "nll": Meaning(
         "Log loss",
-        "How surprised it is by the true class, in nats: 0 would be sure and right each time, and being sure and wrong "
-        "costs most.",
+        "Minus the log probability of the true class, in nats. 0 is perfect; confident mistakes cost most.",
     ),
-    "brier": Meaning("Brier score", "The squared distance of the probabilities to the truth, from 0 to 2."),
-    "ece": Meaning(
-        "Calibration error", "How far stated confidence is from how often it is right, on average.", percent=True
-    ),
+    "brier": Meaning("Brier score", "The squared distance between the probabilities and the truth, from 0 to 2."),
+    "ece": Meaning("Calibration error", "The average distance between confidence and accuracy.", percent=True),
     "rmse": Meaning("Typical error", "Root mean squared error, in the units of the target."),
     "coverage": Meaning(
-        "Inside 95 % intervals", "How many true values lie in their error bars.", "closer", True, "95 % is right"
+        "Inside 95 % intervals", "The share of true values inside their error bars.", "closer", True, "95 % is right"
     ),
 }
 DENSITY = Meaning(
     "Log loss",
-    "Minus the log density of the true values, in nats: it falls with small errors and with error bars that fit them.",
+    "Minus the log density of the true values, in nats. Small errors and fitting error bars lower it.",
     short="errors and error bars in one number; lower is better",
 )
 
 
-def meaning(name: str, *, regression: bool) -> Meaning:
-    """Of a metric by its short name; one that is not known speaks for itself."""
+def explain(name: str, *, regression: bool) -> Meaning:
+    """The meaning of a metric. An unknown metric has its name as title and no words."""
     if regression and name == "nll":
         return DENSITY
     return MEANINGS.get(name, Meaning(name, ""))
 
 
 def number(x: float) -> str:
-    """Three digits, and a minus sign that is one.
+    """A number with three digits and a true minus sign.
 
     >>> number(0.012345), number(1234567.0)
     ('0.0123', '1,230,000')
@@ -83,7 +80,7 @@ def number(x: float) -> str:
 
 
 def nats(x: float) -> str:
-    """A log evidence: to a tenth, below which it says nothing.
+    """A log evidence to a tenth. Smaller differences have no meaning.
 
     >>> nats(1234.56)
     '1,234.6'
@@ -92,7 +89,7 @@ def nats(x: float) -> str:
 
 
 def percent(x: float, digits: int = 1) -> str:
-    """A share.
+    """A share in percent.
 
     >>> percent(0.9312), percent(1.0), percent(0.0004, 0)
     ('93.1 %', '100 %', '0 %')
@@ -104,7 +101,7 @@ def percent(x: float, digits: int = 1) -> str:
 
 
 def distance(x: float) -> str:
-    """Of two models, relative to a step.
+    """The distance between two models, relative to a step.
 
     >>> distance(0.123), distance(5.74)
     ('12 % of the step', '5.74 times the step')
@@ -112,10 +109,10 @@ def distance(x: float) -> str:
     return f"{percent(x, 0)} of the step" if x <= 1 else f"{number(x)} times the step"
 
 
-def count(n: int, what: str) -> str:
-    """How many of something.
+def count(n: int, what: str, many: str = "") -> str:
+    """A number of things.
 
-    >>> count(1, "example"), count(1200, "example")
-    ('1 example', '1,200 examples')
+    >>> count(1, "example"), count(1200, "example"), count(3, "class", "classes")
+    ('1 example', '1,200 examples', '3 classes')
     """
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
+    return f"{n:,} {what if n == 1 else many or f'{what}s'}"

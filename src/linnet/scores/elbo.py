@@ -2,8 +2,8 @@ r"""The evidence lower bound of a variational autoencoder, one number per exampl
 
 .. math:: \log p(x) \ge E_{q(z | x)} \log p(x | z) - KL(q(z | x) \| p(z))
 
-The bound is an average over draws of z. They are made from the example itself (`noise`), so that they do not depend on
-the batch, the order or the device that it comes in: the score is a function of x.
+The bound is an average over draws of z. The draws are made from the example itself (`draw_noise`). They do not depend
+on the batch, the order or the device of the example, so the score is a function of x.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ Encode = Callable[[nn.Module, Tensor], Any]
 Decode = Callable[[nn.Module, Tensor], Any]
 LogLikelihood = Callable[[Tensor, Any], Tensor]
 
-_GOLDEN = -7046029254386353131  # 2^64 over the golden ratio, as a signed integer
-_STEPS = ((30, -4658895280553007687), (27, -7723592293110705685))
-
 
 @dataclass(frozen=True)
 class Bound:
-    """The ELBO of a model, as a forward: called as ``bound(model, x)`` it gives (n,).
+    """The ELBO of a model as a forward: ``bound(model, x)`` gives (n,).
 
     Attributes:
         encode: ``(model, x)`` to the mean and log variance of q(z | x), two tensors of one shape (n, ...).
-        decode: ``(model, z)`` to what the likelihood reads.
+        decode: ``(model, z)`` to the values that the likelihood reads.
         likelihood: "bernoulli", "bernoulli-logits", "gaussian", or ``(x, decoded) -> (n,)``.
-        noise: Variance of "gaussian".
+        noise: Variance of the likelihood "gaussian".
         samples: Draws of z per example.
-        importance: The tighter bound of importance weights, ``log mean p(x, z) / q(z | x)``.
-        seed: Of the draws.
+        importance: Whether to take the tighter bound of importance weights, ``log mean p(x, z) / q(z | x)``.
+        seed: Seed of the random draws.
     """
 
     encode: Encode
@@ -51,7 +48,7 @@ class Bound:
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         mean, log_variance = self._posterior(model, x)
-        eps = noise(x, (self.samples, *mean.shape[1:]), seed=self.seed).to(mean)
+        eps = draw_noise(x, (self.samples, *mean.shape[1:]), seed=self.seed).to(mean)
         z = mean[:, None] + (0.5 * log_variance).exp()[:, None] * eps  # (n, samples, ...)
         decoded = self.decode(model, z.flatten(0, 1))
         log_p = self._log_likelihood(x.repeat_interleave(self.samples, 0), decoded).view(len(x), self.samples)
@@ -86,20 +83,20 @@ class Bound:
         return out
 
 
-def noise(x: Tensor, shape: Sequence[int], *, seed: int = 0) -> Tensor:
+def draw_noise(x: Tensor, shape: Sequence[int], *, seed: int = 0) -> Tensor:
     """Standard normal numbers that belong to each example, (n, *shape), in float64.
 
-    They are a function of the example's values (as float32) and the seed alone: the same in every batch, order, pass
-    and process. Equal examples get equal numbers.
+    The numbers are a function of the example's values (as float32) and the seed alone. They are the same in every
+    batch, order, pass and process. Equal examples get equal numbers.
 
     Args:
         x: Examples (n, ...).
-        shape: Of the numbers for each example.
-        seed: Another seed gives other numbers.
+        shape: Shape of the numbers for one example.
+        seed: Seed of the numbers.
 
     Example:
         >>> x = torch.arange(6.0).view(3, 2)
-        >>> torch.equal(noise(x, (4,))[1:2], noise(x[1:2], (4,)))
+        >>> torch.equal(draw_noise(x, (4,))[1:2], draw_noise(x[1:2], (4,)))
         True
     """
     x = x.detach().reshape(len(x), -1)
@@ -107,45 +104,46 @@ def noise(x: Tensor, shape: Sequence[int], *, seed: int = 0) -> Tensor:
         x = torch.view_as_real(x).flatten(1)
     # Zero has two signs, which compare equal.
     bits = (x.float() + 0.0).contiguous().view(torch.int32).long() if x.is_floating_point() else x.long()
-    place = _mixed(torch.arange(x.shape[1], device=x.device) * _GOLDEN + seed)
-    key = _mixed(_mixed(bits + place).sum(1))  # integers wrap around, in any order of adding
-    count = torch.arange(math.prod(shape), device=x.device) * _GOLDEN
-    uniform = ((_shifted(_mixed(key[:, None] + count), 11)).double() + 0.5) / 2**53
+    golden = -7046029254386353131  # 2^64 over the golden ratio, as a signed integer: the step of splitmix64
+    place = _mix(torch.arange(x.shape[1], device=x.device) * golden + seed)
+    key = _mix(_mix(bits + place).sum(1))  # integers wrap around, in any order of adding
+    count = torch.arange(math.prod(shape), device=x.device) * golden
+    uniform = ((_shift(_mix(key[:, None] + count), 11)).double() + 0.5) / 2**53
     return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).view(len(x), *shape)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Each 64-bit integer scrambled so that every bit of it changes half of the result's (splitmix64's finish)."""
-    for shift, factor in _STEPS:
-        x = (x ^ _shifted(x, shift)) * factor
-    return x ^ _shifted(x, 31)
+def _mix(x: Tensor) -> Tensor:
+    """Scramble 64-bit integers so that each bit changes half of the bits of the result (the finish of splitmix64)."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ _shift(x, shift)) * factor
+    return x ^ _shift(x, 31)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Bits moved down with zeros behind them; torch's own shift keeps the sign."""
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Move bits down and fill with zeros; torch's own shift keeps the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-# Log densities of x given what the decoder returned, summed over the parts of x.
+# Log densities of x given the output of the decoder, summed over the parts of x.
 
 
 def _bernoulli(x: Tensor, p: Any, noise: float) -> Tensor:
-    """From probabilities. Where x is 0 or 1 a saturated p counts as the limit that it is: 0 log 0 = 0."""
-    x, p = _same_size(x, p)
+    """From probabilities. Where x is 0 or 1, a saturated p counts as its limit: 0 log 0 = 0."""
+    x, p = _flatten_pair(x, p)
     one, zero = p.where(x > 0, 0.5), (1 - p).where(x < 1, 0.5)
     return (torch.where(x > 0, x * one.log(), 0.0) + torch.where(x < 1, (1 - x) * zero.log(), 0.0)).sum(1)
 
 
 def _bernoulli_logits(x: Tensor, logits: Any, noise: float) -> Tensor:
-    x, logits = _same_size(x, logits)
+    x, logits = _flatten_pair(x, logits)
     return (x * logits - nn.functional.softplus(logits)).sum(1)
 
 
 def _gaussian(x: Tensor, decoded: Any, noise: float) -> Tensor:
-    """From a mean, with one variance for all; or from a mean and a log variance."""
+    """From a mean, with one variance for all parts; or from a mean and a log variance."""
     mean, log_variance = decoded if isinstance(decoded, tuple | list) else (decoded, None)
-    x, mean = _same_size(x, mean)
-    s = torch.full_like(mean, math.log(noise)) if log_variance is None else _same_size(x, log_variance)[1]
+    x, mean = _flatten_pair(x, mean)
+    s = torch.full_like(mean, math.log(noise)) if log_variance is None else _flatten_pair(x, log_variance)[1]
     return -0.5 * ((x - mean).square() * (-s).exp() + s + math.log(2 * math.pi)).sum(1)
 
 
@@ -153,7 +151,7 @@ LIKELIHOODS = {"bernoulli": _bernoulli, "bernoulli-logits": _bernoulli_logits, "
 """By name: ``(x, decoded, noise) -> (n,)``."""
 
 
-def _same_size(x: Tensor, decoded: Any) -> tuple[Tensor, Tensor]:
+def _flatten_pair(x: Tensor, decoded: Any) -> tuple[Tensor, Tensor]:
     """Both as (n, d)."""
     if not isinstance(decoded, Tensor) or len(decoded) != len(x) or decoded.numel() != x.numel():
         came = tuple(decoded.shape) if isinstance(decoded, Tensor) else messages.kind(decoded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,21 +14,20 @@ from linnet.data.batch import Batch, Source, check_finite, leaves
 from linnet.data.forward_signature import Signature
 from linnet.data.sources import as_source
 from linnet.jacobian.linearization import Linearization, linearize
+from linnet.network.copies import copy_sharing_parameters
 
 Generator = nn.Module | Callable[[Tensor], Any]
 Latent = int | Sequence[int] | Tensor | Callable[[int, torch.Generator], Tensor]
 
-PROBE = 2
 
-
-class Generated(Source):
-    """Samples made batch by batch, every time they are asked for; only their latents are kept.
+class GeneratedSamples(Source):
+    """Samples that a generator makes batch by batch, again in every pass. Only their latents are kept.
 
     Args:
-        generator: From latents (m, ...) to what the discriminator takes.
+        generator: Maps latents (m, ...) to inputs of the discriminator.
         latents: (n, ...).
-        signature: Of the discriminator's forward.
-        device: Where a generator that is no module wants its latents.
+        signature: Signature of the discriminator's forward.
+        device: Device of the latents for a generator that is no module.
     """
 
     def __init__(self, generator: Generator, latents: Tensor, signature: Signature, *, device: torch.device) -> None:
@@ -37,7 +35,7 @@ class Generated(Source):
         self.latents, self.signature, self.device = latents, signature, device
         if isinstance(generator, nn.Module):
             # In eval mode, and in the dtype of its own weights.
-            generator = copy.deepcopy(generator, {id(t): t for t in generator.parameters()}).eval()
+            generator = copy_sharing_parameters(generator).eval()
             first = next((t for t in generator.parameters() if t.is_floating_point()), None)
             if first is not None:
                 self.device = first.device
@@ -58,7 +56,7 @@ class Generated(Source):
             start += batch.n
 
 
-def generated(
+def make_samples(
     generator: Generator | None,
     latent: Latent | None,
     samples: Any,
@@ -71,11 +69,11 @@ def generated(
 
     Args:
         generator: None if ``samples`` are the samples themselves.
-        latent: Latents, or what they are drawn from.
-        samples: Their number.
-        seed: Of the latents.
+        latent: Latents, or the distribution of latents.
+        samples: Number of samples.
+        seed: Seed of the latents.
         lin: The discriminator, linearized.
-        data: What it is to take beside them.
+        data: The data that the discriminator takes beside the samples.
     """
     source: Source
     if generator is None:
@@ -87,9 +85,9 @@ def generated(
         source = as_source(samples, lin.module.forward)
     else:
         signature = Signature(lin.module.forward)
-        source = Generated(generator, draw(latent, samples, seed), signature, device=lin.device)
+        source = GeneratedSamples(generator, draw_latents(latent, samples, seed), signature, device=lin.device)
     try:
-        batch = next(iter(source.batches(PROBE, 0, min(PROBE, source.n))))
+        batch = next(iter(source.batches(2, 0, min(2, source.n))))
         _check_like(batch, next(iter(data.batches(1, 0, 1))))
         with torch.no_grad(), lin.network.in_precision("highest"):
             lin.forward({}, batch.to(lin.device))
@@ -98,11 +96,13 @@ def generated(
     return source
 
 
-def draw(latent: Latent | None, count: Any, seed: int) -> Tensor:
-    """Latents (count, ...), on the CPU so that every device gets the same.
+def draw_latents(latent: Latent | None, count: Any, seed: int) -> Tensor:
+    """Latents (count, ...), drawn on the CPU: every device gets the same numbers.
 
-    >>> draw((3, 1, 1), 5, 0).shape, draw(3, 5, 0).shape, draw(lambda m, g: torch.rand(m, 2, generator=g), 5, 0).shape
-    (torch.Size([5, 3, 1, 1]), torch.Size([5, 3]), torch.Size([5, 2]))
+    Example:
+        >>> uniform = lambda m, generator: torch.rand(m, 2, generator=generator)
+        >>> [tuple(draw_latents(latent, 5, 0).shape) for latent in ((3, 1, 1), 3, uniform)]
+        [(5, 3, 1, 1), (5, 3), (5, 2)]
     """
     if isinstance(latent, Tensor):
         return latent
@@ -124,7 +124,7 @@ def draw(latent: Latent | None, count: Any, seed: int) -> Tensor:
 
 
 def _check_like(batch: Batch, example: Batch) -> None:
-    """Raise where samples have another shape than the data."""
+    """Raise where the samples have another shape than the data."""
     mine, theirs = (dict(leaves((b.args, b.kwargs), "the inputs")) for b in (batch, example))
     for name, there in theirs.items():
         here = mine.get(name)
@@ -135,28 +135,28 @@ def _check_like(batch: Batch, example: Batch) -> None:
 # The output before the sigmoid.
 
 
-def without_sigmoid(model: nn.Module) -> nn.Module:
-    """A copy of the discriminator that shares its parameters and lacks a final ``nn.Sigmoid``; else the model itself.
+def drop_sigmoid(model: nn.Module) -> nn.Module:
+    """A copy of the discriminator without its final ``nn.Sigmoid``, sharing parameters; else the model itself.
 
-    Only the last of a chain of modules is looked at; `check_logits` compares.
+    Only the last module of a chain is considered; `check_logits` compares the outputs.
 
-    >>> without_sigmoid(nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()))
-    Sequential(
-      (0): Linear(in_features=2, out_features=1, bias=True)
-      (1): Identity()
-    )
+    Example:
+        >>> drop_sigmoid(nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()))
+        Sequential(
+          (0): Linear(in_features=2, out_features=1, bias=True)
+          (1): Identity()
+        )
     """
-    path = _last(model)
+    path = _find_sigmoid(model)
     if path is None:
         return model
-    other = copy.deepcopy(model, {id(t): t for t in model.parameters()})
-    parent, _, name = path.rpartition(".")
-    setattr(other.get_submodule(parent), name, nn.Identity())
+    other = copy_sharing_parameters(model)
+    other.set_submodule(path, nn.Identity())
     return other
 
 
-def _last(model: nn.Module) -> str | None:
-    """Where the final nn.Sigmoid is: the end of the end of nested Sequentials, or of a module with one child."""
+def _find_sigmoid(model: nn.Module) -> str | None:
+    """Name of the final nn.Sigmoid: at the end of nested Sequentials, or of modules with one child."""
     path: list[str] = []
     here = model
     while not isinstance(here, nn.Sigmoid):
@@ -169,12 +169,12 @@ def _last(model: nn.Module) -> str | None:
 
 
 def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: Callable[[Any], Tensor]) -> None:
-    """Raise if a sigmoid was left out that the output is not the sigmoid of; warn if one seems to have stayed."""
+    """Raise if the model's output is not the sigmoid of the output without it; warn if a sigmoid seems to remain."""
     several = min(64, source.n)
     batch = next(iter(source.batches(several, 0, several))).to(lin.device)
     with torch.no_grad(), lin.network.in_precision("highest"):
         z = lin.forward({}, batch)[:, 0]
-    if _last(model) is None:
+    if _find_sigmoid(model) is None:
         if bool(((z > 0) & (z < 1)).all()):
             warnings.warn(
                 "The discriminator's outputs lie between 0 and 1, as if a sigmoid had been applied. The score of a GAN "

@@ -1,12 +1,10 @@
-"""How a model is read as one number per example: checks, other forwards, token likelihoods."""
+"""How the output of a model becomes one number per example."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,11 +13,9 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.network.functional_model import Output
 
-Forward = Callable[..., Any]
 
-
-def one_number(out: Any) -> Tensor:
-    """Raise unless a score has one number for each example; as (n,)."""
+def check_score(out: Any) -> Tensor:
+    """A score as (n,); raise unless it has one number for each example."""
     if not isinstance(out, Tensor):
         raise TypeError(f"A score is a tensor with one number per example, (n,); got {messages.kind(out)}.")
     if out.ndim == 0:
@@ -35,44 +31,18 @@ def one_number(out: Any) -> Tensor:
     return out.reshape(len(out))
 
 
-def rewired(model: nn.Module, forward: Forward) -> nn.Module:
-    """The same module with another forward, called with the module first; parameters keep their names.
-
-    Inside that forward, calling the module means its own.
-
-    >>> model = nn.Linear(2, 3)
-    >>> other = rewired(model, lambda module, x: module.weight.sum() * x[:, 0])
-    >>> other(torch.ones(5, 2)).shape, model(torch.ones(5, 2)).shape
-    (torch.Size([5]), torch.Size([5, 3]))
-    """
-    other = copy.copy(model)
-    # A deep copy of the module takes the method along, bound to the copy.
-    other.forward = MethodType(_Instead(forward), other)
-    return other
-
-
-class _Instead:
-    """A forward that stands aside while it runs."""
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward, self.__signature__ = forward, inspect.signature(forward)
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mine = vars(module).pop("forward")
-        try:
-            return self.forward(module, *args, **kwargs)
-        finally:
-            vars(module)["forward"] = mine
-
-
 @dataclass(frozen=True)
-class Read:
-    """The raw output as a score."""
+class ScoreOutput:
+    """Reads the raw output of a model as a score.
+
+    Attributes:
+        fn: Maps the raw output to the score; None takes the output itself.
+    """
 
     fn: Output | None
 
     def __call__(self, raw: Any) -> Tensor:
-        return one_number(messages.output_tensor(raw) if self.fn is None else self.fn(raw))
+        return check_score(messages.output_tensor(raw) if self.fn is None else self.fn(raw))
 
 
 def log_sum_exp(raw: Any) -> Tensor:
@@ -82,10 +52,10 @@ def log_sum_exp(raw: Any) -> Tensor:
             f"linnet.scores.classifier() reads class logits (n, c); got {tuple(logits.shape)}. A score is one number "
             "per example: for tokens use linnet.scores.autoregressive(), else a function: score=lambda out: ..."
         )
-    return _full(logits).logsumexp(1) if logits.ndim == 2 else one_number(logits)
+    return _promote(logits).logsumexp(1) if logits.ndim == 2 else check_score(logits)
 
 
-def _full(t: Tensor) -> Tensor:
+def _promote(t: Tensor) -> Tensor:
     """At least float32, for sums over many entries."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
@@ -101,7 +71,7 @@ class TokenLikelihood:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         labels = kwargs.pop("labels", None)  # with them, a language model would also compute its mean loss
-        logits = _full(messages.output_tensor(module.forward(*args, **kwargs))).movedim(self.axis, -1)
+        logits = _promote(messages.output_tensor(module.forward(*args, **kwargs))).movedim(self.axis, -1)
         tokens = labels if labels is not None else args[0] if args else next(iter(kwargs.values()))
         mask = kwargs.get("attention_mask")
         if self.targets is not None:

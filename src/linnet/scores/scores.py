@@ -1,9 +1,9 @@
-r"""What makes a Fisher score: for each kind of model, the number per example that is differentiated.
+r"""Scores: for each kind of model, the number per example whose gradient is the Fisher score.
 
 The Fisher score of an example is the gradient of its log density, :math:`\nabla_\theta \log p_\theta(x)`. Models with a
-density (`flow`, `autoregressive`, and `vae` by its bound) give it directly. The others are energies: a classifier is
-one by the log-sum-exp of its logits, the discriminator of a GAN by its own output, and the gradient of their unknown
-normalizer is the mean of the score, so they are *centered* (Zhang et al. 2022, section 3.1).
+density (`flow`, `autoregressive`, and `vae` by its bound) give the log density directly. The other models are energies:
+a classifier by the log-sum-exp of its logits, the discriminator of a GAN by its own output. The gradient of their
+unknown normalizer is the mean of the score, so their scores are *centered* (Zhang et al. 2022, section 3.1).
 
 >>> import torch, linnet
 >>> score = linnet.scores.classifier()
@@ -25,43 +25,45 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.data.batch import Source
 from linnet.jacobian.linearization import Linearization
+from linnet.network.copies import Forward, with_forward
 from linnet.network.functional_model import Output
 from linnet.scores.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
-from linnet.scores.generated_samples import Generator, Latent, check_logits, generated, without_sigmoid
-from linnet.scores.readout import Forward, Read, TokenLikelihood, log_sum_exp, one_number, rewired
+from linnet.scores.generated_samples import Generator, Latent, check_logits, drop_sigmoid, make_samples
+from linnet.scores.readout import ScoreOutput, TokenLikelihood, check_score, log_sum_exp
 
 
 class Score(ABC):
     """One number per example, whose gradient is the Fisher score.
 
     Attributes:
-        name: What it is called.
-        centered: Whether the mean is subtracted: Z = mean of J, rather than 0.
+        name: Name of the score.
+        centered: Whether the mean is subtracted: Z is the mean of J rather than 0.
+        not_kept: Settings that a fitted embedding no longer needs.
     """
 
     name: ClassVar[str]
     centered: ClassVar[bool]
-    not_kept: ClassVar[tuple[str, ...]] = ()  # settings that a fitted embedding needs no more
+    not_kept: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
-        """What to linearize, and how to read it, so that there is one output per example.
+        """The module to linearize, and the function that reads its output as one number per example.
 
-        The module has the model's parameters under their own names; the model is untouched.
+        The module has the model's parameters under their own names. The model is untouched.
         """
 
     def reference(self, model: nn.Module, lin: Linearization, data: Source) -> Source | None:
-        """Where Z and I come from; None for the data themselves.
+        """The source of Z and I; None for the data themselves.
 
         Args:
             model: The model as the user gave it.
-            lin: Its linearization with this score.
+            lin: Linearization of the model with this score.
             data: The data.
         """
         return None
 
     def settings(self) -> dict[str, Any] | None:
-        """What a file keeps of it; None if there is a function, which it cannot keep."""
+        """The settings that a file keeps; None if one of them is a function, which a file cannot keep."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.not_kept}  # type: ignore[arg-type]
         plain = all(value is None or isinstance(value, bool | int | float | str) for value in kept.values())
         return {"name": self.name, **kept} if plain else None
@@ -92,7 +94,7 @@ class Energy(Score):
     centered = True
 
     def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
-        return model, Read(self.fn)
+        return model, ScoreOutput(self.fn)
 
 
 @final
@@ -110,12 +112,12 @@ class Gan(Score):
     not_kept = ("generator", "latent", "samples", "seed")
 
     def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
-        return (without_sigmoid(model) if self.output is None else model), Read(self.output)
+        return (drop_sigmoid(model) if self.output is None else model), ScoreOutput(self.output)
 
     def reference(self, model: nn.Module, lin: Linearization, data: Source) -> Source:
-        source = generated(self.generator, self.latent, self.samples, self.seed, lin=lin, data=data)
+        source = make_samples(self.generator, self.latent, self.samples, self.seed, lin=lin, data=data)
         if self.output is None:
-            check_logits(model, lin, source, read=one_number)
+            check_logits(model, lin, source, read=check_score)
         return source
 
 
@@ -138,7 +140,7 @@ class Flow(Score):
                 f"flow needs a module with log_prob(x); {type(model).__name__} has none. Say how to get it: "
                 "flow(lambda model, x: model().log_prob(x))."
             )
-        return rewired(model, given), Read(None)
+        return with_forward(model, given), ScoreOutput(None)
 
 
 @final
@@ -165,7 +167,7 @@ class Vae(Score):
                 )
         encode, decode = self.encode or _encode, self.decode or _decode
         bound = Bound(encode, decode, self.likelihood, self.noise, self.samples, self.importance, self.seed)
-        return rewired(model, bound), Read(None)
+        return with_forward(model, bound), ScoreOutput(None)
 
 
 @final
@@ -181,7 +183,7 @@ class Autoregressive(Score):
 
     def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
         forward = TokenLikelihood(inspect.signature(type(model).forward), self.targets, self.shift, self.axis)
-        return rewired(model, forward), Read(None)
+        return with_forward(model, forward), ScoreOutput(None)
 
 
 # The public names.
@@ -219,14 +221,12 @@ def gan(
     The score is the output before the sigmoid: a final ``nn.Sigmoid`` is left out.
 
     Args:
-        generator: From latents (m, ...) to samples of the form that the discriminator takes. Used in eval mode, on a
-            copy if it is a module.
-        latent: What it takes: a length or shape of standard normal numbers, a tensor of latents, or a callable
+        generator: Maps latents (m, ...) to inputs of the discriminator. A module runs in eval mode, on a copy.
+        latent: Latents: a length or shape of standard normal numbers, a tensor, or a callable
             ``(m, torch.Generator) -> (m, ...)``.
-        samples: How many; or, without a generator, samples already made, in any form that data has.
-        seed: Of the latents.
-        output: How to read the discriminator's output as (n,), where it is not the output itself; no sigmoid is left
-            out then.
+        samples: Number of samples; or, without a generator, samples already made, in any form that data has.
+        seed: Seed of the latents.
+        output: Function that reads the discriminator's output as (n,). With it, no sigmoid is left out.
     """
     return Gan(generator, latent, samples, seed, output)
 
@@ -251,19 +251,19 @@ def vae(
 ) -> Score:
     """The evidence lower bound of a variational autoencoder with a standard normal prior (Zhang et al., equation 2).
 
-    The draws of z belong to the example's values and the seed (`linnet.scores.elbo.noise`), so an example has the same
-    score in every batch and every pass. Not centered.
+    The draws of z depend on the example's values and the seed alone (`linnet.scores.elbo.draw_noise`), so an example
+    has the same score in every batch and every pass. Not centered.
 
     Args:
-        encode: ``(model, x)`` to the mean and log variance of q(z | x); by default ``model.encode(x)``. It must use the
-            model that it is given, as must decode.
-        decode: ``(model, z)`` to what the likelihood reads; by default ``model.decode(z)``.
+        encode: ``(model, x)`` to the mean and log variance of q(z | x); by default ``model.encode(x)``. Both encode and
+            decode must use the model that they are given.
+        decode: ``(model, z)`` to the values that the likelihood reads; by default ``model.decode(z)``.
         likelihood: "bernoulli" (decode gives probabilities), "bernoulli-logits", "gaussian" (decode gives the mean, or
             the mean and the log variance), or a callable ``(x, decoded) -> (n,)``.
         noise: Variance of "gaussian" where decode gives the mean alone.
         samples: Draws of z per example.
-        importance: The tighter bound from importance weights (Burda et al. 2016).
-        seed: Of the draws.
+        importance: Whether to take the tighter bound from importance weights (Burda et al. 2016).
+        seed: Seed of the random draws.
     """
     if not callable(likelihood) and likelihood not in LIKELIHOODS:
         raise ValueError(f"likelihood must be {', '.join(map(repr, LIKELIHOODS))} or a callable; got {likelihood!r}.")
@@ -274,7 +274,7 @@ def vae(
 
 
 def autoregressive(*, targets: Callable[..., Tensor] | None = None, shift: bool = True, axis: int = -1) -> Score:
-    """The log likelihood of a sequence: that of its tokens, added up; causal language models as they are.
+    """The log likelihood of a sequence: the sum over its tokens. Takes causal language models as they are.
 
     Tokens that ``attention_mask`` hides do not count, nor do labels of -100. Not centered.
 
@@ -283,7 +283,7 @@ def autoregressive(*, targets: Callable[..., Tensor] | None = None, shift: bool 
             the data has them, else the first input.
         shift: Whether the logits at a position predict the next token (language models) or the one at that position
             (masked convolutions).
-        axis: Where the classes lie in the logits.
+        axis: Axis of the classes in the logits.
     """
     return Autoregressive(targets, shift, axis)
 
@@ -306,7 +306,7 @@ def as_score(score: Any) -> Score:
 
 
 def from_settings(kept: dict[str, Any]) -> Score:
-    """The score that `Score.settings` described."""
+    """The score that `Score.settings` describes."""
     known: Sequence[type[Score]] = (Classifier, Energy, Gan, Flow, Vae, Autoregressive)
     kinds = {kind.name: kind for kind in known}
     return kinds[kept["name"]](**{key: value for key, value in kept.items() if key != "name"})

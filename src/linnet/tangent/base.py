@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import forward_mode
 from linnet._estimator.portable import Portable
-from linnet.data.batch import Batch, Given, Source
-from linnet.data.forward_signature import as_tensors, read_only_welcome
+from linnet.data.batch import Batch, SingleBatch, Source
+from linnet.data.forward_signature import as_tensors, as_writable
 from linnet.data.sources import InMemory, as_source
 from linnet.inference.problem import Settings
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.passes import PassSettings
+from linnet.network.depth import block_names, top_blocks
 from linnet.network.parameters import select
-from linnet.network.top_blocks import block_names, top_blocks
 from linnet.probability.posteriors import Posterior
 from linnet.probability.priors import layer_sums
 
@@ -334,7 +334,7 @@ class LinearizedModule(nn.Module):
 
     def _by_products(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and J delta, without a graph."""
-        J = Jacobian(NetworkChunks(self.lin, Given(batch, "a batch"), PassSettings(progress=False)))
+        J = Jacobian(NetworkChunks(self.lin, SingleBatch(batch, "a batch"), PassSettings(progress=False)))
         return J.outputs(), (J @ self.delta).view(J.n, J.c)
 
     def _by_reverse(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -413,8 +413,7 @@ def as_targets(y: Any, J: Jacobian) -> Tensor:
 
 def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
     """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
-    with read_only_welcome():
-        X = torch.as_tensor(X, dtype=torch.float64, device="cpu")
+    X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
     spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

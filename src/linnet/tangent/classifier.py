@@ -73,7 +73,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
         tolerance: Relative residual of iterative solves; "auto" is 1e-6, or 1e-4 in float32. The mode is found to a
             relative gradient of 1e-6, or of this if it is larger.
         iterations: Limit of iterative solves.
-        preconditioner: "auto", "nystrom", "pivoted-cholesky" or "none".
+        preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
         rank: Examples that the preconditioner is made from, or "auto".
         samples: Posterior samples of the iterative solver, and draws of Monte Carlo.
         memory: Bytes that dense matrices may take, or "auto".

@@ -80,7 +80,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
             that are slow at it; "float32" or "float64".
         tolerance: Relative residual at which the iterative solvers stop; "auto" is 1e-6, or 1e-4 in float32.
         iterations: Their limit.
-        preconditioner: "auto", "nystrom", "pivoted-cholesky" or "none".
+        preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
         rank: Examples that the preconditioner is made from, or "auto".
         samples: Posterior samples of the iterative solvers.
         memory: Bytes that dense matrices may take, or "auto".

@@ -1,4 +1,4 @@
-"""The mode by Adam on minibatches: its steps against dense rows, recorded ones, data that changes."""
+"""The mode by Adam on minibatches: its steps against dense rows, and data that changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import linnet
-from linnet.inference.mode import adam, newton, replay
+from linnet.inference.mode import adam, newton
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from tests.support.drawn import double, normal
 from tests.support.residual import RESIDUAL, Residual, close, images
@@ -119,15 +119,8 @@ def by_hand(parts, y: Tensor, d: Tensor, n: int) -> tuple[Tensor, list[float]]:
     return u.detach(), path
 
 
-@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("form", ["as read", "activations", "factors", "a few at a time", "in pieces"])
-def test_adam_takes_the_steps_of_dense_rows(monkeypatch, form, recorded):
-    made = []
-    if recorded:  # as on a GPU, where it runs without Python
-        monkeypatch.setattr(replay, "DEVICE", "cpu")
-        monkeypatch.setattr(adam, "EPOCHS", EPOCHS)
-        monkeypatch.setattr(adam, "STEPS", 1)
-        monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: made.append(work) or work)
+def test_adam_takes_the_steps_of_dense_rows(form):
     x, y = images(30)
     lin = linnet.linearize(double(Residual()), RESIDUAL)
     J = lin.jacobian(x, **{"a few at a time": {"batch_size": 17}, "in pieces": {"batch_size": 3}}.get(form, {}))
@@ -140,53 +133,9 @@ def test_adam_takes_the_steps_of_dense_rows(monkeypatch, form, recorded):
     expected, losses = by_hand(parts, y, d, 30)
     close(u, expected)
     assert path == pytest.approx(losses, rel=1e-9)
-    kinds, minibatches = 2, 4  # of 7 and of 8 examples
-    assert len(made) == (0 if not recorded else kinds if form in ("as read", "activations") else minibatches)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_recording_that_finds_something_else_is_not_used(monkeypatch, kept):
-    x, y = images(30)
-    J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x)
-    J = J.cached() if kept else J
-    task = adam._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
-    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
-    monkeypatch.setattr(replay, "DEVICE", "cpu")
-    monkeypatch.setattr(adam, "STEPS", 1)
-    monkeypatch.setattr(adam, "EPOCHS", 1)
-    ran = []
-    monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: lambda: ran.append(work))
-    same, again = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
-    assert len(ran) == (1 if kept else 2)  # else one of 7, one of 8 examples
-    close(same, u)
-    assert again == pytest.approx(path, rel=1e-12)
-
-
-def test_a_network_whose_first_pass_waits_is_recorded(monkeypatch):
-    class Cold(Residual):
-        """Makes something when it first sees images of a shape, as linnet and torch do on a GPU."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            waited.append(x.shape not in shapes)
-            shapes.add(x.shape)
-            return super().forward(x)
-
-    x, y = images(30)
-    net, shapes, waited, made = double(Cold()), set(), [], []
-    monkeypatch.setattr(replay, "DEVICE", "cpu")
-    monkeypatch.setattr(adam, "STEPS", 1)
-    monkeypatch.setattr(replay, "waits", lambda work: work() is None or waited[-1])
-    monkeypatch.setattr(replay, "Recorder", lambda device: lambda work: made.append(work) or work)
-    J = linnet.linearize(net, RESIDUAL).jacobian(x)
-    task = adam._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
-    shapes.clear()
-    adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
-    assert len(made) == 2  # of 7 and of 8 examples
-
-
-def test_a_recorded_pass_looks_at_outputs_too(monkeypatch):
-    monkeypatch.setattr(replay, "DEVICE", "cpu")
-    monkeypatch.setattr(adam, "STEPS", 1)
+def test_every_epoch_looks_at_the_outputs_of_data_that_changes():
     x, y = images(32)
 
     class Turns(Augmented):

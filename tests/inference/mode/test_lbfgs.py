@@ -11,12 +11,13 @@ from torch import Tensor
 from linnet import linearize
 from linnet.inference.mode import by_passes as passing
 from linnet.inference.mode.lbfgs import descend
-from linnet.inference.mode.newton import as_weight, weight_space
+from linnet.inference.mode.newton import weight_space
 from linnet.inference.mode.spaces import LAGGING
 from linnet.inference.problem import Settings
 from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from linnet.linalg.preconditioners.randomized import Sketch, sketch
+from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from tests.support.counted import Counted, Given
 from tests.support.drawn import normal
@@ -37,7 +38,7 @@ def problem(likelihood: Likelihood, c: int, *, spread: float = 1.0) -> tuple[Ten
     return A, variance, mean, likelihood.sample(f, torch.Generator().manual_seed(0))
 
 
-def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, rank: int = 10) -> Preconditioner:
+def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, rank: int = 10) -> LowRankPreconditioner:
     root = likelihood.root(mean)
     generator = torch.Generator().manual_seed(3)
     return sketch(
@@ -45,8 +46,8 @@ def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, r
     )
 
 
-def none() -> Preconditioner:
-    return Preconditioner(torch.zeros(P, 0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+def none() -> LowRankPreconditioner:
+    return LowRankPreconditioner(torch.zeros(P, 0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
@@ -102,7 +103,7 @@ def test_better_ones_are_asked_for_where_it_takes_many_steps() -> None:
         "variance": torch.ones(60, dtype=torch.float64),
         "mean": torch.zeros(60, 1, dtype=torch.float64),
         "likelihood": Gaussian(1.0),
-        "preconditioner": Preconditioner(torch.zeros(60, 0).double(), torch.zeros(0).double()),
+        "preconditioner": LowRankPreconditioner(torch.zeros(60, 0).double(), torch.zeros(0).double()),
     }
 
     def renew(root: Tensor, better: int) -> Given:
@@ -127,7 +128,7 @@ def test_rounding_ends_it() -> None:
     given: dict[str, Any] = {"likelihood": Categorical(), "tolerance": 1e-13}
     given |= {"variance": variance.float(), "mean": mean.float()}
     P = at_mean(A, variance, mean, Categorical())
-    mode = descend(Matrix(A.float()), y, preconditioner=Preconditioner(P.U.float(), P.lam.float()), **given)
+    mode = descend(Matrix(A.float()), y, preconditioner=LowRankPreconditioner(P.U.float(), P.lam.float()), **given)
     assert not mode.converged
     assert mode.gradient < 1e-4
     assert mode.passes < 150

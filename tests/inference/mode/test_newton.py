@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from linnet import linearize
 from linnet.inference.mode import spaces
 from linnet.inference.mode.line_search import Line
-from linnet.inference.mode.newton import function_space, inner_matrix, matrix_free, weight_space
+from linnet.inference.mode.newton import function_space, matrix_free, weight_space
 from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
+from linnet.linalg.row_weights import inner_matrix
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from tests.support.counted import Counted, Given
 from tests.support.drawn import double, normal
@@ -231,7 +232,7 @@ def test_passes_are_counted_and_a_preconditioner_saves_some() -> None:
     assert a.passes == plain.passes
     features = Phi * variance.sqrt()
     lam, U = torch.linalg.eigh(features.T @ dense_blocks(Categorical().curvature(a.f)) @ features)
-    b = matrix_free(helped, y, preconditioner=Preconditioner(U, lam.clamp_min(0)), **given).checked()
+    b = matrix_free(helped, y, preconditioner=LowRankPreconditioner(U, lam.clamp_min(0)), **given).checked()
     assert b.passes == helped.passes < a.passes
     torch.testing.assert_close(a.f, b.f, rtol=1e-6, atol=1e-6)
 
@@ -242,9 +243,9 @@ def test_a_preconditioner_is_renewed_where_the_curvature_has_become_another() ->
     given = {"variance": variance, "mean": mean, "likelihood": Categorical(), "tolerance": 1e-9}
     features, sizes = Phi * variance.sqrt(), []
 
-    def exact(root: Tensor) -> Preconditioner:
+    def exact(root: Tensor) -> LowRankPreconditioner:
         lam, U = torch.linalg.eigh(features.T @ dense_blocks(root @ root.mT) @ features)
-        return Preconditioner(U, lam.clamp_min(0))
+        return LowRankPreconditioner(U, lam.clamp_min(0))
 
     def made(root: Tensor, better: int) -> Given:
         sizes.append(float(root.square().sum()))

@@ -1,8 +1,6 @@
-"""Preconditioners of low rank, from landmarks and from pivoted Cholesky."""
+"""Preconditioners of low rank, and the Nystrom preconditioner from landmarks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,11 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import linnet
-from linnet.linalg.cholesky import cg
-from linnet.linalg.matrices import Matrix, Stack
+from linnet.linalg import float64
+from linnet.linalg.conjugate_gradients import cg
+from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners import low_rank
 from linnet.linalg.preconditioners import nystrom as precondition
-from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index, nystrom, pivoted_cholesky
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
 from tests.support.counted import Counted
 from tests.support.drawn import double, normal
 
@@ -26,7 +27,7 @@ def close(found: Tensor, wanted: Tensor, *, rtol: float = 1e-9) -> None:
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol * max(float(wanted.abs().max()), 1e-300))
 
 
-def matrix(P: Preconditioner) -> Tensor:
+def matrix(P: LowRankPreconditioner) -> Tensor:
     return P.multiply(torch.eye(P.m, dtype=P.U.dtype, device=P.U.device))
 
 
@@ -54,11 +55,11 @@ def as_matrix(root: Tensor | None) -> Tensor:
 
 
 @pytest.fixture
-def P() -> Preconditioner:
-    return Preconditioner(torch.linalg.qr(normal(9, 4)).Q, torch.tensor([5.0, 2.0, 0.5, 0.0]).double())
+def P() -> LowRankPreconditioner:
+    return LowRankPreconditioner(torch.linalg.qr(normal(9, 4)).Q, torch.tensor([5.0, 2.0, 0.5, 0.0]).double())
 
 
-def test_products_powers_and_determinant(P: Preconditioner) -> None:
+def test_products_powers_and_determinant(P: LowRankPreconditioner) -> None:
     dense = torch.eye(9, dtype=torch.float64) + P.U * P.lam @ P.U.T
     V = normal(9, 3, seed=2)
     close(P.multiply(V), dense @ V)
@@ -68,12 +69,13 @@ def test_products_powers_and_determinant(P: Preconditioner) -> None:
     close(half @ half, dense)
     close(P.power(V, -0.5), torch.linalg.solve(half, V))
     close(P.log_det, torch.logdet(dense))
-    close(matrix(P.scaled(3.0)), torch.eye(9, dtype=torch.float64) + 3 * P.U * P.lam @ P.U.T)
+    times_three = P.rescale(torch.full((9,), 3**0.5, dtype=torch.float64))
+    close(matrix(times_three), torch.eye(9, dtype=torch.float64) + 3 * P.U * P.lam @ P.U.T)
     assert (P.m, P.rank) == (9, 4)
-    assert repr(P) == "Preconditioner(m=9, rank=4, dtype=torch.float64, device=cpu)"
+    assert repr(P) == "LowRankPreconditioner(m=9, rank=4, dtype=torch.float64, device=cpu)"
 
 
-def test_samples_have_its_covariance(P: Preconditioner) -> None:
+def test_samples_have_its_covariance(P: LowRankPreconditioner) -> None:
     count = 40_000
     z = P.sample(count, torch.Generator().manual_seed(0))
     dense = matrix(P)
@@ -85,14 +87,14 @@ def test_samples_have_its_covariance(P: Preconditioner) -> None:
 
 
 def test_identity() -> None:
-    P = Preconditioner.identity(4, dtype=torch.float32)
+    P = LowRankPreconditioner(torch.zeros(4, 0), torch.zeros(0))
     V = torch.ones(4, 2)
     assert torch.equal(P.solve(V), V) and torch.equal(P.multiply(V[:, 0]), V[:, 0])
     assert float(P.log_det) == 0 and P.rank == 0 and P.sample(3, torch.Generator()).shape == (4, 3)
 
 
-def test_float32_keeps_its_dtype_under_autocast(P: Preconditioner) -> None:
-    single = Preconditioner(P.U.float(), P.lam.float())
+def test_float32_keeps_its_dtype_under_autocast(P: LowRankPreconditioner) -> None:
+    single = LowRankPreconditioner(P.U.float(), P.lam.float())
     V = normal(9, 3)
     with torch.autocast("cpu", torch.bfloat16):
         found = single.solve(V.float())
@@ -103,17 +105,17 @@ def test_float32_keeps_its_dtype_under_autocast(P: Preconditioner) -> None:
 def test_what_is_no_preconditioner() -> None:
     U, lam = torch.eye(4)[:, :2], torch.ones(2)
     with pytest.raises(ValueError, match=r"U \(m, r\) and lam \(r,\) .*; got \(4, 2\) and \(3,\)"):
-        Preconditioner(U, torch.ones(3))
+        LowRankPreconditioner(U, torch.ones(3))
     with pytest.raises(ValueError, match=r"torch\.bfloat16"):
-        Preconditioner(U.bfloat16(), lam.bfloat16())
+        LowRankPreconditioner(U.bfloat16(), lam.bfloat16())
     with pytest.raises(TypeError, match=r"U is torch\.float32 on cpu, so lam must be too; got torch\.float64"):
-        Preconditioner(U, lam.double())
+        LowRankPreconditioner(U, lam.double())
     with pytest.raises(ValueError, match="finite and not negative; got -1 to 1"):
-        Preconditioner(U, torch.tensor([1.0, -1.0]))
+        LowRankPreconditioner(U, torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match=r"orthonormal; U\^T U is off the identity by 3"):
-        Preconditioner(2 * U, lam)
+        LowRankPreconditioner(2 * U, lam)
     with pytest.raises(ValueError, match="orthonormal"):
-        Preconditioner(U * torch.nan, lam)
+        LowRankPreconditioner(U * torch.nan, lam)
 
 
 # ------------------------------------------------------------------------------------------ Nystrom
@@ -150,30 +152,22 @@ def test_weights_are_squared_roots(space: str) -> None:
         close(matrix(nystrom(A, landmarks=landmarks, weight=blocks @ blocks.mT, space=space)), matrix(by_root))
 
 
-BUILDERS: dict[str, Callable[[Matrix, str], Preconditioner]] = {
-    "nystrom": lambda Phi, space: nystrom(Phi, landmarks=Phi, space=space),
-    "pivoted": lambda Phi, space: pivoted_cholesky(Phi, Phi.shape[0], space=space),
-}
-
-
-@pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("shape", [(10, 30), (30, 10)])
-def test_all_rows_give_the_matrix_itself(build: str, shape: tuple[int, int]) -> None:
+def test_all_rows_give_the_matrix_itself(shape: tuple[int, int]) -> None:
     A = normal(*shape)
     for space, wanted in (("weight", A.T @ A), ("function", A @ A.T)):
-        P = BUILDERS[build](Matrix(A), space)
+        P = nystrom(Matrix(A), landmarks=Matrix(A), space=space)
         assert P.rank == 10
         close(matrix(P) - torch.eye(P.m), wanted)
         close(P.log_det, torch.logdet(torch.eye(10) + (A @ A.T if shape[0] == 10 else A.T @ A)))
 
 
-@pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("space", ["weight", "function"])
-def test_directions_are_orthonormal(build: str, dtype: torch.dtype, space: str) -> None:
+def test_directions_are_orthonormal(dtype: torch.dtype, space: str) -> None:
     # Singular values down to 1e-13, and the same rows twice: most directions are rounding.
     A = torch.cat([decaying(60, 80, rate=0.5), decaying(60, 80, rate=0.5)[:10]]).to(dtype)
-    P = BUILDERS[build](Matrix(A), space)
+    P = nystrom(Matrix(A), landmarks=Matrix(A), space=space)
     off = (P.U.double().T @ P.U.double() - torch.eye(P.rank)).abs().max()
     assert float(off) < (1e-5 if dtype == torch.float32 else 1e-10)
     assert 10 < P.rank < 60
@@ -187,8 +181,6 @@ def test_both_spaces_have_the_same_eigenvalues() -> None:
     spaces = [nystrom(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=s) for s in ("weight", "function")]
     close(spaces[0].lam, spaces[1].lam)
     close(spaces[0].log_det, spaces[1].log_det)
-    spaces = [pivoted_cholesky(Matrix(A), 7, root=root, space=s) for s in ("weight", "function")]
-    close(spaces[0].lam, spaces[1].lam)
 
 
 def test_rank_keeps_the_largest() -> None:
@@ -203,75 +195,29 @@ def test_rank_keeps_the_largest() -> None:
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, space: str) -> None:
     A, root = decaying(ROWS, COLS), roots("blocks")
     whole = nystrom(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=space)
-    monkeypatch.setattr(precondition, "ENTRIES", 50)
+    for module in (precondition, low_rank, float64):
+        monkeypatch.setattr(module, "TEMPORARY", 50)
     close(matrix(nystrom(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=space)), matrix(whole))
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
 def test_nothing_to_explain(space: str) -> None:
     zero = Matrix(torch.zeros(6, 4))
-    for P in (nystrom(zero, landmarks=zero, space=space), pivoted_cholesky(zero, 3, space=space)):
-        assert P.rank == 0 and P.m == (4 if space == "weight" else 6)
-        assert torch.equal(matrix(P), torch.eye(P.m))
+    P = nystrom(zero, landmarks=zero, space=space)
+    assert P.rank == 0 and P.m == (4 if space == "weight" else 6)
+    assert torch.equal(matrix(P), torch.eye(P.m))
 
 
 def test_landmarks() -> None:
-    index = landmark_index(100, 30, torch.Generator().manual_seed(0))
+    index = draw_landmarks(100, 30, torch.Generator().manual_seed(0))
     assert index.shape == (30,) and len(index.unique()) == 30 and index.max() < 100 and index.dtype == torch.int64
-    assert torch.equal(index, landmark_index(100, 30, torch.Generator().manual_seed(0)))
-    draws = torch.stack([landmark_index(5, 2, torch.Generator().manual_seed(s)) for s in range(500)])
+    assert torch.equal(index, draw_landmarks(100, 30, torch.Generator().manual_seed(0)))
+    draws = torch.stack([draw_landmarks(5, 2, torch.Generator().manual_seed(s)) for s in range(500)])
     counts = draws.flatten().bincount(minlength=5)
     assert ((counts - 200).abs() < 4.5 * (500 * 0.4 * 0.6) ** 0.5).all()
     for count in (0, 101):
         with pytest.raises(ValueError, match=f"between 1 and 100 landmarks can be drawn; got {count}"):
-            landmark_index(100, count, torch.Generator())
-
-
-# -------------------------------------------------------------------------------- pivoted Cholesky
-
-
-class Passes(Counted):
-    """One whose rows cannot be read one by one, and whose diagonal is no pass."""
-
-    def _gram_diag(self, scale: Tensor | None) -> Tensor:
-        return self.A.square().sum(1)
-
-
-def greedy(K: Tensor, rank: int) -> list[int]:
-    """The rows with the largest remaining diagonal, one after the other."""
-    left, rows = K.clone(), []
-    for _ in range(rank):
-        i = int(left.diagonal().argmax())
-        rows.append(i)
-        left = left - torch.outer(left[:, i], left[i]) / left[i, i]
-    return rows
-
-
-@pytest.mark.parametrize("kind", ["none", "rows", "blocks"])
-@pytest.mark.parametrize("space", ["function", "weight"])
-def test_pivoted_cholesky_is_nystrom_on_greedy_rows(kind: str, space: str) -> None:
-    A, root = decaying(ROWS, COLS), roots(kind)
-    wanted = nystrom(Matrix(A), landmarks=Matrix(A[greedy(A @ A.T, 6)]), root=root, space=space)
-    close(matrix(pivoted_cholesky(Matrix(A), 6, root=root, space=space)), matrix(wanted), rtol=1e-8)
-    close(matrix(pivoted_cholesky(Passes(A), 6, root=root, space=space)), matrix(wanted), rtol=1e-8)
-    if space == "function":
-        close(matrix(pivoted_cholesky(A @ A.T, 6, root=root)), matrix(wanted), rtol=1e-8)
-
-
-def test_passes_of_pivoted_cholesky() -> None:
-    A = Passes(decaying(ROWS, COLS))
-    pivoted_cholesky(A, 6)
-    assert A.passes == 12
-    A.passes = 0
-    pivoted_cholesky(A, 6, space="weight")
-    assert A.passes == 13
-
-
-def test_fewer_pivots_than_asked_for() -> None:
-    A = torch.cat([normal(3, 10), normal(3, 10)])
-    assert pivoted_cholesky(A @ A.T, 6).rank == 3
-    assert pivoted_cholesky(Matrix(A), 100, space="weight").rank == 3
-    assert pivoted_cholesky(Matrix(A.float()), 6).rank == 3
+            draw_landmarks(100, count, torch.Generator())
 
 
 # -------------------------------------------------------------------------------------- a Jacobian
@@ -291,17 +237,6 @@ def test_with_a_jacobian(jacobian: linnet.Jacobian, space: str) -> None:
     P = nystrom(Phi, landmarks=jacobian.subset(index).scaled(d), space=space)
     rows = (2 * index[:, None] + torch.arange(2)).flatten()
     close(matrix(P), matrix(nystrom(Matrix(A), landmarks=Matrix(A[rows]), space=space)), rtol=1e-8)
-    wanted = pivoted_cholesky(Matrix(A), 5, space=space)
-    close(matrix(pivoted_cholesky(Phi, 5, space=space)), matrix(wanted), rtol=1e-8)
-
-
-def test_rows_of_compositions(jacobian: linnet.Jacobian) -> None:
-    z, keep = normal(jacobian.shape[1], seed=4), torch.arange(jacobian.shape[1]) % 3 > 0
-    index, M = torch.tensor([5, 0, 5, 31]), normal(4, 2)
-    stack = Stack([jacobian.subset(torch.arange(15)), jacobian.subset(torch.arange(15, 20))])
-    operators = (jacobian, jacobian.centered(z), jacobian.centered(z).columns(keep).scaled(z[keep]), stack.scaled(z))
-    for Phi in operators:
-        close(precondition._rows_transposed(Phi, index, M), Phi.dense()[index].T @ M)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -316,10 +251,10 @@ def test_preconditioners_speed_up_cg_in_both_spaces(dtype: torch.dtype) -> None:
 
         B = normal(op.shape[1], 2).to(dtype)
         plain = cg(product, B, tolerance=1e-4).checked()
-        for P in (nystrom(Phi, landmarks=landmarks, space=space), pivoted_cholesky(Phi, 20, space=space)):
-            found = cg(product, B, tolerance=1e-4, preconditioner=P).checked()
-            assert found.iterations < plain.iterations / 2
-            close(found.value, plain.value, rtol=1e-2)
+        P = nystrom(Phi, landmarks=landmarks, space=space)
+        found = cg(product, B, tolerance=1e-4, preconditioner=P).checked()
+        assert found.iterations < plain.iterations / 2
+        close(found.value, plain.value, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------------- laws and errors
@@ -348,7 +283,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="space must be 'weight' or 'function'; got 'kernel'"):
         nystrom(A, landmarks=A, space="kernel")
     with pytest.raises(ValueError, match="rank must be at least 1; got 0"):
-        pivoted_cholesky(A, 0)
+        nystrom(A, landmarks=A, rank=0)
     with pytest.raises(ValueError, match="weight W or its root L, not both"):
         nystrom(A, landmarks=A, weight=normal(6), root=normal(6))
     with pytest.raises(ValueError, match=r"6 rows, so weight needs shape \(6,\), or"):
@@ -361,14 +296,10 @@ def test_wrong_arguments() -> None:
         nystrom(A, landmarks=Matrix(A.A.float()))
     with pytest.raises(ValueError, match="4 columns, so gram needs another operator with as many"):
         nystrom(A, landmarks=Matrix(A.A[:, :2]))
-    with pytest.raises(ValueError, match="knows nothing of weight space; pass the operator Phi"):
-        pivoted_cholesky(A.A @ A.A.T, 2, space="weight")
-    with pytest.raises(ValueError, match=r"A matrix \(m, m\)"):
-        pivoted_cholesky(A.A, 2)
 
 
 def test_products_that_are_not_finite() -> None:
-    class Broken(Passes):
+    class Broken(Counted):
         def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
             return self.A @ self.A.T
 
@@ -378,13 +309,8 @@ def test_products_that_are_not_finite() -> None:
     op = Broken(decaying(6, 4))
     for space in ("weight", "function"):
         nystrom(op, landmarks=Matrix(op.A), space=space)
-    with pytest.raises(ArithmeticError, match="products with Phi hold NaN or infinity"):
+    with pytest.raises(ArithmeticError, match="products with the operator hold NaN or infinity"):
         nystrom(op, landmarks=op)
-    for i, j in ((3, 3), (3, 1)):
-        K = torch.eye(5)
-        K[i, j] = K[j, i] = torch.nan
-        with pytest.raises(ArithmeticError, match="hold NaN or infinity"):
-            pivoted_cholesky(K, 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -394,17 +320,11 @@ def test_on_a_gpu(dtype: torch.dtype, space: str) -> None:
     A = decaying(200, 150, rate=0.05)
     Phi = Matrix(A.to("cuda", dtype))
     rtol = 1e-4 if dtype == torch.float32 else 1e-8
-    for found, wanted in (
-        (
-            nystrom(Phi, landmarks=Matrix(Phi.A[:50]), space=space),
-            nystrom(Matrix(A), landmarks=Matrix(A[:50]), space=space),
-        ),
-        (pivoted_cholesky(Phi, 20, space=space), pivoted_cholesky(Matrix(A), 20, space=space)),
-    ):
-        assert found.U.device.type == "cuda" and found.U.dtype == dtype
-        close(matrix(found).double().cpu(), matrix(wanted), rtol=rtol)
-        z = found.sample(2, torch.Generator().manual_seed(0))
-        assert z.device.type == "cuda"
+    found = nystrom(Phi, landmarks=Matrix(Phi.A[:50]), space=space)
+    wanted = nystrom(Matrix(A), landmarks=Matrix(A[:50]), space=space)
+    assert found.U.device.type == "cuda" and found.U.dtype == dtype
+    close(matrix(found).double().cpu(), matrix(wanted), rtol=rtol)
+    assert found.sample(2, torch.Generator().manual_seed(0)).device.type == "cuda"
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
@@ -417,5 +337,4 @@ def test_directions_below_the_least_eigenvalue_are_left_out(space: str, kind: st
     some = nystrom(A, landmarks=A, root=root, space=space, least=least)
     assert some.rank == 4
     close(some.lam, whole.lam[:4])
-    if kind == "none":
-        assert nystrom(A, landmarks=A, root=root, space=space, least=2 * float(whole.lam[0])).rank == 0
+    assert nystrom(A, landmarks=A, root=root, space=space, least=2 * float(whole.lam[0])).rank == 0

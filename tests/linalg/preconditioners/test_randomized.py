@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.linalg.cholesky import cg
+from linnet.linalg.conjugate_gradients import cg
 from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.randomized import Sketch, rescaled, sketch
+from linnet.linalg.preconditioners.randomized import Sketch, sketch
 from tests.support.counted import Counted
 from tests.support.drawn import normal
 
@@ -71,7 +71,7 @@ def test_other_scales_need_no_pass(seed):
     Phi, root = normal(6, 14, seed=seed), normal(6, seed=seed + 1)
     ratio = normal(14, seed=seed + 2).exp()
     P = sketch(Matrix(Phi), root, rank=6, generator=generator(seed), least=0.0)
-    moved = rescaled(P, ratio, least=0.0).multiply(torch.eye(14).double())
+    moved = P.rescale(ratio, least=0.0).multiply(torch.eye(14).double())
     torch.testing.assert_close(moved, dense(Phi * ratio, root), rtol=1e-7, atol=1e-7)
 
 
@@ -123,4 +123,4 @@ def test_errors():
         sketch(Matrix(normal(4, 5) / 0), torch.ones(4).double(), rank=2, generator=generator())
     P = sketch(Phi, torch.ones(4).double(), rank=2, generator=generator())
     with pytest.raises(ValueError, match=r"ratio needs shape \(5,\); got \(4,\)"):
-        rescaled(P, torch.ones(4).double())
+        P.rescale(torch.ones(4).double())

@@ -8,16 +8,18 @@ import torch
 from linnet.inference import sampling_system
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.woodbury import Direct, direct
+from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury
 from linnet.sampling import posterior_samples
 from tests.jacobian.test_informative_rows import sure
 from tests.support.drawn import normal
 
 
-def made(m: int = 12, p: int = 30, *, coarse: Matrix | None = None, size: float = 1.0) -> tuple[torch.Tensor, Direct]:
+def made(
+    m: int = 12, p: int = 30, *, coarse: Matrix | None = None, size: float = 1.0
+) -> tuple[torch.Tensor, WoodburyPreconditioner]:
     """Phi dense, and the preconditioner of its rows under a prior."""
     R, S = size * normal(m, p), normal(p, seed=1).square()
-    P = direct(Matrix(R), S, generator=torch.Generator().manual_seed(0), coarse=coarse)
+    P = woodbury(Matrix(R), S, generator=torch.Generator().manual_seed(0), coarse=coarse)
     assert P is not None
     return R * S.sqrt(), P
 
@@ -52,7 +54,7 @@ def test_what_is_not_finite_is_said():
     R = normal(3, 5)
     R[0, 0] = float("nan")
     with pytest.raises(ArithmeticError, match="NaN or infinity"):
-        direct(Matrix(R), torch.ones(5).double(), generator=torch.Generator())
+        woodbury(Matrix(R), torch.ones(5).double(), generator=torch.Generator())
 
 
 def test_no_factor_is_no_preconditioner():
@@ -75,7 +77,7 @@ def test_no_factor_is_no_preconditioner():
         def _rmatmul(self, U):
             return R.T @ U
 
-    found = direct(Matrix(R), torch.ones(m).double(), generator=torch.Generator(), coarse=Wrong())
+    found = woodbury(Matrix(R), torch.ones(m).double(), generator=torch.Generator(), coarse=Wrong())
     assert found is None
 
 
@@ -85,7 +87,11 @@ def test_samples_by_way_of_it(probes):
     S = torch.full((J.shape[1],), 0.5).double()
     exact = posterior_samples(J, S, L, 3, space="function")
     found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9, probes=probes)
-    assert isinstance(found.preconditioner, Direct) and found.solution is not None and found.solution.iterations <= 12
+    assert (
+        isinstance(found.preconditioner, WoodburyPreconditioner)
+        and found.solution is not None
+        and found.solution.iterations <= 12
+    )
     torch.testing.assert_close(found.Z, exact.Z, rtol=1e-7, atol=1e-7)
     if probes:
         assert found.log_det == pytest.approx(exact.log_det, abs=6 * found.log_det_error + 1e-6)
@@ -99,11 +105,11 @@ def test_samples_by_way_of_it(probes):
 def test_a_sketch_where_it_costs_less(monkeypatch):
     J, L = sure(4)
     S = torch.full((J.shape[1],), 0.5).double()
-    monkeypatch.setattr(sampling_system, "direct", lambda *given, **more: None)
+    monkeypatch.setattr(sampling_system, "woodbury", lambda *given, **more: None)
     exact = posterior_samples(J, S, L, 3, space="function")
     for how in ({}, {"preconditioner": "sketch"}, {"rank": 8}):
         found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9, **how)
-        assert not isinstance(found.preconditioner, Direct)
+        assert not isinstance(found.preconditioner, WoodburyPreconditioner)
         torch.testing.assert_close(found.Z, exact.Z, rtol=1e-7, atol=1e-7)
 
 
@@ -115,7 +121,7 @@ def test_where_a_sketch_has_no_memory(monkeypatch):
     columns, limited = sampling_system._columns(J, 3, sampling_system.Settings(), rows=True)
     assert limited and columns == 3
     found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)
-    assert isinstance(found.preconditioner, Direct) and columns < found.preconditioner.rank <= 30
+    assert isinstance(found.preconditioner, WoodburyPreconditioner) and columns < found.preconditioner.rank <= 30
     exact = posterior_samples(J, S, L, 3, space="function")
     torch.testing.assert_close(found.Z, exact.Z, rtol=1e-7, atol=1e-7)
 
@@ -123,7 +129,7 @@ def test_where_a_sketch_has_no_memory(monkeypatch):
 def test_what_tau_does():
     """P = I + Phi^T Phi / tau for a tau other than one: the inverse, the determinant and the draws are those of P."""
     Phi, tau = normal(3, 5), 4.0
-    P = Direct(Matrix(Phi), torch.linalg.cholesky(tau * torch.eye(3).double() + Phi @ Phi.T), tau)
+    P = WoodburyPreconditioner(Matrix(Phi), torch.linalg.cholesky(tau * torch.eye(3).double() + Phi @ Phi.T), tau)
     exact = torch.eye(5).double() + Phi.T @ Phi / tau
     torch.testing.assert_close(P.solve(torch.eye(5).double()), torch.linalg.inv(exact), rtol=1e-10, atol=1e-10)
     assert float(P.log_det) == pytest.approx(float(torch.logdet(exact)), rel=1e-10)

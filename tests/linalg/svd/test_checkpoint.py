@@ -79,7 +79,7 @@ def fit(data: Any, file: Path, model: nn.Module | None = None, **options: Any) -
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint that stays after the fit, as after an interruption."""
-    monkeypatch.setattr(files.Checkpoint, "done", lambda self: None)
+    monkeypatch.setattr(files.Checkpoint, "remove", lambda self: None)
     return tmp_path / "state.safetensors"
 
 

@@ -22,19 +22,21 @@ from torch.utils.data import IterableDataset
 
 import linnet
 from linnet.fisher.statistics import fisher_statistics
+from linnet.linalg.float64 import orthonormality
 from linnet.linalg.matrices import LowRank, Matrix, Stack
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.nystrom import orthonormality
-from linnet.linalg.svd import block_krylov, initial_block
-from linnet.linalg.svd.block_krylov import State, both, combine, expected, inner, orthonormal
-from linnet.linalg.svd.initial_block import (
+from linnet.linalg.svd import block_krylov, truncated
+from linnet.linalg.svd.block_krylov import State, combine, expected_error, multiply_both, orthonormalize, shared_inner
+from linnet.linalg.svd.truncated import (
+    Decomposition,
+    choose_method,
     landmark_block,
     landmark_count,
+    low_rank,
     mixed_block,
     random_normal,
-    rows_of,
+    squared_norm,
 )
-from linnet.linalg.svd.truncated import Decomposition, choose_method, low_rank, squared_norm
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal
 
@@ -282,7 +284,7 @@ def test_a_basis_beyond_memory_is_restarted():
 
 def test_restarted_residuals_are_right():
     A = with_values(lenet_values(300), 300, 320)
-    state = State.start(orthonormal(normal(320, 20)))
+    state = State.start(orthonormalize(normal(320, 20)))
     for _ in range(3):
         found = state.step(Matrix(A))
     state.restart(found, 25)
@@ -401,9 +403,7 @@ def test_nystrom_is_the_kernel_through_its_landmarks():
     V = fisher(50)
     A, _ = dense(V)
     found = low_rank(V, 12, method="nystrom", block=12, seed=2)
-    index = initial_block.landmark_index(
-        50, landmark_count(50, 12, 1, 2**40, each=10), torch.Generator().manual_seed(2)
-    )
+    index = truncated.draw_landmarks(50, landmark_count(50, 12, 1, 2**40, each=10), torch.Generator().manual_seed(2))
     few = A[index]
     # All landmarks' directions that are kept: the best 12 of their rows' span.
     rows = torch.linalg.svd(few, full_matrices=False)[2][:12].T
@@ -413,10 +413,10 @@ def test_nystrom_is_the_kernel_through_its_landmarks():
 
 
 def test_nystrom_with_all_directions_of_the_landmarks(monkeypatch):
-    monkeypatch.setattr(initial_block, "landmark_count", lambda *_, **__: 9)
+    monkeypatch.setattr(truncated, "landmark_count", lambda *_, **__: 9)
     A = normal(40, 60)
     found = low_rank(Matrix(A), 9, method="nystrom", block=9, seed=2)
-    index = initial_block.landmark_index(40, 9, torch.Generator().manual_seed(2))
+    index = truncated.draw_landmarks(40, 9, torch.Generator().manual_seed(2))
     K = A @ A.T
     expected = K[:, index] @ torch.linalg.solve(K[index][:, index], K[index])
     assert float((found.U @ found.U.T - expected).abs().max()) < 1e-10
@@ -449,7 +449,7 @@ def test_starts_are_orthonormal_whatever_the_operator_can(kind):
 def test_components_of_single_examples_are_found():
     # Rows that no others resemble, and none of which is a landmark.
     A = with_values(torch.logspace(0, -3, 200, dtype=torch.float64), 600, 700)
-    index = initial_block.landmark_index(600, landmark_count(600, 22, 1, 2**40), torch.Generator().manual_seed(0))
+    index = truncated.draw_landmarks(600, landmark_count(600, 22, 1, 2**40), torch.Generator().manual_seed(0))
     others = torch.tensor(sorted(set(range(600)) - set(index.tolist())))[:5]
     A[others] += 0.5 * normal(5, 700, seed=3) / 700**0.5
     found = low_rank(Matrix(A), 10, method="krylov", memory=2**40)
@@ -474,12 +474,12 @@ def test_a_start_from_rows_of_low_rank_is_filled_up():
 
 def test_rows_of_operators():
     A, index = normal(6, 5), torch.tensor([2, 0])
-    assert torch.equal(rows_of(Matrix(A), index).dense(), A[index])
-    assert torch.equal(rows_of(Matrix(A, block=2), index).dense(), A[[4, 5, 0, 1]])
+    assert torch.equal(Matrix(A).rows(index).dense(), A[index])
+    assert torch.equal(Matrix(A, block=2).rows(index).dense(), A[[4, 5, 0, 1]])
     d, z = normal(3, seed=1), normal(3, seed=2)
     V = Matrix(A).columns(torch.tensor([4, 1, 0])).scaled(d).centered(z)
-    assert torch.equal(rows_of(V, index).dense(), V.dense()[index])
-    assert rows_of(LowRank(normal(6, 2), torch.ones(2).double(), normal(5, 2)), index) is None
+    assert torch.equal(V.rows(index).dense(), V.dense()[index])
+    assert LowRank(normal(6, 2), torch.ones(2).double(), normal(5, 2)).rows(index) is None
 
 
 # Which method.
@@ -582,7 +582,7 @@ def test_zeros_have_no_components(method, dtype):
 def test_orthonormal_bases(b, m, seed, decades):
     X = normal(30, b, seed=seed) @ (torch.logspace(0, -decades, b)[:, None].double() * normal(b, b, seed=seed + 1))
     Q = [torch.linalg.qr(normal(30, m, seed=seed + 2))[0]] if m else []
-    found = orthonormal(X.clone(), against=Q)
+    found = orthonormalize(X.clone(), against=Q)
     assert float((found.T @ found - torch.eye(found.shape[1])).abs().max()) < 1e-13
     inside = torch.cat([*Q, found], 1)
     assert float((X - inside @ (inside.T @ X)).norm()) <= 1e-11 * float(X.norm())
@@ -592,9 +592,9 @@ def test_orthonormal_bases(b, m, seed, decades):
 def test_long_inner_products_are_rounded_little():
     X = normal(300_000, 3)
     exact = [[math.fsum((x * y).tolist()) for x in X.T] for y in X.T]
-    off = inner(X, X) - torch.tensor(exact, dtype=X.dtype)
+    off = shared_inner(X, X) - torch.tensor(exact, dtype=X.dtype)
     assert float(off.abs().max()) <= 4 * torch.finfo(X.dtype).eps * len(X)
-    assert orthonormal(X.clone()).shape == X.shape
+    assert orthonormalize(X.clone()).shape == X.shape
 
 
 def added_otherwise(A: Tensor, B: Tensor) -> Tensor:
@@ -611,7 +611,7 @@ def test_orthonormal_whatever_the_order_of_sums(dtype, decades, monkeypatch):
     X = normal(3000, 60) @ (torch.logspace(0, -decades, 60)[:, None].double() * normal(60, 60, seed=1))
     Q = orthogonal(3000, 20, 2)
     monkeypatch.setattr(block_krylov, "_inner", added_otherwise)
-    found = orthonormal(X.to(dtype), against=[Q.to(dtype)]).double()
+    found = orthonormalize(X.to(dtype), against=[Q.to(dtype)]).double()
     assert found.shape[1] == 60 if decades == 0 else found.shape[1] > 1
     limit = orthonormality(3000, 60, dtype)
     assert float((found.T @ found - torch.eye(found.shape[1])).abs().max()) <= limit
@@ -622,7 +622,7 @@ def test_a_basis_that_is_not_orthonormal_is_refused(monkeypatch):
     # Products that lose more digits than float64 rounding explains.
     monkeypatch.setattr(block_krylov, "combine", lambda blocks, Y: (blocks[0].float() @ Y.float()).double())
     with pytest.raises(ArithmeticError, match=r"9 columns and 300 rows could not be made orthonormal in torch.float64"):
-        orthonormal(normal(300, 9))
+        orthonormalize(normal(300, 9))
 
 
 def test_embeddings_do_not_depend_on_the_order_of_sums(monkeypatch):
@@ -636,13 +636,13 @@ def test_embeddings_do_not_depend_on_the_order_of_sums(monkeypatch):
 
 def test_orthonormal_leaves_out_what_is_not_there():
     x = normal(20, 3)
-    assert orthonormal(torch.cat([x, x], 1)).shape == (20, 3)
-    assert orthonormal(torch.cat([x, x], 1).float()).shape == (20, 3)
-    assert orthonormal(torch.zeros(20, 3).double()).shape == (20, 0)
-    assert orthonormal(x.clone(), against=[torch.linalg.qr(x)[0]], noise=1e-10).shape == (20, 0)
+    assert orthonormalize(torch.cat([x, x], 1)).shape == (20, 3)
+    assert orthonormalize(torch.cat([x, x], 1).float()).shape == (20, 3)
+    assert orthonormalize(torch.zeros(20, 3).double()).shape == (20, 0)
+    assert orthonormalize(x.clone(), against=[torch.linalg.qr(x)[0]], noise=1e-10).shape == (20, 0)
     small = torch.cat([x, 1e-6 * normal(20, 1, seed=5)], 1)
-    assert orthonormal(small.clone()).shape == (20, 4)
-    assert orthonormal(small.clone(), noise=1e-3).shape == (20, 3)
+    assert orthonormalize(small.clone()).shape == (20, 4)
+    assert orthonormalize(small.clone(), noise=1e-3).shape == (20, 3)
 
 
 def test_products_that_are_not_finite():
@@ -655,7 +655,7 @@ def test_products_that_are_not_finite():
 def test_both_products_in_one_pass():
     V = Counted(normal(20, 30))
     X = normal(30, 4)
-    U, W = both(V, X)
+    U, W = multiply_both(V, X)
     assert V.passes == 1
     assert torch.allclose(U, V.A @ X, rtol=1e-12) and torch.allclose(W, V.A.T @ V.A @ X, rtol=1e-12)
 
@@ -717,7 +717,7 @@ def test_what_the_next_step_should_leave():
         found = state.step(Matrix(A))
         now = float(((found.theta[:10] - exact) / exact).abs().max())
         assert now <= before
-        before = expected(found, 10, 30)
+        before = expected_error(found, 10, 30)
         assert math.isinf(before) == (step == 0)
         if step:
             assert before < 0.5 * float(found.errors[:10].max())
@@ -732,7 +732,7 @@ def test_the_full_precision_continues_from_the_coarse_space():
     state = State.start(mixed_block(rough, 30, seed=0, memory=2**40))
     for _ in range(3):
         found = state.step(rough)
-    alone = State.start(orthonormal(combine(state.Q, found.Y[:, :30]))).step(Matrix(A), grow=False)
+    alone = State.start(orthonormalize(combine(state.Q, found.Y[:, :30]))).step(Matrix(A), grow=False)
     both_ = state.refined(found, 30).step(Matrix(A), grow=False)
     errors = [float((one.theta[:10] / s[:10].square() - 1).abs().max()) for one in (alone, both_)]
     assert errors[1] < 0.1 * errors[0]
@@ -877,10 +877,10 @@ def results(folder: str | None = None) -> dict[str, Tensor]:
             found[f"{n} {method} residuals"] = part.residuals * part.eigenvalues
             found[f"{n} {method} passes"] = torch.tensor(float(part.passes))
     X = normal(V.shape[1], 2)
-    found["both U"], found["both W"] = both(V, X)
+    found["both U"], found["both W"] = multiply_both(V, X)
     # An operator that is not spread over the ranks.
     A = Matrix(normal(12, 15))
-    found["matrix U"], found["matrix W"] = both(A, normal(15, 2, seed=1))
+    found["matrix U"], found["matrix W"] = multiply_both(A, normal(15, 2, seed=1))
     if folder is not None:
         file = Path(folder) / "state.safetensors"
         early = low_rank(V, 2, method="krylov", block=2, passes=2, tolerance=0.0, checkpoint=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,18 @@ from torch import nn
 
 import linnet
 from linnet import scores
-from linnet.cli import model_source, outputs, planning, publishing, run_folder, run_report
-from linnet.cli.commands.fitting import finish
-from linnet.cli.data_files.examples import Examples, Reading, settled
-from linnet.cli.planning import Chosen
-from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, processes, record
+from linnet.cli import model_source, publishing, run_folder, run_report
+from linnet.cli.data_files import Examples, Reading, read_for_network
+from linnet.cli.options import ParameterChoice, check_choice, parse_parameters, parse_reading, print_plan
+from linnet.cli.terminal import (
+    Printer,
+    UsageError,
+    blame_input,
+    choose_device,
+    describe_run,
+    is_first_process,
+    join_processes,
+)
 from linnet.fisher import probes
 
 SCORES = {
@@ -25,163 +33,163 @@ SCORES = {
     "flow": scores.flow,
     "autoregressive": scores.autoregressive,
 }
-SHARES = (0.5, 0.9, 0.95, 0.99)
-SHOWN = 10
-"""Eigenvalues that are printed."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which kernel; see `linnet.FisherEmbedding`.
+class EmbedOptions:
+    """Options of `linnet embed` and `linnet spectrum`; see `linnet.FisherEmbedding`.
 
     Attributes:
-        components: How many, or the share of the variance that they explain.
+        model: The value of --model.
+        weights: A file with weights, or None.
+        data: The data.
+        reading: How the data are read.
+        components: Number of components, or the share of the variance that they explain; None for all eigenvalues.
         score: A key of `SCORES`.
         kernel: "nfk" or "ntk".
         method: How the components are found.
-        chosen: Which parameters.
+        parameters: The parameters that are used.
         standardize: Whether the columns are standardized.
-        seed: Of the start.
-        device: Where.
+        seed: Seed of everything that is drawn.
+        device: The device of the network and the data.
     """
 
-    components: str
+    model: str
+    weights: Path | None
+    data: Path
+    reading: Reading
+    components: int | float | None
     score: str
     kernel: str
     method: str
-    chosen: Chosen
+    parameters: ParameterChoice
     standardize: bool
     seed: int
     device: torch.device
 
 
-def run(
-    model: str, weights: Path | None, data: Path, out: Path, reading: Reading, settings: Settings, *, force: bool
-) -> None:
+def _parse(given: Mapping[str, Any]) -> EmbedOptions:
+    method, components = given.get("method", "auto"), given["components"]
+    check_choice("--method", method, ("auto", "krylov", "power", "nystrom", "exact"))
+    check_choice("--score", given["score"], tuple(SCORES))
+    check_choice("--kernel", given["kernel"], ("nfk", "ntk"))
+    if components == "all" and "method" not in given:  # linnet spectrum
+        count = None
+    else:
+        try:
+            count = int(components) if components.isdigit() else float(components)
+        except ValueError:
+            count = 0
+        if not (count >= 1 if isinstance(count, int) else 0 < count < 1):
+            raise UsageError(
+                f"--components must be a number of components, or a share of the variance below 1; got {components!r}."
+            )
+    same = {name: given[name] for name in ("model", "weights", "data", "score", "kernel", "standardize", "seed")}
+    parameters, device = parse_parameters(given), choose_device(given["device"])
+    reading = parse_reading(given)
+    return EmbedOptions(**same, reading=reading, components=count, method=method, parameters=parameters, device=device)
+
+
+def run(given: Mapping[str, Any]) -> None:
     """Read, plan, find the components, write embedding.npz and the saved embedding."""
-    with processes(settings.device), publishing.folder(out, force=force) as folder:
+    options, out = _parse(given), given["out"]
+    with join_processes(options.device), publishing.publish_folder(out, force=given["force"]) as folder:
         printer = Printer()
-        network, found, reading = _read(model, weights, data, reading, settings, printer)
-        embedding = _embedding(network, found, settings)
-        with printer.step("Plan"):
-            _show(printer, network, found, embedding)
+        embedding, data, reading = _prepare(options, printer)
         with printer.step("Embed"):
-            E = embedding.fit_transform(found.X)
+            E = embedding.fit_transform(data.X)
             spectrum = probes.spectrum(embedding)
-            _tell(printer, spectrum)
-            dropped = f"{embedding.dropped_columns_:,} parameters play no part"
-            printer.say(f"{embedding.passes_} passes by {embedding.method_!r}; {dropped}")
-        page = run_report.of_embedding(
-            printer,
-            embedding,
-            E,
-            (model, data),
-            found,
-            reading,
-            spectrum,
-            seed=settings.seed,
-            device=settings.device,
+            _print_spectrum(printer, spectrum)
+            unused = f"the kernel does not depend on {embedding.dropped_columns_:,} parameters"
+            printer.say(f"{embedding.passes_} passes by {embedding.method_!r}; {unused}")
+        files, seed, device = (options.model, options.data), options.seed, options.device
+        page = run_report.report_embedding(
+            printer, embedding, E, files, data, reading, spectrum, seed=seed, device=device
         )
-        if not is_first():
+        if not is_first_process():
             return
         arrays = {"embedding": E.cpu().numpy(), "eigenvalues": spectrum.eigenvalues, "explained": spectrum.explained}
-        if found.y is not None:
-            arrays["y"] = found.y
-        if found.names:
-            arrays["names"] = np.array(found.names)
-        outputs.write_arrays(folder / "embedding.npz", arrays)
+        if data.y is not None:
+            arrays["y"] = data.y
+        if data.names:
+            arrays["names"] = np.array(data.names)
+        run_folder.write_arrays(folder / "embedding.npz", arrays)
         embedding.save(folder / "embedding.safetensors")
         details = {
-            "examples": found.n,
+            "examples": data.n,
             "parameters": embedding.lin_.p,
             "components": embedding.n_components_,
             "explained": float(spectrum.explained[-1]),
             "effective_rank": spectrum.effective_rank,
             "passes": embedding.passes_,
-            "score": settings.score,
-            "kernel": settings.kernel,
+            "score": options.score,
+            "kernel": options.kernel,
         }
-        outputs.write_json(folder / "metrics.json", record(settings.seed, settings.device, **details))
-        kept = run_folder.make_run("embed", "embedding.safetensors", model, weights, reading, seed=settings.seed)
-        written = finish(folder, kept, page)
-    printer.written(out, written)
+        run_folder.write_json(folder / "metrics.json", describe_run(seed, device, **details))
+        run = run_folder.make_run(
+            "embed", "embedding.safetensors", options.model, options.weights, reading, seed=options.seed
+        )
+        written = run_report.finish(folder, run, page)
+    printer.print_written(out, written)
 
 
-def show_spectrum(
-    model: str, weights: Path | None, data: Path, out: Path | None, reading: Reading, settings: Settings, *, force: bool
-) -> None:
-    """The eigenvalues of the kernel: all of them, or the leading ones where ``components`` says how many."""
+def show_spectrum(given: Mapping[str, Any]) -> None:
+    """Print the eigenvalues of the kernel: all of them, or the leading ones."""
+    options, out = _parse(given), given["out"]
     if out is not None and out.suffix != ".npz":
         raise UsageError(f"--out must be a .npz file; got {out}.")
-    with processes(settings.device), publishing.file(out, force=force):
+    with join_processes(options.device), publishing.publish_file(out, force=given["force"]):
         printer = Printer()
-        network, found, reading = _read(model, weights, data, reading, settings, printer)
-        embedding = _embedding(network, found, settings)
-        with printer.step("Plan"):
-            _show(printer, network, found, embedding)
+        embedding, data, _ = _prepare(options, printer)
         with printer.step("Spectrum"):
-            if settings.components == "all":
-                values = torch.as_tensor(embedding.exact_eigenvalues(found.X)).cpu()
-                spectrum = probes.spectrum(values.clamp(min=0.0))  # what is below zero is rounding
+            if options.components is None:
+                values = torch.as_tensor(embedding.exact_eigenvalues(data.X)).cpu()
+                spectrum = probes.spectrum(values.clamp(min=0.0))  # values below zero are rounding errors
             else:
-                spectrum = probes.spectrum(embedding.fit(found.X))
-            _tell(printer, spectrum)
-        if out is not None and is_first():
-            outputs.write_arrays(out, {"eigenvalues": spectrum.eigenvalues, "explained": spectrum.explained})
-            printer.written(out.parent, [out.name])
+                spectrum = probes.spectrum(embedding.fit(data.X))
+            _print_spectrum(printer, spectrum)
+        if out is not None and is_first_process():
+            run_folder.write_arrays(out, {"eigenvalues": spectrum.eigenvalues, "explained": spectrum.explained})
+            printer.print_written(out.parent, [out.name])
 
 
-def _read(
-    model: str, weights: Path | None, data: Path, reading: Reading, settings: Settings, printer: Printer
-) -> tuple[nn.Module, Examples, Reading]:
+def _prepare(options: EmbedOptions, printer: Printer) -> tuple[linnet.FisherEmbedding, Examples, Reading]:
+    """Read the network and the data, make the embedding, and print the plan."""
     with printer.step("Read"):
-        network = model_source.network(model, weights, seed=settings.seed, device=settings.device)
-        found, reading = settled(data, reading, network, labeled=False, standardize=settings.standardize)
-        printer.say(f"{data}: {found.what}")
-        return network, found, reading
+        model = model_source.load_network(options.model, options.weights, seed=options.seed, device=options.device)
+        data, reading = read_for_network(
+            options.data, options.reading, model, labeled=False, standardize=options.standardize
+        )
+        printer.say(f"{options.data}: {data.what}")
+        count = options.components or 1
+        if count > data.n:
+            raise UsageError(f"--components {count} is more than the number of examples. Ask for at most {data.n}.")
+    embedding = _make_embedding(options, model, data, count)
+    with printer.step("Plan"):
+        with blame_input("The network does not take these data: "):
+            embedding._attach(scores.as_score(embedding.score))
+            J = embedding.lin_.jacobian(data.X, progress=False)
+        print_plan(printer, model, J)
+    return embedding, data, reading
 
 
-def _embedding(network: nn.Module, found: Examples, settings: Settings) -> linnet.FisherEmbedding:
-    if settings.score not in SCORES:
-        raise UsageError(f"--score must be one of {', '.join(SCORES)}; got {settings.score!r}.")
-    if settings.kernel not in ("nfk", "ntk"):
-        raise UsageError(f"--kernel must be nfk or ntk; got {settings.kernel!r}.")
-    count: Any = 1 if settings.components == "all" else _number(settings.components)
-    if count >= 1 and count > found.n:
-        raise UsageError(f"--components {count} is more than the {found.n} examples have; ask for at most {found.n}.")
-    with as_usage():
-        params = settings.chosen.globs(network, found)
-        score = SCORES[settings.score]()
-    return linnet.FisherEmbedding(network, count, score, settings.kernel, params, settings.method, seed=settings.seed)
+def _make_embedding(
+    options: EmbedOptions, model: nn.Module, data: Examples, count: int | float
+) -> linnet.FisherEmbedding:
+    how: Any = {"kernel": options.kernel, "method": options.method, "seed": options.seed}
+    with blame_input():
+        score, params = SCORES[options.score](), options.parameters.resolve(model, data)
+    return linnet.FisherEmbedding(model, count, score, params=params, **how)
 
 
-def _number(text: str) -> int | float:
-    try:
-        found: int | float = int(text) if text.isdigit() else float(text)
-    except ValueError:
-        found = 0
-    if not (found >= 1 if isinstance(found, int) else 0 < found < 1):
-        raise UsageError(f"--components is a number of components, or a share of the variance below 1; got {text!r}.")
-    return found
-
-
-def _show(printer: Printer, network: nn.Module, found: Examples, embedding: linnet.FisherEmbedding) -> None:
-    with as_usage("The network does not take these data: "):
-        embedding._attach(scores.as_score(embedding.score))
-        J = embedding.lin_.jacobian(found.X, progress=False)
-    planning.show(printer, network, J)
-    once = planning.seconds_of_pass(J)
-    printer.say(f"a pass over the data takes {planning.duration(once)}; usually there are 5 to 10")
-
-
-def _tell(printer: Printer, spectrum: probes.Spectrum) -> None:
+def _print_spectrum(printer: Printer, spectrum: probes.Spectrum) -> None:
     values, explained = spectrum.eigenvalues, spectrum.explained
     rows = [
         [str(i + 1), f"{values[i]:.4g}", f"{explained[i]:.1%}", "█" * round(24 * values[i] / values[0])]
-        for i in range(min(SHOWN, len(values)))
+        for i in range(min(10, len(values)))
     ]
-    printer.table(["eigenvalue", "size", "explained so far", ""], rows)
-    reached = [share for share in SHARES if explained[-1] >= share]
+    printer.print_table(["eigenvalue", "size", "explained so far", ""], rows)
+    reached = [share for share in (0.5, 0.9, 0.95, 0.99) if explained[-1] >= share]
     counts = ", ".join(f"{share:.0%} by {spectrum.components(share):,}" for share in reached)
     printer.say(
         f"effective rank {spectrum.effective_rank:.1f}; of the trace: {counts or f'{explained[-1]:.1%} by all'}"

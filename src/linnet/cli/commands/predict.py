@@ -1,75 +1,131 @@
-"""`linnet predict`: what a run says about new data."""
+"""`linnet predict`: predictions of a run for new data; and predictions of an estimator as a table, with scores."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from linnet.cli import outputs, publishing, run_folder
-from linnet.cli.commands.predictions import predict
-from linnet.cli.data_files.examples import for_network, read
-from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, processes
+import linnet
+from linnet import metrics
+from linnet.cli import publishing, run_folder
+from linnet.cli.data_files import Examples, cast_for_network, read
+from linnet.cli.data_files.tables import write_csv
+from linnet.cli.task import index_labels
+from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device, is_first_process, join_processes
+from linnet.metrics import Z95
+from linnet.report.build import to_array
 
 
-def run(
-    folder: Path,
-    data: Path,
-    out: Path,
-    *,
-    model: str | None,
-    weights: Path | None,
-    force: bool,
-    trusted: bool,
-    device: torch.device,
-) -> None:
-    """Load the run, read the data as it did, and write predictions with error bars; for an embedding, its vectors.
-
-    Args:
-        folder: What `adapt`, `uncertainty` or `embed` wrote.
-        data: New data.
-        out: A .csv file, or for an embedding a .npz file.
-        model: As --model takes it, where the run's own has moved.
-        weights: A file, where the run's own has moved.
-        force: Whether ``out`` is replaced.
-        trusted: Whether code that the run names is imported though the run was not made here.
-        device: Where.
-    """
-    kept = run_folder.read(folder)
+def run(options: Mapping[str, Any]) -> None:
+    """Load a run, read new data as the run did, and write predictions with error bars, or vectors of an embedding."""
+    folder, data, out, model, weights = (options[name] for name in ("run", "data", "out", "model", "weights"))
+    device, kept = choose_device(options["device"]), run_folder.read(folder)
     ending = ".npz" if kept.command == "embed" else ".csv"
     if out.suffix != ending:
-        raise UsageError(f"The run is of linnet {kept.command}, so --out must be a {ending} file; got {out}.")
+        raise UsageError(f"The run was made by linnet {kept.command}, so --out must be a {ending} file; got {out}.")
     if model is None:
-        run_folder.check_trusted(folder, kept, trusted=trusted)
-    with processes(device), publishing.file(out, force=force):
+        run_folder.check_trusted(folder, kept, trusted=options["trust"])
+    with join_processes(device), publishing.publish_file(out, force=options["force"]):
         printer = Printer()
         if model is None:
             printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
         found = read(data, kept.reading, labeled=False)
-        network = run_folder.network(folder, kept, found, model=model, weights=weights, device=device)
-        found = for_network(found, network)
-        estimator = run_folder.estimator(folder, kept, network)
+        network = run_folder.load_network(folder, kept, found, model=model, weights=weights, device=device)
+        found = cast_for_network(found, network)
+        estimator = run_folder.load_estimator(folder, kept, network)
         printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
-        with as_usage("The network does not take these data: "):
+        with blame_input("The network does not take these data: "):
             estimator.lin_.jacobian(found.X, progress=False)
         if kept.command == "embed":
             E = torch.as_tensor(estimator.transform(found.X)).cpu().numpy()
             named = {"names": np.array(found.names)} if found.names else {}
-            if is_first():
-                outputs.write_arrays(out, {"embedding": E, **named})
+            if is_first_process():
+                run_folder.write_arrays(out, {"embedding": E, **named})
         else:
-            told = predict(estimator, found, task=kept.task, classes=kept.classes, targets=kept.targets)
-            if found.y is not None and _known(found.y, kept):
-                printer.scores({"data": told.scores(found.y, list(kept.classes), str(data))})
-            if is_first():
-                outputs.write_csv(out, told.columns)
-        printer.written(out.parent, [out.name])
+            told = predict(estimator, found, classes=kept.classes, targets=kept.targets)
+            if found.y is not None and _can_score(found.y, kept):
+                printer.print_scores({"data": told.score(found.y, list(kept.classes), str(data))})
+            if is_first_process():
+                write_csv(out, told.columns)
+        printer.print_written(out.parent, [out.name])
 
 
-def _known(y: np.ndarray, kept: run_folder.Run) -> bool:
-    """Whether the targets in the file are such as the run has seen, so that they can be scored."""
+def _can_score(y: np.ndarray, kept: run_folder.Run) -> bool:
+    """Whether the targets in the file are of the kind that the run has seen."""
     columns = y.reshape(len(y), -1).shape[1]
     if kept.task == "classification":
         return columns == 1 and set(y.reshape(-1).tolist()) <= set(kept.classes)
     return columns == len(kept.targets) and y.dtype.kind in "biuf"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for a file.
+
+    Attributes:
+        columns: Columns of the table that is written.
+        probabilities: Class probabilities (n, classes), for classes.
+        mean: Predicted numbers (n,) or (n, c), for numbers.
+        std: Standard deviations of an observation, in the shape of ``mean``.
+    """
+
+    columns: dict[str, np.ndarray]
+    probabilities: np.ndarray | None = None
+    mean: np.ndarray | None = None
+    std: np.ndarray | None = None
+
+    def score(self, y: np.ndarray, classes: list[Any], what: str) -> dict[str, float]:
+        """Metrics against the targets of ``what``."""
+        if self.probabilities is not None:
+            return metrics.classification(self.probabilities, index_labels(y.reshape(-1), classes, what))
+        assert self.mean is not None and self.std is not None
+        return metrics.regression(self.mean, self.std, y.reshape(self.mean.shape).astype(float))
+
+
+def predict(estimator: Any, data: Examples, *, classes: Sequence[Any], targets: Sequence[str]) -> Predictions:
+    """Predictions of a fitted TangentClassifier, TangentRegressor or Laplace, with error bars.
+
+    Args:
+        estimator: The fitted estimator.
+        data: The inputs.
+        classes: Label of each class; none for regression.
+        targets: Names of the numbers that are predicted.
+    """
+    columns = {"example": np.array(data.names) if data.names else np.arange(data.n)}
+    if classes:
+        return _predict_classes(estimator, data, list(classes), columns)
+    mean, std = (to_array(part) for part in estimator.predict(data.X, return_std=True))
+    total = to_array(estimator.predict(data.X, return_std=True, noise=True)[1])
+    several = mean.ndim == 2
+    for j, name in enumerate(targets if several else [""]):
+        m, s, t = (part[:, j] if several else part for part in (mean, std, total))
+        named = {"mean": m, "std": s, "std_observed": t, "low95": m - Z95 * t, "high95": m + Z95 * t}
+        columns |= {f"{key}_{name}" if several else key: value for key, value in named.items()}
+    return Predictions(columns, mean=mean, std=total)
+
+
+def _predict_classes(estimator: Any, data: Examples, classes: list[Any], columns: dict[str, np.ndarray]) -> Predictions:
+    p = to_array(estimator.predict_proba(data.X))
+    best = p.argmax(1)
+    columns |= {"prediction": np.array(classes)[best], "probability": p[np.arange(len(p)), best]}
+    std = _compute_logit_std(estimator, data)
+    if std is not None:
+        # A single output is the logit of the second class, and stands for both classes.
+        columns["logit_std"] = std[np.arange(len(std)), best if std.shape[1] > 1 else np.zeros_like(best)]
+    columns |= {f"p_{label}": p[:, j] for j, label in enumerate(classes)}
+    return Predictions(columns, probabilities=p)
+
+
+def _compute_logit_std(estimator: Any, data: Examples) -> np.ndarray | None:
+    """Standard deviations of the logits, (n, c); None for a mode, which has no standard deviations."""
+    if isinstance(estimator, linnet.Laplace):
+        std = to_array(estimator.predict(data.X, return_std=True)[1])
+        return std if std.ndim == 2 else std[:, None]
+    if estimator.inference == "map":
+        return None
+    covariance = torch.as_tensor(estimator.predict_logits(data.X)[1])
+    return to_array(covariance.diagonal(dim1=1, dim2=2).sqrt())

@@ -1,71 +1,67 @@
-"""`linnet similarity`: how alike networks are on the same data."""
+"""`linnet similarity`: how similar networks are on the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import linnet
-from linnet.cli import model_source, outputs, publishing
-from linnet.cli.data_files.examples import Reading, for_network, settled
-from linnet.cli.planning import Chosen
-from linnet.cli.terminal import Printer, UsageError, as_usage, is_first, processes, record
+from linnet.cli import model_source, publishing
+from linnet.cli.data_files import cast_for_network, read_for_network
+from linnet.cli.options import check_choice, parse_parameters, parse_reading
+from linnet.cli.run_folder import write_json
+from linnet.cli.terminal import (
+    Printer,
+    UsageError,
+    blame_input,
+    choose_device,
+    describe_run,
+    is_first_process,
+    join_processes,
+)
 
 
-def run(
-    models: Sequence[str],
-    weights: Sequence[Path],
-    data: Path,
-    out: Path | None,
-    reading: Reading,
-    *,
-    space: str,
-    chosen: Chosen,
-    seed: int,
-    device: torch.device,
-    force: bool,
-) -> None:
-    """Compare every two of the networks; one network with several files of weights is as many networks."""
-    if space not in ("function", "parameters"):
-        raise UsageError(f"--space must be function or parameters; got {space!r}.")
-    pairs = _pairs(models, weights)
-    with processes(device), publishing.file(out, force=force):
+def run(given: Mapping[str, Any]) -> None:
+    """Compare every two networks. One network with several files of weights counts as several networks."""
+    check_choice("--space", given["space"], ("function", "parameters"))
+    pairs = _pair_weights(given["model"], given["weights"] or [])
+    parameters, reading, device = parse_parameters(given), parse_reading(given), choose_device(given["device"])
+    seed, out, space = given["seed"], given["out"], given["space"]
+    with join_processes(device), publishing.publish_file(out, force=given["force"]):
         printer = Printer()
         with printer.step("Read"):
-            networks = [model_source.network(spec, path, seed=seed, device=device) for spec, path in pairs]
-            found, _ = settled(data, reading, networks[0], labeled=False)
-            printer.say(f"{data}: {found.what}")
+            networks = [model_source.load_network(spec, path, seed=seed, device=device) for spec, path in pairs]
+            data, _ = read_for_network(given["data"], reading, networks[0], labeled=False)
+            printer.say(f"{given['data']}: {data.what}")
         names = [f"{i + 1}: {spec}{'' if path is None else f' {path.name}'}" for i, (spec, path) in enumerate(pairs)]
         with printer.step("Compare"):
             n = len(networks)
-            alike = torch.eye(n, dtype=torch.float64)
-            with as_usage():
-                inputs = [for_network(found, network) for network in networks]
-                params = [chosen.globs(network, x) for network, x in zip(networks, inputs, strict=True)]
-                lins = [linnet.linearize(network, p) for network, p in zip(networks, params, strict=True)]
+            values = torch.eye(n, dtype=torch.float64)
+            with blame_input():
+                inputs = [cast_for_network(data, network) for network in networks]
+                lins = [linnet.linearize(m, parameters.resolve(m, x)) for m, x in zip(networks, inputs, strict=True)]
                 for i in range(n):
                     for j in range(i):
                         value = linnet.similarity(lins[i], lins[j], inputs[0].X, space=space)
-                        alike[i, j] = alike[j, i] = value
-            printer.table(
-                ["", *(str(i + 1) for i in range(n))],
-                [[name, *(f"{value:.4f}" for value in row)] for name, row in zip(names, alike.tolist(), strict=True)],
-            )
-            printer.say("1: alike; 0: orthogonal")
-        if out is not None and is_first():
-            result = record(seed, device, models=names, space=space, examples=found.n, similarity=alike.tolist())
-            outputs.write_json(out, result)
-            printer.written(out.parent, [out.name])
+                        values[i, j] = values[j, i] = value
+            rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(names, values.tolist(), strict=True)]
+            printer.print_table(["", *(str(i + 1) for i in range(n))], rows)
+            printer.say("1: the same; 0: orthogonal")
+        if out is not None and is_first_process():
+            more = {"models": names, "space": space, "examples": data.n, "similarity": values.tolist()}
+            write_json(out, describe_run(seed, device, **more))
+            printer.print_written(out.parent, [out.name])
 
 
-def _pairs(models: Sequence[str], weights: Sequence[Path]) -> list[tuple[str, Path | None]]:
+def _pair_weights(models: Sequence[str], weights: Sequence[Path]) -> list[tuple[str, Path | None]]:
     if len(models) == 1 and len(weights) > 1:
         return [(models[0], path) for path in weights]
     if weights and len(weights) != len(models):
         raise UsageError(
-            f"--weights is given once for each --model, or not at all; got {len(weights)} for {len(models)}."
+            f"Give --weights once for each --model, or not at all; got {len(weights)} weights for {len(models)} models."
         )
     if len(models) < 2:
         raise UsageError("similarity compares networks: give --model twice, or one --model with --weights twice.")

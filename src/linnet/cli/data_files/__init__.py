@@ -1,1 +1,286 @@
 """Data files of every kind as inputs and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet._common.messages import listing
+from linnet.cli.data_files.images import read_images
+from linnet.cli.data_files.tables import Table, read_arrays, read_table, split_arrays
+from linnet.cli.data_files.texts import read_texts, tokenize
+from linnet.cli.model_source import find_pixel_settings
+from linnet.cli.terminal import UsageError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How data files are read. A run keeps its reading, so that new data are read in the same way.
+
+    Attributes:
+        targets: Columns to predict; for .npz the name of their array.
+        columns: Columns that the network takes, in order; None for all others, before the training data are read.
+        drop: Columns to leave out.
+        task: "auto", "classification" or "regression".
+        size: Height and width of images.
+        channels: Number of channels of images.
+        pixel_mean: One number for each channel, which is subtracted from the pixels.
+        pixel_std: One number for each channel, by which the pixels are divided.
+        strict: Whether an image that cannot be read is an error.
+        tokenizer: Tokenizer of texts.
+        max_length: Largest number of tokens of a text; None for 128.
+        center: Mean of each column, where the columns are standardized.
+        spread: Standard deviation of each column, where the columns are standardized.
+        text: Whether the targets of the training data are text. Labels such as 10 are then text in other files too.
+    """
+
+    targets: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
+    drop: tuple[str, ...] = ()
+    task: str = "auto"
+    size: tuple[int, int] | None = None
+    channels: int = 3
+    pixel_mean: tuple[float, ...] | None = None
+    pixel_std: tuple[float, ...] | None = None
+    strict: bool = False
+    tokenizer: str | None = None
+    max_length: int | None = None
+    center: tuple[float, ...] | None = None
+    spread: tuple[float, ...] | None = None
+    text: bool = False
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Data that were read.
+
+    Attributes:
+        X: A tensor (n, ...), or a dict of tensors.
+        y: Targets (n,) or (n, c), or None.
+        what: The data in words.
+        names: Names of the examples, where they are files.
+        columns: Names of the columns of a table.
+        texts: The texts from which the inputs were made.
+    """
+
+    X: Any
+    y: np.ndarray | None
+    what: str
+    names: list[str] = field(default_factory=list)
+    columns: tuple[str, ...] | None = None
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        return len(next(iter(self.X.values())) if isinstance(self.X, Mapping) else self.X)
+
+    def first(self, count: int) -> Any:
+        """The inputs of the first examples."""
+        return self.take(np.arange(min(count, self.n)))
+
+    def take(self, index: np.ndarray) -> Any:
+        """The inputs of some examples."""
+        return _apply(lambda x: x[torch.as_tensor(index)], self.X)
+
+
+def _apply(function: Any, X: Any) -> Any:
+    return {name: function(x) for name, x in X.items()} if isinstance(X, Mapping) else function(X)
+
+
+def move(X: Any, device: torch.device) -> Any:
+    """Inputs on a device."""
+    return _apply(lambda x: x.to(device), X)
+
+
+def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:
+    """Read a file or a folder of data.
+
+    Args:
+        path: A .csv, .tsv, .parquet, .npz or .txt file, or a folder of images.
+        reading: How the data are read.
+        labeled: Whether targets are required. Otherwise targets are read where the file has them.
+    """
+    if not path.exists():
+        raise UsageError(f"There is no {path}.")
+    _check_options(path, reading)
+    if path.is_dir():
+        found = _read_images(path, reading)
+    elif path.suffix == ".npz":
+        found = _read_arrays(path, reading)
+    elif _is_text(path, reading):
+        found = _read_texts(path, reading)
+    elif path.suffix in (".csv", ".tsv", ".parquet"):
+        found = _read_table(path, reading, labeled=labeled)
+    else:
+        more = " Text files need --model hf:..., whose tokenizer reads them." if path.suffix == ".txt" else ""
+        raise UsageError(
+            f"{path} has an unknown ending. Known are .csv, .tsv, .parquet, .npz, and folders of images.{more}"
+        )
+    if labeled and found.y is None:
+        raise UsageError(f"{path} has no targets: {_say_where_targets_go(path, reading)}")
+    return found
+
+
+def read_for_network(
+    path: Path, reading: Reading, model: nn.Module, *, labeled: bool, standardize: bool = False
+) -> tuple[Examples, Reading]:
+    """Read data in the precision of a network; and the reading, completed by what the data and the network say."""
+    if path.is_dir():
+        given = {key: value for key, value in find_pixel_settings(model).items() if getattr(reading, key) is None}
+        reading = replace(reading, **given)
+    found = read(path, reading, labeled=labeled)
+    text = reading.text or (found.y is not None and found.y.dtype.kind == "U")
+    reading = replace(reading, columns=found.columns, text=text)
+    if standardize:
+        reading = measure_columns(found, reading)
+        found = read(path, reading, labeled=labeled)
+    return cast_for_network(found, model), reading
+
+
+def _check_options(path: Path, reading: Reading) -> None:
+    """Raise where an option is for data of another kind, and would do nothing."""
+    table = path.suffix in (".csv", ".tsv", ".parquet") and not _is_text(path, reading)
+    images = reading.channels == 1 or reading.size or reading.pixel_mean or reading.pixel_std or reading.strict
+    for given, fits, what in (
+        (reading.columns or reading.drop, table, "--columns and --drop are for tables"),
+        (images, path.is_dir(), "--size, --gray, --pixel-mean, --pixel-std and --strict are for folders of images"),
+        (reading.max_length, _is_text(path, reading), "--max-length is for texts"),
+        (reading.targets, not path.is_dir(), "--target is not for folders of images, whose folders are the classes"),
+    ):
+        if given and not fits:
+            raise UsageError(f"{what}, and {path} is something else. Leave the option out.")
+
+
+def _is_text(path: Path, reading: Reading) -> bool:
+    return reading.tokenizer is not None and path.suffix in (".tsv", ".txt")
+
+
+def _say_where_targets_go(path: Path, reading: Reading) -> str:
+    if path.is_dir():
+        return "put the images of each class into a folder with the name of the class."
+    if path.suffix == ".npz":
+        return f"there is no array {_array_name(reading)!r}. Name the array with --target."
+    return "put a tab and a label behind each text." if reading.tokenizer else "name the column with --target."
+
+
+def _read_images(path: Path, reading: Reading) -> Examples:
+    images = read_images(path, size=reading.size, channels=reading.channels, strict=reading.strict)
+    X = torch.as_tensor(images.X)
+    for values, apply in ((reading.pixel_mean, torch.sub), (reading.pixel_std, torch.div)):
+        if values is not None:
+            if len(values) != X.shape[1]:
+                raise UsageError(f"The images have {X.shape[1]} channels, but there are {len(values)} means or stds.")
+            X = apply(X, torch.tensor(values).view(-1, 1, 1))
+    what = f"{len(X):,} images of {X.shape[1]} x {X.shape[2]} x {X.shape[3]}"
+    return Examples(X, images.y, what, images.names)
+
+
+def _array_name(reading: Reading) -> str:
+    if len(reading.targets) > 1:
+        raise UsageError("A .npz file has one array of targets. Give --target once; the columns are the targets.")
+    return reading.targets[0] if reading.targets else "y"
+
+
+def _read_arrays(path: Path, reading: Reading) -> Examples:
+    target = _array_name(reading)
+    X, y = split_arrays(path, read_arrays(path), target)
+    if y is not None:
+        if y.dtype.kind not in "biufU" or y.ndim not in (1, 2):
+            raise UsageError(
+                f"{path}: the array {target!r} must hold numbers or text, (n,) or (n, c); got {y.dtype}, {y.shape}."
+            )
+        _check_finite(path, target, y)
+    named = X if isinstance(X, Mapping) else {"x": X}
+    what = f"arrays {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}"
+    tensors = {name: _make_tensor(path, name, x) for name, x in named.items()}
+    if isinstance(X, Mapping):
+        return Examples(tensors, y, what)
+    return Examples(_standardize(tensors["x"], reading, path), y, what)
+
+
+def _make_tensor(path: Path, name: str, x: np.ndarray) -> Tensor:
+    if x.dtype.kind not in "biuf" or x.ndim == 0:
+        raise UsageError(
+            f"{path}: the array {name!r} must hold numbers, one row for each example; got {x.dtype}, {x.shape}."
+        )
+    _check_finite(path, name, x)
+    return torch.as_tensor(np.ascontiguousarray(x))
+
+
+def _check_finite(path: Path, name: str, x: np.ndarray) -> None:
+    bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1) if x.dtype.kind == "f" else [])
+    if len(bad):
+        raise UsageError(f"{path}: example {bad[0]} of {name!r} has NaN or infinity; {len(bad)} examples have.")
+
+
+def _read_texts(path: Path, reading: Reading) -> Examples:
+    assert reading.tokenizer is not None
+    texts, y = read_texts(path, target=reading.targets[0] if reading.targets else "label", text=reading.text)
+    X = tokenize(texts, reading.tokenizer, max_length=reading.max_length or 128)
+    longest = next(iter(X.values())).shape[1]
+    return Examples(X, y, f"{len(texts):,} texts of up to {longest} tokens", texts=texts)
+
+
+def _read_table(path: Path, reading: Reading, *, labeled: bool) -> Examples:
+    targets = reading.targets
+    table = read_table(path, separator="\t" if path.suffix == ".tsv" else None)
+    if labeled:
+        if not targets:
+            known = listing(list(table.columns), limit=20)
+            raise UsageError(f"Name the column of {path} to predict with --target. Its columns are {known}.")
+        table.check_columns(targets, "--target names")
+    names = _choose_columns(table, reading)
+    X = _standardize(torch.as_tensor(table.matrix(names)), reading, path)
+    y = None
+    if targets and all(name in table.columns for name in targets):
+        one = len(targets) == 1
+        y = table.labels(targets[0], reading.task, text=reading.text) if one else table.matrix(targets)
+    return Examples(X, y, f"{table.n:,} rows of {len(names)} columns", columns=names)
+
+
+def _choose_columns(table: Table, reading: Reading) -> tuple[str, ...]:
+    """The columns that the network takes."""
+    if reading.columns is not None:
+        table.check_columns(reading.columns, "the network takes")
+        return reading.columns
+    table.check_columns(reading.drop, "--drop names")
+    left = tuple(name for name in table.columns if name not in (*reading.targets, *reading.drop))
+    if not left:
+        raise UsageError(
+            f"{table.path} has no columns besides {listing(list(table.columns))}: there is nothing to predict from."
+        )
+    return left
+
+
+# Standardization, and the precision of the network.
+
+
+def measure_columns(found: Examples, reading: Reading) -> Reading:
+    """The reading that standardizes columns by the means and the spreads of these data; a constant has spread 1."""
+    X = found.X
+    if isinstance(X, Mapping) or X.ndim != 2 or not X.is_floating_point():
+        raise UsageError("--standardize is for tables and for arrays (n, d) of numbers. Leave it out.")
+    spread = X.double().std(0, correction=0)
+    spread = torch.where(spread > 0, spread, 1.0)
+    return replace(reading, center=tuple(X.double().mean(0).tolist()), spread=tuple(spread.tolist()))
+
+
+def _standardize(X: Tensor, reading: Reading, path: Path) -> Tensor:
+    if reading.center is None or reading.spread is None:
+        return X
+    if X.ndim != 2 or X.shape[1] != len(reading.center):
+        raise UsageError(f"{path}: training had {len(reading.center)} input columns; got {tuple(X.shape)}.")
+    center, spread = (torch.tensor(values, dtype=torch.float64) for values in (reading.center, reading.spread))
+    return (X.double() - center) / spread
+
+
+def cast_for_network(found: Examples, model: nn.Module) -> Examples:
+    """The data with fractions in the precision of the network; whole numbers stay whole numbers."""
+    dtype = next(model.parameters()).dtype
+    return replace(found, X=_apply(lambda x: x.to(dtype) if x.is_floating_point() else x, found.X))

@@ -12,11 +12,10 @@ from linnet._common.messages import listing
 from linnet.cli.terminal import UsageError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-MODES = {1: "L", 3: "RGB"}
 
 
 class TooLarge(ValueError):
-    """An image with more pixels than Pillow takes from a file that may be an attack."""
+    """An image with more pixels than Pillow accepts: the file may be an attack."""
 
 
 @dataclass(frozen=True)
@@ -24,51 +23,50 @@ class Images:
     """Images in memory.
 
     Attributes:
-        X: (n, channels, height, width), from 0 to 1, float32.
-        y: The folder of each, or None where they lie in none.
-        names: Their paths below the folder.
-        skipped: Paths of those that could not be read.
+        X: Pixels (n, channels, height, width) from 0 to 1, float32.
+        y: The folder of each image, or None where the images are in no folders.
+        names: Paths of the images below the folder.
     """
 
     X: np.ndarray
     y: np.ndarray | None
     names: list[str]
-    skipped: list[str]
 
 
 def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3, strict: bool = False) -> Images:
-    """All images below a folder, in the order of their names.
+    """Read all images below a folder, in the order of their names.
 
     Args:
-        folder: With one folder for each class in it, or with the images themselves.
-        size: Height and width to resize to; None where all images have the same.
+        folder: A folder with one folder for each class, or with the images themselves.
+        size: Height and width to resize to; None where all images have the same size.
         channels: 3 for color, 1 for gray.
-        strict: Whether an image that cannot be read is an error; otherwise it is left out.
+        strict: Whether an image that cannot be read is an error; otherwise the image is left out.
     """
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
     if not paths:
-        raise UsageError(f"{folder} has no images in it, nor in its folders ({', '.join(ENDINGS)}).")
-    arrays, kept = [], []
+        raise UsageError(f"{folder} and its folders have no images ({', '.join(ENDINGS)}).")
+    arrays, inside = [], []
     skipped: list[str] = []
     large: list[str] = []
     for path in paths:
+        place = path.relative_to(folder)
         try:
-            arrays.append(_read(path, size, MODES[channels]))
-            kept.append(path)
+            arrays.append(_read(path, size, "L" if channels == 1 else "RGB"))
+            inside.append(place)
         except Exception as error:  # whatever a damaged file makes Pillow raise
             if strict:
                 raise UsageError(
                     f"{path} cannot be read as an image ({error}). Without --strict it is skipped."
                 ) from error
-            skipped.append(str(path.relative_to(folder)))
+            skipped.append(str(place))
             if isinstance(error, TooLarge):
-                large.append(skipped[-1])
+                large.append(str(place))
     if not arrays:
-        raise UsageError(f"None of the {len(paths)} images below {folder} can be read; the first is {skipped[0]}.")
+        raise UsageError(f"None of the {len(paths)} images below {folder} can be read. The first is {skipped[0]}.")
     shapes = sorted({array.shape[:2] for array in arrays})
     if len(shapes) > 1:
         found = listing([f"{h} x {w}" for h, w in shapes])
-        raise UsageError(f"The images below {folder} have several sizes ({found}); give one with --size.")
+        raise UsageError(f"The images below {folder} have several sizes ({found}). Choose one size with --size.")
     if skipped:
         warnings.warn(
             f"{len(skipped)} of {len(paths)} images cannot be read and are left out: {listing(skipped)}."
@@ -76,10 +74,9 @@ def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3
             stacklevel=2,
         )
     X = np.stack(arrays).reshape(len(arrays), *shapes[0], channels).transpose(0, 3, 1, 2)
-    inside = [path.relative_to(folder) for path in kept]
-    classes = [path.parts[0] for path in inside if len(path.parts) > 1]
+    classes = [place.parts[0] for place in inside if len(place.parts) > 1]
     y = np.array(classes) if len(classes) == len(inside) else None
-    return Images(np.ascontiguousarray(X), y, [path.as_posix() for path in inside], skipped)
+    return Images(np.ascontiguousarray(X), y, [place.as_posix() for place in inside])
 
 
 def _read(path: Path, size: tuple[int, int] | None, mode: str) -> np.ndarray:

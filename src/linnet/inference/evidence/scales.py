@@ -67,7 +67,7 @@ def best_scale(
     """The factor of all prior variances with the largest Laplace evidence; `best_mode` without the mode.
 
     Example:
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> K = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
         >>> choice = best_scale(K, torch.tensor([1.0, 1.0]), mean=K.new_zeros(2, 1), likelihood=Bernoulli())
         >>> choice.log_evidence > 2 * math.log(0.5)

@@ -9,17 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, Spectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget, fused_cost, gram_cost
-from linnet.linalg.cholesky import cg
-from linnet.linalg.lanczos import lanczos, log_det_from
+from linnet.jacobian.plan import fused_cost, gram_cost
+from linnet.linalg.conjugate_gradients import cg
+from linnet.linalg.lanczos import lanczos, log_det_from_tridiagonals
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.nystrom import Preconditioner, landmark_index, nystrom, pivoted_cholesky
-from linnet.linalg.preconditioners.woodbury import Direct
+from linnet.linalg.preconditioners.low_rank import Preconditioner
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
 from linnet.probability.posteriors import SamplePosterior
 from linnet.probability.priors import Prior
 
@@ -73,7 +74,7 @@ def preconditioner_of(
 ) -> Preconditioner | None:
     """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
     kind = settings.preconditioner
-    if kind == "none" or (kind == "auto" and not J.by_position):
+    if kind == "none" or (kind in ("auto", "pivoted-cholesky") and not J.by_position):
         return None
     if settings.rank == "auto":
         # A direction is as long as the system is large, and all are held twice while they are made.
@@ -83,9 +84,7 @@ def preconditioner_of(
         rank = max(1, min(J.n, rows // J.c, _worthwhile(J)))
     else:
         rank = min(int(settings.rank), J.n)
-    if kind == "pivoted-cholesky":
-        return pivoted_cholesky(Phi, rank * J.c, weight=weight, space=space)
-    index = landmark_index(J.n, rank, settings.generator(2))
+    index = draw_landmarks(J.n, rank, settings.generator(2))
     scale = Phi.d  # type: ignore[attr-defined]
     # An eigenvalue far below one changes nothing beside the identity.
     return nystrom(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
@@ -128,7 +127,7 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: Settings)
     u = solution.value[:, 0]
     left = task.r - J @ delta
     assert solution.tridiagonals is not None
-    log_det, error = log_det_from(solution.tridiagonals, P, J.shape[1])
+    log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[1])
     fit = float((weight * left.square()).sum() + u @ u)
     value = -0.5 * (fit + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
     posterior = SamplePosterior(delta, samples)
@@ -157,13 +156,13 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: Setting
     back = Phi.T @ X
     delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
     assert solution.tridiagonals is not None
-    log_det, error = log_det_from(solution.tridiagonals, P, J.shape[0])
+    log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[0])
     value = -0.5 * (float(task.r @ X[:, 0]) + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
 
 
-def probes_of(P: Preconditioner | Direct | None, m: int, J: Jacobian, settings: Settings) -> Tensor:
+def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings) -> Tensor:
     """Vectors of covariance P, for the log determinant."""
     generator = settings.generator(5)
     if P is not None:

@@ -1,14 +1,12 @@
 r"""The mode by Adam on minibatches, for data that is not the same in every epoch (augmentation).
 
-The objective is that of `linnet.inference.mode.newton`, :math:`\psi(u) = -\sum_i \log p(y_i \mid f_i) + \tfrac12 u^\top
-u` with :math:`f = m + \Phi u`, and so is its one optimum. A minibatch gives :math:`u - \tfrac{n}{b} \Phi_b^\top r_b` by
-one Jacobian-vector product and one vector-Jacobian product, both from one forward pass (Mu, Liang and Li 2020,
-equations 4 to 7). In the whitened weights u every prior standard deviation is one, which is what lets one step length
-serve all of them. The best length of Adam's first step is known exactly, since f is linear in u: falling from there to
-zero along a half-cosine, it needs no tuning (over twelve small problems with priors weak and strong, a third or twice
-of it do no better after thirty epochs).
-
-On a GPU a small step takes less time than its launches, so it is recorded (`linnet.inference.mode.replay`).
+The objective is the objective of `linnet.inference.mode.newton`, :math:`\psi(u) = -\sum_i \log p(y_i \mid f_i) +
+\tfrac12 u^\top u` with :math:`f = m + \Phi u`. It has one optimum. A minibatch gives the gradient
+:math:`u - \tfrac{n}{b} \Phi_b^\top r_b` by one Jacobian-vector product and one vector-Jacobian product, both from one
+forward pass (Mu, Liang and Li 2020, equations 4 to 7). In the whitened weights u every prior standard deviation is one,
+so that one step length serves all weights. The best length of Adam's first step is known exactly, because f is linear
+in u. The length falls from there to zero along a half-cosine and needs no tuning: over twelve small problems with weak
+and strong priors, a third or twice of this length does no better after thirty epochs.
 """
 
 from __future__ import annotations
@@ -20,22 +18,17 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from linnet._common.deferred import Deferred
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
-from linnet.data.batch import Batch, Deferred, moved
-from linnet.data.sources import bar
-from linnet.inference.mode.newton import FLOOR, Line, Mode, as_weight, check_concave
-from linnet.inference.mode.replay import Repeated
+from linnet._common.progress import bar
+from linnet.data.batch import Batch, move
+from linnet.inference.mode.newton import FLOOR, Line, Mode, check_concave
 from linnet.jacobian.jacobian import Jacobian
+from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Likelihood
 
 TRIALS = 4
-"""Minibatches on which the first step is measured."""
-
-EPOCHS, MINIBATCHES = 4, 1024
-"""Epochs from which on recordings of minibatches that stay are worth their time, and the most of these."""
-
-STEPS = 32
-"""Steps from which on a recording of the network's passes is."""
+"""Minibatches on which the first step is measured: more of them cost time, fewer give a noisier length."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ def adam(
 
     Example:
         >>> import linnet
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> X = torch.linspace(-2, 2, 40).double()[:, None]
         >>> J = linnet.linearize(torch.nn.Linear(1, 1).double()).jacobian(X)
         >>> found = adam(J, (X[:, 0] > 0).double(), variance=torch.ones(2).double(), likelihood=Bernoulli())
@@ -130,23 +123,16 @@ def _trained(
     J = task.J
     u = torch.nn.Parameter(torch.zeros(J.shape[1], dtype=J.dtype, device=J.device))
     optimizer = torch.optim.Adam([u], lr=rate, fused=True)
-    minibatches = math.ceil(J.n / training.size)
-    steps, step = training.epochs * minibatches, 0
-    ranks, at = rank_and_world(), u.detach()
-    gradient = Repeated(
-        lambda part, y: task.gradient(part, at, y),
-        task.targets,
-        at,
-        stay=ranks[1] == 1 and training.epochs >= EPOCHS and minibatches <= MINIBATCHES,
-        alike=ranks[1] == 1 and steps >= STEPS,
-    )
+    steps, step = training.epochs * math.ceil(J.n / training.size), 0
+    ranks = rank_and_world()
     path: list[float] = []
     with bar(training.epochs * J.n, "Adam", progress=progress) as tick:
         for epoch in range(training.epochs):
             lost = torch.zeros((), dtype=torch.float64, device=J.device)
             later = Deferred(lambda f, y, lost=lost: lost.sub_(task.likelihood.log_prob(f, y).double().sum()))
             for part in J.minibatches(training.size, seed + epoch, late=True):
-                u.grad, f, y = gradient(part)
+                y = task.targets(part)
+                u.grad, f = task.gradient(part, u.detach(), y)
                 own = slice(*shard(part.n, *ranks))
                 later.add(f[own], y[own])
                 optimizer.param_groups[0]["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
@@ -173,7 +159,7 @@ class _Task:
 
     def targets(self, part: Jacobian) -> Tensor:
         """Those of a minibatch, (m, ...)."""
-        return self.y.index_select(0, moved(part.index, self.y.device))
+        return self.y.index_select(0, move(part.index, self.y.device))
 
     def outputs(self, shift: Tensor, batch: Batch) -> Tensor:
         """f (m, c) of a batch, for ``J delta`` (m c,)."""
@@ -238,7 +224,7 @@ class _Task:
         sums = torch.zeros(2, dtype=torch.float64, device=J.device)
 
         def pull(shift: Tensor, batch: Batch) -> Tensor:
-            columns, y = [], self.y.index_select(0, moved(batch.index, self.y.device))
+            columns, y = [], self.y.index_select(0, move(batch.index, self.y.device))
             for i, column in enumerate(shift.unbind(1)):
                 f = self.outputs(column, batch)
                 sums[i] += self.likelihood.log_prob(f, y).double().sum()

@@ -17,16 +17,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode import newton
 from linnet.inference.mode.lbfgs import descend
-from linnet.inference.mode.newton import Mode, as_weight
+from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import Settings
 from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import dense_budget
-from linnet.linalg.preconditioners.nystrom import Preconditioner
+from linnet.linalg.preconditioners.low_rank import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch
+from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Gaussian, Likelihood
 
 SKETCHED = {False: 256, True: 512}
@@ -69,7 +70,7 @@ def mode_by_passes(
     Example:
         >>> import torch
         >>> from linnet import linearize
-        >>> from linnet.likelihoods import Categorical
+        >>> from linnet.probability.likelihoods import Categorical
         >>> J = linearize(torch.nn.Linear(2, 3).double()).jacobian(torch.eye(2).double())
         >>> given = {"variance": torch.ones(9).double(), "mean": J.outputs(), "settings": Settings()}
         >>> mode, P = mode_by_passes(J, torch.tensor([0, 2]), likelihood=Categorical(), **given)

@@ -20,19 +20,11 @@ from typing import final
 from torch import Tensor
 
 from linnet.inference.mode.line_search import Line
-from linnet.inference.mode.newton import (
-    FLOOR,
-    Mode,
-    as_weight,
-    check_concave,
-    check_mean,
-    check_operator,
-    mode_at,
-    terms,
-)
+from linnet.inference.mode.newton import FLOOR, Mode, check_concave, check_mean, check_operator, mode_at, terms
 from linnet.inference.mode.spaces import SLOW, Products, Renew
-from linnet.linalg.cholesky import Solvable
+from linnet.linalg.conjugate_gradients import Solvable
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Likelihood
 
 REMEMBERED = 20
@@ -78,12 +70,12 @@ def descend(
 
     Example:
         >>> import torch
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
-        >>> from linnet.linalg.preconditioners.nystrom import Preconditioner
+        >>> from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}
-        >>> none = Preconditioner(torch.zeros(3, 0).double(), torch.zeros(0).double())
+        >>> none = LowRankPreconditioner(torch.zeros(3, 0).double(), torch.zeros(0).double())
         >>> descend(J, torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), preconditioner=none, **given).converged
         True
     """

@@ -34,15 +34,15 @@ from linnet.inference.mode.spaces import (
     Renew,
     Space,
     Weights,
-    as_weight,
     check_concave,
     check_kind,
     check_mean,
     check_operator,
-    inner_matrix,
 )
-from linnet.linalg.cholesky import Solvable, log_det_from
+from linnet.linalg.cholesky import log_det_from
+from linnet.linalg.conjugate_gradients import Solvable
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.row_weights import as_weight, inner_matrix
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
 
 __all__ = [
@@ -158,7 +158,7 @@ def function_space(
 
     Example:
         >>> import torch
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> K = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
         >>> mode = function_space(K, torch.tensor([1.0, 0.0]), mean=K.new_zeros(2, 1), likelihood=Bernoulli())
         >>> mode.converged, round(mode.log_evidence, 4)
@@ -202,7 +202,7 @@ def weight_space(
 
     Example:
         >>> import torch
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> Phi = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
         >>> mode = weight_space(Phi, torch.tensor([1.0, 0.0]), mean=Phi.new_zeros(2, 1), likelihood=Bernoulli())
         >>> mode.u.shape, round(mode.log_evidence, 4)
@@ -252,7 +252,7 @@ def matrix_free(
 
     Example:
         >>> import torch
-        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.probability.likelihoods import Bernoulli
         >>> from linnet.linalg.matrices import Matrix
         >>> J = Matrix(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64))
         >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double()}

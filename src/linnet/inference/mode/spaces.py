@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up
-from linnet.linalg.cholesky import Product, Solvable, cg, cholesky_, cholesky_solve
+from linnet.linalg.cholesky import cholesky_, cholesky_solve
+from linnet.linalg.conjugate_gradients import Product, Solvable, cg
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import Rows, add_symmetric_, weigh
+from linnet.linalg.row_weights import RowIndex, add_symmetric_, inner_matrix, weigh, weight_from_root
 from linnet.probability.likelihoods import Heteroscedastic, Likelihood
 
 Residual = Callable[[Tensor, slice], Tensor]
@@ -146,15 +147,15 @@ class Function:
     def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
         # H^-1 Phi^T g = Phi^T (g - L M^-1 L^T K g), the matrix inversion lemma.
         pushed = self.push(g)
-        inner = by_root(root, pushed, transpose=True)
+        inner = weigh(pushed, root, transpose=True)
 
         def product(V: Tensor) -> Tensor:
-            return V + by_root(root, self.push(by_root(root, V)), transpose=True)
+            return V + weigh(self.push(weigh(V, root)), root, transpose=True)
 
         # A residual r leaves the gradient Phi^T L r, and inner is L^T Phi times that of g: both may grow by the root of
         # the largest eigenvalue, of which this is a lower bound.
         more = min(1.0, float(g @ pushed) / max(float(inner @ inner), 1e-300))
-        d = by_root(root, self.near.solved(product, inner, ratio, lambda: self.factor(root), more=more)) - g
+        d = weigh(self.near.solved(product, inner, ratio, lambda: self.factor(root), more=more), root) - g
         return d, self.push(d)
 
     def factor(self, root: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class Weights:
 
     def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
         def product(V: Tensor) -> Tensor:
-            pushed = by_root(root, by_root(root, self.Phi @ V, transpose=True))
+            pushed = weigh(weigh(self.Phi @ V, root, transpose=True), root)
             return V + self.scale * (self.Phi.T @ pushed)
 
         d = -self.near.solved(product, g, ratio, lambda: self.factor(root))
@@ -190,7 +191,7 @@ class Weights:
         H, c = self.Phi.new_zeros(self.size, self.size), 1 if root.ndim == 1 else root.shape[1]
         step = max(1, BLOCK // (c * self.size))
         for start in range(0, len(self.Phi) // c, step):
-            A = by_root(root[start : start + step], self.Phi[c * start : c * (start + step)], transpose=True)
+            A = weigh(self.Phi[c * start : c * (start + step)], root[start : start + step], transpose=True)
             add_symmetric_(H, A, A, alpha=self.scale)
         H.diagonal().add_(1)
         return cholesky_(H)
@@ -290,7 +291,7 @@ class Products:
         self.read += 1
         there, found, seen = x.new_zeros(3, self.Phi.shape[0]).unbind()
 
-        def note(out: Tensor, rows: Rows) -> Tensor:
+        def note(out: Tensor, rows: RowIndex) -> Tensor:
             assert isinstance(rows, slice)
             there[rows], found[rows], seen[rows] = out[:, 0], fn(out[:, 0], rows), 1
             return found[rows][:, None]
@@ -303,7 +304,7 @@ class Products:
         fresh = self.refresh(root, ratio, slow=self._last > SLOW)
         self.preconditioner = self.preconditioner if fresh is None else fresh
         before = self.read
-        B = squared(root)
+        B = weight_from_root(root)
         df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
         ahead = df  # Phi times the direction that was multiplied last
 
@@ -330,52 +331,6 @@ class Products:
             df.addcmul_(ahead, lengths[-1])
         self._last = self.read - before
         return found.value[:, 0], df
-
-
-def inner_matrix(K: Tensor, root: Tensor, *, scale: float = 1.0) -> Tensor:
-    """``M = I + scale L^T K L``, with one matrix of memory and no more.
-
-    Args:
-        K: (n c, n c).
-        root: L, (n c,) or (n, c, c).
-        scale: Of K.
-
-    >>> inner_matrix(torch.ones(2, 2), torch.tensor([1.0, 2.0]))
-    tensor([[2., 2.],
-            [2., 5.]])
-    """
-    if root.ndim == 1:
-        M = (K * (scale * root)).mul_(root[:, None])
-    else:
-        M, (n, c, _) = K.new_empty(K.shape), root.shape
-        step = max(1, BLOCK // (c * len(K)))
-        for start in range(0, n, step):
-            rows = slice(c * start, c * min(start + step, n))
-            right = torch.einsum("anc,ncd->and", K[rows].reshape(-1, n, c), root).reshape(-1, len(K))
-            M[rows] = scale * weigh(right, root.mT[start : start + step], slice(0, len(right)))
-    M.diagonal().add_(1)
-    return M
-
-
-def by_root(root: Tensor, X: Tensor, *, transpose: bool = False) -> Tensor:
-    """``L X`` or ``L^T X`` for X (n c,) or (n c, k)."""
-    root = root.mT if transpose and root.ndim == 3 else root
-    out = weigh(X if X.ndim == 2 else X[:, None], root, slice(0, len(X)))
-    return out if X.ndim == 2 else out[:, 0]
-
-
-def squared(root: Tensor) -> Tensor:
-    """``B = L L^T`` from L (n c,) or (n, c, c), in the same form.
-
-    >>> squared(torch.tensor([1.0, 2.0]))
-    tensor([1., 4.])
-    """
-    return root.square() if root.ndim == 1 else root @ root.mT
-
-
-def as_weight(blocks: Tensor) -> Tensor:
-    """A weight as operators take it: (n, c) to (n c,), (n, c, c) as it is."""
-    return blocks.flatten() if blocks.ndim == 2 else blocks
 
 
 def check_concave(likelihood: Likelihood) -> None:

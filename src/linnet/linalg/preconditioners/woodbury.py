@@ -1,9 +1,9 @@
-r"""A preconditioner by a direct solve: ``P = I + Phi^T Phi / tau`` for the few rows Phi that carry the curvature.
+r"""A direct solve as a preconditioner: ``P = I + Phi^T Phi / tau`` for the few rows Phi that carry the curvature.
 
 .. math:: P^{-1} = I - \Phi^\top \, (\tau I + \Phi \Phi^\top)^{-1} \, \Phi
 
-takes the Gram matrix of the rows, (m, m), and two products with them for every application, and holds nothing of the
-size of the parameters: where there are millions of these, a sketch has memory for a few hundred directions.
+takes the Gram matrix of the rows, (m, m), and two products with the rows for every application. Nothing of the size of
+the parameters is held: where there are millions of parameters, a sketch has memory for a few hundred directions.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from
 from linnet.linalg.operator import LinearOperator
+from linnet.linalg.preconditioners.low_rank import Preconditioner
 
 REFINED = 2**34
-"""Bytes up to which a GPU decomposes matrices of function space in float64, whatever the Jacobian is."""
-
-LOOKED_AT = 8
-"""Leading eigenvectors of the Gram matrix, and as many random vectors, that show its rounding."""
+"""Bytes up to which a GPU decomposes matrices of function space in float64: more time for more accuracy."""
 
 
 @final
-class Direct:
+class WoodburyPreconditioner(Preconditioner):
     """``P = I + Phi^T Phi / tau``, applied by way of a Cholesky factor.
 
     Args:
@@ -36,29 +34,17 @@ class Direct:
 
     def __init__(self, Phi: LinearOperator, factor: Tensor, tau: float) -> None:
         self.Phi, self.factor, self.tau = Phi, factor, tau
-
-    @property
-    def m(self) -> int:
-        """Rows and columns of P."""
-        return self.Phi.shape[1]
-
-    @property
-    def rank(self) -> int:
-        """Rows of Phi."""
-        return self.Phi.shape[0]
+        self.rank, self.m = Phi.shape
 
     def solve(self, R: Tensor) -> Tensor:
-        """``P^-1 R`` for R of shape (p, k)."""
         inner = cholesky_solve(self.factor, (self.Phi @ R).to(self.factor.dtype), overwrite=True)
         return R - self.Phi.T @ inner.to(R.dtype)
 
     @property
     def log_det(self) -> Tensor:
-        """``log det P``, added up in float64."""
         return log_det_from(self.factor) - self.rank * math.log(self.tau)
 
     def sample(self, k: int, generator: torch.Generator) -> Tensor:
-        """Draws from N(0, P), (m, k), by way of the generator's device: the same on every other."""
         Phi = self.Phi
         h, e = (
             torch.randn(size, k, dtype=Phi.dtype, device=generator.device, generator=generator).to(Phi.device)
@@ -66,28 +52,32 @@ class Direct:
         )
         return h + Phi.T @ (e / self.tau**0.5)
 
+    def rescale(self, ratio: Tensor) -> WoodburyPreconditioner:
+        """P itself: another one costs a Gram matrix, and this one some more iterations."""
+        return self
+
     def __repr__(self) -> str:
-        return f"Direct(rows={self.rank}, columns={self.Phi.shape[1]}, tau={self.tau:.3g})"
+        return f"WoodburyPreconditioner(rows={self.rank}, columns={self.Phi.shape[1]}, tau={self.tau:.3g})"
 
 
 @torch.no_grad()
-def direct(
+def woodbury(
     R: LinearOperator, S: Tensor, *, generator: torch.Generator, coarse: LinearOperator | None = None
-) -> Direct | None:
+) -> WoodburyPreconditioner | None:
     """The preconditioner for ``I + S^(1/2) R^T R S^(1/2)``; None where rounding leaves no Cholesky factor.
 
-    The Gram matrix beside the identity may have eigenvalues in the millions, and what rounding does to them counts in
-    units of that identity. It is measured, along the leading eigenvectors and some random ones, by products with R: a
-    bias, such as tensor cores have, is divided out, and tau is one and twice what is left.
+    The Gram matrix beside the identity may have eigenvalues in the millions, and their rounding counts in units of that
+    identity. Products with R measure the rounding along the leading eigenvectors and along some random vectors. A bias,
+    such as tensor cores have, is divided out, and tau is one plus twice the rest.
 
     Args:
         R: (m, p).
         S: (p,), not negative.
-        generator: Of the random vectors.
+        generator: Source of the random vectors.
         coarse: R in a cheaper precision, for the Gram matrix alone.
 
     >>> from linnet.linalg.matrices import Matrix
-    >>> P = direct(Matrix(torch.tensor([[3.0, 0.0]])), torch.ones(2), generator=torch.Generator())
+    >>> P = woodbury(Matrix(torch.tensor([[3.0, 0.0]])), torch.ones(2), generator=torch.Generator())
     >>> P.solve(torch.ones(2, 1)).T
     tensor([[0.1000, 1.0000]])
     """
@@ -107,16 +97,16 @@ def direct(
     tau = 1 + 2 * left
     K.diagonal().add_(tau)
     try:
-        return Direct(Phi, cholesky_(K), tau)
+        return WoodburyPreconditioner(Phi, cholesky_(K), tau)
     except ArithmeticError:
         return None
 
 
 def _leading(K: Tensor, generator: torch.Generator) -> Tensor:
-    """Orthonormal columns (m, 2 `LOOKED_AT`): near the leading eigenvectors of K, and random ones."""
+    """Orthonormal columns (m, 16): eight near the leading eigenvectors of K, and eight random ones."""
     m = len(K)
-    V = torch.randn(m, min(m, 2 * LOOKED_AT), dtype=K.dtype, device=generator.device, generator=generator).to(K.device)
-    V, rest = V[:, :LOOKED_AT], V[:, LOOKED_AT:]
+    V = torch.randn(m, min(m, 16), dtype=K.dtype, device=generator.device, generator=generator).to(K.device)
+    V, rest = V[:, :8], V[:, 8:]
     for _ in range(4):
         V = torch.linalg.qr(K @ V).Q
     return torch.linalg.qr(torch.cat([V, rest], 1)).Q

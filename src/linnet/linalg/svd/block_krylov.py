@@ -23,13 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world, shard
+from linnet.linalg import float64
+from linnet.linalg.float64 import eigh, orthonormality
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.nystrom import orthonormality
 
-ENTRIES = 2**24
-"""Numbers that a temporary in float64 may hold."""
-ADDED = 4096
-"""Rows whose products are added up one after another on a CPU, where long sums round more on some than on others."""
 ROUNDING = 8
 """Products are trusted to this many eps of the largest: sums in blocks leave one or two, however long they are."""
 
@@ -37,11 +34,11 @@ ROUNDING = 8
 # Pieces.
 
 
-def both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
+def multiply_both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
     """``V X`` (rows, b) and ``V^T V X`` (cols, b), in one pass where the operator streams; all ranks get all rows.
 
     >>> from linnet.linalg.matrices import Matrix
-    >>> both(Matrix(torch.tensor([[1.0, 2.0]])), torch.ones(2, 1))
+    >>> multiply_both(Matrix(torch.tensor([[1.0, 2.0]])), torch.ones(2, 1))
     (tensor([[3.]]), tensor([[3.],
             [6.]]))
     """
@@ -62,7 +59,7 @@ def own_rows(m: int) -> slice:
     return slice(*shard(m, *rank_and_world()))
 
 
-def whole(X: Tensor, m: int) -> Tensor:
+def gather_rows(X: Tensor, m: int) -> Tensor:
     """All m rows, from the ranks' own ones."""
     if rank_and_world()[1] == 1:
         return X
@@ -72,33 +69,17 @@ def whole(X: Tensor, m: int) -> Tensor:
     return out
 
 
-def inner(A: Tensor, B: Tensor) -> Tensor:
-    """``A^T B`` in float64, for A (m, a) and B (m, b) that all ranks have; each takes its share of the rows."""
+def shared_inner(A: Tensor, B: Tensor) -> Tensor:
+    """``A^T B`` in float64, for A (m, a) and B (m, b) that all ranks have; each rank takes its share of the rows."""
     rows = own_rows(len(A))
     return _inner(A[rows], B[rows])
 
 
 def _inner(A: Tensor, B: Tensor) -> Tensor:
     """``A^T B`` in float64 from each rank's own rows of A and B."""
-    step = max(1, ENTRIES // max(1, A.shape[1] + B.shape[1]))
-    if A.device.type == "cpu":
-        step = min(step, ADDED)
-    out = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
-    for a, b in zip(A.split(step), B.split(step), strict=True):
-        out += a.double().T @ b.double()  # addmm_ would go on with one long sum
+    out = float64.inner(A, B)
     add_up(out)
     return out
-
-
-def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending, and eigenvectors of a symmetric matrix."""
-    if not bool(torch.isfinite(A).all()):
-        raise ArithmeticError(
-            "The operator's products hold NaN or infinity, so there are no components to be found. Look at its scale "
-            "and at the gradients of the score."
-        )
-    values, vectors = torch.linalg.eigh(A)
-    return values.flip(0), vectors.flip(1)
 
 
 def combine(blocks: Sequence[Tensor], Y: Tensor) -> Tensor:
@@ -116,7 +97,7 @@ def _project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
         X.addmm_(block, _inner(block, X).to(X.dtype), alpha=-1)
 
 
-def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
+def orthonormalize(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
     """An orthonormal basis of what X (m, b) has outside the span of ``against``, without directions of no length.
 
     Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor of about 1e6 in the
@@ -128,16 +109,16 @@ def orthonormal(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0
         against: Orthonormal blocks, orthogonal to one another.
         noise: Directions up to this length are rounding and left out; those of a few eps of the longest always are.
 
-    >>> orthonormal(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).abs()
+    >>> orthonormalize(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).abs()
     tensor([[1.],
             [0.]])
     """
     rows = own_rows(len(X))
-    return whole(_orthonormal(X[rows], [block[rows] for block in against], noise, len(X)), len(X))
+    return gather_rows(_orthonormalize(X[rows], [block[rows] for block in against], noise, len(X)), len(X))
 
 
-def _orthonormal(X: Tensor, against: Sequence[Tensor], noise: float, m: int) -> Tensor:
-    """`orthonormal`, of and with each rank's own rows out of m."""
+def _orthonormalize(X: Tensor, against: Sequence[Tensor], noise: float, m: int) -> Tensor:
+    """`orthonormalize`, of and with each rank's own rows out of m."""
     eps, fine = torch.finfo(X.dtype).eps, torch.finfo(torch.float64).eps
     off, limit, settled = math.inf, 0.0, False
     shortest = noise
@@ -218,7 +199,7 @@ class Ritz:
         return bool(((self.errors <= tolerance) | (self.residuals <= rounding))[:wanted].all())
 
 
-def ritz(T: Tensor, G: Tensor, *, rest: float, eps: float) -> Ritz:
+def rayleigh_ritz(T: Tensor, G: Tensor, *, rest: float, eps: float) -> Ritz:
     """Rayleigh-Ritz from ``T = (V Q)^T V Q`` and ``G = R^T R``, with R what the last product has outside of the basis.
 
     Args:
@@ -271,12 +252,12 @@ class State:
     def step(self, V: LinearOperator, *, grow: bool = True) -> Ritz:
         """One pass: the block joins the basis, and what it leads out to is the next one, unless there is none."""
         X, m, eps = self.X, self.columns, torch.finfo(self.X.dtype).eps
-        U, R = both(V, X)
+        U, R = multiply_both(V, X)
         noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
         self.passes += 1
         self.Q.append(X)
         self.U.append(U)
-        side = torch.cat([inner(block, U) for block in self.U])
+        side = torch.cat([shared_inner(block, U) for block in self.U])
         self.T = F.pad(self.T, (0, len(side) - m, 0, len(side) - m))
         self.T[:, m:], self.T[m:] = side, side.T
         rows = own_rows(len(R))
@@ -286,8 +267,8 @@ class State:
         # What a Krylov space leads to is smaller than where it comes from; of a first block, only the end is small.
         values = eigh(side[m:])[0]
         rest = float(values[0 if m else -1]) if m or self.rest is None else self.rest
-        found = ritz(self.T, _inner(R, R), rest=rest, eps=eps)
-        self.X = whole(_orthonormal(R, basis, noise, len(X)), len(X)) if grow else X[:, :0]
+        found = rayleigh_ritz(self.T, _inner(R, R), rest=rest, eps=eps)
+        self.X = gather_rows(_orthonormalize(R, basis, noise, len(X)), len(X)) if grow else X[:, :0]
         return found
 
     def restart(self, found: Ritz, keep: int) -> None:
@@ -303,10 +284,10 @@ class State:
         """
         X = torch.cat([combine(self.Q, found.Y[:, :keep]), self.X], 1)
         rest = float(found.theta[keep]) if keep < len(found.theta) else 0.0
-        return replace(State.start(orthonormal(X), passes=self.passes), rest=rest)
+        return replace(State.start(orthonormalize(X), passes=self.passes), rest=rest)
 
 
-def expected(found: Ritz, wanted: int, block: int) -> float:
+def expected_error(found: Ritz, wanted: int, block: int) -> float:
     r"""The largest error that one step more should leave, from that after the last one.
 
     A step divides errors by :math:`(z + \sqrt{z^2 - 1})^2` in the long run, with z = 2 theta_k / theta_(b + 1) - 1 for
@@ -319,7 +300,7 @@ def expected(found: Ritz, wanted: int, block: int) -> float:
     return 4 * float(found.errors[:wanted].max()) / (z + math.sqrt(z * z - 1)) ** 2
 
 
-def krylov(
+def grow_krylov_space(
     V: LinearOperator,
     state: State,
     count: Callable[[Tensor], int | None],
@@ -350,7 +331,7 @@ def krylov(
         wanted, m = count(found.theta), len(found.theta)
         enough = wanted is not None and wanted <= m and found.converged(wanted, tolerance)
         if ahead and wanted is not None and wanted <= m:
-            enough = enough or expected(found, wanted, state.Q[0].shape[1]) <= tolerance
+            enough = enough or expected_error(found, wanted, state.Q[0].shape[1]) <= tolerance
         if enough or state.passes >= limit or state.X.shape[1] == 0:
             # In an invariant space there is all that there is.
             whole = state.X.shape[1] == 0 and found.converged(m, tolerance)

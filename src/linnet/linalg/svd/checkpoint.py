@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from linnet._common import files
-from linnet._common.distributed import add_up, rank_and_world, shard
-from linnet.jacobian.frozen_layers import SourceWithActivations
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.operator import Affine, LinearOperator
+from linnet._common.distributed import add_up, rank_and_world
+from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.block_krylov import State
-from linnet.linalg.svd.initial_block import rows_of
-
-EXAMINED = 8
-"""Examples on which the operator is compared with the one that a file was written for."""
 
 
 class Resumable:
@@ -37,14 +30,14 @@ class Resumable:
 
     def __init__(self, V: LinearOperator, path: str | os.PathLike[str] | None, identity: str) -> None:
         self.V, self.writes = V, path is not None and rank_and_world()[0] == 0
-        mark = "" if path is None else f"{identity} {V.shape} {V.dtype} {_weights(V)}"
+        mark = "" if path is None else f"{identity} {V.shape} {V.dtype} {V.fingerprint()}"
         self.file = files.Checkpoint(path, kind="low rank", fingerprint=hashlib.sha256(mark.encode()).hexdigest())
 
     def save(self, state: State) -> None:
         """Replace what was saved."""
         if self.file.path is None:
             return
-        probe, codes = self._probe, self._codes  # by all ranks
+        probe, codes = self._probe, self._checksums  # by all ranks
         if self.writes:
             tensors = {"X": state.X, "T": state.T, "probe": probe}
             tensors |= {f"Q{i}": Q for i, Q in enumerate(state.Q)} | {f"U{i}": U for i, U in enumerate(state.U)}
@@ -59,7 +52,7 @@ class Resumable:
             return None
         tensors, meta = found
         for name, code in meta.get("codes", {}).items():  # files of older versions have none
-            if code != self._codes.get(name):
+            if code != self._checksums.get(name):
                 raise ValueError(
                     f"{self.file.path} belongs to another computation: {name} have changed since it was written, "
                     "if only in one number. Remove the file or name another."
@@ -74,35 +67,24 @@ class Resumable:
         Q, U = ([tensors[f"{name}{i}"] for i in range(meta["blocks"])] for name in "QU")
         return State(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"], meta["rest"])
 
-    def done(self) -> None:
+    def remove(self) -> None:
         """Remove the file."""
         if self.writes:
-            self.file.done()
+            self.file.remove()
 
     @cached_property
     def _probe(self) -> Tensor:
         """Products of a few rows of V with one vector."""
         c = self.V.block or 1
         n = self.V.shape[0] // c
-        index = torch.linspace(0, n - 1, min(n, EXAMINED)).round().long()
-        few = rows_of(self.V, index)
+        few = self.V.rows(torch.linspace(0, n - 1, min(n, 8)).round().long())
         v = torch.randn(self.V.shape[1], 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         v = v.to(self.V.device, self.V.dtype)
         return v.new_zeros(0) if few is None else few._matmul(v)[:, 0]
 
     @cached_property
-    def _codes(self) -> dict[str, str]:
-        """Checksums of all weights and all data; each rank adds its own examples."""
-        V = self.V.base if isinstance(self.V, Affine) else self.V
-        if not isinstance(V, Jacobian):
-            return {}
-        source = V._source
-        while isinstance(source, SourceWithActivations):  # activations of frozen layers follow from the data
-            source = source.base
-        own = source.code(*shard(source.n, *rank_and_world()))
-        every = torch.tensor(own - 2**64 if own >= 2**63 else own, device=V.device)
-        add_up(every)
-        return {"the data": f"{int(every) % 2**64:016x}", "the weights": f"{V.lin.network.watch.code:016x}"}
+    def _checksums(self) -> dict[str, str]:
+        return self.V.checksums()
 
     def _agree(self, found: bool) -> None:
         """Raise on all ranks if only some have found the file."""
@@ -113,12 +95,3 @@ class Resumable:
             raise FileNotFoundError(
                 f"{int(count)} of {world} ranks find the checkpoint {self.file.path}. Put it where all of them see it."
             )
-
-
-def _weights(V: LinearOperator) -> str:
-    """What must be the same to the bit: the network's parameters, or a matrix."""
-    if isinstance(V, Affine):
-        return _weights(V.base)
-    if isinstance(V, Jacobian):
-        return files.fingerprint(V.lin.theta)
-    return files.fingerprint({"A": V.A}) if isinstance(V, Matrix) else ""

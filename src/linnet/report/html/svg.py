@@ -1,20 +1,72 @@
-"""A small plot in SVG: axes with round numbers, and marks whose colors the page's style sheet gives them."""
+"""HTML and SVG elements with escaped text; and a small plot with axes and marks, whose colors are in page.css."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any
 
 import numpy as np
 
 from linnet.report.formatting import MINUS, number, percent
-from linnet.report.html.markup import Markup, h
 
 Values = Sequence[float] | np.ndarray
+Child = Any
+"""Markup, text or a number; None and False for nothing; or an iterable of these."""
 
-WIDTH, HEIGHT = 440.0, 310.0
-LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 34.0, 46.0
+
+class Markup(str):
+    """Text that is HTML already. All other text is escaped."""
+
+    __slots__ = ()
+
+
+def h(tag: str, *children: Child, **attributes: Any) -> Markup:
+    """An element.
+
+    Args:
+        tag: Name of the element.
+        children: Content of the element.
+        attributes: Attributes by name. An underscore at the end is dropped, other underscores become hyphens, and
+            attributes that are None or False are left out.
+
+    >>> h("a", "x < y", h("b", 1), class_="wide", aria_label='"')
+    '<a class="wide" aria-label="&quot;">x &lt; y<b>1</b></a>'
+    """
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(_format(value))}"'
+        for name, value in attributes.items()
+        if value is not None and value is not False
+    )
+    if tag in ("img", "meta", "br", "link"):  # elements without content
+        return Markup(f"<{tag}{given}>")
+    return Markup(f"<{tag}{given}>{join(children)}</{tag}>")
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """Several pieces, one after the other.
+
+    >>> join(["a & b", None, [h("br")]])
+    'a &amp; b<br>'
+    """
+    parts: list[str] = []
+    for child in children:
+        if child is None or child is False:
+            continue
+        if isinstance(child, Markup):
+            parts.append(child)
+        elif isinstance(child, str | int | float):
+            parts.append(escape(_format(child)))
+        else:
+            parts.append(join(child))
+    return Markup("".join(parts))
+
+
+def _format(value: Any) -> str:
+    """Text of a value. Coordinates have two decimals, which is finer than a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -22,11 +74,11 @@ class Scale:
     """One axis.
 
     Attributes:
-        low: Where it begins.
-        high: Where it ends.
-        title: What it shows.
-        form: How its numbers are written; by default with as many digits as tell them apart.
-        log: Whether it is logarithmic.
+        low: Beginning of the axis.
+        high: End of the axis.
+        title: Title of the axis.
+        form: How its numbers are written; by default with enough digits to tell them apart.
+        log: Whether the axis is logarithmic.
     """
 
     low: float
@@ -36,13 +88,13 @@ class Scale:
     log: bool = False
 
     def at(self, x: float) -> float:
-        """The share of the way from one end to the other."""
+        """Position of a number along the axis, from 0 to 1."""
         if self.log:
             return math.log(x / self.low) / math.log(self.high / self.low)
         return (x - self.low) / (self.high - self.low)
 
     def marks(self) -> list[float]:
-        """Round numbers along it.
+        """Round numbers along the axis.
 
         >>> Scale(0.0, 1.0, "").marks()
         [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -65,39 +117,32 @@ class Scale:
         return next(unit * m for m in (1, 2, 5, 10) if unit * m >= 0.8 * rough)
 
     def text(self, mark: float) -> str:
-        """How a number along it is written.
+        """A number along the axis as text.
 
         >>> Scale(100.0, 100.5, "").text(100.2)
         '100.2'
+        >>> Scale(1.0, 1e7, "", log=True).text(1e6) == "10\u2076"
+        True
         """
         if self.form is not None:
             return self.form(mark)
         if self.log and not 1e-3 <= mark < 1e5:
-            return power(mark)
+            power = str(round(math.log10(mark)))
+            return "10" + power.translate(str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"))
         if self.log or self.high >= 1e6 or self._step < 1e-4:
             return number(mark)
         return f"{mark:,.{max(0, -math.floor(math.log10(self._step)))}f}".replace("-", MINUS)
 
 
-def power(x: float) -> str:
-    """A number that is about a power of ten as one.
-
-    >>> power(1e6) == "10\u2076"
-    True
-    """
-    digits = str(round(math.log10(x))).translate(str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"))
-    return f"10{digits}"
-
-
-def share(title: str, low: float = 0.0, high: float = 1.0) -> Scale:
+def make_share_scale(title: str, low: float = 0.0, high: float = 1.0) -> Scale:
     """An axis of shares."""
     return Scale(low, high, title, lambda x: percent(x, 1 if high - low < 0.05 else 0))
 
 
-def around(values: Values, title: str, *, zero: bool = False) -> Scale:
-    """An axis that holds all values, with a little room; ``zero`` is part of it where asked for.
+def make_scale(values: Values, title: str, *, zero: bool = False) -> Scale:
+    """An axis that holds all values, with a little room; and zero, if ``zero``.
 
-    >>> around([3.0, 3.0], "").low < 3 < around([3.0, 3.0], "").high
+    >>> make_scale([3.0, 3.0], "").low < 3 < make_scale([3.0, 3.0], "").high
     True
     """
     low, high = float(min(values)), float(max(values))
@@ -110,10 +155,13 @@ class Plot:
     """Marks within axes, in the order in which they are added.
 
     Args:
-        x: The axis below.
-        y: The axis to the left.
-        label: What the plot shows, for those who cannot see it.
+        x: The horizontal axis.
+        y: The vertical axis.
+        label: What the plot shows, for readers who cannot see it.
     """
+
+    width, height = 440.0, 310.0
+    left, right, top, bottom = 54.0, 424.0, 34.0, 264.0  # edges of the area of the marks
 
     def __init__(self, x: Scale, y: Scale, label: str) -> None:
         self.x, self.y, self.label = x, y, label
@@ -122,66 +170,57 @@ class Plot:
     def place(self, x: float, y: float) -> tuple[float, float]:
         """Coordinates of a point."""
         return (
-            LEFT + self.x.at(x) * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - self.y.at(y) * (HEIGHT - TOP - BOTTOM),
+            self.left + self.x.at(x) * (self.right - self.left),
+            self.bottom - self.y.at(y) * (self.bottom - self.top),
         )
 
     def line(self, xs: Values, ys: Values, kind: str) -> None:
-        """A line through points."""
+        """Add a line through points."""
         points = " ".join("{:.2f},{:.2f}".format(*self.place(x, y)) for x, y in zip(xs, ys, strict=True))
         self.parts.append(h("polyline", points=points, class_=f"line {kind}"))
 
     def area(self, xs: Values, low: Values, high: Values, kind: str) -> None:
-        """What lies between two lines."""
+        """Add the area between two lines."""
         there = [self.place(x, y) for x, y in zip(xs, high, strict=True)]
         back = [self.place(x, y) for x, y in zip(xs, low, strict=True)][::-1]
         points = " ".join(f"{x:.2f},{y:.2f}" for x, y in there + back)
         self.parts.append(h("polygon", points=points, class_=f"area {kind}"))
 
     def dot(self, x: float, y: float, kind: str, *, radius: float = 3.0, title: str = "") -> None:
-        """A point; ``title`` is shown where the mouse rests on it."""
-        cx, cy = self.place(x, y)
-        self.parts.append(
-            h("circle", h("title", title) if title else None, cx=cx, cy=cy, r=float(radius), class_=f"dot {kind}")
-        )
+        """Add a point. The title is shown when the mouse is over the point."""
+        (cx, cy), tip = self.place(x, y), h("title", title) if title else None
+        self.parts.append(h("circle", tip, cx=cx, cy=cy, r=float(radius), class_=f"dot {kind}"))
 
     def whisker(self, x: float, low: float, high: float, kind: str) -> None:
-        """A line up and down."""
+        """Add a vertical line."""
         (x1, y1), (x2, y2) = self.place(x, low), self.place(x, high)
         self.parts.append(h("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"whisker {kind}"))
 
     def level(self, y: float, text: str) -> None:
-        """A dashed line across, with a word below its beginning."""
+        """Add a dashed horizontal line with a text below its beginning."""
         (x1, y1), (x2, _) = self.place(self.x.low, y), self.place(self.x.high, y)
         self.parts.append(h("line", x1=x1, y1=y1, x2=x2, y2=y1, class_="guide"))
         self.parts.append(h("text", text, x=x1 + 6, y=y1 + 15, class_="note"))
 
     def diagonal(self) -> None:
-        """Where both axes say the same."""
+        """Add the line on which both axes have the same number."""
         low, high = max(self.x.low, self.y.low), min(self.x.high, self.y.high)
         if high > low:
             self.line([low, high], [low, high], "guide")
 
     def svg(self) -> Markup:
-        """The plot."""
-        bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+        """The plot as SVG."""
+        left, right, bottom = self.left, self.right, self.bottom
         frame = [h("text", self.y.title, x=0, y=14, class_="axis")]
         for mark in self.y.marks():
             _, y = self.place(self.x.low, mark)
-            frame.append(h("line", x1=LEFT, y1=y, x2=right, y2=y, class_="grid"))
-            frame.append(h("text", self.y.text(mark), x=LEFT - 8, y=y + 4, class_="tick", text_anchor="end"))
+            frame.append(h("line", x1=left, y1=y, x2=right, y2=y, class_="grid"))
+            frame.append(h("text", self.y.text(mark), x=left - 8, y=y + 4, class_="tick", text_anchor="end"))
         for mark in self.x.marks():
             x, _ = self.place(mark, self.y.low)
             anchor = "end" if x > right - 8 else "middle"
             frame.append(h("text", self.x.text(mark), x=x, y=bottom + 18, class_="tick", text_anchor=anchor))
-        frame.append(h("line", x1=LEFT, y1=bottom, x2=right, y2=bottom, class_="base"))
-        frame.append(h("text", self.x.title, x=right, y=HEIGHT - 8, class_="axis", text_anchor="end"))
-        return h(
-            "svg",
-            frame,
-            self.parts,
-            viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
-            role="img",
-            aria_label=self.label,
-            class_="plot",
-        )
+        frame.append(h("line", x1=left, y1=bottom, x2=right, y2=bottom, class_="base"))
+        frame.append(h("text", self.x.title, x=right, y=self.height - 8, class_="axis", text_anchor="end"))
+        box = f"0 0 {self.width:g} {self.height:g}"
+        return h("svg", frame, self.parts, viewBox=box, role="img", aria_label=self.label, class_="plot")

@@ -1,0 +1,535 @@
+"""`linnet demo`: a network of upright digits learns turned digits from a few labels, in six ways."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import matplotlib
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MultipleLocator
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+
+from linnet import TangentClassifier, __version__, metrics
+from linnet._common.files import atomic_write
+from linnet.cli.terminal import Printer
+from linnet.inference.any_likelihood import Inference
+
+ADAPTATION, CONFIDENCE, METRICS = FILES = ("adaptation.png", "confidence.png", "metrics.json")
+NONE, LAST, TUNED = "no adaptation", "last layer only", "fine-tuning"
+TANGENT: dict[str, Inference] = {"tangent MAP": "map", "tangent Laplace": "laplace", "tangent VI": "vi"}
+MAP, LAPLACE, VI = TANGENT
+METHODS = (NONE, LAST, TUNED, *TANGENT)
+SCORES = {"accuracy": ("accuracy", ".1%"), "nll": ("NLL", ".2f"), "ece": ("ECE", ".3f"), "seconds": ("seconds", ".1f")}
+BLUE, RED, GRAY = "#1f4e79", "#b5473c", "#9aa0a6"
+COLORS = {NONE: GRAY, LAST: RED, TUNED: RED, MAP: BLUE, LAPLACE: BLUE, VI: BLUE}
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e6e9",
+}
+ANGLE = 30
+"""Degrees by which the digits of the new task are turned, counterclockwise."""
+
+Labeled = tuple[Tensor, Tensor]
+"""Images (n, 1, 8, 8) between 0 and 1, and labels (n,)."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One random split of the digits, its network, and the results of each method.
+
+    Attributes:
+        seed: Seed of the split, the network and its training.
+        source: Upright digits, on which the network is trained.
+        few: Turned digits with labels, to adapt the network: the same number of each class.
+        test: Turned digits, on which predictions are compared. No digit is in two of these sets.
+        upright: The images of ``test`` before they were turned.
+        model: The network.
+        results: Results by method.
+    """
+
+    seed: int
+    source: Labeled
+    few: Labeled
+    test: Labeled
+    upright: Tensor
+    model: nn.Sequential
+    results: dict[str, Result] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Predictions of one method for the test digits: probabilities (m, 10), scores, and what the method chose."""
+
+    probabilities: Tensor
+    scores: dict[str, float]
+    details: dict[str, Any]
+
+
+def run(given: Mapping[str, Any]) -> None:
+    """Train, adapt, compare; write two figures and ``metrics.json``. Other files in the folder stay.
+
+    Args:
+        given: "out", the folder; "seed", the seed of the splits and the networks; "quick", for one split instead of
+            three, and fewer labels, digits and epochs.
+
+    Raises:
+        OSError: If the folder cannot be written to. No work has been done then.
+    """
+    folder, threads = _make_folder(Path(given["out"])), torch.get_num_threads()
+    torch.set_num_threads(1)  # such small networks are slower on several threads
+    try:
+        with threadpool_limits(1):  # the threads of numpy and scikit-learn
+            _run(folder, seed=given["seed"], quick=given["quick"])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(folder: Path, *, seed: int, quick: bool) -> None:
+    printer = Printer()
+    say, seeds = printer.console.print, range(1000 * seed, 1000 * seed + (1 if quick else 3))
+    each, test, epochs, longest = (4, 200, 6, 10) if quick else (5, None, 15, 30)
+    with printer.step("1/3 Train a small CNN on upright digits: scikit-learn's, 8 x 8 pixels"):
+        splits = [split_digits(each, test, seed=s) for s in seeds]
+        for split in _track(printer.console, "network", splits):
+            train(split.model, split.source, epochs=epochs, seed=split.seed)
+        first = splits[0]
+        sizes = {"source": len(first.source[0]), "labels": len(first.few[0]), "test": len(first.test[0])}
+        upright = [metrics.accuracy(predict_classes(s.model, s.upright), s.test[1]) for s in splits]
+        parameters = sum(p.numel() for p in first.model.parameters())
+        say(f"random splits: {len(seeds)}; {parameters:,} parameters, trained on {sizes['source']:,} digits each")
+        say(f"accuracy on {sizes['test']} other upright digits: [bold]{_average(upright, '.1%')}[/bold]")
+
+    with printer.step(f"2/3 New task: digits turned by {ANGLE} degrees, {sizes['labels']} labels; adapt"):
+        for split, method in _track(printer.console, "adaptation", [(s, m) for s in splits for m in METHODS]):
+            split.results[method] = adapt(method, split, longest=longest)
+        rows = [[m, *(_average(_collect(splits, m, k), form) for k, (_, form) in SCORES.items())] for m in METHODS]
+        printer.print_table(["method", *(title for title, _ in SCORES.values())], rows)
+        spread = f", ± standard deviation over {len(seeds)} splits" if len(seeds) > 1 else ""
+        say(f"[dim]{sizes['test']} test digits{spread}; NLL in nats. The seconds include all tuning:[/dim]")
+        say("[dim]cross-validation on the labels for two methods, the evidence for the tangent methods[/dim]")
+
+    with printer.step("3/3 Look closer at the tangent model, and draw"):
+        mode, laplace, vi = (first.results[method].details for method in TANGENT)
+        say(f"scale of the prior, chosen by the evidence: {mode['prior_variance']:.2g}")
+        say(f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}")
+        say("share of each layer: " + ", ".join(f"{layer} {share:.0%}" for layer, share in mode["layers"].items()))
+        linearity = mode["linearity"]
+        say(f"how linear: the network with the new weights reads {linearity['agreement']:.0%} of the digits as the")
+        say(f"linear model does, and its logits differ by {linearity['relative_error']:.0%} of the change")
+        write(folder / ADAPTATION, draw_adaptation(splits))
+        write(folder / CONFIDENCE, draw_confidence(splits))
+
+    found = {
+        "linnet": __version__,
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "quick": quick,
+        "seconds": time.perf_counter() - printer.began,
+        "parameters": parameters,
+        "digits": sizes,
+        "upright_accuracy": upright,
+        "methods": {
+            method: {name: _collect(splits, method, name) for name in first.results[method].scores}
+            | {"details": [s.results[method].details for s in splits]}
+            for method in METHODS
+        },
+    }
+    write(folder / METRICS, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
+    printer.print_written(folder, FILES)
+
+
+# The digits, the network, and six ways to adapt the network.
+
+
+def split_digits(each: int, test: int | None = None, *, seed: int) -> Split:
+    """Split scikit-learn's handwritten digits at random, and draw a network.
+
+    Args:
+        each: Number of labels of each class of the new task.
+        test: Number of digits to test on; None for all digits that are left.
+        seed: Seed of the split and of the network.
+    """
+    from sklearn.datasets import load_digits
+
+    images, target = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(images).float().reshape(-1, 1, 8, 8) / 16, torch.from_numpy(target).long()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    source, pool, rest = order[:1000], order[1000:1300], order[1300:][:test]
+    few = torch.cat([pool[y[pool] == label][:each] for label in range(10)])
+    if len(few) < 10 * each:
+        raise ValueError(f"{len(pool)} digits do not hold {each} of every class.")
+    turned = turn(x, ANGLE)
+    sets = (x[source], y[source]), (turned[few], y[few]), (turned[rest], y[rest])
+    return Split(seed, *sets, x[rest], build_network(seed))
+
+
+def turn(x: Tensor, degrees: float) -> Tensor:
+    """Turn images (n, 1, h, h) counterclockwise: bilinear interpolation, with zeros from outside.
+
+    >>> x = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    >>> torch.allclose(turn(x, 90), x.rot90(1, (2, 3)), atol=1e-5)
+    True
+    """
+    a = math.radians(degrees)
+    back = torch.tensor([[math.cos(a), -math.sin(a), 0.0], [math.sin(a), math.cos(a), 0.0]], dtype=x.dtype)
+    grid = affine_grid(back.expand(len(x), 2, 3), list(x.shape), align_corners=False)
+    return grid_sample(x, grid, align_corners=False)
+
+
+def build_network(seed: int) -> nn.Sequential:
+    """Three convolutions and a linear layer: images (n, 1, 8, 8) to logits (n, 10)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = nn.Sequential()
+        for i, (a, b, stride) in enumerate([(1, 16, 1), (16, 32, 2), (32, 64, 2)], start=1):
+            model.add_module(f"conv{i}", nn.Conv2d(a, b, 3, stride, padding=1))
+            model.add_module(f"gelu{i}", nn.GELU())
+        model.add_module("flatten", nn.Flatten())
+        model.add_module("head", nn.Linear(256, 10))
+    return model
+
+
+def train(model: nn.Module, data: Labeled, *, epochs: int, seed: int) -> None:
+    """Train with Adam. The learning rate first rises and then falls."""
+    optimizer = torch.optim.Adam(model.parameters())
+    steps = -(-len(data[0]) // 50)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs=epochs, steps_per_epoch=steps)
+    trained = _train_epochs(model, data, optimizer, 50, seed, schedule)
+    for _ in range(epochs):
+        next(trained)
+    model.eval()
+
+
+def _train_epochs(
+    model: nn.Module, data: Labeled, optimizer: torch.optim.Optimizer, size: int, seed: int, schedule: Any = None
+) -> Iterator[nn.Module]:
+    """Train on and on in batches of ``size``, and yield the model after each epoch."""
+    (x, y), order = data, torch.Generator().manual_seed(seed)
+    while True:
+        for index in torch.randperm(len(x), generator=order).split(size):
+            optimizer.zero_grad()
+            cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        yield model
+
+
+def predict_classes(model: nn.Module, x: Tensor) -> Tensor:
+    """Class probabilities (n, c) in float64: small probabilities underflow in float32."""
+    with torch.no_grad():
+        return model(x).double().softmax(1)
+
+
+def fit_last_layer(split: Split, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Logistic regression on the frozen features, with the penalty that is best in cross-validation.
+
+    Returns the probabilities (m, c) at x, and the penalty.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+
+    body = split.model[:-1]
+    with torch.no_grad():
+        features, new = body(split.few[0]).double().numpy(), body(x).double().numpy()
+    folds = StratifiedKFold(4, shuffle=True, random_state=split.seed)
+    penalties = {"C": [1e-3, 1e-2, 1e-1, 1.0, 10.0]}
+    model = LogisticRegression(max_iter=5000)
+    search = GridSearchCV(model, penalties, scoring="neg_log_loss", cv=folds, error_score="raise")
+    search.fit(features, split.few[1].numpy())
+    return torch.from_numpy(search.predict_proba(new)), dict(search.best_params_)
+
+
+def fine_tune(split: Split, x: Tensor, *, longest: int) -> tuple[Tensor, dict[str, Any]]:
+    """Train a copy of the network on the labels, with the rate and the epochs that are best in cross-validation.
+
+    Returns the probabilities (m, c) at x, and the learning rate and the number of epochs, at most ``longest``.
+    """
+    from sklearn.model_selection import StratifiedKFold
+
+    def tune(images: Tensor, labels: Tensor, rate: float) -> Iterator[nn.Module]:
+        model = copy.deepcopy(split.model)
+        optimizer = torch.optim.Adam(model.parameters(), rate)
+        return _train_epochs(model, (images, labels), optimizer, 25, split.seed)
+
+    images, labels = split.few
+    folds = StratifiedKFold(4, shuffle=True, random_state=split.seed)
+    parts = [tuple(map(torch.from_numpy, part)) for part in folds.split(labels, labels)]
+    choices = []
+    for rate in (1e-3, 3e-3, 1e-2, 3e-2):
+        losses = torch.zeros(longest, dtype=torch.float64)
+        for kept, left in parts:
+            for epoch, model in zip(range(longest), tune(images[kept], labels[kept], rate), strict=False):
+                with torch.no_grad():
+                    losses[epoch] += cross_entropy(model(images[left]), labels[left], reduction="sum").item()
+        choices.append((losses.min().item(), rate, int(losses.argmin()) + 1))
+    _, rate, epochs = min(choices)
+    *_, (_, model) = zip(range(epochs), tune(images, labels, rate), strict=False)
+    return predict_classes(model, x), {"rate": rate, "epochs": epochs}
+
+
+def adapt(method: str, split: Split, *, longest: int) -> Result:
+    """Adapt a copy of a split's network to its turned digits, and score the predictions.
+
+    Args:
+        method: One of `METHODS`.
+        split: The digits and the network.
+        longest: Largest number of epochs of fine-tuning.
+    """
+    (x, y), start = split.test, time.perf_counter()
+    classifier, details = None, dict[str, Any]()
+    if method == NONE:
+        p = predict_classes(split.model, x)
+    elif method == LAST:
+        p, details = fit_last_layer(split, x)
+    elif method == TUNED:
+        p, details = fine_tune(split, x, longest=longest)
+    else:
+        classifier = TangentClassifier(split.model, inference=TANGENT[method], link="mc", seed=split.seed)
+        p = classifier.fit(*split.few).predict_proba(x)
+    seconds = time.perf_counter() - start
+    if classifier is not None:
+        linearity = classifier.linearity(x)
+        details = {
+            "prior_variance": classifier.scales_["all"],
+            "log_evidence": classifier.log_evidence_,
+            "elbo": classifier.elbo_,
+            "layers": classifier.layer_relevance_,
+            "linearity": {"relative_error": linearity.relative_error, "agreement": linearity.agreement},
+        }
+    return Result(p, {**metrics.classification(p, y), "seconds": seconds}, details)
+
+
+# Printing.
+
+
+def _track(console: Console, what: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield the items beside a progress bar on terminals. The bar is drawn between two items, never during one."""
+    columns = TextColumn(what + " {task.completed:.0f} of {task.total:.0f}"), BarColumn(), TimeElapsedColumn()
+    silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=silent) as progress:
+        bar = progress.add_task(what, total=len(items))
+        for i, item in enumerate(items):
+            progress.update(bar, completed=i + 1, refresh=True)
+            yield item
+
+
+def _collect(splits: Sequence[Split], method: str, name: str) -> list[float]:
+    return [split.results[method].scores[name] for split in splits]
+
+
+def _average(values: Sequence[float], form: str) -> str:
+    """A mean over splits, with the standard deviation where there are several splits.
+
+    >>> _average([0.5], ".2f"), _average([1.0, 2.0, 3.0], ".1f")
+    ('0.50', '2.0 ± 1.0')
+    """
+    mean = format(statistics.fmean(values), form)
+    if len(values) == 1:
+        return mean
+    spread = format(statistics.stdev(values), form).removesuffix("%")
+    return f"{mean.removesuffix('%')} ± {spread}{'%' if form.endswith('%') else ''}"
+
+
+# Figures.
+
+
+@contextmanager
+def _open_figure(height: float, title: str, note: str) -> Iterator[tuple[Any, io.BytesIO]]:
+    """An empty figure, and the PNG that it becomes; the user's matplotlib settings are neither used nor changed."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        fig, png = Figure(figsize=(12.5, height), layout="constrained"), io.BytesIO()
+        FigureCanvasAgg(fig)
+        fig.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+        fig.supxlabel(note, fontsize=10, color="#5f6368", x=0.01, ha="left")
+        yield fig, png
+        fig.savefig(png, dpi=150)
+
+
+def draw_adaptation(splits: Sequence[Split]) -> bytes:
+    """The task and the scores of every method, as a PNG."""
+    note = "" if len(splits) == 1 else f"; small dots: {len(splits)} random splits, large dots: their means"
+    few, test = len(splits[0].few[0]), len(splits[0].test[0])
+    note = f"turned by {ANGLE} degrees; {few} labels to adapt with, {test} digits to test on{note}"
+    with _open_figure(7.2, "A network of upright digits meets turned ones", note) as (fig, png):
+        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.35])
+        _draw_task(top, splits[0])
+        axes = bottom.subplots(1, len(SCORES), sharey=True)
+        for ax, (name, (title, form)) in zip(axes, SCORES.items(), strict=True):
+            _draw_scores(ax, splits, name, form)
+            ax.set(title=title, xlabel="higher is better" if name == "accuracy" else "lower is better")
+        axes[0].set_yticks(range(len(METHODS)), METHODS)
+        axes[0].set_ylim(len(METHODS) - 0.5, -0.7)
+    return png.getvalue()
+
+
+def draw_confidence(splits: Sequence[Split]) -> bytes:
+    """Confidence against accuracy, and the digits with the lowest confidence, as a PNG."""
+    note = "above: the area of a dot shows the number of digits; bins with fewer than 5 digits are left out"
+    with _open_figure(7.4, "How far confidence can be trusted", note) as (fig, png):
+        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.2])
+        axes = top.subplots(1, len(METHODS) - 1, sharey=True)
+        for ax, method in zip(axes, METHODS[1:], strict=True):
+            _draw_reliability(ax, splits, method)
+        axes[0].set_ylabel("accuracy")
+        left, right = bottom.subfigures(1, 2, width_ratios=[1, 1.7])
+        _draw_rejection(left.subplots(), splits)
+        _draw_unsure(right, splits[0])
+    return png.getvalue()
+
+
+def _draw_task(fig: Any, split: Split) -> None:
+    """One test digit of each class, upright and turned, with its predicted class before and after adaptation."""
+    (x, y), axes = split.test, fig.subplots(2, 10)
+    before, turned, after = (
+        p.argmax(1)
+        for p in (
+            predict_classes(split.model, split.upright),
+            split.results[NONE].probabilities,
+            split.results[VI].probabilities,
+        )
+    )
+    places = (
+        (0, 1.0, before, "upright: the network reads"),
+        (1, 1.0, turned, "turned: the network reads"),
+        (1, -0.34, after, f"turned: {VI} reads"),
+    )
+    for label in range(10):
+        i = int((y == label).nonzero()[0])
+        for ax, image in zip(axes[:, label], (split.upright[i, 0], x[i, 0]), strict=True):
+            _draw_digit(ax, image)
+        for row, at, read, _ in places:
+            ax, color = axes[row, label], BLUE if read[i] == label else RED
+            ax.text(0.5, at, str(int(read[i])), transform=ax.transAxes, ha="center", va="bottom", color=color)
+    for row, at, _, text in places:
+        ax = axes[row, 0]
+        ax.text(-0.3, at, text, transform=ax.transAxes, ha="right", va="bottom", fontsize=10)
+
+
+def _draw_digit(ax: Any, image: Tensor) -> None:
+    ax.imshow(image.numpy(), cmap="gray_r", vmin=0, vmax=1)
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set(visible=True, color=GRAY, linewidth=0.5)
+
+
+def _draw_scores(ax: Any, splits: Sequence[Split], name: str, form: str) -> None:
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}
+    for row, method in enumerate(METHODS):
+        values, color = _collect(splits, method, name), COLORS[method]
+        mean = statistics.fmean(values)
+        ax.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=5, markeredgewidth=0)
+        ax.plot(mean, row, "o", color=color, markersize=8)
+        text = {"textcoords": "offset points", "ha": "center", "color": color, "bbox": box}
+        ax.annotate(format(mean, form), (mean, row), (0, 8), **text)
+    if name == "accuracy":
+        ax.set_xlim(-0.05, 1.1)
+        ax.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    else:
+        ax.margins(x=0.18)
+    if name in ("nll", "ece"):
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter("")
+    ax.grid(axis="x")
+    ax.tick_params(axis="y", length=0)
+
+
+def _draw_reliability(ax: Any, splits: Sequence[Split], method: str) -> None:
+    """Accuracy against confidence in bins, for the digits of all splits."""
+    found = metrics.reliability(*_join(splits, method), bins=10)
+    for x, y, count in zip(found.confidence, found.accuracy, found.count, strict=True):
+        if count >= 5:
+            ax.plot([x, x], [x, y], color=COLORS[method], linewidth=1)
+            ax.scatter(x, y, s=20 + 500 * count / found.count.sum(), color=COLORS[method], alpha=0.85, linewidths=0)
+    ax.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=0)
+    ece = statistics.fmean(_collect(splits, method, "ece"))
+    ax.text(0.96, 0.04, f"ECE {ece:.3f}", transform=ax.transAxes, ha="right")
+    ax.set(title=method, xlabel="confidence", xlim=(0, 1.06), ylim=(0, 1.06), aspect="equal")
+    ax.set(xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    ax.grid()
+
+
+def _draw_rejection(ax: Any, splits: Sequence[Split]) -> None:
+    """Accuracy on the digits with the highest confidence."""
+    for method, line in {LAST: ":", TUNED: "-", MAP: ":", LAPLACE: "--", VI: "-"}.items():
+        kept = metrics.kept_accuracy(*_join(splits, method))
+        share = torch.arange(1, len(kept) + 1) / len(kept)
+        shown = share >= 0.2
+        ax.plot(share[shown], kept[shown], line, color=COLORS[method], linewidth=1.8, label=method)
+    ax.set(title="Accuracy on the digits with the highest confidence", xlabel="share of the digits that are read")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    ax.yaxis.set_major_locator(MultipleLocator(0.05))
+    ax.legend(frameon=False, loc="lower left", fontsize=10)
+    ax.grid()
+
+
+def _draw_unsure(fig: Any, split: Split, count: int = 6) -> None:
+    """The test digits with the lowest confidence, and their probabilities."""
+    p, (x, y) = split.results[VI].probabilities, split.test
+    fig.suptitle(f"The digits with the lowest confidence of {VI}", fontsize=12, x=0.02, ha="left")
+    axes = fig.subplots(2, count, sharey="row", height_ratios=[1.1, 1])
+    for (picture, bars), i in zip(axes.T, p.amax(1).argsort(stable=True)[:count].tolist(), strict=True):
+        _draw_digit(picture, x[i, 0])
+        picture.set_title(f"a {int(y[i])}", loc="center", fontsize=11, color=BLUE)
+        colors = [BLUE if label == int(y[i]) else GRAY for label in range(10)]
+        bars.bar(range(10), p[i].tolist(), color=colors, width=0.8)
+        bars.set(xticks=range(0, 10, 3), ylim=(0, 0.5), yticks=[0, 0.25, 0.5])
+        bars.tick_params(axis="x", length=0)
+    axes[1, 0].set_ylabel("probability")
+
+
+def _join(splits: Sequence[Split], method: str) -> tuple[Tensor, Tensor]:
+    """Probabilities and labels of the test digits of all splits."""
+    return torch.cat([s.results[method].probabilities for s in splits]), torch.cat([s.test[1] for s in splits])
+
+
+# Files.
+
+
+def _make_folder(folder: Path) -> Path:
+    """Create the folder if it is missing, and try to write a file into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{secrets.token_hex(4)}.tmp"
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"linnet demo needs a folder it can write to, but it cannot write to {str(folder)!r} ({error.strerror}). "
+            "Choose another folder with --out."
+        ) from error
+    return folder
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a complete file or no file at all."""
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)

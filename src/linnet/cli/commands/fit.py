@@ -1,0 +1,243 @@
+"""`linnet adapt` and `linnet uncertainty`: a trained network and a file of data give a model with error bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+import linnet
+from linnet.cli import publishing, run_folder, run_report
+from linnet.cli.commands.predict import Predictions, predict
+from linnet.cli.data_files.tables import write_csv
+from linnet.cli.options import FitOptions, check_parameters, make_jacobian, parse_fit, print_plan, print_solver
+from linnet.cli.run_report import Evaluation
+from linnet.cli.task import FitData, index_labels, load
+from linnet.cli.terminal import (
+    Printer,
+    UsageError,
+    blame_input,
+    collect_notes,
+    describe_run,
+    is_first_process,
+    join_processes,
+)
+from linnet.heads.attach import head_of
+from linnet.report.build import make_classes, make_numbers, score_outcome
+from linnet.report.content import Classes, Numbers
+
+MANY = 2000
+"""Rows (examples times outputs) up to which "auto" means variational inference. Above, "auto" means Laplace, which is
+faster (1 s against 4 s of one core at 1,200 rows). The limit is a choice: the predictions of both were not compared."""
+
+
+def adapt(given: Mapping[str, Any]) -> None:
+    """Adapt a network to new data."""
+    _run("adapt", parse_fit(given))
+
+
+def add_error_bars(given: Mapping[str, Any]) -> None:
+    """Give a network error bars from its training data."""
+    _run("uncertainty", parse_fit(given))
+
+
+def _run(command: str, options: FitOptions) -> None:
+    """Read, plan, fit, test, write."""
+    adapts = command == "adapt"
+    with join_processes(options.device), publishing.publish_folder(options.out, force=options.force) as folder:
+        printer = Printer()
+        with printer.step("Read"):
+            data = load(options, printer)
+            _check_head(options, data, adapts=adapts)
+        with printer.step("Plan"):
+            options = _resolve_auto(options, data, printer) if adapts else options
+            check_parameters(_outline(options, data), options.parameters, options.prior, data.train)
+            model, classes = _attach_head(options, data, printer)
+            y = data.y if adapts or not classes else index_labels(data.y, classes, "The training data")
+            J = make_jacobian(model, options.parameters.resolve(model, data.train), data.train)
+            print_plan(printer, model, J)
+            if not adapts:
+                printer.say(f"structure: {options.structure}; prior: {options.prior}")
+            if adapts or options.structure in ("auto", "full", "function"):
+                kind = data.task.kind if adapts else "laplace"
+                print_solver(printer, J, kind, options.prior, inference=options.inference)
+        with printer.step("Adapt" if adapts else "Error bars"), collect_notes() as notes:
+            fit = _fit_tangent if adapts else _fit_laplace
+            estimator = fit(options, model, data, classes, y)
+            tell = _print_adaptation if adapts else _print_error_bars
+            tell(printer, estimator)
+        before = "network alone" if not adapts else "new head alone" if data.task.new_head else "network as it was"
+        names = (before, "adapted" if adapts else "with error bars")
+        told, result = _evaluate(printer, estimator, data, classes, names=names, what=str(options.test))
+        page = run_report.report_fit(
+            printer, command, estimator, options, data, result, J.plan, (data.train.X, y), notes=notes
+        )
+        if not is_first_process():
+            return
+        run = run_folder.make_run(
+            command,
+            "adapter.safetensors" if adapts else "laplace.safetensors",
+            options.model,
+            options.weights,
+            data.reading,
+            seed=options.seed,
+            task=data.task.kind,
+            classes=classes,
+            targets=data.targets,
+            new_head=data.task.new_head,
+            features=options.features,
+        )
+        estimator.save(folder / run.file)
+        if told is not None:
+            write_csv(folder / "predictions.csv", told.columns)
+        run_folder.save_head(folder, run, model)
+        details = {"test": result.scores, "examples": data.train.n, **_describe(estimator)}
+        run_folder.write_json(folder / "metrics.json", describe_run(options.seed, options.device, **details))
+        written = run_report.finish(folder, run, page)
+    printer.print_written(options.out, written)
+
+
+def _check_head(options: FitOptions, data: FitData, *, adapts: bool) -> None:
+    outputs = data.task.outputs
+    if options.head == "keep" and data.task.new_head:
+        raise UsageError(
+            f"--head keep: the network's {outputs} outputs cannot be {data.what}. Leave --head out, and a new head is "
+            "fitted."
+            if adapts
+            else f"The network has {outputs} outputs, but the targets are {data.what}. Error bars are for a network "
+            "that was trained on these targets. Use linnet adapt, which fits a new head."
+        )
+    if options.features is not None and not data.task.new_head:
+        raise UsageError("--features is for a new head, but the outputs of the network fit. Pass --head new too.")
+
+
+def _resolve_auto(options: FitOptions, data: FitData, printer: Printer) -> FitOptions:
+    """Replace "auto" by its meaning for these data."""
+    task, mean, inference = data.task, options.mean, options.inference
+    if mean == "auto":
+        # A new head has seen the labels, so its residuals say next to nothing (linnet.attach_head).
+        mean = "zero" if task.new_head else "network"
+    if task.kind == "regression":
+        if inference != "auto":
+            raise UsageError(f"--inference {inference} is for classes. Regression is exact: leave --inference out.")
+        printer.say(f"mean function: {mean}; prior: {options.prior}")
+        return replace(options, mean=mean)
+    if inference == "auto":
+        count = len(task.classes)
+        outputs = (count if count > 2 else 1) if task.new_head else task.outputs
+        inference = "vi" if data.train.n * outputs <= MANY else "laplace"
+    printer.say(f"inference: {inference}; mean function: {mean}; prior: {options.prior}")
+    return replace(options, mean=mean, inference=inference)
+
+
+def _outline(options: FitOptions, data: FitData) -> nn.Module:
+    """The network with the layers that it will have. A new head is fitted to two examples, which is fast."""
+    if not data.task.new_head:
+        return data.model
+    y, kind = data.y, data.task.kind
+    index = np.array([0, np.flatnonzero(y != y[0])[0]]) if data.task.classes else np.arange(min(2, data.train.n))
+    how: Any = {"features": options.features, "task": kind, "penalty": 1.0}
+    with blame_input():
+        return linnet.attach_head(data.model, data.train.take(index), y[index], **how)
+
+
+def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[nn.Module, list[Any]]:
+    """The network, with a new head where its outputs do not fit; and the label of each class."""
+    task = data.task
+    if not task.new_head:
+        classes = task.output_labels
+        if classes:
+            shown = ", ".join(map(str, classes[:12]))
+            printer.say(f"the network's outputs are the classes {shown}{', ...' if len(classes) > 12 else ''}")
+        return data.model, classes
+    needed = f"{len(task.classes)} classes" if task.classes else "these numbers"
+    forced = options.head == "new"
+    why = "--head new asks for it" if forced else f"the network has {task.outputs} outputs, for {needed}"
+    printer.say(f"a new head is fitted on the network's features (linnet.attach_head), because {why}")
+    how: Any = {"features": options.features, "task": task.kind, "seed": options.seed}
+    model = linnet.attach_head(data.model, data.train.X, data.y, **how)
+    found = head_of(model).classes_
+    return model, [] if found is None else found.tolist()
+
+
+def _fit_tangent(options: FitOptions, model: nn.Module, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
+    chosen = options.parameters
+    how: Any = {"params": chosen.params, "top": chosen.top, "mean": options.mean, "prior": options.prior}
+    if data.task.kind == "regression":
+        return linnet.TangentRegressor(model, seed=options.seed, **how).fit(data.train.X, y)
+    how |= {"inference": options.inference, "classes": classes}
+    return linnet.TangentClassifier(model, seed=options.seed, **how).fit(data.train.X, y)
+
+
+def _fit_laplace(options: FitOptions, model: nn.Module, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
+    how: Any = {"structure": options.structure, "prior": options.prior, "seed": options.seed}
+    params = options.parameters.resolve(model, data.train)
+    return linnet.Laplace(model, data.task.kind, params=params, **how).fit(data.train.X, y)
+
+
+def _print_adaptation(printer: Printer, found: Any) -> None:
+    if found.log_evidence_ is not None:
+        printer.say(f"log evidence {found.log_evidence_:.1f}, by solver {found.solver_!r}")
+    if found.top_path_:
+        path = ", ".join(f"{k}: {value:.1f}" for k, value in found.top_path_.items())
+        printer.say(f"blocks from the top: {found.top_} (log evidence {path})")
+    _print_noise(printer, found)
+    shares = sorted(found.layer_relevance_.items(), key=lambda item: -item[1])[:6]
+    printer.say("layers that adapt most: " + ", ".join(f"{layer} {share:.0%}" for layer, share in shares))
+
+
+def _print_error_bars(printer: Printer, found: linnet.Laplace) -> None:
+    printer.say(f"structure {found.structure_!r}; log evidence {found.log_evidence():.1f}")
+    printer.say(f"{found.effective_dimension_:.1f} of {found.lin_.p:,} parameters are determined by the data")
+    _print_noise(printer, found)
+
+
+def _print_noise(printer: Printer, found: Any) -> None:
+    noise = getattr(found, "noise_", None)
+    if noise is not None:
+        printer.say(f"noise standard deviation {np.sqrt(np.asarray(noise, dtype=float)).round(6).tolist()}")
+
+
+def _describe(found: Any) -> dict[str, Any]:
+    """What metrics.json says about a fitted estimator."""
+    noise = getattr(found, "noise_", None)
+    noise = None if noise is None else np.asarray(noise, dtype=float).tolist()
+    details = {
+        "parameters": found.lin_.p,
+        "prior_scales": {name: float(value) for name, value in found.scales_.items()},
+    }
+    if isinstance(found, linnet.Laplace):
+        more = {"structure": found.structure_, "effective_dimension": found.effective_dimension_, "noise": noise}
+        return details | {"log_evidence": found.log_evidence()} | more
+    details |= {
+        "log_evidence": found.log_evidence_,
+        "solver": found.solver_,
+        "layer_relevance": found.layer_relevance_,
+    }
+    if isinstance(found, linnet.TangentRegressor):
+        return details | {"noise": noise}
+    return details | {"inference": found.inference, "elbo": found.elbo_}
+
+
+def _evaluate(
+    printer: Printer, estimator: Any, data: FitData, classes: list[Any], *, names: Sequence[str], what: str
+) -> tuple[Predictions | None, Evaluation]:
+    """Predictions for the test data, and the metrics of the network alone and of the estimator, under two names."""
+    test = data.test
+    if test is None or test.y is None:
+        return None, Evaluation()
+    with printer.step(f"Test on {test.n:,} examples"):
+        told = predict(estimator, test, classes=classes, targets=data.targets)
+        alone = estimator.lin_.jacobian(test.X, progress=False).outputs()
+        outcome: Classes | Numbers
+        if classes:
+            labels = index_labels(test.y.reshape(-1), classes, what)
+            outcome = make_classes(told.probabilities, labels, [str(label) for label in classes], alone)
+        else:
+            outcome = make_numbers(told.mean, told.std, test.y, data.targets, alone)
+        scores = dict(zip(names, score_outcome(outcome).values(), strict=True))
+        printer.print_scores(scores)
+    return told, Evaluation(scores, outcome)

@@ -1,0 +1,252 @@
+r"""Conjugate gradients for many right-hand sides.
+
+``A`` (m, m) is symmetric positive definite, and known through its products with blocks (m, k). The result comes as a
+`Solution`, and ``solution.checked()`` raises where the iteration has not converged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from linnet._common.progress import bar
+from linnet.linalg.cholesky import check_right
+
+Product = Callable[[Tensor], Tensor]
+"""``V`` (m, k) to ``A V`` (m, k)."""
+
+COARSE = 0.03
+"""After how much progress a solve with coarse products looks at its true residual: a smaller factor spends fewer exact
+products, and more coarse ones that may be in vain."""
+
+
+class Solvable(Protocol):
+    """What `cg` needs of a preconditioner P."""
+
+    def solve(self, R: Tensor) -> Tensor:
+        """``P^-1 R``: (m, k) to (m, k)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found, and how good it is.
+
+    Attributes:
+        value: The solution, in the shape of the right-hand side.
+        converged: Whether every column has reached the tolerance.
+        iterations: How many were made.
+        residual: The largest ``||b - A x|| / ||b||`` over the columns.
+        tridiagonals: (probes, q, q) in float64, see `cg`.
+        tolerance: What was asked for.
+        breakdown: Whether a direction d with ``d^T A d <= 0``, or a number that is not finite, stopped a column.
+    """
+
+    value: Tensor
+    converged: bool
+    iterations: int
+    residual: float
+    tridiagonals: Tensor | None = None
+    tolerance: float | None = None
+    breakdown: bool = False
+
+    def checked(self, what: str = "the system") -> Solution:
+        """Itself; ArithmeticError where it has not converged.
+
+        >>> Solution(torch.ones(2), True, 3, 1e-9).checked().iterations
+        3
+        """
+        if self.converged:
+            return self
+        wanted = "" if self.tolerance is None else f", not the {self.tolerance:.2g} asked for"
+        found = f"after {self.iterations} iterations the largest relative residual is {self.residual:.2g}{wanted}"
+        if self.breakdown:
+            found += "; a direction of no or negative curvature stopped it, so to rounding A is not positive definite"
+        raise ArithmeticError(
+            f"Conjugate gradients have not solved {what}: {found}. Try more iterations, a preconditioner of larger "
+            f"rank, a larger noise variance, float64, or a larger tolerance."
+        )
+
+
+@torch.no_grad()
+def cg(
+    product: Product,
+    B: Tensor,
+    *,
+    preconditioner: Solvable | None = None,
+    tolerance: float = 1e-6,
+    iterations: int = 1000,
+    start: Tensor | None = None,
+    probes: int = 0,
+    verify: bool = True,
+    exact: Product | None = None,
+    lengths: list[Tensor] | None = None,
+    progress: bool | None = None,
+) -> Solution:
+    r"""Solve ``A X = B`` by preconditioned conjugate gradients, all columns in one product per iteration.
+
+    A column that has reached the tolerance is left as it is while the others go on. At the end one more product gives
+    the true residuals; where rounding has let the running ones drift below them, the iteration starts again from the
+    solution found, as long as that helps. Beside B it holds about six blocks (m, k).
+
+    The coefficients of the iteration are those of the Lanczos method: for a right-hand side z, its tridiagonal T has
+    :math:`e_1^\top f(T) e_1 \approx u^\top f(P^{-1/2} A P^{-1/2}) u` with u the direction of :math:`P^{-1/2} z`.
+
+    Args:
+        product: ``V`` (m, k) to ``A V``.
+        B: (m,) or (m, k), finite.
+        preconditioner: P, close to A; its ``solve`` takes (m, k). None means the identity.
+        tolerance: Stop when ``||b - A x|| <= tolerance ||b||`` for every column b.
+        iterations: Stop after this many.
+        start: Where to start from, in the shape of B; None means zero. Zero in the columns of the probes.
+        probes: The last ``probes`` columns of B give their tridiagonals; one that converged early goes on as the
+            identity, which its first row does not see.
+        verify: Whether to spend the last product; without it the residual is the running one.
+        exact: ``V`` to ``A V`` where ``product`` is a cheaper, coarser one. It gives the first residual and the true
+            ones, which are looked at whenever the running ones have fallen by `COARSE`; where that was no progress it
+            takes the place of ``product``. Errors of ``product`` never reach the solution.
+        lengths: Gets, after each product, how far the columns move along the directions that were multiplied, (k,).
+        progress: None shows a bar on a terminal only, False never, True always.
+
+    Returns:
+        A `Solution`, converged or not; never with NaN in its value.
+
+    >>> A = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
+    >>> found = cg(lambda V: A @ V, torch.ones(3)).checked()
+    >>> found.value, found.iterations
+    (tensor([1.0000, 0.5000, 0.2500]), 3)
+    """
+    check_right(B, B.shape[0], B)
+    right = B[:, None] if B.ndim == 1 else B
+    X = _start(start, B, probes).reshape(right.shape)
+    if not tolerance > 0 or iterations < 1:
+        raise ValueError(f"cg needs tolerance > 0 and at least 1 iteration; got {tolerance!r} and {iterations!r}.")
+    norms = torch.linalg.vector_norm(right, dim=0)
+    if not bool(torch.isfinite(norms).all()):
+        raise ValueError("cg needs a finite right-hand side; B holds NaN, infinity, or numbers whose squares overflow.")
+    X[:, norms == 0] = 0
+    if exact is not None and (probes or not verify):
+        raise ValueError(
+            "exact= is for solves alone: without probes, whose tridiagonals come from product, and with verify=True."
+        )
+    true, coarse = (product, False) if exact is None else (exact, True)
+    R = right.clone() if start is None else right - true(X)
+    state = _Columns(X, R, norms * tolerance, [] if lengths is None else lengths)
+    solve = (lambda R: R) if preconditioner is None else preconditioner.solve
+    total, before = 0, math.inf
+    with bar(iterations, "CG", progress=progress, unit="iterations") as tick:
+
+        def count(sizes: Tensor) -> None:
+            tick(1, lambda: f"residual {float(torch.where(norms > 0, sizes / norms, 0).max()):.1e}")
+
+        while True:
+            first = total == 0
+            if coarse:
+                now = torch.linalg.vector_norm(state.R, dim=0)
+                state.goal = torch.maximum(COARSE * now, 0.7 * tolerance * norms)
+            total += state.descend(product, solve, iterations - total, probes if first else 0, count)
+            if verify:
+                state.R = right - true(X)
+            sizes = torch.linalg.vector_norm(state.R, dim=0)
+            ratios = torch.where(norms > 0, sizes / norms, 0).nan_to_num(nan=math.inf)
+            worst = float(ratios.max()) if len(ratios) else 0.0
+            if coarse and worst > max(tolerance, 0.5 * before):
+                # The errors lie where A is largest: the residual sees them most, and a few exact steps remove them.
+                product, coarse, state.goal = true, False, norms * tolerance
+                state.broken[:] = False
+                before = math.inf
+            again = bool(((sizes > norms * tolerance) & ~state.broken).any())
+            if not again or not verify or total >= iterations or worst > 0.9 * before:
+                break
+            before = worst
+    return Solution(
+        value=X.reshape(B.shape),
+        converged=worst <= tolerance,
+        iterations=total,
+        residual=worst,
+        tridiagonals=state.tridiagonals() if probes else None,
+        tolerance=tolerance,
+        breakdown=bool(state.broken.any()),
+    )
+
+
+class _Columns:
+    """The columns of a block while conjugate gradients work on them.
+
+    Args:
+        X: (m, k), updated in place.
+        R: (m, k), ``B - A X``.
+        goal: (k,), the norm that a column of R must come down to.
+        lengths: Gets the steps.
+    """
+
+    def __init__(self, X: Tensor, R: Tensor, goal: Tensor, lengths: list[Tensor]) -> None:
+        self.X, self.R, self.goal, self.lengths = X, R, goal, lengths
+        self.broken = torch.zeros_like(goal, dtype=torch.bool)
+        self.coefficients: list[tuple[Tensor, Tensor]] = []
+
+    def descend(
+        self, product: Product, solve: Product, limit: int, probes: int, count: Callable[[Tensor], None]
+    ) -> int:
+        """Iterate until every column is done; return the number of iterations. ``count`` gets the residuals' norms."""
+        active = (torch.linalg.vector_norm(self.R, dim=0) > self.goal) & ~self.broken
+        Z = solve(self.R)
+        rz = (self.R * Z).sum(0)
+        D = torch.where(active, Z, 0)
+        for step in range(limit):
+            if not bool(active.any()):
+                return step
+            AD = product(D)
+            curvature = (D * AD).sum(0)
+            alpha = rz / curvature
+            good = active & (curvature > 0) & (rz > 0) & torch.isfinite(alpha)
+            self.broken |= active & ~good
+            alpha = torch.where(good, alpha, 0)
+            self.lengths.append(alpha)
+            # Not by alpha = 0 alone: a direction that is not finite would spoil its column.
+            self.X.addcmul_(torch.where(good, D, 0), alpha)
+            self.R.addcmul_(torch.where(good, AD, 0), alpha, value=-1)
+            sizes = torch.linalg.vector_norm(self.R, dim=0)
+            active = good & (sizes > self.goal)
+            Z = solve(self.R)
+            new = (self.R * Z).sum(0)
+            beta = torch.where(active & (new > 0), new / rz, 0)
+            if probes:
+                self.coefficients.append((alpha[-probes:], beta[-probes:]))
+            D = torch.where(active, Z + beta * D, 0)
+            rz = new
+            count(sizes)
+        return limit
+
+    def tridiagonals(self) -> Tensor:
+        """(probes, q, q): the Lanczos matrices of the recorded columns, continued by the identity."""
+        if not self.coefficients:
+            raise ArithmeticError("cg has no tridiagonal for its probes: all of them are zero. Draw others.")
+        alpha, beta = (torch.stack(rows, -1).double() for rows in zip(*self.coefficients, strict=True))
+        made = alpha > 0
+        inverse = torch.where(made, 1 / alpha, 1)
+        main = inverse.clone()
+        main[:, 1:] += torch.where(made[:, 1:], beta[:, :-1] * inverse[:, :-1], 0)
+        side = torch.where(made[:, 1:], beta[:, :-1].sqrt() * inverse[:, :-1], 0)
+        return torch.diag_embed(main) + torch.diag_embed(side, 1) + torch.diag_embed(side, -1)
+
+
+def _start(start: Tensor | None, B: Tensor, probes: int) -> Tensor:
+    k = 1 if B.ndim == 1 else B.shape[1]
+    if not 0 <= probes <= k:
+        raise ValueError(f"B has {k} columns, so probes must be between 0 and {k}; got {probes}.")
+    if start is None:
+        return torch.zeros_like(B)
+    if start.shape != B.shape or start.dtype != B.dtype or start.device != B.device:
+        raise ValueError(
+            f"cg needs start like B, {tuple(B.shape)} of {B.dtype} on {B.device}; got {tuple(start.shape)} of "
+            f"{start.dtype} on {start.device}."
+        )
+    if probes and bool(start.reshape(len(B), k)[:, -probes:].any()):
+        raise ValueError(f"The last {probes} columns are probes, which start from zero; got others in start.")
+    return start.clone()

@@ -1,0 +1,93 @@
+"""A likelihood for every site (pixel, token) of an example, for networks whose outputs `FlatOutput` has flattened.
+
+Targets have shape (n, *sites) for classes, and (n, c, *sites) for numbers.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from linnet.probability.likelihoods import Device, Likelihood
+
+
+@final
+class Sites(Likelihood):
+    """The same likelihood at every site of an example.
+
+    Args:
+        inner: Likelihood of one site.
+        shape: (c, *sites), the shape of the network's output for one example.
+
+    Example:
+        >>> from linnet.probability.likelihoods import Categorical
+        >>> Sites(Categorical(), (3, 2, 2)).log_prob(torch.zeros(5, 12), torch.zeros(5, 4).long()).shape
+        torch.Size([5])
+    """
+
+    def __init__(self, inner: Likelihood, shape: tuple[int, ...]) -> None:
+        self.inner, self.shape = inner, shape
+        self.count = prod(shape[1:])
+        self.diagonal = inner.diagonal
+
+    def __repr__(self) -> str:
+        return f"Sites({self.inner!r}, {self.shape})"
+
+    def split(self, f: Tensor) -> Tensor:
+        """From (..., sites * c) to (..., sites, c)."""
+        return f.unflatten(-1, (self.count, self.shape[0]))
+
+    def targets(self, y: Any, n: int, c: int, *, dtype: torch.dtype | None = None, device: Device = None) -> Tensor:
+        y = torch.as_tensor(y)
+        outputs, *sites = self.shape
+        if tuple(y.shape) == (n, *self.shape):
+            rows = y.movedim(1, -1).reshape(n * self.count, outputs)
+        elif tuple(y.shape) == (n, *sites):
+            rows = y.reshape(n * self.count)
+        else:
+            raise ValueError(
+                f"The network's output has shape ({n}, {', '.join(map(str, self.shape))}), so targets need shape "
+                f"({n}, {', '.join(map(str, sites))}) for classes, or that of the output; got {tuple(y.shape)}."
+            )
+        found = self.inner.targets(rows, n * self.count, outputs, dtype=dtype, device=device)
+        return found.view(n, self.count, *found.shape[1:])
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.inner.log_prob(self.split(f), y).sum(-1)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.inner.residual(self.split(f), y).flatten(-2)
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return self._place_blocks(self.inner.curvature(self.split(f)))
+
+    def root(self, f: Tensor) -> Tensor:
+        return self._place_blocks(self.inner.root(self.split(f)))
+
+    def mean(self, f: Tensor) -> Tensor:
+        return self.inner.mean(self.split(f)).flatten(-2)
+
+    def kl(self, f: Tensor, other: Tensor) -> Tensor:
+        return self.inner.kl(self.split(f), self.split(other)).sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.inner.sample(self.split(f), generator)
+
+    def _place_blocks(self, blocks: Tensor) -> Tensor:
+        """Matrices of the sites, (..., sites, c, c), as the blocks of one matrix; diagonals as one diagonal."""
+        if self.diagonal:
+            return blocks.flatten(-2)
+        *front, m, c, _ = blocks.shape
+        out = blocks.new_zeros(*front, m, c, m, c)
+        at = torch.arange(m, device=blocks.device)
+        out[..., at, :, at, :] = blocks.movedim(-3, 0)
+        return out.view(*front, m * c, m * c)
+
+    def site_blocks(self, cov: Tensor) -> Tensor:
+        """The blocks of single sites, (n * sites, c, c), of covariances (n, sites * c, sites * c)."""
+        n, c = len(cov), self.shape[0]
+        parts = cov.view(n, self.count, c, self.count, c)
+        return parts.diagonal(dim1=1, dim2=3).movedim(-1, 1).reshape(n * self.count, c, c)

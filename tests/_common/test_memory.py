@@ -1,0 +1,43 @@
+"""How much memory a computation may take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from linnet._common.memory import budget, check_fits, dense_budget, format_bytes, free
+
+CPU = torch.device("cpu")
+
+
+def test_budgets_are_as_given_or_parts_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+    assert (free(CPU), budget("auto", CPU), dense_budget("auto", CPU)) == (2**20, 2**18, 2**19)
+    assert budget(1e6, CPU) == dense_budget(1e6, CPU) == 1_000_000
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    assert budget("auto", CPU) == 2**30  # larger chunks are no faster
+    for of in (budget, dense_budget):
+        with pytest.raises(ValueError, match="memory must be a number of bytes or 'auto'; got 'much'"):
+            of("much", CPU)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+    check_fits(2**20, "auto", CPU, what="It", instead="Use less")
+    with pytest.raises(MemoryError, match=r"It takes 2.0 MiB, and 1.0 MiB are free. Use less, or allow more with mem"):
+        check_fits(2**21, "auto", CPU, what="It", instead="Use less")
+    with pytest.raises(MemoryError, match=r"It takes 2.0 MiB, and memory= allows 1000 B."):
+        check_fits(2**21, 1000, CPU, what="It", instead="Use less")
+
+
+def test_bytes_for_a_reader() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1024, 3 * 2**29, 2**42)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "4096.0 GiB",
+    ]

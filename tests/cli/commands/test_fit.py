@@ -1,0 +1,251 @@
+"""`linnet adapt`, `uncertainty` and `predict`, from files to files."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import linnet
+from linnet.cli import model_source
+from tests.support.command_cases import diabetes, digits, done, networks, pictures, read_table, refused, write_table
+
+
+@pytest.fixture
+def nets(tmp_path):
+    return networks(tmp_path)
+
+
+def test_regression_from_tables(tmp_path, nets, monkeypatch):
+    train, test = diabetes(tmp_path)
+    weights, out = tmp_path / "w.safetensors", tmp_path / "run"
+    save_file(
+        model_source.load_network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu")).state_dict(), weights
+    )
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/linnet", "adapt", "--out", "my run"])
+    said = done(
+        "adapt",
+        "--model",
+        f"{nets}:numbers",
+        "--weights",
+        weights,
+        "--train",
+        train,
+        "--target",
+        "y",
+        "--test",
+        test,
+        "--out",
+        out,
+        "--standardize",
+    )
+    for part in (
+        "60 rows of 4 columns",
+        "regression, because",
+        "37 of 37 parameters",
+        "Jacobian (60 x 37)",
+        "of memory",
+    ):
+        assert part in said
+    assert sorted(path.name for path in out.iterdir()) == [
+        "adapter.safetensors",
+        "metrics.json",
+        "predictions.csv",
+        "report.html",
+        "run.json",
+    ]
+    for path in out.iterdir():
+        assert str(path) in said
+    found = json.loads((out / "metrics.json").read_text())
+    assert found["command"] == "linnet adapt --out 'my run'"
+    assert found["versions"]["linnet"] == linnet.__version__ and found["seed"] == 0
+    assert found["test"]["adapted"]["rmse"] < found["test"]["network as it was"]["rmse"]
+    # The same by hand.
+    rows = [np.array(list(map(float, column))) for column in read_table(train).values()]
+    X, y = np.stack(rows[:4], 1), rows[4]
+    Z = torch.tensor((X - X.mean(0)) / X.std(0), dtype=torch.float32)
+    model = model_source.load_network(f"{nets}:numbers", weights, seed=0, device=torch.device("cpu"))
+    reg = linnet.TangentRegressor(model).fit(Z, y)
+    assert found["log_evidence"] == pytest.approx(reg.log_evidence_, rel=1e-9)
+    new = np.stack([np.array(list(map(float, column))) for column in read_table(test).values()][:4], 1)
+    mean, std = reg.predict(torch.tensor((new - X.mean(0)) / X.std(0), dtype=torch.float32), return_std=True)
+    told = read_table(out / "predictions.csv")
+    np.testing.assert_allclose(np.array(told["mean"], float), mean.numpy(), rtol=1e-9)
+    np.testing.assert_allclose(np.array(told["std"], float), std.numpy(), rtol=1e-7)
+    assert all(float(a) < float(b) for a, b in zip(told["std"], told["std_observed"], strict=True))
+    # And from the files, without the target and with the columns in another order.
+    columns = read_table(test)
+    moved = write_table(
+        tmp_path / "new.csv",
+        ["s5", "age", "bp", "bmi"],
+        list(zip(*(columns[k] for k in ("s5", "age", "bp", "bmi")), strict=True)),
+    )
+    done("predict", "--run", out, "--data", moved, "--out", tmp_path / "p.csv")
+    again = read_table(tmp_path / "p.csv")
+    np.testing.assert_allclose(np.array(again["mean"], float), np.array(told["mean"], float), rtol=1e-9)
+    np.testing.assert_allclose(np.array(again["low95"], float), np.array(told["low95"], float), rtol=1e-7)
+    assert "exists" in refused("predict", "--run", out, "--data", moved, "--out", tmp_path / "p.csv")
+    assert "must be a .csv file" in refused("predict", "--run", out, "--data", moved, "--out", tmp_path / "o.npz")
+    fewer = write_table(tmp_path / "few.csv", ["age", "bmi"], [[1, 2]])
+    assert "no column 'bp', 's5'" in refused("predict", "--run", out, "--data", fewer, "--out", tmp_path / "q.csv")
+    # Other weights than those of the run are refused by their checksum.
+    torch.save({k: t + 1 for k, t in model.state_dict().items()}, tmp_path / "other.pt")
+    said = refused(
+        "predict", "--run", out, "--data", moved, "--out", tmp_path / "q.csv", "--weights", tmp_path / "other.pt"
+    )
+    assert "fitted around other weights" in said
+    assert not (tmp_path / "q.csv").exists()
+
+
+def test_classes_from_arrays(tmp_path, nets):
+    train, test = digits(tmp_path)
+    out = tmp_path / "run"
+    said = done("adapt", "--model", f"{nets}:digits", "--train", train, "--test", test, "--out", out, "--top", 1)
+    assert "classification, because the targets are 3 whole numbers" in said
+    assert "the network's outputs are the classes 0, 1, 2" in said
+    assert "inference: vi" in said
+    told = read_table(out / "predictions.csv")
+    p = np.array([told[f"p_{label}"] for label in range(3)], float).T
+    np.testing.assert_allclose(p.sum(1), 1)
+    assert [int(label) for label in told["prediction"]] == p.argmax(1).tolist()
+    assert all(float(s) > 0 for s in told["logit_std"])
+    assert json.loads((out / "metrics.json").read_text())["test"]["adapted"]["accuracy"] > 0.8
+    said = done("predict", "--run", out, "--data", test, "--out", tmp_path / "p.csv")
+    assert "accuracy" in said
+    again = read_table(tmp_path / "p.csv")
+    assert again["prediction"] == told["prediction"]
+
+
+def test_a_new_head_for_other_classes(tmp_path, nets):
+    train, test = diabetes(tmp_path, labels=True)
+    out = tmp_path / "run"
+    said = done(
+        "adapt",
+        "--model",
+        f"{nets}:numbers",
+        "--train",
+        train,
+        "--target",
+        "y",
+        "--test",
+        test,
+        "--out",
+        out,
+        "--head",
+        "new",
+        "--inference",
+        "map",
+    )
+    assert "a new head is fitted" in said and "--head new asks for it" in said
+    assert "mean function: zero" in said
+    assert (out / "head.safetensors").is_file()
+    told = read_table(out / "predictions.csv")
+    assert set(told["prediction"]) <= {"high", "low"}
+    assert "logit_std" not in told  # a mode has no error bars
+    done("predict", "--run", out, "--data", test, "--out", tmp_path / "p.csv")
+    again = read_table(tmp_path / "p.csv")
+    np.testing.assert_allclose(np.array(again["p_high"], float), np.array(told["p_high"], float), rtol=1e-6)
+
+
+def test_a_new_head_where_outputs_do_not_fit(tmp_path, nets):
+    train, _ = diabetes(tmp_path)
+    said = done("adapt", "--model", f"{nets}:two", "--train", train, "--target", "y", "--out", tmp_path / "run")
+    assert "because the network has 2 outputs, for these numbers" in said
+    done("predict", "--run", tmp_path / "run", "--data", train, "--out", tmp_path / "p.csv")
+    assert len(read_table(tmp_path / "p.csv")["mean"]) == 60
+
+
+def test_labels_that_are_numbers_of_outputs(tmp_path, nets):
+    train, _ = digits(tmp_path)
+    with np.load(train) as file:
+        x, y = file["x"], file["y"]
+    np.savez(train, x=x[y < 2], y=y[y < 2])
+    line = ["adapt", "--model", f"{nets}:digits", "--train", train, "--inference", "map"]
+    assert "a new head is fitted" in done(*line, "--out", tmp_path / "new")
+    said = done(*line, "--head", "keep", "--out", tmp_path / "kept")
+    assert "the network's outputs are the classes 0, 1, 2" in said
+    assert not (tmp_path / "kept" / "head.safetensors").exists()
+
+
+def test_several_numbers(tmp_path, nets):
+    train, _ = diabetes(tmp_path)
+    columns = read_table(train)
+    columns["z"] = [str(2 * float(value)) for value in columns["y"]]
+    path = write_table(tmp_path / "both.csv", list(columns), list(zip(*columns.values(), strict=True)))
+    out = tmp_path / "run"
+    options = ["--target", "y", "--target", "z", "--test", path, "--out", out]
+    done("adapt", "--model", f"{nets}:two", "--train", path, *options)
+    told = read_table(out / "predictions.csv")
+    assert {"mean_y", "std_y", "mean_z", "low95_z", "high95_z"} <= set(told)
+    assert not (out / "head.safetensors").exists()
+
+
+def test_image_folders(tmp_path, nets):
+    folder, out = pictures(tmp_path / "images"), tmp_path / "run"
+    (folder / "down" / "broken.png").write_text("no image")
+    line = ["adapt", "--model", f"{nets}:images", "--train", folder, "--out", out, "--gray", "--inference", "laplace"]
+    said = done(*line)
+    assert "Note: 1 of 13 images cannot be read and are left out: 'down/broken.png'." in " ".join(said.split())
+    assert "12 images of 1 x 8 x 8" in said and "classes across, down" in said
+    assert "cannot be read as an image" in refused(*line, "--strict", "--force")
+    done("predict", "--run", out, "--data", folder / "across", "--out", tmp_path / "p.csv")
+    told = read_table(tmp_path / "p.csv")
+    assert told["example"][0] == "0.png" and len(told["p_down"]) == 6
+
+
+def test_uncertainty(tmp_path, nets):
+    train, test = diabetes(tmp_path)
+    out = tmp_path / "run"
+    model = model_source.load_network(f"{nets}:numbers", None, seed=0, device=torch.device("cpu"))
+    columns = [torch.tensor(list(map(float, column))) for column in read_table(train).values()]
+    X, y = torch.stack(columns[:4], 1), columns[4]
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)
+
+    def loss():
+        optimizer.zero_grad()
+        value = (model(X)[:, 0] - y).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    line = [
+        "uncertainty",
+        "--model",
+        f"{nets}:numbers",
+        "--weights",
+        tmp_path / "w.pt",
+        "--train",
+        train,
+        "--target",
+        "y",
+    ]
+    said = done(*line, "--test", test, "--out", out, "--structure", "full", "--seed", 5)
+    assert "structure 'full'" in said and "with error bars" in said
+    (kept,) = out.glob("*.safetensors")
+    assert linnet.load(kept, model).seed == 5
+    told = read_table(out / "predictions.csv")
+    la = linnet.Laplace(model, "regression", "full").fit(X, y.double())
+    mean, std = la.predict(
+        torch.stack([torch.tensor(list(map(float, c))) for c in read_table(test).values()][:4], 1), return_std=True
+    )
+    np.testing.assert_allclose(np.array(told["mean"], float), mean.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(np.array(told["std"], float), std.numpy(), rtol=1e-4)
+    done("predict", "--run", out, "--data", test, "--out", tmp_path / "p.csv")
+    again = read_table(tmp_path / "p.csv")
+    np.testing.assert_allclose(np.array(again["std"], float), np.array(told["std"], float), rtol=1e-6)
+    train, _ = diabetes(tmp_path, labels=True)
+    wrong = [*line[:1], "--model", f"{nets}:digits", "--train", train, "--target", "y", "--out", tmp_path / "no"]
+    assert "The network does not take these data" in refused(*wrong)
+    assert not (tmp_path / "no").exists()
+
+
+def test_error_bars_are_for_the_networks_own_targets(tmp_path, nets):
+    train, _ = digits(tmp_path)
+    np.savez(train, x=np.load(train)["x"], y=np.arange(30) % 5)
+    said = refused("uncertainty", "--model", f"{nets}:digits", "--train", train, "--out", tmp_path / "run")
+    assert "3 outputs, but the targets are 5 classes" in said and "Use linnet adapt" in said
