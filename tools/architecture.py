@@ -21,7 +21,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "linnet"
 EXAMPLES = 2000
-"""Examples of the data that calls are counted on; of many examples, the checks of a first pass run a sixteenth again."""
+"""Examples on which calls are counted. The checks of a first pass run a sixteenth of many examples again."""
 
 
 # The tree.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import normal
 
 from experiments import common
+from tests.support.drawn import normal
 
 
 def needs(*names: str) -> None:

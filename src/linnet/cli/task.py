@@ -15,6 +15,7 @@ from linnet.cli.data_files import Examples, Reading, read_for_network
 from linnet.cli.options import FitOptions
 from linnet.cli.terminal import Printer, UsageError, blame_input
 from linnet.data.sources import as_source
+from linnet.network import checks
 
 
 @dataclass(frozen=True)
@@ -176,5 +177,5 @@ def count_outputs(model: nn.Module, data: Examples, what: str = "these data") ->
     with blame_input(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
-            out = messages.output_tensor(model(*batch.args, **batch.kwargs))
+            out = checks.output_tensor(model(*batch.args, **batch.kwargs))
     return 1 if out.ndim == 1 else out.shape[1]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.checksums import row_codes, text_code, total
+from linnet.data import checks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,12 +154,12 @@ class Source(ABC):
     def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of at most ``size`` examples that cover examples start to stop (default: all), in order."""
         stop = self.n if stop is None else stop
-        messages.check_range(size, start, stop, self.n)
+        checks.check_range(size, start, stop, self.n)
         return self._batches(size, start, stop) if start < stop else iter(())
 
     def subset(self, index: Tensor) -> Source:
         """The examples at ``index`` (m,), in that order; ``Batch.index`` has their positions here."""
-        messages.check_subset_index(index, self.n)
+        checks.check_subset_index(index, self.n)
         return Subset(self, index.cpu().long())
 
     def code(self, start: int = 0, stop: int | None = None) -> int:
@@ -200,13 +200,13 @@ class Subset(Source):
 
     def __init__(self, base: Source, index: Tensor) -> None:
         if not base.by_position:
-            raise messages.no_subset(base.kind)
+            raise checks.no_subset(base.kind)
         self.base, self.indices = base, index
         self.n = len(index)
         self.kind = f"{self.n} of {base.n} examples, {base.kind}"
 
     def subset(self, index: Tensor) -> Source:
-        messages.check_subset_index(index, self.n)
+        checks.check_subset_index(index, self.n)
         return Subset(self.base, self.indices[index.cpu().long()])
 
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
@@ -269,7 +269,7 @@ def check_finite(batch: Batch, positions: Sequence[int] | None = None) -> None:
     bad = min(((row, name) for row, name in found if row is not None), default=None)
     if bad is not None:
         row, name = bad
-        raise messages.not_finite(batch.start + row if positions is None else positions[row], name)
+        raise checks.not_finite(batch.start + row if positions is None else positions[row], name)
 
 
 def find_bad_row(tensor: Any, *, block: int = 2**24) -> int | None:

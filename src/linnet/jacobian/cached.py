@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
 from linnet._common.memory import budget, free
 from linnet._common.progress import bar
 from linnet._common.torch_settings import arithmetic, of_network
 from linnet.data.batch import Batch, leaves, move
+from linnet.data.checks import check_subset_index
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import pack
@@ -24,6 +24,7 @@ from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExample
 from linnet.jacobian.passes import Pass, PassSettings
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.rule_selection import PROBE
+from linnet.network.checks import check_outputs_finite
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization
@@ -56,7 +57,7 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
         with bar(chunks.n, "factors", progress=settings.progress) as tick:
             for batch in chunks.batches(_stored_size(passes), 0, chunks.n):
                 chunk = chunks.build_whole(batch)
-                messages.check_outputs_finite(chunk.f, batch.start)
+                check_outputs_finite(chunk.f, batch.start)
                 factors = keep(chunk.factors, settings.engine)
                 stored.append(StoredChunk(batch.without_inputs(), chunk.f.clone(), factors))
                 held += stored[-1].bytes
@@ -169,7 +170,7 @@ class StoredChunks(ChunkSource):
         return torch.cat([piece.f for piece in self.pieces])
 
     def subset(self, index: Tensor, size: int) -> StoredChunks:
-        messages.check_subset_index(index, self.n)
+        check_subset_index(index, self.n)
         index = index.cpu().long()
         starts = torch.tensor([piece.batch.start for piece in self.pieces])
         places = torch.bucketize(index, starts, right=True) - 1

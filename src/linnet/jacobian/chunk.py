@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import messages
 from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import Precision, forward_mode, noting_saved
@@ -43,6 +42,7 @@ from linnet.jacobian.rule_selection import (
     streamed,
     warn_fallback,
 )
+from linnet.network.checks import check_outputs_finite, examples_interact
 from linnet.network.functional_model import FunctionalModel
 
 if TYPE_CHECKING:
@@ -502,7 +502,7 @@ class NetworkChunks(ChunkSource):
                 raise
             with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
                 chunk = build()
-        messages.check_outputs_finite(chunk.f, batch.start)
+        check_outputs_finite(chunk.f, batch.start)
         graph = max(1, sum(sizes.values()) // batch.n)
         for factor in chunk.factors:
             for t in factor.tensors():
@@ -536,7 +536,7 @@ class NetworkChunks(ChunkSource):
             yield batch, made.pop()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self.late is None:
-                messages.check_outputs_finite(f, batch.start, batch.positions)
+                check_outputs_finite(f, batch.start, batch.positions)
             else:
                 self.late.add(f, batch.index)
 
@@ -589,7 +589,7 @@ class NetworkChunks(ChunkSource):
                 wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
                 if not wrong:
                     if any(mixed):
-                        raise messages.examples_interact(batch.start, batch.n)
+                        raise examples_interact(batch.start, batch.n)
                     return replace(chunk, truth=None)
                 rules.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet._common import messages
 from linnet._common.progress import bar
 from linnet.data.batch import Batch, Source, move
 from linnet.jacobian.cached import cache_limit
@@ -32,6 +31,7 @@ from linnet.jacobian.passes import Pass
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
 from linnet.jacobian.rule_selection import PROBE
+from linnet.network.checks import close
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import READERS
 
@@ -204,7 +204,7 @@ class Frozen:
                 self._mark_needed(found, probe)
                 with torch.no_grad(), self.lin.network.in_precision("highest"):
                     out = self.top.forward({}, self.with_kept(probe, self.of(found)))
-                return messages.close(out, reference, TOLERANCE[self.lin.model_dtype])
+                return close(out, reference, TOLERANCE[self.lin.model_dtype])
             except (RuntimeError, IndexError):
                 continue
         return False
@@ -275,7 +275,9 @@ class Frozen:
 
     def _above(self) -> Linearization:
         """The linearization of a copy of the network whose frozen calls are replaced."""
-        model = copy.copy(self._whole.module)  # the whole network keeps its forward
+        model = self._whole.module
+        # The copy that records keeps the forward of the module.
+        self._whole = replace(self._whole, module=copy.copy(model))
         model.forward = _Root(self._whole.module, self._state)
         # What passes of the network above leave behind need not be checked.
         return self.lin.with_network(replace(self._whole, module=model, first_state=None))
@@ -308,7 +310,7 @@ class Frozen:
         top = self.top.rules.record(self.with_kept(batch, kept), NO_CHANGES)
         u = random_signs(*top.out.shape, seed=batch.start, like=top.out.detach())
         first, second = (self.lin.rules.truth(recording, u, "highest") for recording in (whole, top))
-        same = messages.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
+        same = close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
         if not same or (first.judges and first.different(second.G)[0]):
             raise _cannot_start()
 
@@ -328,13 +330,13 @@ class SourceWithActivations(Source):
         self.n, self.by_position = base.n, base.by_position
         self.kind = f"{base.kind}, with activations {where}"
 
-    def code(self, start: int = 0, stop: int | None = None) -> int:
-        return self.base.code(start, stop)  # the activations follow from the data
-
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         for batch in self.base.batches(size, start, stop):
             part = [t[batch.start : batch.start + batch.n] for t in self.tensors]
             yield Frozen.with_kept(batch, part)
+
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.base.code(start, stop)  # the activations follow from the data
 
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)

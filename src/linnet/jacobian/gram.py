@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet._common.memory import budget
 from linnet._common.progress import bar
@@ -21,6 +20,7 @@ from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
 from linnet.linalg.row_weights import weigh
+from linnet.network.checks import check_same_shapes
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian
@@ -159,7 +159,7 @@ def _diagonal(scale: Tensor | None) -> Scale:
 
 
 def _check_same_columns(J: Jacobian, other: Jacobian) -> None:
-    messages.check_same_shapes(J.lin.layout.shapes, other.lin.layout.shapes)
+    check_same_shapes(J.lin.layout.shapes, other.lin.layout.shapes)
     if J.passes.rotation is not other.passes.rotation:
         raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from linnet._common import files, messages
 from linnet._common.deferred import Deferred
-from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, share_rows
+from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, shard, share_rows
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch, SingleBatch, Source
+from linnet.data.checks import no_subset, targets_of
 from linnet.jacobian import gram
 from linnet.jacobian.blocks.base import Factor
 from linnet.jacobian.blocks.composite import add_rmatmul
@@ -36,6 +37,7 @@ from linnet.jacobian.passes import Pass, Piece
 from linnet.jacobian.plan import Plan, describe
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
+from linnet.network.checks import check_outputs_finite
 
 BatchFn = Callable[[Tensor, Batch], Tensor]
 
@@ -319,7 +321,7 @@ class Jacobian(LinearOperator):
                     with proved as (made, _), self.lin.network.in_precision(precision):
                         f = self.lin.network.forward(theta, batch).to(self.dtype)
                         made.append(f)
-                    messages.check_outputs_finite(f, batch.start)
+                    check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
             share_rows(out, self.n, 1)
@@ -330,7 +332,7 @@ class Jacobian(LinearOperator):
     def targets(self) -> Any:
         """What came with the inputs in the data, of all examples: a tensor, or whatever structure it has."""
         chunks = self.passes.chunks
-        return messages.targets_of(list(chunks.rests(self.passes.chunk_size())), chunks.kind)
+        return targets_of(list(chunks.rests(self.passes.chunk_size())), chunks.kind)
 
     @property
     def by_position(self) -> bool:
@@ -354,7 +356,8 @@ class Jacobian(LinearOperator):
         return files.fingerprint(self.lin.theta)
 
     def checksums(self) -> dict[str, str]:
-        own = self._source.code(*self.passes.own)
+        source = self._source
+        own = source.code(*shard(source.n, *rank_and_world()))
         weights = f"{self.lin.network.watch.code:016x}"
         return {"the data": add_up_checksums(own, self.device), "the weights": weights}
 
@@ -414,14 +417,14 @@ class Jacobian(LinearOperator):
         """The examples at ``index``, with forms for products that are made once."""
         part = self.subset(index).passes.chunks
         assert isinstance(part, StoredChunks)
-        return self._with(part.with_forms())
+        return Jacobian(part.with_forms(), rotation=self.passes.rotation)
 
     def _read_minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         """Minibatches that are read from the data, each once."""
         whole, source = self._network_chunks(""), self._source
         if not source.by_position:
-            raise messages.no_subset(source.kind)
-        checks = Deferred(lambda f, index: messages.check_outputs_finite(f, 0, index)) if late else None
+            raise no_subset(source.kind)
+        checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
         parts: Iterator[Source]
         taken = [chunks[i] for i in order]
         if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linnet._common import messages
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
+from linnet.network.checks import output_matrix, output_tensor
 from linnet.network.copies import with_forward
 from linnet.network.functional_model import FunctionalModel
 
@@ -54,7 +54,7 @@ def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.M
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         root = kwargs.pop(NAME)
         raw = module.forward(*args, **kwargs)
-        f = messages.output_matrix(messages.output_tensor(raw) if output is None else output(raw), len(root))
+        f = output_matrix(output_tensor(raw) if output is None else output(raw), len(root))
         return (root.to(f.dtype).mT @ f[..., None])[..., 0]
 
     return with_forward(model, forward)

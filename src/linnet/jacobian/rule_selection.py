@@ -19,7 +19,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from linnet._common import messages
 from linnet._common.torch_settings import Precision, forward_mode
 from linnet.data.batch import Batch
 from linnet.jacobian.blocks import autodiff
@@ -28,6 +27,7 @@ from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
 from linnet.jacobian.layers.rules import Elementwise
 from linnet.jacobian.proofs import TOLERANCE, Apart, RandomState, Truth, random_signs, tolerance_of
 from linnet.jacobian.recording import NO_CHANGES, Changes, Recording, Use, record
+from linnet.network import checks
 from linnet.network.functional_model import FunctionalModel
 from linnet.network.parameter_guard import DIGITS, Calls, address
 
@@ -163,7 +163,7 @@ class RuleSelection:
 
     def _inspect(self, recording: Recording, probe: Batch) -> RuleAssignment:
         small = self.record(probe, recording.changes)
-        messages.check_outputs_finite(small.out, probe.start)
+        checks.check_outputs_finite(small.out, probe.start)
         self._check_independent(small, probe)
         self._check_linear(small)
         if small.signature != recording.signature:
@@ -190,7 +190,7 @@ class RuleSelection:
         except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
             return None
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
-        return trial if same and messages.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
+        return trial if same and checks.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
 
     def _check_linear(self, small: Recording) -> None:
         """Raise if gradients do not grow with their seed."""
@@ -200,20 +200,20 @@ class RuleSelection:
         truth = self.truth(small, u, "highest")
         others = [self.truth(small, 1024 * u, "highest").G / 1024, self.truth(small, u / 1024, "highest").G * 1024]
         if truth.judges and any(truth.different(g)[0] for g in others):
-            raise messages.not_linear()
+            raise checks.not_linear()
 
     def _check_independent(self, small: Recording, probe: Batch) -> None:
         """Raise if the outputs are random, or outputs or gradients change with the other examples of the batch."""
         n, tolerance, out = probe.n, self._tolerance(), small.out.detach()
         before = RandomState(self.network.device)
         with torch.no_grad():
-            if not messages.close(self.network.forward({}, probe), out, tolerance):
-                raise messages.random_output()
+            if not checks.close(self.network.forward({}, probe), out, tolerance):
+                raise checks.random_output()
             if small.draws or before.moved():
                 self._check_not_random(probe, out)
             plain = self.network.plain_outputs(probe)
-            if plain is not None and not messages.close(plain, out, tolerance):
-                raise messages.not_functional()
+            if plain is not None and not checks.close(plain, out, tolerance):
+                raise checks.not_functional()
         # As many other examples beside each one, with which kernels round alike; or each one alone.
         beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
         more = beside if self._rounds_to_half else [[i] for i in range(n)]
@@ -230,11 +230,11 @@ class RuleSelection:
         apart, out = self.apart(probe, "highest", [torch.tensor(index)]), small.out.detach()
         if not apart.outputs or apart.truth is None:
             return False
-        if not messages.close(apart.outputs[0][1], out[index], self._tolerance()):
-            raise messages.examples_interact()
+        if not checks.close(apart.outputs[0][1], out[index], self._tolerance()):
+            raise checks.examples_interact()
         truth = self.truth(small, apart.truth.U[..., 0].to(out), "highest")
         if truth.judges and apart.truth.different(truth.G)[0]:
-            raise messages.examples_interact()
+            raise checks.examples_interact()
         return True
 
     def _of_some(self, batch: Batch, index: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class RuleSelection:
             for index in (*(index.sort().values if n > PROBE else index for index in indices), *alone):
                 try:
                     recording = self.record(batch.take(index), NO_CHANGES)
-                except (messages.Refusal, torch.OutOfMemoryError):
+                except (checks.Refusal, torch.OutOfMemoryError):
                     raise
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     if n > PROBE and len(index) > 1:
@@ -333,9 +333,9 @@ class RuleSelection:
             for index, found in apart.outputs:
                 if not self._alike(batch, f, index, found, tolerance):
                     self._check_state(batch, f, tolerance)
-                    if not messages.close(self.network.forward({}, batch).to(f), f, tolerance):
-                        raise messages.random_output()
-                    raise messages.examples_interact(batch.start, batch.n)
+                    if not checks.close(self.network.forward({}, batch).to(f), f, tolerance):
+                        raise checks.random_output()
+                    raise checks.examples_interact(batch.start, batch.n)
             if apart.outputs:
                 index, found = apart.outputs[0]
                 self._check_state(batch.take(index), found, tolerance)
@@ -344,8 +344,8 @@ class RuleSelection:
         """Raise if earlier passes have changed the outputs of a batch."""
         if not self.network.stateful:
             return
-        if not messages.close(self.network.as_at_first().forward({}, batch).to(f), f, tolerance):
-            raise messages.keeps_state()
+        if not checks.close(self.network.as_at_first().forward({}, batch).to(f), f, tolerance):
+            raise checks.keeps_state()
 
     def _alike(self, batch: Batch, f: Tensor, index: Tensor, found: Tensor, tolerance: float) -> bool:
         """Whether examples have the same outputs in another batch."""
@@ -374,7 +374,7 @@ class RuleSelection:
         bound = 1e3 * torch.finfo(self._known.coarsest).eps * float(f.abs().max())
         for _ in range(8):
             if float((self._of_some(batch, index).to(f) - f[index.to(f.device)]).abs().max()) > bound:
-                raise messages.random_output()
+                raise checks.random_output()
 
     def truth(self, recording: Recording, u: Tensor, precision: Precision) -> Truth:
         """``J^T u`` of a recorded pass for one u (n, c), by reverse mode; the recording keeps its graph."""
@@ -501,7 +501,7 @@ class RuleSelection:
                 pairs = [(product, torch.stack(along).sum(0))]
         except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
-        return all(messages.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
+        return all(checks.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
 
 
 def factors_of(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:

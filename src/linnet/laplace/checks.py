@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.memory import check_fits, dense_budget
+from linnet.network import checks
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.priors import check_prior
 
@@ -22,7 +23,7 @@ StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", 
 
 def check_options(la: Laplace) -> None:
     """Raise unless all options are of their kinds."""
-    messages.check_module(la.model)
+    checks.check_module(la.model)
     check_prior(la.prior)
     if la.structure not in get_args(StructureName):
         known = ", ".join(map(repr, get_args(StructureName)))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from linnet._common import messages
 from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
 from linnet.data.batch import Batch, leaves
+from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import address
 from linnet.network.parameters import Layout, Params, select
@@ -133,14 +133,14 @@ class FunctionalModel:
             with alone(self.module):
                 raw = functional_call(self.module, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
-            messages.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
+            checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
         return self._matrix(raw, batch.n)
 
     def _matrix(self, raw: Any, n: int) -> Tensor:
         """What the network returned, as (n, c)."""
-        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
-        return messages.output_matrix(out, n)
+        out = checks.output_tensor(raw) if self.output is None else self.output(raw)
+        return checks.output_matrix(out, n)
 
     @contextmanager
     def in_precision(self, precision: Precision) -> Iterator[None]:
@@ -248,7 +248,7 @@ def _release_max_norm(name: str, module: nn.Module) -> None:
     """Switch off an embedding's ``max_norm``, which would write into the weights, where it has nothing to do."""
     weight, limit, kind = module.weight, float(module.max_norm), float(getattr(module, "norm_type", 2.0))  # type: ignore[arg-type]
     if bool((weight.detach().norm(p=kind, dim=1) > limit).any()):  # type: ignore[operator]
-        raise messages.renormalizes(name)
+        raise checks.renormalizes(name)
     module.max_norm = None  # type: ignore[assignment]
 
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from drawn import normal
 
 from experiments.common.ensembles import Search, find_noise, fit_networks, forward, initial, module, train
+from tests.support.drawn import normal
 
 WIDTHS = (2, 5, 4, 1)
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from drawn import normal
 
 from experiments.common.ensembles import initial, module
 from experiments.common.processes import Features, Process
+from tests.support.drawn import normal
 
 WIDTHS = (2, 5, 4, 1)
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from drawn import normal
 from torch.distributions import Normal
 
 from experiments import common
 from experiments.__main__ import parser
 from experiments.common import statistics
+from tests.support.drawn import normal
 
 
 def test_scores_are_those_of_the_normal_distribution():

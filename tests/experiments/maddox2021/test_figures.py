@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from drawn import normal
 from torch import nn
 
 import linnet
@@ -14,6 +13,7 @@ from experiments.common.networks import lenet, perceptron
 from experiments.common.training import Labeled, in_parts
 from experiments.maddox2021 import figure3, figure4, figure5
 from linnet.fisher import probes
+from tests.support.drawn import normal
 from tests.support.needed import needs
 
 # Figure 3.

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from drawn import normal
 from torch.distributions import Normal
 
 import linnet
@@ -15,6 +14,7 @@ from experiments.__main__ import main
 from experiments.common.networks import perceptron
 from experiments.common.training import Labeled, Search, gaussian_nll, in_parts, loss_of, squared_error, train
 from experiments.maddox2021 import malaria, olivetti, shifts
+from tests.support.drawn import normal
 from tests.support.needed import needs
 
 

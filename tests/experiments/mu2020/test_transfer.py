@@ -7,7 +7,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from drawn import normal
 from torch import nn
 
 import linnet
@@ -19,6 +18,7 @@ from experiments.common.statistics import interval, show_interval
 from experiments.common.training import Labeled, Search, cross_entropy, fine_tune, in_turn, probabilities
 from experiments.mu2020 import contest, gains, transfer
 from experiments.mu2020.contest import GRADIENTS, LINEAR
+from tests.support.drawn import normal
 from tests.support.needed import needs
 
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from drawn import normal
 from torch import nn
 
 from benchmarks.models import WideResNet
@@ -17,6 +16,7 @@ from experiments.common.training import train_pair
 from experiments.mu2020 import table1_mu
 from experiments.zhang2022 import encoders, inversion, nfk_distill, nfk_probe
 from linnet.fisher.distillation import EmbeddingHead, WithEmbedding, distill
+from tests.support.drawn import normal
 from tests.support.needed import needs
 
 

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from drawn import normal
 
 from experiments import common
 from experiments.__main__ import main
@@ -13,6 +12,7 @@ from experiments.common.data import cifar10, decode, mnist
 from experiments.common.networks import LATENT, dcgan_discriminator, lenet5, resnet, untrained_generator
 from experiments.common.training import train_gan
 from experiments.zhang2022 import spectra
+from tests.support.drawn import normal
 from tests.support.needed import needs
 
 WEIGHTS = common.DATA / "weights"

@@ -14,12 +14,12 @@ from torch.autograd import forward_ad
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from linnet._common import messages
 from linnet._common.torch_settings import dual_level
 from linnet.data.batch import Batch
 from linnet.jacobian.blocks.base import Factor, Rows, Size
 from linnet.jacobian.blocks.shared_outputs import Shared
 from linnet.jacobian.proofs import Disproved, Truth
+from linnet.network import checks
 from linnet.network.parameters import Layout
 
 Forward = Callable[..., Tensor]
@@ -98,7 +98,7 @@ class Autodiff(Factor):
         """The rows of each example alone, by reverse mode."""
         parts = self._parts(vectorize=False)
         if not all(self._judged(lambda truth: truth.has_rows(self.ranges, parts))):
-            raise messages.not_linear()
+            raise checks.not_linear()
         return parts
 
     def _parts(self, *, vectorize: bool) -> list[Tensor]:
@@ -150,7 +150,7 @@ class Autodiff(Factor):
         if not all(right[:1]):
             raise Disproved("forward_mode")
         if not all(right):
-            raise messages.examples_interact(self._batch.start, self._batch.n)
+            raise checks.examples_interact(self._batch.start, self._batch.n)
         return out
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
@@ -189,7 +189,7 @@ class Autodiff(Factor):
         for (start, stop), g in zip(self.ranges, grads, strict=True):
             found[start:stop, 0] = 0.0 if g is None else g.to_dense().flatten().to(found)
         if seed.judges and found.isfinite().all() and seed.different(found)[0]:
-            raise messages.examples_interact(self._batch.start, self._batch.n)
+            raise checks.examples_interact(self._batch.start, self._batch.n)
 
     def _recorded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Outputs and the parameters that they depend on, to be differentiated once."""
