@@ -362,7 +362,7 @@ def test_zoo_is_large_and_named():
     assert len(CASES) >= 36
     assert all(name == case.name for name, case in zoo().items())
     files = ("attention", "conv", "dense", "norm", "sequence", "sharing", "transformers")
-    defined = sum(len(importlib.import_module(f"linnet.testing.zoo_{file}").CASES) for file in files)
+    defined = sum(len(importlib.import_module(f"linnet.testing.zoo.{file}").CASES) for file in files)
     assert defined == len(CASES), "two cases share a name"
 
 

@@ -121,11 +121,7 @@ def _write_lede(command: str, estimator: Any, options: FitOptions, data: FitData
 
 
 def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str]:
-    facts = {
-        "training examples": f"{data.train.n:,}",
-        "parameters": f"{found.lin_.p:,}",
-        "prior": str(options.prior),
-    }
+    facts = {"training examples": f"{data.train.n:,}", "parameters": f"{found.lin_.p:,}", "prior": str(options.prior)}
     if isinstance(found, linnet.Laplace):
         facts |= {"structure": found.structure_, "effective parameters": number(found.effective_dimension_)}
     else:

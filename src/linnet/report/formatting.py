@@ -34,8 +34,7 @@ class Meaning:
 MEANINGS = {
     "accuracy": Meaning("Accuracy", "The share of test examples whose class is predicted correctly.", "higher", True),
     "nll": Meaning(
-        "Log loss",
-        "Minus the log probability of the true class, in nats. 0 is perfect; confident mistakes cost most.",
+        "Log loss", "Minus the log probability of the true class, in nats. 0 is perfect; confident mistakes cost most."
     ),
     "brier": Meaning("Brier score", "The squared distance between the probabilities and the truth, from 0 to 2."),
     "ece": Meaning("Calibration error", "The average distance between confidence and accuracy.", percent=True),

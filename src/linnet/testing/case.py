@@ -72,11 +72,7 @@ def call(model: Callable[..., Any], data: Any, *, output: Callable[[Any], Tensor
 
 
 def dense_jacobian(
-    model: nn.Module,
-    data: Any,
-    *,
-    output: Callable[[Any], Tensor] | None = None,
-    names: Iterable[str] | None = None,
+    model: nn.Module, data: Any, *, output: Callable[[Any], Tensor] | None = None, names: Iterable[str] | None = None
 ) -> Tensor:
     """The Jacobian as one dense matrix `(n*c, p)`, by plain reverse mode, example by example: slow, the reference.
 

@@ -212,11 +212,7 @@ def _describe(found: Any) -> dict[str, Any]:
     if isinstance(found, linnet.Laplace):
         more = {"structure": found.structure_, "effective_dimension": found.effective_dimension_, "noise": noise}
         return details | {"log_evidence": found.log_evidence()} | more
-    details |= {
-        "log_evidence": found.log_evidence_,
-        "solver": found.solver_,
-        "layer_relevance": found.layer_relevance_,
-    }
+    details |= {"log_evidence": found.log_evidence_, "solver": found.solver_, "layer_relevance": found.layer_relevance_}
     if isinstance(found, linnet.TangentRegressor):
         return details | {"noise": noise}
     return details | {"inference": found.inference, "elbo": found.elbo_}

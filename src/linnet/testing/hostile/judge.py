@@ -23,33 +23,11 @@ from torch.utils import _pytree as pytree
 import linnet
 from linnet.network.parameters import select
 from linnet.testing.case import call, dense_jacobian, examples, preserved, seeded
-from linnet.testing.hostile import (
-    batch,
-    energy,
-    frozen,
-    late,
-    operations,
-    order,
-    random,
-    reach,
-    state,
-    structure,
-)
+from linnet.testing.hostile import batch, energy, frozen, late, operations, order, random, reach, state, structure
 from linnet.testing.hostile.case import Hostile
 from linnet.testing.products import difference, products
 
-_FILES = (
-    reach,
-    operations,
-    energy,
-    frozen,
-    late,
-    order,
-    batch,
-    random,
-    state,
-    structure,
-)
+_FILES = (reach, operations, energy, frozen, late, order, batch, random, state, structure)
 
 Answer = Literal["right", "refused", "crashed", "wrong"]
 """What linnet did: right numbers; an error that linnet raised; an error from elsewhere; a wrong number in silence."""
