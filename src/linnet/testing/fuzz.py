@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import linnet
-from linnet.testing.case import call, dense_jacobian, examples, seeded
-from linnet.testing.products import difference, products
+from linnet.testing.case import call, dense_jacobian, fix_seed, split_examples
+from linnet.testing.products import make_products, measure_difference
 
 Step = Callable[["Network", Tensor, Tensor], Tensor]
 """From the network, the current tensor and the input to the next tensor."""
@@ -448,15 +448,15 @@ SEQUENCES = (
 IMAGES = [convolution2d] * 6 + [transposed2d, norm2d, norm2d, pool2d, resize, channels, pool_image, to_tokens, flatten]
 
 
-def fuzzed(seed: int) -> Fuzzed:
+def make_fuzzed(seed: int) -> Fuzzed:
     """A random network with its data, the same one for the same seed.
 
     Example:
-        >>> fuzzed(0).model(fuzzed(0).data).ndim
+        >>> make_fuzzed(0).model(make_fuzzed(0).data).ndim
         2
     """
     rng = random.Random(seed)
-    with seeded(seed), torch.no_grad():
+    with fix_seed(seed), torch.no_grad():
         n, c = rng.randrange(4, 12), rng.choice([1, 1, 2, 3])
         kind = rng.choice(["features", "features", "sequence", "image", "tokens"])
         shapes: dict[str, Shape] = {"sequence": (3, 4), "image": (2, 4, 4), "tokens": (4,)}
@@ -482,7 +482,7 @@ def fuzzed(seed: int) -> Fuzzed:
             t.add_(0.1 * torch.randn_like(t))
     names = [name for name, _ in model.named_parameters()]
     params = None if rng.random() < 0.5 else rng.sample(names, rng.randrange(1, len(names) + 1))
-    asked = rng.sample([*products(torch.zeros(1, 1), torch.zeros(1, 1))], 4)
+    asked = rng.sample([*make_products(torch.zeros(1, 1), torch.zeros(1, 1))], 4)
     sizes: tuple[int | str, ...] = ("auto", "auto", 1, 2, 3, 5)
     return Fuzzed(model, data, params, rng.choice(sizes), rng.choice(ENGINES), asked)
 
@@ -494,19 +494,19 @@ def check(seed: int) -> str:
         >>> check(0)
         ''
     """
-    case = fuzzed(seed)
-    with seeded(seed), warnings.catch_warnings():
+    case = make_fuzzed(seed)
+    with fix_seed(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.no_grad():
-            f = torch.cat([call(case.model, one) for one in examples(case.data)])
+            f = torch.cat([call(case.model, one) for one in split_examples(case.data)])
         names = [name for name, _ in case.model.named_parameters() if case.params is None or name in case.params]
-        known = products(dense_jacobian(case.model, case.data, names=names), f)
+        known = make_products(dense_jacobian(case.model, case.data, names=names), f)
         found = []
         try:
             J = linnet.linearize(case.model, case.params).jacobian(case.data, case.batch_size, engine=case.engine)
             for name in case.asked:
                 ask, truth = known[name]
-                off = difference(ask(J).detach(), truth)
+                off = measure_difference(ask(J).detach(), truth)
                 if off > RTOL:
                     found.append(f"{name} is off by {off:.1e}")
         except Exception as error:

@@ -47,24 +47,15 @@ Labeled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """A random split of the digits, its network, and the results by method. No digit is in two sets.
+    """A random split of the digits, its network, and the results by method. No digit is in two sets."""
 
-    Attributes:
-        seed: Seed of the split, the network and its training.
-        source: Upright digits, on which the network is trained.
-        few: Turned digits with labels, to adapt the network: the same number of each class.
-        test: Turned digits, on which predictions are compared; ``upright`` has them before they were turned.
-        upright: See ``test``.
-        model: The network.
-        results: Probabilities (m, 10) of the test digits, scores, and what the method chose; by method.
-    """
-
-    seed: int
-    source: Labeled
-    few: Labeled
-    test: Labeled
-    upright: Tensor
-    model: nn.Sequential
+    seed: int  # seed of the split, the network and its training
+    source: Labeled  # upright digits, on which the network is trained
+    few: Labeled  # turned digits with labels, to adapt the network: the same number of each class
+    test: Labeled  # turned digits, on which predictions are compared; ``upright`` has them before they were turned
+    upright: Tensor  # see ``test``
+    model: nn.Sequential  # the network
+    # probabilities (m, 10) of the test digits, scores, and what the method chose; by method
     results: dict[str, tuple[Tensor, dict[str, float], dict[str, Any]]] = field(default_factory=dict)
 
 

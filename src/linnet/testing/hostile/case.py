@@ -20,7 +20,7 @@ class Hostile:
     """An unusual network with its data.
 
     Attributes:
-        name: Name of the case in `linnet.testing.hostile.judge.cases()`.
+        name: Name of the case in `linnet.testing.hostile.judge.list_cases()`.
         kind: The class of unusual networks that the case belongs to.
         build: Makes the model, the same one every time.
         data: Makes the data, the same every time. Where the class says so, the first examples are harmless.
