@@ -15,6 +15,7 @@ from torch import nn
 
 from linnet._common import files
 from linnet._common.messages import listing
+from linnet._common.versions import __version__
 from linnet._estimator import files as saved
 
 FILE = "linnet.safetensors"
@@ -105,7 +106,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
 
     def _config(self) -> dict[str, Any]:
         return {
-            "library": f"linnet {files._version()}",
+            "library": f"linnet {__version__}",
             "estimator_class": type(self.estimator).__name__,
             "base_model": self.base_model,
             "base_checksum": self._checksum(),
@@ -133,7 +134,7 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
             [
                 f"# {name} around {what}{base}",
                 "",
-                f"Fitted with linnet {files._version()}: the network, linearized around its own weights.",
+                f"Fitted with linnet {__version__}: the network, linearized around its own weights.",
                 "",
                 "| | |",
                 "| --- | --- |",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common.checksums import row_codes, text_code, total
+from linnet._common.checksums import combine_codes, row_codes, text_code
 from linnet.data import checks
 
 
@@ -114,7 +114,7 @@ class Batch:
         for number, (name, leaf) in enumerate(leaves((self.args, self.kwargs, self.rest))):
             codes = row_codes(leaf) if isinstance(leaf, Tensor) else torch.tensor([text_code(s) for s in leaf])
             kind = (name, str(leaf.dtype), tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else (name, "text")
-            found += (2 * number + 1) * total(codes + text_code(kind), self.start)
+            found += (2 * number + 1) * combine_codes(codes + text_code(kind), self.start)
         return found % 2**64
 
     @staticmethod

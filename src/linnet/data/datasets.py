@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from linnet._common.checksums import total
+from linnet._common.checksums import combine_codes
 from linnet.data import checks
 from linnet.data.batch import Batch, Source, check_finite
 from linnet.data.forward_signature import Signature, as_writable
@@ -173,7 +173,7 @@ class Checksums:
     def code(self, start: int, stop: int) -> int:
         """One checksum of those of examples start to stop."""
         known = torch.tensor(self.seen[start:stop], dtype=torch.int64)
-        return total(known + 1, start)  # what is not known adds nothing
+        return combine_codes(known + 1, start)  # what is not known adds nothing
 
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
         """Compare with what was seen, or keep; whether any is new.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world
-from linnet._common.memory import budget, free
-from linnet._common.torch_settings import arithmetic, of_network
+from linnet._common.memory import budget, free_memory
+from linnet._common.torch_settings import arithmetic, network_precision
 from linnet.data.batch import Batch, leaves, move
 from linnet.data.checks import check_subset_index, targets_of
 from linnet.jacobian.blocks.base import Factor, Recipe
@@ -161,7 +161,7 @@ class Cached(Jacobian):
                 part = piece.part(a - first, min(a + size, high) - first)
                 ready = self._ready(request, k)
                 key = (request, k) if request in PRODUCTS and self._rotation is None else None
-                with arithmetic(of_network(self._settings.precision), self.device):
+                with arithmetic(network_precision(self._settings.precision), self.device):
                     factors = part.prepared(ready, key)
                 yield part.batch, Chunk(part.f, factors)
 
@@ -303,7 +303,7 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * free(device))
+        return int(0.25 * free_memory(device))
     return budget(memory, device)
 
 

@@ -22,7 +22,7 @@ from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree, rank_and_world, shard
 from linnet._common.memory import budget
 from linnet._common.progress import bar
-from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved
+from linnet._common.torch_settings import Precision, arithmetic, check_precision, noting_saved_tensors
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Rows
@@ -170,7 +170,7 @@ class Passes(LinearOperator):
 
         self.lin.rules.assign(batch)
         try:
-            with noting_saved(note):
+            with noting_saved_tensors(note):
                 chunk = self.lin.chunks.build_by_rules(batch, self._settings.precision)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from linnet._common.memory import budget, check_fits, dense_budget, format_bytes, free  # noqa: F401 (re-exported)
+from linnet._common.memory import format_bytes
 from linnet.jacobian.blocks.base import Factor, Rows
 from linnet.jacobian.blocks.composite import Lazy, Sum
 from linnet.jacobian.blocks.embedding_table import Tokens

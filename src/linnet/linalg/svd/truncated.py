@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
-from linnet._common.distributed import smallest
+from linnet._common.distributed import smallest_over_ranks
 from linnet._common.memory import dense_budget
 from linnet._common.progress import bar
 from linnet._common.torch_settings import full_precision
@@ -200,7 +200,7 @@ def low_rank(
     if checkpoint is not None:
         messages.check_writable(checkpoint, "checkpoint")
     count, share = (int(k), None) if _whole(k) else (None, float(k))
-    limit = int(smallest(dense_budget(memory, V.device), V.device))
+    limit = int(smallest_over_ranks(dense_budget(memory, V.device), V.device))
     columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))
     chosen = choose_method(V, columns, memory=limit) if method == "auto" else method
     with full_precision(V.device):
