@@ -182,9 +182,10 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
 
 def real(name: str, device: str, n: int, folder: Path) -> dict[str, Any]:
     """The same for labels of MNIST or Fashion-MNIST and a block of the trained ResNet-20, the prior by the evidence."""
-    from experiments.adaptation import in_turn
-    from experiments.pretrained import as_cifar10, grayscale, resnet
-    from experiments.transfer import Top, below
+    from experiments.common.data import as_cifar10, grayscale
+    from experiments.common.networks import resnet
+    from experiments.common.training import in_turn
+    from experiments.mu2020.transfer import Top, below
 
     net = resnet(folder / "weights", 20).to(device)
     top = linnet.fold_batchnorm(Top(copy.deepcopy(net), 1).eval())

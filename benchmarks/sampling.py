@@ -65,7 +65,8 @@ def problem(name: str, n: int, device: str, data: Path | None) -> tuple[nn.Modul
     """The network of a case, n inputs, and labels."""
     case = CASES[name]
     if name == "minilm" and data is not None:
-        from experiments.pretrained import minilm, sst2, word_pieces
+        from experiments.common.data import sst2, word_pieces
+        from experiments.common.networks import minilm
 
         texts, y = sst2(data, "train")
         ids, mask = (t.to(device) for t in word_pieces(data / "weights", texts[:n]))
@@ -81,7 +82,8 @@ def problem(name: str, n: int, device: str, data: Path | None) -> tuple[nn.Modul
             Model(nn.Identity, (3, 32, 32)).data(n).to(device),
             labels,
         )
-    from experiments.pretrained import cifar10, resnet
+    from experiments.common.data import cifar10
+    from experiments.common.networks import resnet
 
     parts = [
         cifar10(data, part)
@@ -113,7 +115,7 @@ def turned(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> nn.Module:
     """The network after some epochs of SGD with momentum and this file's weight decay."""
-    from experiments.wrn import train
+    from experiments.common.training import train_images as train
 
     net = Model(make, (3, 32, 32)).build().to(x.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     train(net, x, y, epochs=EPOCHS, seed=0, batch=256, rate=0.1, mirror=False)  # a mirrored image is turned back

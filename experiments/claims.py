@@ -1,8 +1,6 @@
 """Every claim of the papers on which method is ahead of which, and what our numbers say of it.
 
-``python -m experiments.claims`` prints them. Verdicts are computed from results/NAME/metrics.json each time: yes or no
-where the 95 % interval is on one side, not shown where it contains zero or there is one draw, open where there is no
-result yet.
+``python -m experiments.claims`` prints them. Verdicts are computed from results/NAME/metrics.json each time.
 """
 
 from __future__ import annotations
@@ -13,77 +11,71 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import claims_adapt, claims_networks, claims_probes, common
-from experiments.claims_maddox import MADDOX
-from experiments.claims_mu import MU
-from experiments.claims_slides import SLIDES, TALK
-from experiments.claims_zhang import ZHANG
-from experiments.verdicts import NO, NOT_SHOWN, VERDICTS, YES, Claim, Finding, metrics_of
+from experiments import common
+from experiments.allingham2023 import claims as slides
+from experiments.damianou2020 import claims as talk
+from experiments.judge import NO, NOT_SHOWN, VERDICTS, YES, Claim, Finding, Paper, judge, metrics_of
+from experiments.maddox2021 import claims as maddox
+from experiments.mu2020 import claims as mu
+from experiments.zhang2022 import claims as zhang
 
-PAPERS = (MADDOX, MU, ZHANG, SLIDES, TALK)
-MODULES = (claims_networks, claims_adapt, claims_probes)
-"""They add to papers that are made elsewhere, and have to be imported for it."""
-
-CLAIMS: tuple[Claim, ...] = tuple(claim for paper in PAPERS for claim in paper.claims)
+PAPERS = (maddox.PAPER, mu.PAPER, zhang.PAPER, slides.PAPER, talk.PAPER)
 TITLES = ["claim", "ours", "verdict"]
 
 
 class Judged(NamedTuple):
-    """A claim and what our numbers say."""
+    """A claim of a paper and what our numbers say."""
 
+    paper: Paper
     claim: Claim
     finding: Finding
 
 
-def judged(folder: Path = common.RESULTS) -> list[Judged]:
+def judge_all(folder: Path = common.RESULTS) -> list[Judged]:
     """All claims with what the results in a folder say."""
-    known = {name: metrics_of(name, folder) for name in {claim.experiment for claim in CLAIMS}}
-    return [Judged(claim, claim.judge(known[claim.experiment])) for claim in CLAIMS]
+    names = {claim.experiment for paper in PAPERS for claim in paper.claims}
+    known = {name: metrics_of(name, folder) for name in names}
+    return [Judged(p, claim, judge(claim, known[claim.experiment])) for p in PAPERS for claim in p.claims]
 
 
-def counted(found: Sequence[Judged]) -> str:
+def count_verdicts(found: Sequence[Judged]) -> str:
     """`3 claims: 1 yes, 1 no, 1 not shown, 0 open`."""
     counts = Counter(one.finding.verdict for one in found)
     return f"{len(found)} claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
 
 
-def failed(found: Sequence[Judged]) -> list[Judged]:
+def find_failed(found: Sequence[Judged]) -> list[Judged]:
     """Those that did not come out."""
     return [one for one in found if one.finding.verdict in (NO, NOT_SHOWN)]
 
 
-def by_paper(found: Sequence[Judged]) -> list[tuple[str, str, list[Judged]]]:
-    """Authors, title and claims of each paper."""
-    return [(p.authors, p.title, [one for one in found if one.claim.paper == p.authors]) for p in PAPERS]
-
-
 def markdown(found: Sequence[Judged]) -> str:
     """A table for each paper, and below them the reasons of what did not come out."""
-    parts = [f"{counted(found)}."]
-    for authors, title, own in by_paper(found):
-        rows = [[_sentence(claim), finding.numbers, _shown(finding.verdict)] for claim, finding in own]
-        parts += [f"### {authors}", f"*{title}.*", _table(rows)]
+    parts = [f"{count_verdicts(found)}."]
+    for paper in PAPERS:
+        rows = [
+            [_sentence(claim), finding.numbers, _shown(finding.verdict)] for p, claim, finding in found if p is paper
+        ]
+        table = "\n".join(common.line_of(row) for row in (TITLES, ["---"] * len(TITLES), *rows))
+        parts += [f"### {paper.authors}", f"*{paper.title}.*", table]
     parts.append("## Where it did not come out")
-    for authors, _, own in by_paper(failed(found)):
+    for paper in PAPERS:
+        own = [(claim, finding) for p, claim, finding in find_failed(found) if p is paper]
         lines = [f"- {_sentence(claim)} **{finding.verdict.capitalize()}.** {finding.why}" for claim, finding in own]
-        parts += [f"### {authors}: reasons", "\n".join(lines)] if lines else []
+        parts += [f"### {paper.authors}: reasons", "\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
 
 def text(found: Sequence[Judged]) -> str:
     """The same for a terminal."""
-    lines = [counted(found)]
-    for authors, title, own in by_paper(found):
-        lines += ["", f"{authors}: {title}"]
-        for claim, finding in own:
+    lines = [count_verdicts(found)]
+    for paper in PAPERS:
+        lines += ["", f"{paper.authors}: {paper.title}"]
+        for _, claim, finding in (one for one in found if one.paper is paper):
             lines.append(f"  [{finding.verdict}] {claim.where}: {claim.said}")
             lines += textwrap.wrap(finding.numbers, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
             lines += textwrap.wrap(finding.why, 110, initial_indent="    > ", subsequent_indent="    > ")
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(common.line_of(row) for row in (TITLES, ["---"] * len(TITLES), *rows))
 
 
 def _shown(verdict: str) -> str:
@@ -95,4 +87,4 @@ def _sentence(claim: Claim) -> str:
 
 
 if __name__ == "__main__":
-    print(text(judged()))
+    print(text(judge_all()))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
-from experiments.pretrained import cifar10, minilm, resnet, word_pieces
-from experiments.pretrained import sst2 as sentences
+from experiments.common.data import cifar10, word_pieces
+from experiments.common.data import sst2 as sentences
+from experiments.common.networks import minilm, resnet
 
 WEIGHTS = common.DATA / "weights"
 

@@ -190,9 +190,9 @@ def claims() -> str:
     """What the papers claim and what our numbers say of it, judged anew from the metrics."""
     if str(ROOT) not in sys.path:  # the experiments are no part of the package that is installed
         sys.path.append(str(ROOT))
-    from experiments.claims import judged, markdown
+    from experiments.claims import judge_all, markdown
 
-    return markdown(judged())
+    return markdown(judge_all())
 
 
 def results() -> str:
@@ -218,8 +218,8 @@ def _experiment(name: str, rows: list[list[str]]) -> str:
 
 def _title(name: str) -> tuple[str, str]:
     """What an experiment is and the paper it is from: the first line of its module, in parts."""
-    path = ROOT / "experiments" / f"{name}.py"
-    said = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None) or name
+    path = next((ROOT / "experiments").glob(f"*/{name}.py"), None)
+    said = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path else None) or name
     title, _, source = said.splitlines()[0].rstrip(".").partition(" (")
     return title, f"{_capital(source.removesuffix(')'))}. " if source else ""
 

@@ -1,8 +1,8 @@
 r"""Kernels of infinitely wide fully connected networks, in closed form, as a GPyTorch kernel.
 
 A network with L hidden layers, weights from :math:`N(0, \sigma_w^2 / \text{fan-in})` and biases from
-:math:`N(0, \sigma_b^2)` is, as its layers widen, a Gaussian process with the NNGP kernel :math:`K^L` (Neal 1996; de G.
-Matthews et al. 2018; Lee et al. 2018), and linearized with the same variances as its prior it has the NTK
+:math:`N(0, \sigma_b^2)` becomes, as its layers widen, a Gaussian process with the NNGP kernel :math:`K^L` (Neal 1996;
+de G. Matthews et al. 2018; Lee et al. 2018). The linearized network, with the same variances as its prior, has the NTK
 :math:`\Theta^L` (Jacot et al. 2018):
 
 .. math:: K^0 = \Theta^0 = \sigma_b^2 + \sigma_w^2 \, x^\top x' / d, \qquad
@@ -11,7 +11,7 @@ Matthews et al. 2018; Lee et al. 2018), and linearized with the same variances a
 
 with (u, v) normal of covariance :math:`K^{l-1}`. The expectations are the arc-cosine kernels for ReLU (Cho and Saul
 2009) and the arcsine kernel for erf (Williams 1997). :math:`K^L` is the limit of the kernel of the last layer's
-Jacobian, :math:`\Theta^L` of the whole Jacobian's.
+Jacobian, and :math:`\Theta^L` the limit of the kernel of the whole Jacobian.
 
 Importing this module imports GPyTorch; linnet itself does not.
 """
@@ -51,18 +51,18 @@ def infinite_width(
 ) -> Tensor:
     """The kernel of inputs (..., n, d) and (..., m, d): (..., n, m), or the diagonal (..., n) where n = m.
 
-    Differentiable in all tensors. The ReLU NTK has a cusp where two inputs are parallel, and there the part of its
-    gradient that is infinite is left out.
+    The kernel is differentiable in all tensors. The ReLU NTK has a cusp where two inputs are parallel; the infinite
+    part of its gradient there is left out.
 
     Args:
         x1: The first inputs.
-        x2: The second.
-        depth: Hidden layers.
+        x2: The second inputs.
+        depth: Number of hidden layers.
         activation: "relu" or "erf".
         kernel: "ntk" or "nngp".
-        weight_variance: Of weights, before division by the fan-in; a tensor broadcasts against the result.
-        bias_variance: Of biases.
-        diag: Only x1[i] with x2[i].
+        weight_variance: Variance of the weights, before division by the fan-in; a tensor broadcasts against the result.
+        bias_variance: Variance of the biases.
+        diag: Whether to take only x1[i] with x2[i].
 
     Example:
         >>> x = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -72,7 +72,7 @@ def infinite_width(
         >>> infinite_width(x, x, depth=1, diag=True)
         tensor([4., 4.])
     """
-    _check(depth, activation, kernel)
+    _check_options(depth, activation, kernel)
     d = x1.shape[-1]
     if x2.shape[-1] != d or x1.ndim < 2 or x2.ndim < 2 or (diag and x1.shape[-2] != x2.shape[-2]):
         raise ValueError(
@@ -84,7 +84,7 @@ def infinite_width(
     if not diag:
         a, b = a[..., :, None], b[..., None, :]
         if x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2)):
-            # The product rounds otherwise than the sums. Only the value: the gradient stays that of the product.
+            # The product rounds otherwise than the sums. Only the value changes; the gradient is that of the product.
             eye = torch.eye(x1.shape[-2], dtype=x1.dtype, device=x1.device)
             inner = inner + eye * (a - inner).detach()
     c, a, b = (bias_variance + weight_variance * value / d for value in (inner, a, b))
@@ -105,14 +105,14 @@ class InfiniteWidth(Kernel):
     zero: such a network has no biases.
 
     Args:
-        depth: Hidden layers, at least 0.
+        depth: Number of hidden layers, at least 0.
         activation: "relu" or "erf".
-        kernel: "ntk", the limit of the tangent kernel, or "nngp", that of the network's own covariance and of the
+        kernel: "ntk", the limit of the tangent kernel, or "nngp", the limit of the network's own covariance and of the
             tangent kernel of its last layer.
         weight_variance: :math:`\sigma_w^2`; 2 keeps the variances of a ReLU network from layer to layer.
         bias_variance: :math:`\sigma_b^2`.
-        batch_shape: As for every GPyTorch kernel: one pair of variances for each entry.
-        active_dims: Likewise: the inputs' columns that it reads.
+        batch_shape: Batch shape of the GPyTorch kernel: one pair of variances for each entry.
+        active_dims: Columns of the inputs that the GPyTorch kernel reads.
 
     Example:
         >>> kernel = InfiniteWidth(2, "erf", bias_variance=0.1)
@@ -131,7 +131,7 @@ class InfiniteWidth(Kernel):
         batch_shape: torch.Size | None = None,
         active_dims: tuple[int, ...] | None = None,
     ) -> None:
-        _check(depth, activation, kernel)
+        _check_options(depth, activation, kernel)
         if not (0 < weight_variance < math.inf and 0 <= bias_variance < math.inf):
             raise ValueError(
                 "weight_variance must be positive and bias_variance not negative, both finite; got "
@@ -170,8 +170,8 @@ class InfiniteWidth(Kernel):
 
         Args:
             x1: The first inputs.
-            x2: The second; as many as the first for a diagonal.
-            diag: Whether only the diagonal is wanted.
+            x2: The second inputs; as many as the first for a diagonal.
+            diag: Whether to give only the diagonal.
             last_dim_is_batch: Not supported: the network takes all d numbers.
             params: None are known.
         """
@@ -196,9 +196,9 @@ class InfiniteWidth(Kernel):
 
         Args:
             d: Length of an input.
-            width: Of each hidden layer.
-            outputs: c.
-            seed: Of its weights.
+            width: Width of each hidden layer.
+            outputs: Number of outputs c.
+            seed: Seed of the weights.
 
         Example:
             >>> InfiniteWidth(1, "relu").network(3, 100)
@@ -208,7 +208,7 @@ class InfiniteWidth(Kernel):
               (2): Linear(in_features=100, out_features=1, bias=False)
             )
         """
-        weight, bias = self._one()
+        weight, bias = self._read_variances()
         generator = torch.Generator().manual_seed(seed)
         like = {"dtype": self.raw_weight_variance.dtype, "device": self.raw_weight_variance.device}
         layers: list[nn.Module] = []
@@ -222,26 +222,26 @@ class InfiniteWidth(Kernel):
         return nn.Sequential(*layers[:-1])
 
     def prior(self, lin: Linearization) -> Tensor:
-        """The variances S (p,) with which such a network's tangent kernel ``J S J^T`` has this limit.
+        """The variances S (p,) for which the tangent kernel ``J S J^T`` of such a network has this limit.
 
         Args:
-            lin: The network, linearized; with ``params`` of its last layer only the limit is the NNGP kernel.
+            lin: The linearized network. With ``params`` of its last layer only, the limit is the NNGP kernel.
         """
-        weight, bias = self._one()
+        weight, bias = self._read_variances()
         parts = [
             torch.full((math.prod(shape),), weight / shape[1] if len(shape) == 2 else bias)
             for shape in lin.layout.shapes.values()
         ]
         return torch.cat(parts).to(dtype=lin.dtype, device=lin.device)
 
-    def _one(self) -> tuple[float, float]:
+    def _read_variances(self) -> tuple[float, float]:
         if self.batch_shape.numel() != 1:
             raise ValueError(f"A network has one pair of variances; this kernel has batch shape {self.batch_shape}.")
         return float(self.weight_variance.detach()), float(self.bias_variance.detach())
 
 
 class Erf(nn.Module):
-    """The error function as an activation."""
+    """The error function, an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.erf(x)
@@ -250,13 +250,13 @@ class Erf(nn.Module):
 # Expectations.
 
 
-def _relu(c: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _expect_relu(c: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     r"""The arc-cosine kernels of order one and zero, with t the angle between u and v.
 
     .. math:: \frac{\sqrt{ab}}{2\pi} (\sin t + (\pi - t) \cos t), \qquad \frac{\pi - t}{2\pi}
     """
     square = a * b - c * c
-    # Parallel to rounding: t = 0, in a branch of its own, since the derivative of the root is infinite there.
+    # Inputs that are parallel up to rounding have a branch of their own: the derivative of the root is infinite there.
     apart = square > 4 * torch.finfo(c.dtype).eps * a * b
     sine = torch.where(apart, square, 1.0).sqrt()
     angle = torch.atan2(sine, c)
@@ -266,7 +266,7 @@ def _relu(c: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return value, slope
 
 
-def _erf(c: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _expect_erf(c: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     r""":math:`\frac2\pi \arcsin \frac{2c}{\sqrt{(1 + 2a)(1 + 2b)}}` and its derivative in c."""
     # (1 + 2 a) (1 + 2 b) - 4 c^2, without the cancellation of the large squares.
     rest = 1 + 2 * (a + b) + 4 * (a * b - c * c)
@@ -274,10 +274,10 @@ def _erf(c: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return value, 4 / math.pi * rest.rsqrt()
 
 
-_EXPECTATIONS: dict[str, Expectations] = {"relu": _relu, "erf": _erf}
+_EXPECTATIONS: dict[str, Expectations] = {"relu": _expect_relu, "erf": _expect_erf}
 
 
-def _check(depth: int, activation: str, kernel: str) -> None:
+def _check_options(depth: int, activation: str, kernel: str) -> None:
     if not isinstance(depth, int) or depth < 0:
         raise ValueError(f"depth is the number of hidden layers, 0 or more; got {depth!r}.")
     if activation not in _EXPECTATIONS:

@@ -1,4 +1,4 @@
-"""How good predictions are: classification from probabilities, regression from means and standard deviations.
+"""Metrics of predictions: classification from probabilities, regression from means and standard deviations.
 
 Every function takes tensors or arrays, computes in float64 and returns a Python number, averaged over the examples.
 """
@@ -19,8 +19,6 @@ from linnet.data.checks import check_array
 Z95 = 1.959963984540054
 """Standard deviations to either side that hold 95 % of a Gaussian."""
 
-SUM_TOLERANCE = 1e-3  # of a row of probabilities: room for half precision, none for logits
-
 
 def classification(probabilities: Any, labels: Any, *, bins: int = 15) -> dict[str, float]:
     """Accuracy, NLL, Brier score and ECE in one dict.
@@ -28,7 +26,7 @@ def classification(probabilities: Any, labels: Any, *, bins: int = 15) -> dict[s
     Args:
         probabilities: (n, c), rows that sum to 1.
         labels: (n,), integers from 0 to c - 1.
-        bins: Of the calibration error.
+        bins: Number of bins of the calibration error.
 
     >>> found = classification([[0.75, 0.25], [0.5, 0.5]], [0, 1])
     >>> {name: round(value, 4) for name, value in found.items()}
@@ -59,8 +57,8 @@ def regression(mean: Any, std: Any, target: Any, *, level: float = 0.95) -> dict
 
 
 def accuracy(probabilities: Any, labels: Any) -> float:
-    """The share of examples whose most probable class is theirs; of equal probabilities the first class counts."""
-    p, y = _classes(probabilities, labels)
+    """The share of examples whose most probable class is their label; of equal probabilities the first counts."""
+    p, y = _check_classes(probabilities, labels)
     return (p.argmax(1) == y).double().mean().item()
 
 
@@ -72,36 +70,36 @@ def nll(probabilities: Any, labels: Any) -> float:
     >>> nll([[0.5, 0.5], [1.0, 0.0]], [0, 1])
     inf
     """
-    p, y = _classes(probabilities, labels)
+    p, y = _check_classes(probabilities, labels)
     return -p[torch.arange(len(y)), y].log().mean().item()
 
 
 def brier(probabilities: Any, labels: Any) -> float:
     """The mean squared distance of a row of probabilities to its label's indicator, between 0 and 2."""
-    p, y = _classes(probabilities, labels)
+    p, y = _check_classes(probabilities, labels)
     return (p - torch.nn.functional.one_hot(y, p.shape[1])).square().sum(1).mean().item()
 
 
 def ece(probabilities: Any, labels: Any, *, bins: int = 15) -> float:
     """Expected calibration error of the most probable class: the mean gap of confidence and accuracy over equal bins.
 
-    By torchmetrics, whose bins are in float32: a confidence within 1e-7 of an edge may fall to either side.
+    torchmetrics computes it, with bins in float32: a confidence within 1e-7 of an edge may fall to either side.
     """
     from torchmetrics.functional.classification import multiclass_calibration_error  # slow to import
 
-    p, y = _classes(probabilities, labels)
+    p, y = _check_classes(probabilities, labels)
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins must be a positive number; got {bins!r}.")
     if p.shape[1] == 1:
-        return 0.0  # one class, always right; torchmetrics wants two
-    # torchmetrics takes anything above 1, also rounding, for logits
+        return 0.0  # one class is always right, and torchmetrics needs two
+    # torchmetrics takes anything above 1 for logits, also by rounding
     return multiclass_calibration_error(p.clamp(max=1.0), y, num_classes=p.shape[1], n_bins=bins).item()
 
 
 def mean_average_precision(probabilities: Any, labels: Any) -> float:
-    r"""The average precision of each label, over how examples are ranked by it, averaged over the labels.
+    r"""The average precision of the ranking of the examples by each label, averaged over the labels.
 
-    By scikit-learn: :math:`\sum_k (R_k - R_{k-1}) P_k` without interpolation.
+    scikit-learn computes it, :math:`\sum_k (R_k - R_{k-1}) P_k` without interpolation.
 
     Args:
         probabilities: (n, c), or any scores that rank the examples label by label.
@@ -112,7 +110,7 @@ def mean_average_precision(probabilities: Any, labels: Any) -> float:
     """
     from sklearn.metrics import average_precision_score
 
-    p, y = _numbers(probabilities, "probabilities").double(), _numbers(labels, "labels")
+    p, y = _as_numbers(probabilities, "probabilities").double(), _as_numbers(labels, "labels")
     if p.ndim != 2 or y.shape != p.shape:
         raise ValueError(
             f"probabilities and labels must both have shape (n, c); got {tuple(p.shape)} and {tuple(y.shape)}."
@@ -122,19 +120,19 @@ def mean_average_precision(probabilities: Any, labels: Any) -> float:
     empty = (y.sum(0) == 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"Labels {empty[:6]} have no example, and a precision without any is not defined. Leave their columns out."
+            f"Labels {empty[:6]} have no example, and their precision is not defined. Leave their columns out."
         )
     return float(average_precision_score(y.long().numpy(), p.numpy(), average="macro"))
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Examples in bins of equal width of their confidence, the empty bins left out.
+    """Examples in bins of their confidence. Bins have equal width, and empty bins are left out.
 
     Attributes:
-        confidence: (bins,), the mean in each bin of the probability of the most probable class.
-        accuracy: (bins,), the share of examples for which that class is theirs.
-        count: (bins,), of examples.
+        confidence: (bins,), the mean probability of the most probable class in each bin.
+        accuracy: (bins,), the share of examples whose label is that class.
+        count: (bins,), the number of examples.
     """
 
     confidence: np.ndarray
@@ -148,7 +146,7 @@ def reliability(probabilities: Any, labels: Any, *, bins: int = 10) -> Reliabili
     >>> reliability([[0.75, 0.25], [0.9, 0.1], [0.3, 0.7]], [0, 0, 0], bins=5).accuracy
     array([0.5, 1. ])
     """
-    p, y = _classes(probabilities, labels)
+    p, y = _check_classes(probabilities, labels)
     best, chosen = p.max(1)
     place = (best * bins).long().clamp(max=bins - 1)
     here = torch.nn.functional.one_hot(place, bins).double()
@@ -160,12 +158,12 @@ def reliability(probabilities: Any, labels: Any, *, bins: int = 10) -> Reliabili
 
 
 def kept_accuracy(probabilities: Any, labels: Any) -> np.ndarray:
-    """The accuracy on the k examples that it is surest of, for k = 1 to n, (n,); equally sure ones in their order.
+    """The accuracy on the k examples with the largest confidence, for k = 1 to n, (n,); ties keep their order.
 
     >>> kept_accuracy([[0.6, 0.4], [0.1, 0.9], [0.8, 0.2]], [0, 1, 1])
     array([1.        , 0.5       , 0.66666667])
     """
-    p, y = _classes(probabilities, labels)
+    p, y = _check_classes(probabilities, labels)
     best, chosen = p.max(1)
     right = (chosen == y).double()[best.argsort(descending=True, stable=True)]
     return (right.cumsum(0) / torch.arange(1, len(right) + 1)).numpy()
@@ -180,7 +178,7 @@ def rmse(mean: Any, target: Any) -> float:
     >>> rmse([0.0, 0.0], [3.0, 4.0]) == 12.5**0.5
     True
     """
-    m, y = _alike(mean=mean, target=target)
+    m, y = _check_alike(mean=mean, target=target)
     return (m - y).square().mean().sqrt().item()
 
 
@@ -192,12 +190,12 @@ def gaussian_nll(mean: Any, std: Any, target: Any) -> float:
         std: Standard deviations of the observations, noise included: the same shape, or one number.
         target: The same shape as the mean.
     """
-    m, s, y = _gaussian(mean, std, target)
+    m, s, y = _check_gaussian(mean, std, target)
     return (0.5 * ((y - m) / s).square() + s.log() + 0.5 * math.log(2 * math.pi)).mean().item()
 
 
 def coverage(mean: Any, std: Any, target: Any, *, level: float = 0.95) -> float:
-    """The share of targets inside their central Gaussian intervals of a given level; calibrated is equal to it.
+    """The share of targets inside their central Gaussian intervals of a level. It is the level where std is right.
 
     Args:
         mean: (n,) or (n, c).
@@ -205,18 +203,18 @@ def coverage(mean: Any, std: Any, target: Any, *, level: float = 0.95) -> float:
         target: The same shape as the mean.
         level: Probability of the interval, between 0 and 1.
     """
-    m, s, y = _gaussian(mean, std, target)
+    m, s, y = _check_gaussian(mean, std, target)
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, such as 0.95; got {level!r}.")
     reach = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
     return ((y - m).abs() <= reach * s).double().mean().item()
 
 
-# What is accepted.
+# Checks of the arguments.
 
 
-def _numbers(value: Any, name: str) -> Tensor:
-    """Anything array-like, on the CPU; NaN and infinity are refused."""
+def _as_numbers(value: Any, name: str) -> Tensor:
+    """Anything array-like as a tensor on the CPU; raise for NaN and infinity."""
     if isinstance(value, Tensor):
         t = value.detach().cpu()
     else:
@@ -234,9 +232,9 @@ def _numbers(value: Any, name: str) -> Tensor:
     return t
 
 
-def _classes(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Probabilities (n, c) in float64 and labels (n,) that fit them."""
-    p, y = _numbers(probabilities, "probabilities").double(), _numbers(labels, "labels")
+def _check_classes(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Probabilities (n, c) in float64 and labels (n,); raise where they do not fit each other."""
+    p, y = _as_numbers(probabilities, "probabilities").double(), _as_numbers(labels, "labels")
     if p.ndim != 2:
         hint = " For two classes stack (1 - p, p)." if p.ndim == 1 else ""
         raise ValueError(f"probabilities must have shape (n, c); got {tuple(p.shape)}.{hint}")
@@ -253,7 +251,7 @@ def _classes(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
         wrong = int(y.min() if y.min() < 0 else y.max())
         raise ValueError(f"labels must be columns of probabilities, from 0 to {p.shape[1] - 1}; got {wrong}.")
     off = (p.sum(1) - 1).abs()
-    if bool((p < 0).any()) or bool((off > SUM_TOLERANCE).any()):
+    if bool((p < 0).any()) or bool((off > 1e-3).any()):  # room for half precision, none for logits
         row = int(torch.maximum(off, -p.amin(1)).argmax())
         raise ValueError(
             f"probabilities must be nonnegative and sum to 1; row {row} has the least entry {p[row].min().item():.3g} "
@@ -262,9 +260,9 @@ def _classes(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
     return p, y
 
 
-def _alike(**arrays: Any) -> list[Tensor]:
-    """Arrays (n,) or (n, c) of one shape, in float64."""
-    tensors = {name: _numbers(value, name).double() for name, value in arrays.items()}
+def _check_alike(**arrays: Any) -> list[Tensor]:
+    """Arrays (n,) or (n, c) in float64; raise unless they have one shape."""
+    tensors = {name: _as_numbers(value, name).double() for name, value in arrays.items()}
     (first, one), *others = tensors.items()
     for name, t in others:
         if t.shape != one.shape:  # broadcasting (n,) against (n, 1) would compare all pairs
@@ -276,9 +274,9 @@ def _alike(**arrays: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
-def _gaussian(mean: Any, std: Any, target: Any) -> tuple[Tensor, Tensor, Tensor]:
-    m, y = _alike(mean=mean, target=target)
-    s = _numbers(std, "std").double()
+def _check_gaussian(mean: Any, std: Any, target: Any) -> tuple[Tensor, Tensor, Tensor]:
+    m, y = _check_alike(mean=mean, target=target)
+    s = _as_numbers(std, "std").double()
     if s.shape not in (m.shape, ()):
         raise ValueError(f"std must be one number or have the mean's shape {tuple(m.shape)}; got {tuple(s.shape)}.")
     if s.min() <= 0:

@@ -278,13 +278,13 @@ def test_many_outputs_are_taken_in_wide_chunks():
     """Column by column no rows are held, so that a chunk takes what the network's graph allows."""
     model = double(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 40)))
     J = linearize(model).jacobian(normal(30, 4), memory=200_000, progress=False)
-    assert J._chunk() < 15 and J._chunk(columns=True) == 30
+    assert J.passes.chunk_size() < 15 and J.passes.chunk_size(columns=True) == 30
     S, L = variances(J.shape[1]), Categorical().root(J.outputs())
     found = posterior_samples(J, S, L, 2, tolerance=1e-12, space="weight", rank=4, progress=False)
-    assert J._settings.used == 30
+    assert J.passes.settings.used == 30
     torch.testing.assert_close(found.Z, reference(J, S, L, 2), rtol=1e-9, atol=1e-9)
     J.normal(normal(J.shape[1], 40))
-    assert J._settings.used < 15
+    assert J.passes.settings.used < 15
 
 
 def test_single_precision():

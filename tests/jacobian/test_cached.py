@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.jacobian.blocks.convolution import Convolution
-from linnet.jacobian.cached import Cached
+from linnet.jacobian.cached import StoredChunks
 from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.passes import Pass
 from linnet.jacobian.rule_selection import RuleSelection
 from linnet.linalg.matrices import Stack
 from linnet.network.functional_model import FunctionalModel
@@ -64,7 +65,7 @@ def spoil(data: object) -> None:
 
 
 def tensors(J: Jacobian) -> list[Tensor]:
-    return [t for piece in J._kept for _, held in piece.factors for t in held]
+    return [t for piece in J.passes.chunks.pieces for _, held in piece.factors for t in held]
 
 
 @pytest.fixture
@@ -154,15 +155,15 @@ def test_chunks(model, x, batch_size):
 def test_smaller_chunks_than_were_kept(model, x, monkeypatch):
     J = linnet.linearize(model).jacobian(x).cached()
     sizes = []
-    chunks = type(J)._chunks
+    chunks = StoredChunks.chunks
 
     def watched(self, *args):
         for batch, chunk in chunks(self, *args):
             sizes.append(batch.n)
             yield batch, chunk
 
-    monkeypatch.setattr(type(J), "_chunks", watched)
-    J._settings.largest = 2
+    monkeypatch.setattr(StoredChunks, "chunks", watched)
+    J.passes.settings.largest = 2
     check_operator(J, dense_jacobian(model, x), blocks=C)
     assert set(sizes) == {1, 2}
 
@@ -247,11 +248,11 @@ def test_minibatches_with_and_without_room_for_copies(name, chunk, room, no_netw
     model, data = case.build(), case.data(7, 0)
     A, f = case.dense(model, data), case.outputs(model, data).detach()
     J = linnet.linearize(model, output=case.output).jacobian(data, 3).cached()
-    J._settings.batch_size = "auto"  # kept in chunks of 3
+    J.passes.settings.batch_size = "auto"  # kept in chunks of 3
     if chunk is not None:
-        monkeypatch.setattr(Cached, "_chunk", lambda self, **_: min(chunk, self.n))
+        monkeypatch.setattr(Pass, "chunk_size", lambda self, **_: min(chunk, self.n))
     if not room:  # for copies of all minibatches
-        monkeypatch.setattr("linnet.jacobian.cached.cache_limit", lambda memory, device: 0)
+        monkeypatch.setattr("linnet.jacobian.jacobian.cache_limit", lambda memory, device: 0)
     no_network()
     c, V = len(A) // 7, normal(A.shape[1], 3)
     seen = []
@@ -284,7 +285,7 @@ def test_copies_of_minibatches_are_kept_until_they_are_forgotten(model, x, monke
     J.forget_minibatches()
     assert all(part is not other[tuple(part.index.tolist())] for part in J.minibatches(2, seed=0))
     J.forget_minibatches()
-    monkeypatch.setattr("linnet.jacobian.cached.cache_limit", lambda memory, device: 0)
+    monkeypatch.setattr("linnet.jacobian.jacobian.cache_limit", lambda memory, device: 0)
     one, two = ({tuple(part.index.tolist()): part for part in J.minibatches(3, seed=seed)} for seed in (0, 1))
     assert one.keys() == two.keys() and all(two[index] is not part for index, part in one.items())
 
@@ -297,7 +298,7 @@ def test_what_products_make_of_a_copy_is_kept(model, x, monkeypatch):
     def refuse(factor):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr(Cached, "_ready", lambda self, request, k: refuse)
+    monkeypatch.setattr(Pass, "_prepare_for", lambda self, request, k: refuse)
     close(part @ V, first)
     with pytest.raises(AssertionError, match="prepared again"):
         _ = J.subset(part.index) @ V
@@ -346,7 +347,7 @@ def test_rows_are_kept_where_they_are_smaller():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 64, 30), nn.Linear(30, 2)).double()
     x = normal(N, 1, 8, 8)
     J = linnet.linearize(model).jacobian(x).cached()
-    each = [sum(t.numel() for t in held) // N for _, held in J._kept[0].factors]
+    each = [sum(t.numel() for t in held) // N for _, held in J.passes.chunks.pieces[0].factors]
     assert sorted(each) == sorted([2 * (18 + 2), 128 + 2 * 30, 30 + 2 * 2])
     check_operator(J, dense_jacobian(model, x), blocks=2)
 

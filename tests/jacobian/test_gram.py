@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import linnet
 from linnet.jacobian import gram as grams
 from linnet.jacobian.blocks.base import Rows, Scale
-from linnet.jacobian.passes import GRAM, Passes
+from linnet.jacobian.chunk import NetworkChunks
+from linnet.jacobian.passes import GRAM
 from linnet.linalg.matrices import Stack
 
 MEMORY = 6e5
@@ -47,16 +48,16 @@ def test_a_block_is_gone_before_the_next_is_formed(monkeypatch: pytest.MonkeyPat
     (left, right), truth = operators(kind), expected(kind)
     known: list[tuple[weakref.ref[Any], int]] = []
     alive, sizes = [], []
-    form = Passes._chunk_of
+    form = NetworkChunks.build
 
-    def chunk_of(self: Passes, *args: Any) -> Any:
+    def chunk_of(self: NetworkChunks, *args: Any) -> Any:
         alive.append(sum(size for there, size in known if there() is not None))
         chunk = form(self, *args)
         known.extend((weakref.ref(factor), factor.bytes) for factor in chunk.factors)
         sizes.append(sum(factor.bytes for factor in chunk.factors))
         return chunk
 
-    monkeypatch.setattr(Passes, "_chunk_of", chunk_of)
+    monkeypatch.setattr(NetworkChunks, "build", chunk_of)
     K = left.gram(right)
     assert (K - truth).norm() <= 1e-12 * K.norm()
     assert len(sizes) > 10
@@ -76,16 +77,16 @@ def test_out_of_memory_halves_what_is_held(monkeypatch: pytest.MonkeyPatch, kind
             raise torch.OutOfMemoryError("CUDA out of memory")
         gram(self, *args)
 
-    form = Passes._chunk_of
+    form = NetworkChunks.build
     monkeypatch.setattr(Rows, "gram", limited)
     monkeypatch.setattr(
-        Passes, "_chunk_of", lambda self, batch, *args: formed.append(batch.n) or form(self, batch, *args)
+        NetworkChunks, "build", lambda self, batch, *args: formed.append(batch.n) or form(self, batch, *args)
     )
     with pytest.warns(UserWarning, match="ran out of memory"):
         K = left.gram(right)
     assert (K - truth).norm() <= 1e-12 * K.norm()
     first = left.parts[0] if kind == "stack" else left
-    assert first._settings.halved == 2
+    assert first.passes.settings.halved == 2
     again = sum(formed)
     formed.clear()
     plain[0].gram(plain[1])
@@ -150,7 +151,7 @@ def test_a_stack_of_other_precisions_is_not_one_gram_matrix(monkeypatch: pytest.
     monkeypatch.setattr(grams, "_symmetric", lambda all_, *given: together.append(len(all_)) or symmetric(all_, *given))
     K = Stack(parts).gram()
     torch.testing.assert_close(K, lin.jacobian(X).gram(), rtol=1e-10, atol=1e-10)
-    assert (2 in together) == (parts[0]._settings.precision == precision)
+    assert (2 in together) == (parts[0].passes.settings.precision == precision)
 
 
 @pytest.mark.parametrize("centers", [(False, False), (True, False), (False, True), (True, True)])

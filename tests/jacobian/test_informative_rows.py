@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
+from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.informative_rows import _groups, reduced
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.output_combinations import combined
@@ -89,7 +90,8 @@ def test_where_there_is_nothing_to_gain():
 
 def test_few_rows_of_a_trained_network():
     from experiments.common import DATA
-    from experiments.pretrained import cifar10, resnet
+    from experiments.common.data import cifar10
+    from experiments.common.networks import resnet
 
     needed = DATA / "cifar10_train_1.npz", DATA / "weights" / "resnet20_cifar10.safetensors"
     if not all(file.exists() for file in needed):
@@ -133,9 +135,9 @@ def test_the_gram_matrix_of_all_parts_is_one_pass(monkeypatch, memory):
     ]
     stack, S = Stack(parts), normal(J.shape[1], seed=9).square()
     dense = torch.cat([part.dense() for part in parts])
-    formed, own = [], type(J)._chunk_of
+    formed, own = [], NetworkChunks.build
     monkeypatch.setattr(
-        type(J), "_chunk_of", lambda self, batch, *rest: (formed.append(batch.n), own(self, batch, *rest))[1]
+        NetworkChunks, "build", lambda self, batch, *rest: (formed.append(batch.n), own(self, batch, *rest))[1]
     )
     for scale in (S, torch.full_like(S, 0.3), None):
         formed.clear()

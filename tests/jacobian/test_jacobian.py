@@ -356,6 +356,7 @@ def test_a_chunk_never_holds_all_examples(model, x, monkeypatch):
     sizes = []
 
     J = linnet.linearize(model).jacobian(x, 2, engine="rows")
+    assert J.shape == (N * C, 43)  # the first examples have been run
     watch_chunks(monkeypatch, lambda batch: sizes.append(batch.n))
     J.normal(normal(43, 2))
     assert sizes == [2, 2, 2, 1]  # one pass
@@ -601,7 +602,7 @@ def test_interrupting_the_linearization_leaves_nothing_changed(monkeypatch):
     for left in (0, 1, 2, 3):
         monkeypatch.setattr(Interrupted, "left", left)
         with pytest.raises(KeyboardInterrupt):
-            linnet.linearize(net).jacobian(normal(6, 5, 3))
+            linnet.linearize(net).jacobian(normal(6, 5, 3)).outputs()
         assert flags() == around
         assert state(net) == before
 
@@ -689,6 +690,7 @@ def test_out_of_memory_goes_on_with_smaller_chunks(model, x, monkeypatch):
 
 def test_out_of_memory_with_one_example_is_an_error(model, x, monkeypatch):
     J = linnet.linearize(model).jacobian(x)
+    assert J.c == C  # the first examples have been run
     limit_chunks(monkeypatch, 0)
     with (
         pytest.warns(UserWarning, match="ran out of memory"),
@@ -961,12 +963,12 @@ def test_stacked_jacobians(model, x):
 def test_convolutions_in_float32_are_given_to_a_gpu_in_parts(monkeypatch, precision):
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
     J = linnet.linearize(net).jacobian(torch.randn(7, 1, 4, 4), precision=precision)
-    v, before = torch.randn(J.shape[1]), J._chunk(columns=True)
+    v, before = torch.randn(J.shape[1]), J.passes.chunk_size(columns=True)
     wanted = J.normal(v)
     monkeypatch.setattr("linnet.jacobian.passes.CONVOLVED", 3)
-    assert before == J._chunk(columns=True) == 7  # a CPU takes what fits
+    assert before == J.passes.chunk_size(columns=True) == 7  # a CPU takes what fits
     monkeypatch.setattr(FunctionalModel, "device", torch.device("cuda"))
-    assert J._chunk(columns=True) == (4 if precision == "highest" else 7) and J._chunk() == 7
+    assert J.passes.chunk_size(columns=True) == (4 if precision == "highest" else 7) and J.passes.chunk_size() == 7
     monkeypatch.undo()
     monkeypatch.setattr("linnet.jacobian.passes.CONVOLVED", 3)
     monkeypatch.setattr(FunctionalModel, "convolves_exactly", lambda self, precision: True)
@@ -981,6 +983,22 @@ def test_convolutions_are_given_to_a_cpu_as_its_cache_takes_them(monkeypatch, si
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 6))
     lin, X = linnet.linearize(net.double()), torch.randn(40, 1, side, side, dtype=torch.float64)
     J, v = lin.jacobian(X), torch.randn(lin.p, dtype=torch.float64)
-    assert J._chunk() == 40 and J._chunk(columns=True) == size  # of about 32, 20 and 3
+    assert J.passes.chunk_size() == 40 and J.passes.chunk_size(columns=True) == size  # of about 32, 20 and 3
     torch.testing.assert_close(J.normal(v), lin.jacobian(X, batch_size=40).normal(v), rtol=1e-9, atol=1e-9)
-    assert linnet.linearize(nn.Linear(9, 2)).jacobian(torch.randn(40, 9))._chunk(columns=True) == 40
+    assert linnet.linearize(nn.Linear(9, 2)).jacobian(torch.randn(40, 9)).passes.chunk_size(columns=True) == 40
+
+
+def test_making_a_jacobian_runs_nothing(model, x, monkeypatch):
+    """The first question for the outputs runs the network, not before."""
+
+    def refuse(self, *args):
+        raise AssertionError("the network was run")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FunctionalModel, "forward", refuse)
+        patched.setattr(nn.Module, "__call__", refuse)
+        lin = linnet.linearize(model)
+        J = lin.jacobian((x, torch.zeros(N)))
+        made = [J.at({}), J.in_precision("high"), J.subset(torch.arange(2)), J.steady(), lin.to(torch.float64)]
+        assert (J.n, J.by_position, J.lin.p) == (N, True, 43) and len(made) == 5
+    assert J.shape == (N * C, 43)

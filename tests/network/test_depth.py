@@ -10,7 +10,7 @@ from torch import nn
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer, WideResNet, mlp
-from linnet.network.depth import block_names, call_order, top_blocks
+from linnet.network.depth import block_names, find_call_order, top_blocks
 from linnet.network.parameters import select
 from linnet.testing import Case, zoo
 from linnet.testing.case import Net
@@ -126,7 +126,7 @@ def crossed() -> Net:
 
 def test_an_example_gives_the_order_of_calls() -> None:
     model, x = crossed(), torch.zeros(1, 3)
-    assert call_order(model, x) == {"": 0, "bottom": 1, "norm": 2, "top": 3}
+    assert find_call_order(model, x) == {"": 0, "bottom": 1, "norm": 2, "top": 3}
     assert top_blocks(model, 0) == ["spare.*"]
     assert top_blocks(model, 0, example=x) == ["top.*"]
     assert top_blocks(model, 1, example=x) == ["top.*", "norm.*", "bottom.*"]

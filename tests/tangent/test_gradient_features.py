@@ -18,6 +18,7 @@ from linnet.inference.mode import by_passes, newton
 from linnet.jacobian.blocks import convolution_products
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.passes import Pass
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.testing import dense_jacobian
@@ -67,7 +68,7 @@ def test_kept_convolutions_have_their_channels_last():
     V = normal(dense.shape[1], 1)
     for dtype, shapes in ((torch.float32, [(4, 1, 5, 6, 3), (4, 5, 1, 5, 6, 4)]), (torch.float64, [(4, 1, 3, 5, 6)])):
         J = linnet.linearize(copy.deepcopy(model).to(dtype)).jacobian(x.to(dtype), engine="bilinear").cached()
-        held = [t.shape for piece in J._kept for _, tensors in piece.factors for t in tensors]
+        held = [t.shape for piece in J.passes.chunks.pieces for _, tensors in piece.factors for t in tensors]
         assert all(shape in held for shape in shapes)
         close((J @ V.to(dtype)).double(), dense @ V, 1e-9 if dtype == torch.float64 else 1e-5)
         close(J.normal(V.to(dtype)).double(), dense.T @ (dense @ V), 1e-9 if dtype == torch.float64 else 1e-5)
@@ -270,8 +271,8 @@ def test_every_pass_is_counted(monkeypatch):
     model, (x, y) = double(Residual()), images(40)
     J = linnet.linearize(model, RESIDUAL).jacobian(x)
     passes = []
-    pieces = Jacobian._pieces
-    monkeypatch.setattr(Jacobian, "_pieces", lambda self, *a, **k: passes.append(a[0]) or pieces(self, *a, **k))
+    pieces = Pass.pieces
+    monkeypatch.setattr(Pass, "pieces", lambda self, *a, **k: passes.append(a[0]) or pieces(self, *a, **k))
     ones = torch.ones(J.shape[1]).double()
     mode = newton.matrix_free(J, y, variance=ones, mean=J.outputs(), likelihood=Categorical(), tolerance=1e-4)
     assert mode.passes == len(passes) and set(passes) == {"fused"}

@@ -1,4 +1,4 @@
-r"""How alike two networks are to first order, on given data.
+r"""Similarity of two networks to first order, on given data.
 
 .. math:: \text{function:}\ \frac{\mathrm{tr}(K_a K_b)}{\|K_a\|_F \|K_b\|_F} \qquad
           \text{parameters:}\ \frac{\|J_a J_b^\top\|_F^2}{\|K_a\|_F \|K_b\|_F} \qquad K = J J^\top
@@ -31,24 +31,24 @@ def similarity(
 ) -> float:
     r"""The squared cosine similarity of two networks' Jacobians over the same data: 1 for alike, 0 for orthogonal.
 
-    In function space the tangent kernels K = J J^T are compared, (n c, n c) whatever the networks: how alike the two
-    would adapt. It does not change when a network's parameters are rotated or its hidden units permuted. In parameter
-    space it is the measure of Maddox et al. (2021): whether both use the *same* parameters for the same outputs, for
-    two networks of one architecture.
+    In function space the tangent kernels K = J J^T are compared, (n c, n c) for any two networks: do both adapt alike?
+    The similarity does not change when a network's parameters are rotated or its hidden units permuted. In parameter
+    space the similarity is the measure of Maddox et al. (2021), for two networks of one architecture: do both use the
+    *same* parameters for the same outputs?
 
-    Two Gram matrices of (n c)^2 entries are held at a time in function space, one in parameter space.
+    Memory holds two Gram matrices of (n c)^2 entries at a time in function space, and one in parameter space.
 
     Args:
         a: A network, or its linearization.
-        b: Another one.
-        data: Anything that both take; see `linnet.Linearization.jacobian`.
+        b: Another network, or its linearization.
+        data: Data that both take; see `linnet.Linearization.jacobian`.
         space: "function" or "parameters".
         params: Which parameters of networks that are not linearized yet; see `linnet.linearize`.
         output: How to read the outputs of networks that are not linearized yet.
         memory: Bytes that the Gram matrices may take, or "auto" for most of what is free.
 
     Returns:
-        A number from 0 to 1; what rounding adds beyond is cut off.
+        A number from 0 to 1; rounding beyond these limits is cut off.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def similarity(
         cross = A.gram(B)
         inner = _inner(cross, cross)
         del cross
-        norms = (_square(A), _square(B))
+        norms = (_square_norm(A), _square_norm(B))
     for name, norm in zip("ab", norms, strict=True):
         if norm == 0:
             raise ValueError(
@@ -124,7 +124,7 @@ def _check_memory(A: Jacobian, B: Jacobian, space: str, memory: float | str) -> 
         )
 
 
-def _square(J: Jacobian) -> float:
+def _square_norm(J: Jacobian) -> float:
     K = J.gram()
     return _inner(K, K)
 

@@ -42,13 +42,13 @@ def distill_loss(
     :math:`T^2 KL(\mathrm{softmax}(t / T) \| \mathrm{softmax}(f / T))` (Hinton et al. 2015).
 
     Args:
-        logits: The student's, (n, c).
+        logits: Logits of the student, (n, c).
         y: Labels (n,).
-        embedding: What the student's embedding head says, (n, k).
+        embedding: Output of the student's embedding head, (n, k).
         target: The teacher's embedding, (n, k).
         teacher: The teacher's logits, (n, c).
         alpha: Weight of the labels, from 0 to 1.
-        distance: Of the embeddings: "mse", "cosine", or a callable ``(embedding, target) -> number``.
+        distance: Distance of the embeddings: "mse", "cosine", or a callable ``(embedding, target) -> number``.
         temperature: T.
 
     Example:
@@ -64,7 +64,7 @@ def distill_loss(
     labels = F.cross_entropy(logits, y)
     if embedding is not None and target is not None:
         _check_shapes("embedding", embedding, "target", target)
-        return alpha * labels + (1 - alpha) * _distance(distance)(embedding, target)
+        return alpha * labels + (1 - alpha) * _find_distance(distance)(embedding, target)
     assert teacher is not None
     _check_shapes("logits", logits, "teacher", teacher)
     if not temperature > 0:
@@ -77,8 +77,8 @@ def distill_loss(
 class WithEmbedding(nn.Module, ABC):
     """A student whose calls give logits (n, c) and an embedding (n, k), to be compared with the teacher's.
 
-    `EmbeddingHead` is one for any classifier. Write another where the embedding is not a linear function of the last
-    features: `distill` takes it as it is.
+    `EmbeddingHead` makes such a student of any classifier. Write another class where the embedding is not a linear
+    function of the last features: `distill` takes it as it is.
 
     Attributes:
         student: The classifier inside.
@@ -92,14 +92,14 @@ class WithEmbedding(nn.Module, ABC):
 
 
 class EmbeddingHead(WithEmbedding):
-    """A student with a second, linear head: from the features that its last layer reads to k numbers.
+    """A student with a second, linear head: it maps the inputs of the last layer to k numbers.
 
     Args:
         student: Any classifier.
         k: Length of the embedding.
-        layer: The ``nn.Linear`` whose inputs are the features; by default the last of the student's modules.
+        layer: The ``nn.Linear`` whose inputs are the features; by default the last ``nn.Linear`` of the student.
 
-    Calling it gives the logits and the embedding, (n, c) and (n, k).
+    A call gives the logits (n, c) and the embedding (n, k).
 
     Example:
         >>> student = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -142,7 +142,7 @@ class Distilled:
     Attributes:
         model: The student with its embedding head, in eval mode; ``model.student`` is the student alone.
         losses: The mean loss of each epoch.
-        scale: (k,), what each component of the target was divided by; None without targets, or as they are.
+        scale: (k,), the divisor of each component of the target; None where targets were not divided.
     """
 
     model: WithEmbedding
@@ -173,27 +173,27 @@ def distill(
 ) -> Distilled:
     """Train a student **in place** with `distill_loss`: SGD whose rate falls tenfold after 60 % and 80 % of the epochs.
 
-    The components of the target are divided by their root mean square, so that all of them count alike.
+    Each component of the target is divided by its root mean square, so that all components count alike.
 
     Args:
         student: The classifier to train, on its device; or one that gives an embedding itself (`WithEmbedding`).
         X: Inputs (n, ...).
         y: Labels (n,).
         target: The teacher's embedding of X, (n, k), as ``FisherEmbedding.fit_transform`` gives it.
-        teacher: Or its logits, (n, c).
+        teacher: Or the teacher's logits, (n, c).
         alpha: Weight of the labels; 1 trains without the teacher.
-        distance: As in `distill_loss`.
-        temperature: As in `distill_loss`.
+        distance: The same as for `distill_loss`.
+        temperature: The same as for `distill_loss`.
         epochs: Passes over the data.
         batch_size: Examples per step.
-        lr: First rate.
-        momentum: Of SGD.
-        weight_decay: Of SGD.
-        augment: Called with each batch of inputs and a generator; returns as many inputs.
-        layer: As in `EmbeddingHead`.
+        lr: Learning rate of the first epochs.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
+        augment: Function of a batch of inputs and a generator; returns as many inputs.
+        layer: The same as for `EmbeddingHead`.
         standardize: False to take the target as it is.
-        seed: Of the head and the order of the examples.
-        progress: Called after each epoch with its number and mean loss.
+        seed: Seed of the head and of the order of the examples.
+        progress: Function that is called after each epoch with its number and mean loss.
     """
     if (target is None) == (teacher is None):
         raise ValueError("distill needs target= (the teacher's embedding) or teacher= (its logits), and not both.")
@@ -242,7 +242,7 @@ def distill(
     return Distilled(model.eval(), tuple(losses), scale)
 
 
-def _distance(distance: Distance) -> Callable[[Tensor, Tensor], Tensor]:
+def _find_distance(distance: Distance) -> Callable[[Tensor, Tensor], Tensor]:
     known: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": F.mse_loss, "cosine": _cosine}
     if callable(distance):
         return distance

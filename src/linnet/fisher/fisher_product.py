@@ -32,30 +32,31 @@ def fisher_vector_product(
 ) -> Tensor:
     r"""The Fisher-vector product :math:`F V = J^\top H J V`, summed over the examples; no labels are needed.
 
-    "exact" takes all columns in one pass. "finite_difference" is equation 5 of Maddox et al. (2021), there for
-    comparison: for each column v, the gradient with respect to theta' of the summed KL(p(y | theta) || p(y | theta'))
-    at theta' = theta + eps v, over eps. Each column takes a forward and a backward pass, and the result has two errors:
-    what the KL has beyond its quadratic part is of first order in eps, and the difference of two outputs loses digits,
-    of order u / eps with u the dtype's rounding unit. With the default step, which moves the outputs by sqrt(u) of
-    their size, the two are about alike, sqrt(u) relative to F v times a constant that grows with the depth of the
-    network: 1e-8 to 1e-7 in float64, 1e-3 to 1e-2 in float32. Where the network has kinks (ReLU, max pooling), units
-    that the step carries over theirs add to it: 0.003 to 0.1 for residual networks in float32. Where it hides some use
-    of a parameter from differentiation (``detach``, an embedding's padding row), the step moves outputs that J does not
-    know of, and the result is not F v at any eps.
+    "exact" takes all columns in one pass. "finite_difference" is equation 5 of Maddox et al. (2021), for comparison:
+    for each column v, the gradient with respect to theta' of the summed KL(p(y | theta) || p(y | theta')) at theta' =
+    theta + eps v, over eps. Each column takes a forward and a backward pass.
+
+    The finite difference has two errors. The part of the KL beyond its quadratic part is of first order in eps. The
+    difference of two outputs loses digits, of order u / eps with u the rounding unit of the dtype. The default step
+    moves the outputs by sqrt(u) of their size. The two errors are then about alike: sqrt(u) relative to F v, times a
+    constant that grows with the depth of the network, 1e-8 to 1e-7 in float64 and 1e-3 to 1e-2 in float32. In networks
+    with kinks (ReLU, max pooling), units that cross their kink add to the error: 0.003 to 0.1 for residual networks in
+    float32. Where a network hides some use of a parameter from differentiation (``detach``, the padding row of an
+    embedding), the step moves outputs that J does not describe, and the result is not F v at any eps.
 
     Args:
         lin: The linearized network.
-        data: Anything that `linnet.Linearization.jacobian` takes; or a Jacobian of ``lin``, which saves the look at
-            the first examples where there are many products.
+        data: Anything that `linnet.Linearization.jacobian` takes; or a Jacobian of ``lin``, which for many products
+            saves the checks on the first examples.
         V: (p,) or (p, k).
         likelihood: Gives H at the network's outputs, or the KL divergence.
         method: "exact" or "finite_difference".
-        eps: Step of the finite difference; by default one for each column, tried on the first examples.
-        batch_size: As in `linnet.Linearization.jacobian`.
-        memory: As in `linnet.Linearization.jacobian`.
+        eps: Step of the finite difference; by default one step for each column, tried on the first examples.
+        batch_size: The same as for `linnet.Linearization.jacobian`.
+        memory: The same as for `linnet.Linearization.jacobian`.
 
     Returns:
-        The shape of V.
+        F V, in the shape of V.
 
     Example:
         >>> import linnet
@@ -70,7 +71,7 @@ def fisher_vector_product(
     if method == "exact":
         if eps is not None:
             raise ValueError(f"eps is the step of method='finite_difference'; method='exact' takes none, got {eps!r}.")
-        J = _jacobian(lin, data, batch_size, memory)
+        J = _as_jacobian(lin, data, batch_size, memory)
 
         def weighted(JV: Tensor, batch: Batch) -> Tensor:
             assert batch.f is not None
@@ -98,7 +99,7 @@ def _finite_difference(
         )
     if eps is not None and not (math.isfinite(eps) and eps != 0):
         raise ValueError(f"eps must be a finite step other than zero; got {eps!r}.")
-    J = _jacobian(lin, data, batch_size, memory)
+    J = _as_jacobian(lin, data, batch_size, memory)
 
     def columns(block: Tensor) -> Tensor:
         f = J.outputs()
@@ -106,7 +107,7 @@ def _finite_difference(
         return torch.stack(found, 1) if found else block.clone()
 
     def column(v: Tensor, f: Tensor) -> Tensor:
-        step = eps if eps is not None else _step(J, v, f)
+        step = eps if eps is not None else _choose_step(J, v, f)
         if step is None:
             return torch.zeros_like(v)
 
@@ -114,47 +115,42 @@ def _finite_difference(
             assert batch.f is not None
             return _kl_gradient(likelihood, f[batch.start : batch.start + batch.n], batch.f)
 
-        near = J.at(_moved(lin, v, step))
-        near._proofs = J._proofs  # so small a step is the same network
+        near = J.near(_move(lin, v, step))  # so small a step is the same network
         return near.pullback(gradient) / step
 
     return apply_to_columns(J, V, columns)
 
 
-PROBES = 32
-"""Examples that the default step is tried on."""
+def _choose_step(J: Jacobian, v: Tensor, f: Tensor) -> float | None:
+    """The step that moves the outputs by about sqrt(u) of their size; None for v = 0.
 
-
-def _step(J: Jacobian, v: Tensor, f: Tensor) -> float | None:
-    """The step that moves the outputs by sqrt(u) of their size, about; None for v = 0.
-
-    First-order error and loss of digits are about alike there, whatever the network does with its parameters. A step of
-    sqrt(u) of the length of theta tells how far that is.
+    The error of first order and the loss of digits are about alike there, whatever the network does with its
+    parameters. A trial step of sqrt(u) of the length of theta, on 32 examples, shows how far the outputs move.
     """
-    few = J.subset(torch.arange(min(J.n, PROBES))) if J.by_position else J
+    few = J.subset(torch.arange(min(J.n, 32))) if J.by_position else J
     root = math.sqrt(torch.finfo(J.dtype).eps)
     length, size = (float(x.norm()) for x in (v, J.lin.layout.flatten(J.lin.theta)))
     if length == 0:
         return None
     first = root * (size or 1.0) / length
     f = f[: few.n]
-    change = float((few.outputs(_moved(J.lin, v, first)) - f).norm())
-    # Outputs that hardly change say little: the step stays within some percent of theta.
+    change = float((few.outputs(_move(J.lin, v, first)) - f).norm())
+    # Outputs that hardly change tell little: the step stays within some percent of theta.
     return first * min(100.0, root * float(f.norm()) / change or 1.0) if change else first
 
 
-def _moved(lin: Linearization, v: Tensor, step: float) -> dict[str, Tensor]:
+def _move(lin: Linearization, v: Tensor, step: float) -> dict[str, Tensor]:
     direction = lin.layout.unflatten(v)
     return {name: torch.add(t, direction[name], alpha=step) for name, t in lin.theta.items()}
 
 
-def _jacobian(lin: Linearization, data: Any, batch_size: int | str, memory: float | str) -> Jacobian:
+def _as_jacobian(lin: Linearization, data: Any, batch_size: int | str, memory: float | str) -> Jacobian:
     if not isinstance(data, Jacobian):
         return lin.jacobian(data, batch_size, memory)
     if data.lin is not lin or (batch_size, memory) != ("auto", "auto"):
         raise ValueError(
             "A Jacobian given as data must belong to the linearization that is given too, and it has its own "
-            "batch_size and memory: pass J.lin, and those to `lin.jacobian`."
+            "batch_size and memory. Pass J.lin, and pass batch_size= and memory= to lin.jacobian."
         )
     return data
 

@@ -1,4 +1,4 @@
-r"""Fisher statistics: what turns the Jacobian of a score into Fisher vectors.
+r"""Fisher statistics: they turn the Jacobian of a score into Fisher vectors.
 
 .. math:: V = (J - 1 Z^\top) \, \mathrm{diag}(I)^{-1/2}, \qquad
     Z = \mathrm{mean}(J), \quad I = \mathrm{mean}((J - 1 Z^\top)^2)
@@ -22,22 +22,17 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.operator import LinearOperator
 from linnet.network.parameters import Layout
 
-JUDGED = 16
-"""Examples whose rows are made in another precision, too."""
-UNSURE = 64
-"""Rounding of float64, foretold from that of float32, may be so many times smaller."""
-
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Centre and diagonal Fisher information of the parameters.
+    """Center and diagonal Fisher information of the parameters.
 
     Attributes:
         Z: (p,) in float64, the mean of each column of J; zeros where scores are not centered.
         I: (p,) in float64, the mean square about Z.
         kept: (p,), whether a column carries information.
-        dropped: How many do not.
-        n: Examples that they were computed from.
+        dropped: Number of columns that carry no information.
+        n: Number of examples that the statistics were computed from.
     """
 
     Z: Tensor
@@ -62,7 +57,7 @@ class Statistics:
                 f"All {self.dropped} columns are constant over the {self.n} examples that the statistics come from, so "
                 "there are no Fisher vectors. Look at the score, the selected parameters and the data."
             )
-        # Made in float64, where the information of small columns does not vanish.
+        # In float64, where the information of small columns does not vanish.
         Z, scale = self.Z[self.kept].to(J.dtype), self.I[self.kept].rsqrt().to(J.dtype)
         V = J.columns(self.kept) if self.dropped else J
         return (V.centered(Z) if bool(Z.any()) else V).scaled(scale)
@@ -74,21 +69,22 @@ class Statistics:
 
 
 def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
-    r"""Centre and diagonal Fisher information of a score, in one pass over the data.
+    r"""Center and diagonal Fisher information of a score, in one pass over the data.
 
-    Sums are in float64 and of squares about the mean, so that nothing cancels. A column of zeros is dropped, and so is
-    a column that would be constant but for rounding, such as the gradient of a bias before a normalization: the scale
-    would blow up its noise to the size of everything else. The size of a column does not tell noise from a small
-    signal. So the rows of 16 examples are made in float64, too, and E is how far J's rows are from them:
+    Sums are in float64 and of squares about the mean, so that nothing cancels. Two kinds of columns are dropped:
+    columns of zeros, and columns that would be constant but for rounding, such as the gradient of a bias before a
+    normalization. The scale would blow up their noise to the size of everything else. The size of a column does not
+    tell noise from a small signal. So the rows of 16 examples are also made in float64, and E is the distance of J's
+    rows from them:
 
     .. math:: \text{column } j \text{ is dropped where} \quad
         \sum_i (E_{ij} - \bar E_j)^2 > \tfrac{1}{4} \sum_i (J_{ij} - \bar J_j)^2
 
-    in each half of the examples: there, leaving the column out changes the kernel less than keeping it does. One
-    example that crosses a kink of the network only because of rounding is in one half alone. A column is kept, too,
-    where ``I_j`` is more than 1 / eps times the mean square of E: examples that are not among the 16 carry a signal.
-    Where J is in float64, E is how far rows in float32 are from J's, times the ratio of the two eps and, as that is a
-    forecast, times 64.
+    in each half of the examples: there, leaving the column out changes the kernel less than keeping it does. An
+    example that crosses a kink of the network only because of rounding is in one half alone. A column is also kept
+    where ``I_j`` is more than 1 / eps times the mean square of E: then examples outside the 16 carry a signal. Where J
+    is in float64, E is the distance of rows in float32 from J's rows, times the ratio of the two eps, and times 64
+    because this is a forecast.
 
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
@@ -118,13 +114,13 @@ def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
 
 def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
     """Which columns of J, with the mean squares I (p,), are rounding noise, (p,); see `fisher_statistics`."""
-    count = min(JUDGED, J.n)
+    count = min(16, J.n)
     if J.by_position:
         index = torch.arange(count) * J.n // count
         few, source = J.subset(index), J._source.subset(index)
     else:
         source = SingleBatch(next(iter(J._source.batches(count, 0, count))), "first examples")
-        few, count = J._of(source), source.n  # a loader's own batches may be smaller
+        few, count = J.over(source), source.n  # a loader's own batches may be smaller
     J.lin.check_unchanged(contents=True)
     finer = J.lin.model_dtype != torch.float64
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
@@ -139,7 +135,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         )
         return torch.zeros(J.shape[1], dtype=torch.bool, device=J.device)
     small, large = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
-    share = 1.0 if finer else (UNSURE * small / large) ** 2
+    share = 1.0 if finer else (64 * small / large) ** 2
     noise = count * I <= share * sum(off for _, off in found) / torch.finfo(J.lin.model_dtype).eps
     for squares, off in found:
         noise &= share * off > 0.25 * squares

@@ -1,4 +1,4 @@
-r"""The adapted network as a BoTorch model: joint posteriors that are differentiable in the candidates."""
+r"""The linearized network as a BoTorch model: joint posteriors that are differentiable in the candidates."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from linear_operator import to_linear_operator
 
 __all__ = ["TangentModel"]
 
-Function = Callable[[Tensor], Tensor]
-"""From inputs (n, d) to (n, c), differentiable."""
+InputFunction = Callable[[Tensor], Tensor]
+"""A differentiable function of inputs (n, d) with values (n, c)."""
 
 
 class TangentModel(Model):
@@ -41,21 +41,21 @@ class TangentModel(Model):
 
     .. math:: f(x) = m(x) + J(x) (\theta - \theta_0), \qquad \theta - \theta_0 \sim N(0, S)
 
-    conditioned on observations with given prior and noise, by an exact solve in float64. To have both chosen by the
-    evidence, fit a `linnet.TangentRegressor` and use `from_regressor`.
+    conditioned on observations with given prior and noise, by an exact solve in float64. Where the evidence should
+    choose prior and noise, fit a `linnet.TangentRegressor` and use `from_regressor`.
 
-    Posteriors have a graph to X where X requires a gradient; then each candidate takes a row of p numbers.
+    Where X requires a gradient, posteriors have a graph to X, and each candidate takes a row of p numbers.
 
     Args:
         model: A module, or a `linnet.Linearization` (then without ``params`` and ``output``).
         X: (n, d), observed inputs.
-        Y: (n, c), their values.
+        Y: (n, c), observed values.
         noise: Variance of the observations: a number, or one for each output, (c,).
-        prior: S: "unit", "ntk" or "balanced" (these with scale one), a variance, variances by layer glob, or a tensor
+        prior: S: "unit", "ntk" or "balanced" (all with scale one), a variance, variances by layer glob, or a tensor
             (p,).
-        mean: m: "network" for the network's own outputs, "zero".
-        params: Which parameters, as for `linnet.linearize`.
-        output: From the module's output to (n, c), as for `linnet.linearize`.
+        mean: m: "network" for the network's own outputs, or "zero".
+        params: Selected parameters, as for `linnet.linearize`.
+        output: Function from the module's output to (n, c), as for `linnet.linearize`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
@@ -91,7 +91,7 @@ class TangentModel(Model):
         lin = as_linearization(model, params, output).to(torch.float64)
         J = cached_if_fits(lin.jacobian(X.detach(), progress=False))
         _check_values(Y, (J.n, J.c), "TangentModel")
-        y, variance = Y.detach().to(J.device, J.dtype), _variances(noise, J.c).to(J.device, J.dtype)
+        y, variance = Y.detach().to(J.device, J.dtype), _check_noise(noise, J.c).to(J.device, J.dtype)
         features = TangentFeatures(lin, prior, J=J)
         m = features.outputs if mean == "network" else None
         r = (y - J.outputs() if mean == "network" else y).flatten()
@@ -109,8 +109,8 @@ class TangentModel(Model):
         """The model of a fitted `linnet.TangentRegressor`, with its prior, noise, mean and solver.
 
         Args:
-            regressor: Fitted on inputs (n, d). A regressor in float32 gives posteriors in float32, which acquisition
-                functions find hard; fit with ``dtype="float64"``.
+            regressor: A regressor fitted on inputs (n, d), best with ``dtype="float64"``: a regressor in float32 gives
+                posteriors in float32, which are often too coarse for acquisition functions.
 
         Example:
             >>> X = torch.linspace(0, 1, 8)[:, None]
@@ -131,7 +131,7 @@ class TangentModel(Model):
             f = features.outputs(x) if regressor._mean == "network" else _zeros(x, c, features.lin)
             return f if level is None else f + level
 
-        scale = _variances(regressor.noise_, c).to(features.lin.device, features.lin.dtype)
+        scale = _check_noise(regressor.noise_, c).to(features.lin.device, features.lin.dtype)
         known = None if regressor._log_variances is None else TangentFeatures(regressor._log_variances, "unit")
 
         def noise(x: Tensor) -> Tensor:
@@ -141,7 +141,13 @@ class TangentModel(Model):
         return self
 
     def _set(
-        self, features: TangentFeatures, posterior: Posterior, *, c: int, mean: Function | None, noise: Function
+        self,
+        features: TangentFeatures,
+        posterior: Posterior,
+        *,
+        c: int,
+        mean: InputFunction | None,
+        noise: InputFunction,
     ) -> None:
         self._features, self._posterior, self._c = features, posterior, c
         self._mean, self._noise = mean, noise
@@ -167,8 +173,8 @@ class TangentModel(Model):
 
         Args:
             X: The inputs.
-            output_indices: Of the outputs wanted; None for all.
-            observation_noise: True adds the model's noise, a tensor (..., q, c) or (..., 1, c) its own variances.
+            output_indices: Indices of the outputs; None for all.
+            observation_noise: True adds the model's noise; a tensor (..., q, c) or (..., 1, c) adds these variances.
             posterior_transform: A ``botorch.acquisition.objective.PosteriorTransform``.
         """
         if not isinstance(X, Tensor) or X.ndim < 2:
@@ -176,9 +182,9 @@ class TangentModel(Model):
         mean, cov = self._joint(X)
         q = X.shape[-2]
         if isinstance(observation_noise, Tensor):
-            cov = _plus_diagonal(cov, observation_noise.to(cov).expand_as(mean))
+            cov = _add_diagonal(cov, observation_noise.to(cov).expand_as(mean))
         elif observation_noise:
-            cov = _plus_diagonal(cov, self._noise_at(X).expand_as(mean))
+            cov = _add_diagonal(cov, self._noise_at(X).expand_as(mean))
         if output_indices is not None:
             chosen = torch.tensor(output_indices, device=cov.device)
             rows = (torch.arange(q, device=cov.device)[:, None] * self.num_outputs + chosen).flatten()
@@ -191,21 +197,21 @@ class TangentModel(Model):
         return found if posterior_transform is None else posterior_transform(posterior=found, X=X)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None) -> TangentModel:
-        """The model with more observations, prior and noise kept; differentiable in them.
+        """The model with more observations and the same prior and noise; differentiable in the observations.
 
         Args:
             X: (..., n', d).
             Y: (..., n', c), perhaps with more leading dimensions, such as one for fantasies.
             noise: Variances that broadcast with Y; None for the model's own.
         """
-        return _Conditioned(self, X, Y, noise)
+        return _ConditionedModel(self, X, Y, noise)
 
     def fantasize(self, X: Tensor, sampler: Any, observation_noise: Tensor | None = None) -> TangentModel:
         """The model conditioned on observations at X (..., n', d) that are drawn from its own posterior.
 
         Args:
-            X: Where to observe.
-            sampler: A BoTorch sampler, whose sample shape leads the batch shape of the new model.
+            X: Inputs of the new observations.
+            sampler: A BoTorch sampler; its sample shape leads the batch shape of the new model.
             observation_noise: Variances (..., n', c) or (..., 1, c); None for the model's own.
         """
         noise = True if observation_noise is None else observation_noise
@@ -242,8 +248,8 @@ class TangentModel(Model):
         return T @ T.mT
 
 
-class _Conditioned(TangentModel):
-    """A model that has also seen (X, Y), by conditioning its joint posterior at X and any other inputs."""
+class _ConditionedModel(TangentModel):
+    """A model that has also observed (X, Y): its joint posterior at X and other inputs is conditioned on Y."""
 
     def __init__(self, base: TangentModel, X: Tensor, Y: Tensor, noise: Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -272,14 +278,14 @@ class _Conditioned(TangentModel):
         mean, cov = self._base._joint(torch.cat([seen, X.expand(*batch, -1, -1)], -2))
         n, m = seen.shape[-2], seen.shape[-2] * self.num_outputs
         noise = self._noise_at(seen) if self._given is None else self._given.to(cov)
-        C = torch.linalg.cholesky(_plus_diagonal(cov[..., :m, :m], noise.expand(*batch, n, self.num_outputs)))
+        C = torch.linalg.cholesky(_add_diagonal(cov[..., :m, :m], noise.expand(*batch, n, self.num_outputs)))
         T = torch.linalg.solve_triangular(C, cov[..., :m, m:], upper=False)
         r = torch.linalg.solve_triangular(C, (self._Y - mean[..., :n, :]).flatten(-2)[..., None], upper=False)
         shift = (T.mT @ r).view(*batch, -1, self.num_outputs)
         return mean[..., n:, :] + shift, cov[..., m:, m:] - T.mT @ T
 
 
-def _plus_diagonal(cov: Tensor, variances: Tensor) -> Tensor:
+def _add_diagonal(cov: Tensor, variances: Tensor) -> Tensor:
     """The covariance (..., q c, q c) with noise variances (..., q, c) on its diagonal."""
     return cov + torch.diag_embed(variances.flatten(-2))
 
@@ -299,7 +305,7 @@ def _check_values(Y: Any, shape: tuple[int, int], who: str) -> None:
         raise ValueError("Values Y must be finite, and there is NaN or infinity. Leave such observations out.")
 
 
-def _variances(noise: Any, c: int) -> Tensor:
+def _check_noise(noise: Any, c: int) -> Tensor:
     """Noise variances of c outputs, (c,)."""
     given = torch.as_tensor(noise, dtype=torch.float64).detach().flatten()
     if len(given) not in (1, c) or not all(isfinite(v) and v > 0 for v in given.tolist()):

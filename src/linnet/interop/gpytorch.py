@@ -23,27 +23,28 @@ __all__ = ["TangentGram", "TangentKernel"]
 class TangentKernel(Kernel):
     r"""The kernel of a linearized network, for any GPyTorch model.
 
-    It has no hyperparameters and no scale: wrap it in ``ScaleKernel``. The network's weights are constants, never
-    trained by the Gaussian process. A network with c > 1 outputs gives c rows for each input, example by example, as
+    The kernel has no hyperparameters and no scale: wrap it in ``ScaleKernel``. The network's weights are constants; the
+    Gaussian process never trains them. A network with c > 1 outputs gives c rows for each input, example by example, as
     ``MultitaskMultivariateNormal`` expects them. With a zero or constant mean this is the finite neural tangent kernel;
     for the linearized network, model ``y - lin(x)``.
 
-    ``kernel.double()``, also as part of ``model.double()``, takes the network to float64; the network itself is not
-    changed. Inputs are (..., n, d): let a network of images begin with ``nn.Unflatten``. Jacobians of the last few
-    inputs are remembered, and in training mode their kernel matrices, so that steps on hyperparameters cost no pass.
+    ``kernel.double()``, also as part of ``model.double()``, takes the kernel to float64; the network itself does not
+    change. Inputs are (..., n, d): let a network of images begin with ``nn.Unflatten``. The kernel remembers the
+    Jacobians of the last few inputs, and in training mode their kernel matrices, so steps on hyperparameters cost no
+    pass.
 
-    Gradients with respect to inputs come from torch.func, with one row of p numbers for each input that requires them.
-    GPyTorch joins training and test inputs in one tensor, so that its predictions differentiate both; for optimizing
-    candidates `linnet.interop.botorch.TangentModel` is the lighter way.
+    Gradients with respect to inputs come from torch.func, with one row of p numbers for each input that requires a
+    gradient. GPyTorch joins training and test inputs in one tensor, so its predictions differentiate both. To optimize
+    candidates, `linnet.interop.botorch.TangentModel` takes less work.
 
     Args:
         model: A module, or a `linnet.Linearization` (then without ``params`` and ``output``).
-        params: Which parameters, as for `linnet.linearize`.
-        output: From the module's output to (n, c), as for `linnet.linearize`.
-        prior: S: "unit" or "shared" (ones: the scale is ScaleKernel's), "ntk", a variance, variances by layer glob, or
+        params: Selected parameters, as for `linnet.linearize`.
+        output: Function from the module's output to (n, c), as for `linnet.linearize`.
+        prior: S: "unit" or "shared" (ones; ScaleKernel has the scale), "ntk", a variance, variances by layer glob, or
             a tensor (p,).
-        max_dense: Kernel matrices of up to ``max_dense ** 2`` entries are tensors; larger ones a `TangentGram`, known
-            by its products, for GPyTorch's conjugate gradients.
+        max_dense: Kernel matrices of up to ``max_dense ** 2`` entries are tensors. A larger one is a `TangentGram`,
+            which gives products for GPyTorch's conjugate gradients.
 
     Example:
         >>> from gpytorch.kernels import ScaleKernel
@@ -98,8 +99,8 @@ class TangentKernel(Kernel):
 
         Args:
             x1: The first inputs.
-            x2: The second; as many as the first for a diagonal.
-            diag: Whether only the diagonal is wanted.
+            x2: The second inputs; as many as the first for a diagonal.
+            diag: Whether to give only the diagonal.
             last_dim_is_batch: Not supported: the network takes all d numbers.
             params: None are known.
         """
@@ -122,7 +123,7 @@ class TangentKernel(Kernel):
         batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
         c = self.num_outputs_per_input(x1, x2)
         rows, columns = x1.shape[-2] * c, x2.shape[-2] * c
-        x1, x2 = _collapsed(x1), _collapsed(x2)
+        x1, x2 = _collapse(x1), _collapse(x2)
         if x1.ndim == 2 and x2.ndim == 2:
             return self._single(x1, x2).expand(*batch, rows, columns)
         if x1.ndim > 2 and x2.ndim > 2:
@@ -136,7 +137,7 @@ class TangentKernel(Kernel):
     def _single(self, x1: Tensor, x2: Tensor) -> Tensor | LazyMatrix:
         """The kernel of (n, d) and (m, d), dense where it is small or differentiable in the inputs."""
         large = len(x1) * len(x2) * self.num_outputs_per_input(x1, x2) ** 2 > self.max_dense**2
-        if not large and _same(x1, x2) and not needs_grad(x1):
+        if not large and _is_same(x1, x2) and not needs_grad(x1):
             return self._features.gram(x1, keep=self.training)
         a, b = self._pair(x1, x2)
         if large and isinstance(a, Jacobian) and isinstance(b, Jacobian):
@@ -146,10 +147,10 @@ class TangentKernel(Kernel):
     def _pair(self, x1: Tensor, x2: Tensor) -> tuple[Any, Any]:
         """Features of both, flattened; the same object for inputs that are the same."""
         a = self._features.of(x1.reshape(-1, x1.shape[-1]))
-        return (a, a) if _same(x1, x2) else (a, self._features.of(x2.reshape(-1, x2.shape[-1])))
+        return (a, a) if _is_same(x1, x2) else (a, self._features.of(x2.reshape(-1, x2.shape[-1])))
 
     def _apply(self, fn: Any, recurse: bool = True) -> TangentKernel:
-        # How module.double() and module.to(...) reach the network, which is no submodule.
+        # module.double() and module.to(...) reach the network here, because it is no submodule.
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if probe.device != self.device:
             raise RuntimeError(
@@ -163,13 +164,13 @@ class TangentKernel(Kernel):
 
 
 class TangentGram(LazyMatrix):
-    """``J S J'^T``, (n c, m c), known by its products: what GPyTorch gets where the matrix would be large.
+    """``J S J'^T``, (n c, m c), as an operator that gives products, for GPyTorch where the matrix would be large.
 
     Args:
         variances: S, (p,).
         left: J.
         right: J'; the same object for a symmetric matrix.
-        batch: The matrix is repeated over these dimensions.
+        batch: Batch dimensions over which the matrix is repeated.
 
     Example:
         >>> J = linearize(nn.Linear(2, 1)).jacobian(torch.ones(4, 2))
@@ -242,7 +243,7 @@ class TangentGram(LazyMatrix):
 
 
 def as_linearization(model: nn.Module | Linearization, params: Params, output: Output | None) -> Linearization:
-    """The linearization that was given, or that of the module."""
+    """The given linearization, or the linearization of the given module."""
     if not isinstance(model, Linearization):
         return linearize(model, params, output)
     if params is not None or output is not None:
@@ -253,14 +254,14 @@ def as_linearization(model: nn.Module | Linearization, params: Params, output: O
     return model
 
 
-def _same(x1: Tensor, x2: Tensor) -> bool:
-    """Whether features of one serve for the other; gradients of equal inputs may still belong to different ones."""
+def _is_same(x1: Tensor, x2: Tensor) -> bool:
+    """Whether the features of x1 serve for x2. Equal inputs that need gradients are not the same."""
     constant = not needs_grad(x1) and not needs_grad(x2)
     return x1 is x2 or (constant and x1.shape == x2.shape and torch.equal(x1, x2))
 
 
-def _collapsed(x: Tensor) -> Tensor:
-    """(n, d) from a batch of equal copies without gradients, as GPyTorch makes of training inputs; else x itself."""
+def _collapse(x: Tensor) -> Tensor:
+    """(n, d) where x is a batch of equal copies without gradients, as GPyTorch makes of training inputs; else x."""
     if x.ndim == 2 or needs_grad(x):
         return x
     flat = x.flatten(0, -3)
@@ -268,7 +269,7 @@ def _collapsed(x: Tensor) -> Tensor:
 
 
 def _subset(J: Jacobian, index: Any) -> Jacobian | None:
-    """The examples whose rows an index takes, if it takes all rows of each."""
+    """The examples whose rows an index takes; None where it takes only some rows of an example."""
     rows = torch.arange(J.shape[0])[index if isinstance(index, slice) else index.cpu()]
     if rows.numel() == 0 or rows.numel() % J.c:
         return None

@@ -1,30 +1,33 @@
-"""A Jacobian whose factors are in memory, and what it takes to keep them there; see `linnet.Jacobian.cached`."""
+"""Chunks of a Jacobian in memory, and what it takes to keep them there; see `linnet.Jacobian.cached`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from math import ceil
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world
 from linnet._common.memory import budget, free_memory
+from linnet._common.progress import bar
 from linnet._common.torch_settings import arithmetic, network_precision
 from linnet.data.batch import Batch, leaves, move
-from linnet.data.checks import check_subset_index, targets_of
+from linnet.data.checks import check_subset_index
+from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import pack
-from linnet.jacobian.chunk import Chunk, Prepare
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import Kronecker
+from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExamples, NetworkChunks, Prepare
+from linnet.jacobian.passes import Pass, PassSettings
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
-from linnet.jacobian.proofs import Proofs
 from linnet.jacobian.rule_selection import PROBE
-from linnet.linalg.operator import LinearOperator
+from linnet.network.checks import check_outputs_finite
+
+if TYPE_CHECKING:
+    from linnet.jacobian.linearization import Linearization
 
 Held = tuple[Recipe, tuple[Tensor, ...]]
 """A factor in memory: how it is made, and its tensors."""
@@ -33,31 +36,93 @@ Key = tuple[Request, int]
 """Products with a number of columns."""
 
 
-@final
-class Cached(Jacobian):
-    """A Jacobian whose factors are in memory; see `Jacobian.cached`.
+def store(passes: Pass, memory: float | str) -> StoredChunks:
+    """The chunks of a Jacobian in memory, by one pass over the data.
 
     Args:
-        J: The Jacobian that they come from.
-        kept: Its factors, or those of chosen examples.
+        passes: Goes over the chunks that the network makes.
+        memory: Bytes that may be kept, or "auto".
+
+    Raises:
+        MemoryError: If the factors do not fit.
+    """
+    chunks, settings = passes.chunks, passes.settings
+    assert isinstance(chunks, NetworkChunks)
+    limit = cache_limit(memory, chunks.lin.device)
+    _check_fits(chunks, estimate_size(passes), limit)
+
+    def run() -> list[StoredChunk]:
+        stored: list[StoredChunk] = []
+        held = 0
+        with bar(chunks.n, "factors", progress=settings.progress) as tick:
+            for batch in chunks.batches(_stored_size(passes), 0, chunks.n):
+                chunk = chunks.build_whole(batch)
+                check_outputs_finite(chunk.f, batch.start)
+                factors = keep(chunk.factors, settings.engine)
+                stored.append(StoredChunk(batch.without_inputs(), chunk.f.clone(), factors))
+                held += stored[-1].bytes
+                if held > limit:
+                    break
+                tick(batch.n)
+        return stored
+
+    stored = passes.complete(run)
+    held = sum(piece.bytes for piece in stored)
+    # Where examples differ in size, the first ones do not tell.
+    _check_fits(chunks, max(held, ceil(held * chunks.n / sum(piece.batch.n for piece in stored))), limit)
+    first = replace(chunks.first, factors=[], batch=chunks.first.batch.without_inputs())
+    return StoredChunks(chunks.lin, replace(settings, largest=None, halved=0), stored, first)
+
+
+def estimate_size(passes: Pass) -> int:
+    """Bytes that the chunks of a Jacobian take in memory, estimated from the first examples."""
+    chunks, s = passes.chunks, passes.settings
+    first, n, size = chunks.first, chunks.n, chunks.lin.dtype.itemsize
+    if s.engine == "autodiff":
+        return n * ((chunks.lin.p + 1) * first.c * size + first.rest)
+    rows = [f for f in first.factors if isinstance(f, Autodiff)]
+    given = [f for f in first.factors if not isinstance(f, Autodiff)]
+    held = keep(given, s.engine)
+    # What all examples share, such as the output's own gradient, is kept once for each chunk.
+    shared = bytes_of(held, lambda t: t.stride(0) == 0)
+    own = bytes_of(held) - shared
+    each = ceil(own / given[0].n) if given else 0
+    each += (sum(f.q for f in rows) + 1) * first.c * size + first.rest
+    return n * each + ceil(n / _stored_size(passes)) * shared
+
+
+def _stored_size(passes: Pass) -> int:
+    """Examples per chunk while chunks are kept."""
+    size = passes.chunk_size()
+    # Beside the chunk there is what is kept, up to the other half of the memory.
+    halves = passes.lin.device.type == "cuda" and passes.settings.batch_size == "auto"
+    return ceil(size / 2) if halves else size
+
+
+@final
+@dataclass(eq=False)
+class StoredChunks(ChunkSource):
+    """Chunks that are in memory: passes touch neither the network nor the data.
+
+    Attributes:
+        lin: The linearized network.
+        settings: How passes are made.
+        pieces: The chunks, in order.
+        measured: What the first examples of the data showed.
     """
 
-    def __init__(self, J: Jacobian, kept: Sequence[Kept]) -> None:
-        self.lin, self._settings, self._kept = J.lin, replace(J._settings, largest=None, halved=0), list(kept)
-        self._rotation, self._proofs, self._agreed = J._rotation, Proofs(), True
-        self.n, self.c = sum(piece.batch.n for piece in kept), J.c
-        LinearOperator.__init__(self, (self.n * self.c, J.lin.p), dtype=J.dtype, device=J.device)
-        self.block = self.c
-        self._copies: tuple[int, list[Cached]] = (0, [])  # of all minibatches of a size
+    lin: Linearization
+    settings: PassSettings
+    pieces: list[StoredChunk]
+    measured: FirstExamples
 
     @cached_property
-    def _sample(self) -> list[Factor]:  # type: ignore[override]
-        first = self._kept[0]
-        return first.part(0, min(PROBE, first.batch.n)).chunk.factors
+    def n(self) -> int:
+        return sum(piece.batch.n for piece in self.pieces)
 
     @property
-    def name(self) -> str:
-        return "Jacobian"
+    def kind(self) -> str:
+        return "factors in memory"
 
     @property
     def by_position(self) -> bool:
@@ -65,109 +130,79 @@ class Cached(Jacobian):
 
     @property
     def index(self) -> Tensor:
-        return torch.cat([piece.batch.index for piece in self._kept])
+        return torch.cat([piece.batch.index for piece in self.pieces])
+
+    @cached_property
+    def first(self) -> FirstExamples:
+        piece = self.pieces[0]
+        return replace(self.measured, factors=piece.part(0, min(PROBE, piece.batch.n)).chunk.factors)
 
     @property
-    def cache_size(self) -> int:
-        """Bytes that are kept."""
-        return sum(piece.bytes for piece in self._kept)
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(piece.bytes for piece in self.pieces)
 
-    @property
-    def _kind(self) -> str:
-        return "factors in memory"
+    def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
+        key = (request.kind, request.k) if request.kind in PRODUCTS and request.rotation is None else None
+        for piece in self.pieces:
+            first, end = piece.batch.start, piece.batch.start + piece.batch.n
+            low, high = max(start, first), min(stop, end)
+            for a in range(low, high, size):
+                part = piece.part(a - first, min(a + size, high) - first)
+                with arithmetic(network_precision(self.settings.precision), self.lin.device):
+                    factors = part.prepared(request.prepare, key)
+                yield part.batch, Chunk(part.f, factors)
 
-    def cached(self, memory: float | str = "auto") -> Jacobian:
-        return self
+    def with_settings(self, settings: PassSettings) -> StoredChunks:
+        return replace(self, settings=settings)
 
-    def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
-        return self  # which runs no layer at all
+    def begin(self) -> None:
+        """Nothing runs, and nothing is to be checked."""
 
-    def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
-        if theta is not None:
-            raise ValueError(
-                "A cached Jacobian keeps no inputs, so it has the outputs at its own weights only; "
-                "use the Jacobian that it was made from."
-            )
-        return self._completed(lambda: torch.cat([piece.f for piece in self._kept]))
+    def forget_proofs(self) -> None:
+        """Chunks were compared when they were made."""
 
-    def kronecker(self, root: Tensor | None = None) -> Kronecker:
-        raise ValueError(
-            "A cached Jacobian keeps rows where they are smaller, which have no Kronecker factors; "
-            "use the Jacobian that it was made from."
-        )
+    def rests(self, size: int) -> Iterator[Any]:
+        return (piece.batch.rest for piece in self.pieces)
 
-    def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
-        raise ValueError(
-            "A cached Jacobian keeps no inputs, so it cannot go to other weights; "
-            "use the Jacobian that it was made from."
-        )
+    def outputs(self) -> Tensor:
+        """Outputs of all examples, (n, c)."""
+        return torch.cat([piece.f for piece in self.pieces])
 
-    def targets(self) -> Any:
-        return targets_of([piece.batch.rest for piece in self._kept], self._kind)
-
-    def subset(self, index: Tensor) -> Cached:
+    def subset(self, index: Tensor, size: int) -> StoredChunks:
         check_subset_index(index, self.n)
-        index, size = index.cpu().long(), self._chunk()
-        starts = torch.tensor([piece.batch.start for piece in self._kept])
+        index = index.cpu().long()
+        starts = torch.tensor([piece.batch.start for piece in self.pieces])
         places = torch.bucketize(index, starts, right=True) - 1
-        kept: list[Kept] = []
-        with arithmetic(self._settings.precision, self.device):
+        pieces: list[StoredChunk] = []
+        with arithmetic(self.settings.precision, self.lin.device):
             for a in range(0, len(index), size):
-                kept += self._gathered(index[a : a + size], places[a : a + size], a)
-        return Cached(self, kept)
+                pieces += self._gathered(index[a : a + size], places[a : a + size], a)
+        return replace(self, settings=replace(self.settings, largest=None, halved=0), pieces=pieces)
 
-    def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
-        size = len(chunks[0])
-        if self._copies[0] != size:
-            self.forget_minibatches()
-            if self.cache_size > cache_limit("auto", self.device):
-                yield from (self.subset(chunks[i]) for i in order)
-                return
-            self._copies = size, [self._copied(index) for index in chunks]
-        for i in order:
-            yield self._copies[1][i]
+    def with_forms(self) -> StoredChunks:
+        """The same chunks, which keep the forms that products make of them."""
+        return replace(self, pieces=[replace(piece, forms={}) for piece in self.pieces])
 
-    def forget_minibatches(self) -> None:
-        self._copies = 0, []
-
-    def _copied(self, index: Tensor) -> Cached:
-        """The examples at ``index``, with forms for products that are made once."""
-        part = self.subset(index)
-        return Cached(part, [replace(piece, forms={}) for piece in part._kept])
-
-    def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[Kept]:
+    def _gathered(self, index: Tensor, places: Tensor, start: int) -> list[StoredChunk]:
         """The examples at ``index``, which lie in the pieces at ``places``, as one piece or, if unlike, as several."""
         order = places.argsort(stable=True)
         numbers, counts = places.unique(return_counts=True)
         parts = []
         for number, rows in zip(numbers.tolist(), index[order].split(counts.tolist()), strict=True):
-            piece = self._kept[number]
+            piece = self.pieces[number]
             parts.append(piece.take(rows - piece.batch.start))
         if len(parts) == 1:
             return [replace(parts[0], batch=replace(parts[0].batch, start=start))]
         if all(part.alike(parts[0]) for part in parts):
-            return [Kept.joined(parts, start).take(order.argsort())]
+            return [StoredChunk.joined(parts, start).take(order.argsort())]
         half = len(index) // 2
         left = self._gathered(index[:half], places[:half], start)
         return left + self._gathered(index[half:], places[half:], start + half)
 
-    def _chunks(
-        self, size: int, start: int, stop: int, request: Request, k: int, along: Tensor | None
-    ) -> Iterator[tuple[Batch, Chunk]]:
-        for piece in self._kept:
-            first, end = piece.batch.start, piece.batch.start + piece.batch.n
-            low, high = max(start, first), min(stop, end)
-            for a in range(low, high, size):
-                part = piece.part(a - first, min(a + size, high) - first)
-                ready = self._ready(request, k)
-                key = (request, k) if request in PRODUCTS and self._rotation is None else None
-                with arithmetic(network_precision(self._settings.precision), self.device):
-                    factors = part.prepared(ready, key)
-                yield part.batch, Chunk(part.f, factors)
-
 
 @dataclass(frozen=True)
-class Kept:
+class StoredChunk:
     """A chunk in memory: recipes of its factors, each with the tensors that it needs; tensors may be shared.
 
     Attributes:
@@ -208,21 +243,21 @@ class Kept:
             return None
         return pack([ready(factor) for factor in self.chunk.factors])
 
-    def part(self, start: int, stop: int) -> Kept:
+    def part(self, start: int, stop: int) -> StoredChunk:
         """Examples start to stop, as views."""
         if (start, stop) == (0, self.batch.n):
             return self
         factors = [(recipe, tuple(t[start:stop] for t in tensors)) for recipe, tensors in self.factors]
-        return Kept(self.batch.part(start, stop), self.f[start:stop], factors)
+        return StoredChunk(self.batch.part(start, stop), self.f[start:stop], factors)
 
-    def take(self, index: Tensor) -> Kept:
+    def take(self, index: Tensor) -> StoredChunk:
         """Copies of some examples."""
         there = move(index, self.f.device)
         taken = _once(lambda t: t.index_select(0, there))
         factors = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.factors]
-        return Kept(self.batch.take(index), self.f.index_select(0, there), factors)
+        return StoredChunk(self.batch.take(index), self.f.index_select(0, there), factors)
 
-    def alike(self, other: Kept) -> bool:
+    def alike(self, other: StoredChunk) -> bool:
         """Whether the two can be joined."""
         mine, theirs = (
             [(recipe, [t.shape[1:] for t in tensors]) for recipe, tensors in kept.factors] for kept in (self, other)
@@ -230,7 +265,7 @@ class Kept:
         return mine == theirs and _shapes(self.batch) == _shapes(other.batch)
 
     @staticmethod
-    def joined(parts: Sequence[Kept], start: int) -> Kept:
+    def joined(parts: Sequence[StoredChunk], start: int) -> StoredChunk:
         """Pieces that are alike, as one."""
         columns = zip(*(part.factors for part in parts), strict=True)
         known: dict[tuple[int, ...], Tensor] = {}
@@ -246,7 +281,7 @@ class Kept:
             tensors = zip(*(tensors for _, tensors in column), strict=True)
             factors.append((column[0][0], tuple(join(group) for group in tensors)))
         batch = Batch.join([part.batch for part in parts], start)
-        return Kept(batch, torch.cat([part.f for part in parts]), factors)
+        return StoredChunk(batch, torch.cat([part.f for part in parts]), factors)
 
 
 def keep(factors: Sequence[Factor], engine: Engine) -> list[Held]:
@@ -307,15 +342,16 @@ def cache_limit(memory: float | str, device: torch.device) -> int:
     return budget(memory, device)
 
 
-def check_fits(J: Jacobian, needed: int, limit: int) -> None:
-    """Raise, on all ranks, unless it fits on all ranks."""
-    fits = torch.tensor(float(needed <= limit), device=J.device)
+def _check_fits(chunks: NetworkChunks, needed: int, limit: int) -> None:
+    """Raise, on all ranks, unless the factors fit on all ranks."""
+    n, c, p, device = chunks.n, chunks.first.c, chunks.lin.p, chunks.lin.device
+    fits = torch.tensor(float(needed <= limit), device=device)
     add_up(fits)
     world = rank_and_world()[1]
     if int(fits) < world:
         where = "" if world == 1 else f" on each of {world} ranks"
         raise MemoryError(
-            f"Keeping the factors of the {J.shape[0]} x {J.shape[1]} Jacobian takes about {needed:,} bytes, "
-            f"{needed // J.n:,} for each of {J.n:,} examples, and {limit:,} are available for it{where}. Select fewer "
+            f"Keeping the factors of the {n * c} x {p} Jacobian takes about {needed:,} bytes, "
+            f"{needed // n:,} for each of {n:,} examples, and {limit:,} are available for it{where}. Select fewer "
             "parameters with params=, allow more with memory=, or use a solver that goes over the data in each step."
         )

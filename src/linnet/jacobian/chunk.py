@@ -1,28 +1,39 @@
-"""The Jacobian of a few examples in factors: by layer rules where they serve, by torch's autodiff elsewhere."""
+"""The Jacobian of a few examples in factors, and where the chunks of a data set come from.
+
+A `ChunkBuilder` makes the factors of one batch, by layer rules where they serve and by torch's autodiff elsewhere.
+`NetworkChunks` makes the chunks of a data set with it, and compares each chunk with reverse mode when it is new.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from linnet._common.torch_settings import Precision, forward_mode
-from linnet.data.batch import Batch
+from linnet._common.deferred import Deferred
+from linnet._common.distributed import check_ranks_agree
+from linnet._common.torch_settings import Precision, forward_mode, noting_saved_tensors
+from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.blocks.base import Factor, Recipe
 from linnet.jacobian.blocks.composite import Lazy, combine
 from linnet.jacobian.blocks.shared_outputs import Shared
+from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.layers.rule import Call, LayoutError, Rule, Slot
-from linnet.jacobian.proofs import Apart, Truth
+from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
+from linnet.jacobian.proofs import Apart, Proofs, RandomState, Truth
 from linnet.jacobian.recording import Recording, Use
 from linnet.jacobian.rule_selection import (
+    PROBE,
     Kept,
     RuleAssignment,
     RuleSelection,
@@ -31,7 +42,16 @@ from linnet.jacobian.rule_selection import (
     streamed,
     warn_fallback,
 )
+from linnet.network.checks import check_outputs_finite, examples_interact
 from linnet.network.functional_model import FunctionalModel
+
+if TYPE_CHECKING:
+    from linnet.jacobian.linearization import Linearization
+    from linnet.jacobian.passes import PassSettings
+
+AGAIN = 2**24
+"""Bytes of the network's graph up to which all examples of a new chunk, at most 64, are run once more in other batches;
+of larger chunks it is a sixteenth. Certainty against the time of a first pass."""
 
 NOTHING = nullcontext()
 
@@ -274,3 +294,342 @@ def _lazy_again(
 ) -> Factor:
     x, g = tensors
     return rule.factors(Call(None, {}, conf), x, g, slots, layout)[0]
+
+
+@dataclass(frozen=True)
+class FirstExamples:
+    """What the first examples of a data set show.
+
+    Attributes:
+        c: Outputs.
+        factors: Columns of the Jacobian of the first examples.
+        batch: One or two of the examples.
+        per_example: Bytes that an example takes in a chunk.
+        graph: Bytes that an example takes in the graph of the network, without factors and rows.
+        inputs: Bytes of an example that the model takes.
+        rest: Bytes of an example that the model does not take, such as targets.
+    """
+
+    c: int
+    factors: list[Factor]
+    batch: Batch
+    per_example: int
+    graph: int
+    inputs: int
+    rest: int
+
+
+@dataclass(frozen=True)
+class ChunkRequest:
+    """What a pass asks of its chunks.
+
+    Attributes:
+        kind: Which products are made.
+        k: Columns of the products.
+        prepare: Gives a factor the form and the coordinates that the products want.
+        along: (p, k), what the chunks will be multiplied by, where that is known before they are made.
+        rotation: The coordinates of the columns; None for the coordinates of the parameters.
+    """
+
+    kind: Request
+    k: int
+    prepare: Prepare
+    along: Tensor | None = None
+    rotation: Rotation | None = None
+
+
+class ChunkSource(ABC):
+    """Where the chunks of a Jacobian come from: the network, or memory.
+
+    Attributes:
+        lin: The linearized network.
+        settings: How passes are made.
+    """
+
+    lin: Linearization
+    settings: PassSettings
+
+    @property
+    @abstractmethod
+    def n(self) -> int:
+        """The number of examples."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What the data is, in a few words."""
+
+    @property
+    @abstractmethod
+    def by_position(self) -> bool:
+        """Whether examples can be chosen."""
+
+    @property
+    @abstractmethod
+    def index(self) -> Tensor:
+        """Positions of the examples in the full data, (n,)."""
+
+    @property
+    @abstractmethod
+    def first(self) -> FirstExamples:
+        """What the first examples show."""
+
+    @abstractmethod
+    def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
+        """Chunks of at most ``size`` examples that cover examples start to stop."""
+
+    @abstractmethod
+    def subset(self, index: Tensor, size: int) -> ChunkSource:
+        """The examples at ``index`` (m,), in that order; chunks in memory are copied, ``size`` examples at a time."""
+
+    @abstractmethod
+    def rests(self, size: int) -> Iterator[Any]:
+        """What came with the inputs in the data, batch by batch."""
+
+    def by_columns(self, kind: Request, k: int) -> bool:
+        """Whether a pass is left to autodiff alone, which holds no rows."""
+        return False
+
+    @abstractmethod
+    def with_settings(self, settings: PassSettings) -> ChunkSource:
+        """The same chunks with other settings."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Check, before a pass, that all ranks have the same weights and data, and that the network can be run."""
+
+    @abstractmethod
+    def forget_proofs(self) -> None:
+        """Compare all chunks anew: a pass broke off, and not all of its chunks were compared."""
+
+
+@final
+@dataclass(eq=False)
+class NetworkChunks(ChunkSource):
+    """Chunks that the network makes of a data set, each compared with reverse mode when it is new.
+
+    Attributes:
+        lin: The linearized network.
+        source: The data.
+        settings: How passes are made.
+        proofs: Which chunks have been compared with reverse mode.
+        late: Checks outputs when all minibatches have been taken; None checks them in every pass.
+        agreed: Whether the ranks have found that they have the same weights and data.
+        whole: The chunks whose first examples stand for the first examples here; None for these themselves.
+    """
+
+    lin: Linearization
+    source: Source
+    settings: PassSettings
+    proofs: Proofs = field(default_factory=Proofs)
+    late: Deferred | None = None
+    agreed: bool = False
+    whole: NetworkChunks | None = None
+
+    @property
+    def n(self) -> int:
+        return self.source.n
+
+    @property
+    def kind(self) -> str:
+        return self.source.kind
+
+    @property
+    def by_position(self) -> bool:
+        return self.source.by_position
+
+    @property
+    def index(self) -> Tensor:
+        indices = getattr(self.source, "indices", None)
+        return torch.arange(self.n) if indices is None else indices
+
+    def around(self, lin: Linearization) -> NetworkChunks:
+        """The chunks of the same data by another network with the same layers."""
+        return replace(self, lin=lin, proofs=Proofs(), whole=self)
+
+    def over(self, source: Source, late: Deferred | None = None) -> NetworkChunks:
+        """The chunks of other examples of the same kind."""
+        return replace(self, source=source, late=late, agreed=True, whole=self)
+
+    def subset(self, index: Tensor, size: int) -> NetworkChunks:
+        return self.over(self.source.subset(index))
+
+    def with_settings(self, settings: PassSettings) -> NetworkChunks:
+        return replace(self, settings=settings, proofs=Proofs(), whole=self)
+
+    def begin(self) -> None:
+        if not self.agreed:
+            self.agreed = True
+            check_ranks_agree(self.lin, self.source)
+        _ = self.first
+
+    def forget_proofs(self) -> None:
+        self.proofs.forget()
+
+    # The first examples.
+
+    @cached_property
+    def first(self) -> FirstExamples:
+        if self.whole is not None:
+            return self.whole.first
+        batch = next(iter(self.source.batches(min(PROBE, self.n)))).to(self.lin.device)
+        return self._measure(batch)
+
+    def _measure(self, batch: Batch) -> FirstExamples:
+        """Check the network on the first examples and measure what an example takes."""
+        self.lin.network.check_unchanged()
+        sizes: dict[tuple[int, int], int] = {}
+        own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
+
+        def note(t: Tensor) -> Tensor:
+            try:
+                storage = t.untyped_storage()
+                place, size = (storage.data_ptr(), int(t.storage_offset())), min(storage.nbytes(), t.nbytes)
+            except (RuntimeError, NotImplementedError):  # a sparse tensor, or one inside a torch.func transform
+                place, size = (id(t), -1), t.numel() * t.element_size()
+            if place[0] not in own:
+                # A view counts as itself: the first examples may be a part of all data.
+                sizes[place] = max(sizes.get(place, 0), size)
+            return t.detach()  # an output that its own graph saved would never be freed
+
+        self.lin.rules.assign(batch)
+        build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision)
+        try:
+            with noting_saved_tensors(note):
+                chunk = build()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
+                chunk = build()
+        check_outputs_finite(chunk.f, batch.start)
+        graph = max(1, sum(sizes.values()) // batch.n)
+        for factor in chunk.factors:
+            for t in factor.tensors():
+                note(t)
+        return FirstExamples(
+            c=chunk.f.shape[1],
+            factors=chunk.factors,
+            batch=batch.part(0, min(2, batch.n)),
+            per_example=sum(sizes.values()) // batch.n + working_size(chunk.factors, self.lin.dtype.itemsize),
+            graph=graph,
+            inputs=batch.input_bytes // batch.n,
+            rest=batch.rest_bytes // batch.n,
+        )
+
+    # Chunks.
+
+    def batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        """Batches of at most ``size`` examples on the device of the network."""
+        self.lin.network.check_unchanged()
+        if stop > start:
+            for batch in self.source.batches(size, start, stop):
+                yield batch.to(self.lin.device)
+
+    def rests(self, size: int) -> Iterator[Any]:
+        return (batch.rest for batch in self.batches(size, 0, self.n))
+
+    def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
+        for batch in self.batches(size, start, stop):
+            made = [self.build(batch, request)]
+            f = made[0].f
+            yield batch, made.pop()
+            # After the chunk's work is queued, so that a GPU does not wait for the answer.
+            if self.late is None:
+                check_outputs_finite(f, batch.start, batch.positions)
+            else:
+                self.late.add(f, batch.index)
+
+    def by_columns(self, kind: Request, k: int) -> bool:
+        if self.settings.engine != "auto" or kind not in PRODUCTS or not autodiff_wins(kind, k=k, c=self.first.c):
+            return False
+        return self._by_backward(kind) or self.lin.rules.can("forward_mode", self.first.batch)
+
+    def _by_backward(self, kind: Request) -> bool:
+        # Reverse mode adds up over the examples, which half precision is too short for.
+        return kind == "rmatmul" and self.lin.model_dtype == self.lin.dtype
+
+    def build(self, batch: Batch, request: ChunkRequest) -> Chunk:
+        """The chunk of a batch, in the way that is cheapest for a request."""
+        s, lin, kind, k = self.settings, self.lin, request.kind, request.k
+        product, c = kind in PRODUCTS, self.first.c
+        auto = s.engine == "auto" and product and request.rotation is None
+        autodiff = s.engine == "autodiff" or (auto and autodiff_wins(kind, k=k, c=c))
+        backward = self._by_backward(kind)
+        forward = autodiff and product and not backward and lin.rules.can("forward_mode", batch)
+        if s.engine == "autodiff" or (autodiff and (backward or forward)):
+            graph = backward or (forward and kind == "fused")
+            way = "backward" if backward else f"forward, {kind}, {k > 1}" if forward else "rows"
+            how: dict[str, Any] = {"columns": forward, "graph": graph, "along": request.along}
+            return self._by_autodiff(way, batch, prepare=request.prepare, **how)
+        few = product and (k <= c or not lin.rules.can("vectorize", batch)) if lin.rules.has_rest else False
+        return self._by_rules(batch, rotation=request.rotation, columns=few, prepare=request.prepare)
+
+    def build_whole(self, batch: Batch) -> Chunk:
+        """The chunk of a batch in the coordinates of the parameters, prepared for nothing."""
+        return self._by_autodiff("rows", batch) if self.settings.engine == "autodiff" else self._by_rules(batch)
+
+    def _by_autodiff(self, way: str, batch: Batch, **how: Any) -> Chunk:
+        build = partial(self.lin.chunks.build_by_autodiff, batch, self.settings.precision, **how)
+        return self._proved(way, batch, lambda apart: build(prove=apart))
+
+    def _by_rules(self, batch: Batch, *, rotation: Rotation | None = None, columns: bool = False, **how: Any) -> Chunk:
+        """A chunk by layer rules, without the rules that gave other numbers than reverse mode."""
+        rules, layout = self.lin.rules, self.lin.layout
+        build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision, columns=columns, **how)
+
+        def make(apart: Apart | None) -> Chunk:
+            while True:
+                chunk = build(prove=apart)
+                if chunk.truth is None or not chunk.truth.judges:
+                    return chunk
+                rest = rules.last.rest  # autodiff's columns are compared when they are used
+                own = {layout.offsets[name] for name in rest}
+                ruled = [f for f in chunk.factors if f.ranges[0][0] not in own]
+                wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
+                if not wrong:
+                    if any(mixed):
+                        raise examples_interact(batch.start, batch.n)
+                    return replace(chunk, truth=None)
+                rules.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
+
+        return self._proved("rules, columns" if columns else "rules", batch, make)
+
+    def _proved(self, way: str, batch: Batch, make: Callable[[Apart | None], Chunk]) -> Chunk:
+        """A chunk that is compared with reverse mode and with other batches where it is new."""
+        new = self.source.changes or self.proofs.claim(way, batch)
+        first = new and (self.source.changes or self.proofs.claim("derivatives", batch))
+        with self.outputs_proved(batch, derivatives=first) as (made, apart):
+            chunk = make((apart or Apart([], None, False)) if new else None)
+            made.append(chunk.f)
+        return chunk
+
+    @contextmanager
+    def outputs_proved(self, batch: Batch, *, derivatives: bool = False) -> Iterator[tuple[list[Tensor], Apart | None]]:
+        """Compares the outputs that are put into the list with those in other batches, if the chunk is new."""
+        made: list[Tensor] = []
+        if not derivatives and not self.proofs.claim("outputs", batch):
+            yield made, None
+            return
+        self.proofs.claim("outputs", batch)
+        rules, precision = self.lin.rules, self.settings.precision
+        before = RandomState(self.lin.device)
+        few = max(2, min(64, AGAIN // self.first.graph))
+        apart = rules.apart(batch, precision, few=few, derivatives=derivatives)
+        yield made, apart
+        random = apart.draws or before.moved()
+        rules.check_outputs(batch, made[0], precision, apart, random=random)
+
+
+class _Results(TorchFunctionMode):
+    """Notes every tensor that a torch function returns."""
+
+    def __init__(self, note: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.note(out)
+        return out

@@ -16,21 +16,27 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from linnet._common.progress import bar
 from linnet.data.batch import Batch, Source, move
-from linnet.jacobian.linearization import Linearization
+from linnet.jacobian.cached import cache_limit
+from linnet.jacobian.chunk import NetworkChunks
+from linnet.jacobian.passes import Pass
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
 from linnet.jacobian.rule_selection import PROBE
-from linnet.network import checks
+from linnet.network.checks import close
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import READERS
+
+if TYPE_CHECKING:
+    from linnet.jacobian.linearization import Linearization
 
 Key = tuple[str, int]
 """A call: the name of the module, and how many calls of it came before."""
@@ -198,7 +204,7 @@ class Frozen:
                 self._mark_needed(found, probe)
                 with torch.no_grad(), self.lin.network.in_precision("highest"):
                     out = self.top.forward({}, self.with_kept(probe, self.of(found)))
-                return checks.close(out, reference, TOLERANCE[self.lin.model_dtype])
+                return close(out, reference, TOLERANCE[self.lin.model_dtype])
             except (RuntimeError, IndexError):
                 continue
         return False
@@ -270,11 +276,11 @@ class Frozen:
     def _above(self) -> Linearization:
         """The linearization of a copy of the network whose frozen calls are replaced."""
         model = self._whole.module
-        # The copy that records runs the forward of the class.
+        # The copy that records keeps the forward of the module.
         self._whole = replace(self._whole, module=copy.copy(model))
-        model.forward = _Root(model, self._state)
+        model.forward = _Root(self._whole.module, self._state)
         # What passes of the network above leave behind need not be checked.
-        return Linearization(replace(self._whole, module=model, first_state=None))
+        return self.lin.with_network(replace(self._whole, module=model, first_state=None))
 
     def _mark_needed(self, found: dict[Key, Any], probe: Batch) -> None:
         """Leave out the tensors that nothing reads but calls that are replaced themselves."""
@@ -304,13 +310,13 @@ class Frozen:
         top = self.top.rules.record(self.with_kept(batch, kept), NO_CHANGES)
         u = random_signs(*top.out.shape, seed=batch.start, like=top.out.detach())
         first, second = (self.lin.rules.truth(recording, u, "highest") for recording in (whole, top))
-        same = checks.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
+        same = close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
         if not same or (first.judges and first.different(second.G)[0]):
             raise _cannot_start()
 
 
 @final
-class Kept(Source):
+class SourceWithActivations(Source):
     """A source whose batches bring what the frozen layers compute for them.
 
     Args:
@@ -324,18 +330,49 @@ class Kept(Source):
         self.n, self.by_position = base.n, base.by_position
         self.kind = f"{base.kind}, with activations {where}"
 
-    def code(self, start: int = 0, stop: int | None = None) -> int:
-        return self.base.code(start, stop)  # the activations follow from the data
-
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         for batch in self.base.batches(size, start, stop):
             part = [t[batch.start : batch.start + batch.n] for t in self.tensors]
             yield Frozen.with_kept(batch, part)
 
+    def code(self, start: int = 0, stop: int | None = None) -> int:
+        return self.base.code(start, stop)  # the activations follow from the data
+
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)
         for chunk, batch in zip(held, self.base._gather(held), strict=True):
             yield Frozen.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
+
+
+def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLike[str] | None) -> NetworkChunks:
+    """The chunks of the network above its frozen layers, whose results one pass keeps.
+
+    Args:
+        passes: Goes over the chunks of the whole network.
+        memory: Bytes that may be kept in memory, or "auto".
+        folder: Keep the results in a file there instead; None for memory.
+
+    Raises:
+        MemoryError: Before the pass, if the results will not fit.
+        ValueError: If there is no frozen layer, or the network cannot be started above them.
+    """
+    chunks, settings = passes.chunks, passes.settings
+    assert isinstance(chunks, NetworkChunks)
+    few = min(PROBE, chunks.n)
+    frozen = Frozen(chunks.lin, next(iter(chunks.batches(few, 0, few))))
+    tensors = storage(frozen, chunks.n, cache_limit(memory, chunks.lin.device), folder)
+    size = passes.chunk_size()
+
+    def run() -> None:
+        with bar(chunks.n, "frozen layers", progress=settings.progress) as tick:
+            for batch in chunks.batches(size, 0, chunks.n):
+                for t, part in zip(tensors, frozen.record(batch), strict=True):
+                    t[batch.start : batch.start + batch.n] = part
+                tick(batch.n)
+
+    passes.complete(run)
+    source = SourceWithActivations(chunks.source, tensors, "in memory" if folder is None else f"in {folder}")
+    return NetworkChunks(frozen.top, source, settings.renewed())
 
 
 def storage(frozen: Frozen, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""Gram matrices and norms of a Jacobian, by passes over the data."""
+"""Gram matrices and norms of Jacobians, by passes over the data: functions that `linnet.Jacobian` calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,16 @@ from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet._common.memory import budget
 from linnet._common.progress import bar
 from linnet.jacobian.blocks.base import Factor, Rows, Scale
+from linnet.jacobian.blocks.composite import cut_by_layer
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
-from linnet.jacobian.passes import GRAM, Passes, Piece
+from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
-from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import weigh
-from linnet.network import checks
+from linnet.network.checks import check_same_shapes
+
+if TYPE_CHECKING:
+    from linnet.jacobian.jacobian import Jacobian
 
 Cut = Callable[[Factor], list[tuple[str, Factor]]]
 """A factor to its named parts."""
@@ -29,187 +32,172 @@ Placed = tuple[slice, Piece]
 """A chunk with its rows."""
 
 
-class Grams(Passes):
-    """What `linnet.jacobian.jacobian.Jacobian` answers about its rows and columns, beside products."""
-
-    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
-        if other is not None and not isinstance(other, Grams):
-            right = other.dense().T if scale is None else scale[:, None] * other.dense().T
-            return self._matmul(right)
-        diagonal = Scale(None if scale is None else scale.contiguous())
-        return self._grams(other, diagonal, [""], lambda factor: [("", factor)])[""]
-
-    def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
-        if not isinstance(other, Grams):
-            return super()._gram_normal(other, weight, scale)
-        self._check_same_columns(other)
-        diagonal, m = Scale(None if scale is None else scale.contiguous()), other.shape[0]
-
-        def run() -> Tensor:
-            # Added up in float64: the sum over all rows is what conditions what is made of it.
-            out = torch.zeros(m, m, dtype=torch.float64, device=self.device)
-            held = list(other._pieces("gram", 1, "", start=0, stop=other.n))
-            for a in self._pieces("gram", 1, "K^T W K"):
-                K = torch.zeros(a.batch.n * self.c, m, dtype=self.dtype, device=self.device)
-                for b in held:
-                    for _, x, y in _matched(a.factors, b.factors, lambda factor: [("", factor)]):
-                        x.gram(y, diagonal, K[:, other._rows(b)])
-                out += (K.T @ weigh(K, weight, self._rows(a))).double()
-            add_up(out)
-            return out.to(self.dtype)
-
-        return self._completed(run, other)
-
-    def layer_grams(self) -> dict[str, Tensor]:
-        """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
-
-        Parameters that are tied form one layer, under their first name.
-        """
-        return self._grams(None, Scale(), list(self.lin.layout.layers), self._by_layer)
-
-    def _grams(
-        self,
-        other: Grams | None,
-        scale: Scale,
-        names: Sequence[str],
-        parts: Cut,
-    ) -> dict[str, Tensor]:
-        """Gram matrices by name, from factors cut into named parts; every rank makes the same ones in one order."""
-        if other is None and rank_and_world()[1] == 1:
-            return _symmetric([self], scale, names, parts)
-        right = self if other is None else other
-        self._check_same_columns(right)
-
-        def run() -> dict[str, Tensor]:
-            shape = (self.shape[0], right.shape[0])
-            grams = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name in names}
-            room, own = budget(self._settings.memory, self.device), self._own[1] - self._own[0]
-            with _pairs(self, own * self.c * right.shape[0]) as tick:
-                for block, _ in _blocks([self], room):
-                    for columns, b in _placed([right], room, start=0, stop=right.n):
-                        for rows, a in block:
-                            tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
-                        del a, b  # before the next ones are formed
-            for K in grams.values():
-                share_rows(K, self.n, self.c)
-            return grams
-
-        return self._completed(run, right)
-
-    def _stacked_gram(self, below: Sequence[LinearOperator], scale: Tensor | None) -> Tensor | None:
-        others = [op for op in below if isinstance(op, Grams)]
-        alike = all(op._settings.precision == self._settings.precision for op in others)
-        if len(others) < len(below) or not alike or rank_and_world()[1] > 1:
-            return None
-        for op in others:
-            self._check_same_columns(op)
-        diagonal = Scale(None if scale is None else scale.contiguous())
-        return _symmetric([self, *others], diagonal, [""], lambda factor: [("", factor)])[""]
-
-    def _check_same_columns(self, other: Grams) -> None:
-        checks.check_same_shapes(self.lin.layout.shapes, other.lin.layout.shapes)
-        if self._rotation is not other._rotation:
-            raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
-
-    def _gram_diag(self, scale: Tensor | None) -> Tensor:
-        diagonal = Scale(None if scale is None else scale.contiguous())
-
-        def run() -> Tensor:
-            out = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
-            for piece in self._pieces("diag", 1, "diag J J^T"):
-                for factor in piece.factors:
-                    out[self._rows(piece)] += factor.diag(diagonal).flatten()
-            share_rows(out, self.n, self.c)
-            return out
-
-        return self._completed(run)
-
-    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
-        diagonal = Scale(None if scale is None else scale.contiguous())
-
-        def run() -> Tensor:
-            out = torch.zeros(self.n, self.c, self.c, dtype=self.dtype, device=self.device)
-            for piece in self._pieces("diag", 1, "blocks of J J^T"):
-                for factor in piece.factors:
-                    out[piece.batch.start : piece.batch.start + piece.batch.n] += factor.blocks(diagonal)
-            share_rows(out, self.n, 1)
-            return out
-
-        return self._completed(run)
-
-    def _column_norms(self, weight: Tensor | None) -> Tensor:
-        def run() -> Tensor:
-            total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
-            for piece in self._pieces("squares", 1, "diag J^T W J"):
-                part = torch.zeros(self.shape[1], dtype=self.dtype, device=self.device)
-                b = piece.batch
-                w = weight.view(self.n, self.c) if weight is not None and weight.ndim == 1 else weight
-                w = None if w is None else w[b.start : b.start + b.n]
-                for factor in piece.factors:
-                    factor.squares(w, part)
-                total += part
-            add_up(total)
-            return total.to(self.dtype)
-
-        return self._completed(run)
-
-    def moments(self, *, centered: bool = True) -> tuple[Tensor, Tensor]:
-        """The mean of each column and its mean square about that, (p,) and (p,) in float64, in one pass.
-
-        Nothing cancels, however far a mean is from zero; `column_norms` is cheaper where that is no matter.
-
-        Args:
-            centered: False takes the squares about zero and gives zeros for the means.
-
-        Example:
-            >>> import linnet
-            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
-            >>> [x.tolist() for x in J.moments()]
-            [[2.0, 2.0, 1.0], [1.0, 4.0, 0.0]]
-        """
-
-        def run() -> Moments:
-            found = Moments(self.shape[1], centered=centered, device=self.device)
-            for piece in self._pieces("squares", 1, "moments of J"):
-                found.add(piece.factors, piece.batch.n * self.c)
-            found.over_ranks()
-            return found
-
-        found = self._completed(run)
-        return found.mean, found.squares / found.count
-
-    def kronecker(self, root: Tensor | None = None) -> Kronecker:
-        """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.jacobian.kronecker`.
-
-        Args:
-            root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
-        """
-        if root is not None and tuple(root.shape[:2]) != (self.n, self.c):
-            raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
-        if self._rotation is not None:
-            raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
-
-        def run() -> Kronecker:
-            sample = [prepare(f, "sides", k=1, engine=self._settings.engine) for f in self._sample]
-            found = Kronecker(sample, layout=self.lin.layout, p=self.shape[1], dtype=self.dtype, device=self.device)
-            for piece in self._pieces("sides", 1, "Kronecker factors"):
-                b = piece.batch
-                part = None if root is None else root[b.start : b.start + b.n]
-                found.add(piece.factors, part, b.n)
-            found.over_ranks()
-            return found
-
-        return self._completed(run)
+def compute_gram(J: Jacobian, other: Jacobian | None, scale: Tensor | None) -> Tensor:
+    """``J diag(scale) J'^T``, (n c, m c'); J' is J itself where no other is given."""
+    return _compute_grams(J, other, _diagonal(scale), [""], lambda factor: [("", factor)])[""]
 
 
-def _symmetric(all_: Sequence[Grams], scale: Scale, names: Sequence[str], parts: Cut) -> dict[str, Tensor]:
+def compute_layer_grams(J: Jacobian) -> dict[str, Tensor]:
+    """Layer name to its part of ``J J^T``, (n c, n c)."""
+    layout = J.lin.layout
+    return _compute_grams(J, None, Scale(), list(layout.layers), lambda factor: cut_by_layer(factor, layout))
+
+
+def compute_stacked_gram(all_: Sequence[Jacobian], scale: Tensor | None) -> Tensor | None:
+    """The Gram matrix of Jacobians one above the other; None where they do not go together."""
+    first, *others = all_
+    alike = all(J.passes.settings.precision == first.passes.settings.precision for J in others)
+    if not alike or rank_and_world()[1] > 1:
+        return None
+    for J in others:
+        _check_same_columns(first, J)
+    return _symmetric(all_, _diagonal(scale), [""], lambda factor: [("", factor)])[""]
+
+
+def compute_gram_normal(J: Jacobian, other: Jacobian, weight: Tensor | None, scale: Tensor | None) -> Tensor:
+    """``K^T W K`` for the Gram matrix K of J with another Jacobian, (m c', m c')."""
+    _check_same_columns(J, other)
+    diagonal, m = _diagonal(scale), other.shape[0]
+
+    def run() -> Tensor:
+        # Added up in float64: the sum over all rows is what conditions what is made of it.
+        out = torch.zeros(m, m, dtype=torch.float64, device=J.device)
+        held = list(other.passes.pieces("gram", 1, "", start=0, stop=other.n))
+        for a in J.passes.pieces("gram", 1, "K^T W K"):
+            K = torch.zeros(a.batch.n * J.c, m, dtype=J.dtype, device=J.device)
+            for b in held:
+                for _, x, y in _matched(a.factors, b.factors, lambda factor: [("", factor)]):
+                    x.gram(y, diagonal, K[:, b.rows])
+            out += (K.T @ weigh(K, weight, a.rows)).double()
+        add_up(out)
+        return out.to(J.dtype)
+
+    return J.passes.complete(run, other.passes)
+
+
+def compute_gram_diagonal(J: Jacobian, scale: Tensor | None) -> Tensor:
+    """The diagonal of ``J diag(scale) J^T``, (n c,)."""
+    diagonal = _diagonal(scale)
+
+    def run() -> Tensor:
+        out = torch.zeros(J.shape[0], dtype=J.dtype, device=J.device)
+        for piece in J.passes.pieces("diag", 1, "diag J J^T"):
+            for factor in piece.factors:
+                out[piece.rows] += factor.diag(diagonal).flatten()
+        share_rows(out, J.n, J.c)
+        return out
+
+    return J.passes.complete(run)
+
+
+def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
+    """The diagonal blocks of ``J diag(scale) J^T``, one for each example, (n, c, c)."""
+    diagonal = _diagonal(scale)
+
+    def run() -> Tensor:
+        out = torch.zeros(J.n, J.c, J.c, dtype=J.dtype, device=J.device)
+        for piece in J.passes.pieces("diag", 1, "blocks of J J^T"):
+            for factor in piece.factors:
+                out[piece.batch.start : piece.batch.start + piece.batch.n] += factor.blocks(diagonal)
+        share_rows(out, J.n, 1)
+        return out
+
+    return J.passes.complete(run)
+
+
+def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
+    """The diagonal of ``J^T W J``, (p,)."""
+
+    def run() -> Tensor:
+        total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
+        for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
+            part = torch.zeros(J.shape[1], dtype=J.dtype, device=J.device)
+            b = piece.batch
+            w = weight.view(J.n, J.c) if weight is not None and weight.ndim == 1 else weight
+            w = None if w is None else w[b.start : b.start + b.n]
+            for factor in piece.factors:
+                factor.squares(w, part)
+            total += part
+        add_up(total)
+        return total.to(J.dtype)
+
+    return J.passes.complete(run)
+
+
+def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
+    """Means and squares of the columns, in one pass."""
+
+    def run() -> Moments:
+        found = Moments(J.shape[1], centered=centered, device=J.device)
+        for piece in J.passes.pieces("squares", 1, "moments of J"):
+            found.add(piece.factors, piece.batch.n * J.c)
+        found.over_ranks()
+        return found
+
+    return J.passes.complete(run)
+
+
+def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
+    """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass."""
+    first, engine = J.passes.chunks.first, J.passes.settings.engine
+
+    def run() -> Kronecker:
+        sample = [prepare(f, "sides", k=1, engine=engine) for f in first.factors]
+        found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
+        for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
+            b = piece.batch
+            part = None if root is None else root[b.start : b.start + b.n]
+            found.add(piece.factors, part, b.n)
+        found.over_ranks()
+        return found
+
+    return J.passes.complete(run)
+
+
+def _diagonal(scale: Tensor | None) -> Scale:
+    return Scale(None if scale is None else scale.contiguous())
+
+
+def _check_same_columns(J: Jacobian, other: Jacobian) -> None:
+    check_same_shapes(J.lin.layout.shapes, other.lin.layout.shapes)
+    if J.passes.rotation is not other.passes.rotation:
+        raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
+
+
+def _compute_grams(
+    J: Jacobian, other: Jacobian | None, scale: Scale, names: Sequence[str], parts: Cut
+) -> dict[str, Tensor]:
+    """Gram matrices by name, from factors cut into named parts; every rank makes the same ones in one order."""
+    if other is None and rank_and_world()[1] == 1:
+        return _symmetric([J], scale, names, parts)
+    right = J if other is None else other
+    _check_same_columns(J, right)
+
+    def run() -> dict[str, Tensor]:
+        shape = (J.shape[0], right.shape[0])
+        grams = {name: torch.zeros(shape, dtype=J.dtype, device=J.device) for name in names}
+        room, (start, stop) = budget(J.passes.settings.memory, J.device), J.passes.own
+        with _pairs(J, (stop - start) * J.c * right.shape[0]) as tick:
+            for block, _ in _blocks([J], room):
+                for columns, b in _placed([right], room, start=0, stop=right.n):
+                    for rows, a in block:
+                        tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
+                    del a, b  # before the next ones are formed
+        for K in grams.values():
+            share_rows(K, J.n, J.c)
+        return grams
+
+    return J.passes.complete(run, right.passes)
+
+
+def _symmetric(all_: Sequence[Jacobian], scale: Scale, names: Sequence[str], parts: Cut) -> dict[str, Tensor]:
     """Gram matrices of Jacobians one above the other, by name: every two chunks meet once."""
     first, *others = all_
 
     def run() -> dict[str, Tensor]:
-        m = sum(op.shape[0] for op in all_)
+        m = sum(J.shape[0] for J in all_)
         grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
-        room = budget(first._settings.memory, first.device)  # beside them
+        room = budget(first.passes.settings.memory, first.device)  # beside them
         with _pairs(first, m * m) as tick:
             for block, behind in _blocks(all_, room):
                 for columns, b in chain(block, _placed(all_, room, *behind)):
@@ -225,16 +213,16 @@ def _symmetric(all_: Sequence[Grams], scale: Scale, names: Sequence[str], parts:
                     del a, b  # before the next ones are formed
         return grams
 
-    return first._completed(run, *others)
+    return first.passes.complete(run, *(J.passes for J in others))
 
 
-def _pairs(J: Grams, total: int) -> AbstractContextManager[Callable[[int], Any]]:
+def _pairs(J: Jacobian, total: int) -> AbstractContextManager[Callable[[int], Any]]:
     """The bar of a Gram matrix, over its entries: a pass forms chunks again for every block of them."""
-    return bar(total, "gram", progress=J._settings.progress, unit="pairs of rows")
+    return bar(total, "gram", progress=J.passes.settings.progress, unit="pairs of rows")
 
 
 def _placed(
-    all_: Sequence[Grams],
+    all_: Sequence[Jacobian],
     room: int,
     op: int = 0,
     start: int | None = None,
@@ -244,19 +232,19 @@ def _placed(
     """Chunks of Jacobians one above the other, from an example of one of them on, with their rows among all."""
     above = sum(part.shape[0] for part in all_[:op])
     for part in all_[op:]:
-        for piece in part._pieces("gram", 1, "", start=start, stop=stop, room=room):
-            rows, handed = part._rows(piece), [piece]
+        for piece in part.passes.pieces("gram", 1, "", start=start, stop=stop, room=room):
+            rows, handed = piece.rows, [piece]
             del piece  # it is the caller's alone while the next one is formed
             yield slice(above + rows.start, above + rows.stop), handed.pop()
         above, start = above + part.shape[0], None
 
 
-def _blocks(all_: Sequence[Grams], room: int) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
+def _blocks(all_: Sequence[Jacobian], room: int) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
     """Runs of chunks whose factors fit in memory together, and which Jacobian and example come behind them.
 
     A run is emptied when the next one is asked for.
     """
-    limit = int(GRAM[1] * room) >> all_[0]._settings.halved
+    limit = int(GRAM[1] * room) >> all_[0].passes.settings.halved
     block: list[Placed] = []
     held = above = number = 0
     for rows, piece in _placed(all_, room):
@@ -306,5 +294,6 @@ def _matched(
 
 
 def by_range(factor: Factor) -> list[tuple[tuple[int, int], Tensor]]:
+    """The rows of a factor, range by range."""
     rows = factor.expand()
     return list(zip(rows.ranges, rows.parts, strict=True))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.jacobian.cached import Cached
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.output_combinations import combined
 from linnet.linalg.matrices import Stack
@@ -47,7 +46,7 @@ def reduced(
         >>> reduced(J, L).shape
         (1, 9)
     """
-    if root.ndim != 3 or isinstance(J, Cached) or not J.by_position:
+    if root.ndim != 3 or J.in_memory or not J.by_position:
         return None
     columns = _columns(root)
     squares = columns.square().sum(1).double()  # (n, c), falling

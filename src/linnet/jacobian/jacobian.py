@@ -2,19 +2,18 @@ r"""The Jacobian of a network over a data set, as a linear operator.
 
 Row ``i * c + j`` is output j of example i; columns follow ``lin.theta``, each tensor flattened. A pass holds one chunk
 of examples, never (n, p). Each rank of a torch.distributed process group takes its part of the examples, and every rank
-gets the same answer. Passes over the data are those of `linnet.jacobian.passes`, Gram matrices and norms of
-`linnet.jacobian.gram`.
+gets the same answer. `linnet.jacobian.passes` goes over the data, `linnet.jacobian.gram` makes Gram matrices and norms.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from math import ceil
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +21,20 @@ from torch import Tensor
 
 from linnet._common import files, messages
 from linnet._common.deferred import Deferred
-from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, share_rows
+from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, shard, share_rows
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch, SingleBatch, Source
 from linnet.data.checks import no_subset, targets_of
-from linnet.jacobian.blocks.autodiff import Autodiff
+from linnet.jacobian import gram
+from linnet.jacobian.blocks.base import Factor
 from linnet.jacobian.blocks.composite import add_rmatmul
-from linnet.jacobian.gram import Grams, by_range
-from linnet.jacobian.kronecker import Rotation
-from linnet.jacobian.passes import Piece
-from linnet.jacobian.proofs import Proofs
-from linnet.jacobian.rule_selection import PROBE
+from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, store
+from linnet.jacobian.chunk import ChunkSource, NetworkChunks
+from linnet.jacobian.frozen_layers import SourceWithActivations, store_activations
+from linnet.jacobian.kronecker import Kronecker, Rotation
+from linnet.jacobian.passes import Pass, Piece
+from linnet.jacobian.plan import Plan, describe
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
 from linnet.network.checks import check_outputs_finite
@@ -41,16 +42,73 @@ from linnet.network.checks import check_outputs_finite
 BatchFn = Callable[[Tensor, Batch], Tensor]
 
 
-class Jacobian(Grams):
+@final
+class Jacobian(LinearOperator):
     """See `linnet.Linearization.jacobian`.
 
+    Nothing runs when a Jacobian is made. The first pass, or the first question for ``c`` or ``shape``, runs the network
+    on a few examples.
+
+    Args:
+        chunks: Where the chunks of the Jacobian come from: the network, or memory.
+        rotation: The coordinates of the columns; None for the coordinates of the parameters.
+
     Attributes:
+        lin: The linearized network.
         n: Examples.
         c: Outputs.
         shape: (n * c, p).
+        passes: Goes over the chunks.
     """
 
     symbol = "J"
+
+    def __init__(self, chunks: ChunkSource, *, rotation: Rotation | None = None) -> None:
+        self.passes, self.lin, self.n = Pass(chunks, rotation), chunks.lin, chunks.n
+        self.dtype, self.device = self.lin.dtype, self.lin.device
+        self._copies: tuple[int, list[Jacobian]] = (0, [])  # of all minibatches of a size
+
+    @cached_property
+    def c(self) -> int:
+        return self.passes.chunks.first.c
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.n * self.c, self.lin.p
+
+    @cached_property
+    def block(self) -> int:  # type: ignore[override]
+        return self.c
+
+    @property
+    def plan(self) -> Plan:
+        """Which engine serves each layer, chunk and memory; print it."""
+        return describe(self.passes)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether products touch neither the network nor the data, as after `cached`."""
+        return isinstance(self.passes.chunks, StoredChunks)
+
+    @property
+    def _source(self) -> Source:
+        return self._network_chunks("keeps no inputs").source
+
+    @property
+    def _sample(self) -> list[Factor]:
+        """Columns of the Jacobian of the first examples."""
+        return self.passes.chunks.first.factors
+
+    def _network_chunks(self, why: str) -> NetworkChunks:
+        """The chunks that the network makes; raise where they are in memory."""
+        chunks = self.passes.chunks
+        if not isinstance(chunks, NetworkChunks):
+            raise ValueError(f"A cached Jacobian {why}; use the Jacobian that it was made from.")
+        return chunks
+
+    def _with(self, chunks: ChunkSource) -> Jacobian:
+        """A Jacobian of other chunks in the same coordinates."""
+        return Jacobian(chunks, rotation=self.passes.rotation)
 
     # Products.
 
@@ -59,21 +117,21 @@ class Jacobian(Grams):
 
         def run() -> Tensor:
             out = V.new_zeros(self.shape[0], V.shape[1])
-            for piece in self._pieces("matmul", V.shape[1], "J V"):
-                out[self._rows(piece)] = _product(piece, V)
+            for piece in self.passes.pieces("matmul", V.shape[1], "J V"):
+                out[piece.rows] = _product(piece, V)
                 del piece  # before the next one is formed, here and below
             share_rows(out, self.n, self.c)
             return out
 
-        return self._completed(run)[:, :k]
+        return self.passes.complete(run)[:, :k]
 
     def _rmatmul(self, U: Tensor) -> Tensor:
         k, U = U.shape[1], self._aligned(U)
 
         def run() -> Tensor:
             out, first = U.new_empty(self.shape[1], U.shape[1]), True
-            for piece in self._pieces("rmatmul", U.shape[1], "J^T U"):
-                part = U[self._rows(piece)].reshape(piece.batch.n, self.c, -1)
+            for piece in self.passes.pieces("rmatmul", U.shape[1], "J^T U"):
+                part = U[piece.rows].reshape(piece.batch.n, self.c, -1)
                 add_rmatmul(piece.factors, part, out, first=first)
                 first = False
                 del piece
@@ -82,10 +140,10 @@ class Jacobian(Grams):
             add_up(out)
             return out
 
-        return self._completed(run)[:, :k]
+        return self.passes.complete(run)[:, :k]
 
     def _fused(self, fn: RowFn, V: Tensor) -> tuple[Tensor, Tensor]:
-        return self._fused_by_piece(lambda out, piece: fn(out, self._rows(piece)), V)
+        return self._fused_by_piece(lambda out, piece: fn(out, piece.rows), V)
 
     def _fused_by_piece(
         self, fn: Callable[[Tensor, Piece], Tensor], V: Tensor, *, summed: bool = True
@@ -96,7 +154,7 @@ class Jacobian(Grams):
         def run() -> tuple[Tensor, Tensor]:
             out, first = V.new_empty(self.shape[1], V.shape[1]), True
             sums = V.new_zeros(V.shape[1] if summed else 0)
-            for piece in self._pieces("fused", V.shape[1], "J^T J V", along=V):
+            for piece in self.passes.pieces("fused", V.shape[1], "J^T J V", along=V):
                 U = self._aligned(fn(_product(piece, V)[:, :k], piece))
                 if summed:
                     sums += U.sum(0)
@@ -108,19 +166,19 @@ class Jacobian(Grams):
             add_up(out, *([sums] if summed else []))
             return out, sums
 
-        out, sums = self._completed(run)
+        out, sums = self.passes.complete(run)
         return out[:, :k], sums[:k]
 
     def _dense(self, block: int) -> Tensor:
         def run() -> Tensor:
             out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            for piece in self._pieces("gram", 1, "J"):
-                out[self._rows(piece)] = self._explicit(piece)
+            for piece in self.passes.pieces("gram", 1, "J"):
+                out[piece.rows] = self._explicit(piece)
                 del piece
             share_rows(out, self.n, self.c)
             return out
 
-        return self._completed(run)
+        return self.passes.complete(run)
 
     def normal_matrix(self, weight: Tensor | None = None) -> Tensor:
         """``J^T W J`` (p, p), from the rows of each chunk: about a quarter of the work of `normal`."""
@@ -128,21 +186,21 @@ class Jacobian(Grams):
 
         def run() -> Tensor:
             out = torch.zeros(self.shape[1], self.shape[1], dtype=self.dtype, device=self.device)
-            for piece in self._pieces("gram", 1, "J^T W J"):
+            for piece in self.passes.pieces("gram", 1, "J^T W J"):
                 rows = self._explicit(piece)
-                add_symmetric_(out, rows, weigh(rows, weight, self._rows(piece)))
+                add_symmetric_(out, rows, weigh(rows, weight, piece.rows))
                 del piece, rows
             out.tril_()
             add_up(out)
             return out.add_(out.tril(-1).T)
 
-        return self._completed(run)
+        return self.passes.complete(run)
 
     def _explicit(self, piece: Piece) -> Tensor:
         """The rows of a chunk, (n c, p)."""
         out = torch.zeros(piece.batch.n * self.c, self.shape[1], dtype=self.dtype, device=self.device)
         for factor in piece.factors:
-            for (start, stop), part in by_range(factor):
+            for (start, stop), part in gram.by_range(factor):
                 out[:, start:stop] = part.reshape(len(out), -1)
         return out
 
@@ -197,7 +255,7 @@ class Jacobian(Grams):
 
         def run() -> Tensor:
             out, first = torch.empty(self.shape[1], 1, dtype=self.dtype, device=self.device), True
-            for piece in self._pieces("rmatmul", 1, "J^T u"):
+            for piece in self.passes.pieces("rmatmul", 1, "J^T u"):
                 u = fn(replace(piece.batch, f=piece.f))
                 if u.shape not in (piece.f.shape, (piece.f.numel(),)) or u.dtype != self.dtype:
                     raise ValueError(
@@ -211,13 +269,17 @@ class Jacobian(Grams):
             add_up(out)
             return out
 
-        return self._completed(run)[:, 0]
+        return self.passes.complete(run)[:, 0]
 
     def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian of the same examples around other weights, as `linnet.Linearization.at`."""
-        moved = copy.copy(self)
-        moved.lin, moved._proofs = self.lin.at(theta), Proofs()
-        return moved
+        chunks = self._network_chunks("keeps no inputs, so it cannot go to other weights")
+        return self._with(chunks.around(self.lin.at(theta)))
+
+    def near(self, theta: Mapping[str, Tensor]) -> Jacobian:
+        """The Jacobian around weights that are so close that what was compared before holds there too."""
+        moved = self.at(theta)
+        return moved._with(replace(moved._network_chunks(""), proofs=self._network_chunks("").proofs))
 
     def in_precision(self, precision: Precision) -> Jacobian:
         """The Jacobian of the same examples in another precision, as `linnet.Linearization.jacobian` takes it.
@@ -228,10 +290,7 @@ class Jacobian(Grams):
         'float32 on cpu, precision high'
         """
         check_precision(precision)
-        other = copy.copy(self)
-        other._settings = replace(self._settings, precision=precision)
-        other._proofs = Proofs()
-        return other
+        return self._with(self.passes.chunks.with_settings(replace(self.passes.settings, precision=precision)))
 
     def steady(self) -> Jacobian:
         """The Jacobian of the same examples, the same one however they are put into chunks; see
@@ -239,27 +298,28 @@ class Jacobian(Grams):
 
         Only convolutions in float32 on a GPU make a difference; elsewhere it is the Jacobian itself.
         """
-        if type(self) is not Jacobian or not self.lin.network.convolves_exactly(self._settings.precision):
+        chunks, precision = self.passes.chunks, self.passes.settings.precision
+        if not isinstance(chunks, NetworkChunks) or not self.lin.network.convolves_exactly(precision):
             return self
-        other = copy.copy(self)
-        other.lin, other._proofs = self.lin.steady(), Proofs()
-        return other
+        return self._with(chunks.around(self.lin.steady()))
 
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         """f(x; theta0) for all examples, (n, c), or f at other values of the parameters; forward passes only."""
-        theta = {} if theta is None else theta
+        passes, chunks = self.passes, self.passes.chunks
+        if isinstance(chunks, StoredChunks) and theta is None:
+            return passes.complete(chunks.outputs)
+        chunks = self._network_chunks("keeps no inputs, so it has the outputs at its own weights only")
+        theta, precision = {} if theta is None else theta, passes.settings.precision
 
         def run() -> Tensor:
             out = torch.zeros(self.n, self.c, dtype=self.dtype, device=self.device)
-            with (
-                torch.no_grad(),
-                bar(self._own[1] - self._own[0], "f", progress=self._settings.progress) as tick,
-            ):
-                for batch in self._batches(self._chunk(columns=True)):
+            start, stop = passes.own
+            with torch.no_grad(), bar(stop - start, "f", progress=passes.settings.progress) as tick:
+                for batch in chunks.batches(passes.chunk_size(columns=True), start, stop):
                     proved: AbstractContextManager[tuple[list[Tensor], Any]]
-                    proved = nullcontext(([], None)) if theta else self._outputs_proved(batch)
-                    with proved as (made, _), self.lin.network.in_precision(self._settings.precision):
-                        f = self.lin.forward(theta, batch).to(self.dtype)
+                    proved = nullcontext(([], None)) if theta else chunks.outputs_proved(batch)
+                    with proved as (made, _), self.lin.network.in_precision(precision):
+                        f = self.lin.network.forward(theta, batch).to(self.dtype)
                         made.append(f)
                     check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
@@ -267,17 +327,48 @@ class Jacobian(Grams):
             share_rows(out, self.n, 1)
             return out
 
-        return self._completed(run)
+        return self.passes.complete(run)
 
     def targets(self) -> Any:
         """What came with the inputs in the data, of all examples: a tensor, or whatever structure it has."""
-        parts = [batch.rest for batch in self._batches(self._chunk(), 0, self.n)]
-        return targets_of(parts, self._source.kind)
+        chunks = self.passes.chunks
+        return targets_of(list(chunks.rests(self.passes.chunk_size())), chunks.kind)
 
     @property
     def by_position(self) -> bool:
         """Whether examples can be chosen, as `subset` does."""
-        return self._source.by_position
+        return self.passes.chunks.by_position
+
+    @property
+    def index(self) -> Tensor:
+        """Positions of the examples in the full data, (n,)."""
+        return self.passes.chunks.index
+
+    def subset(self, index: Tensor) -> Jacobian:
+        """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
+        chunks = self.passes.chunks
+        return self._with(chunks.subset(index, self.passes.chunk_size() if self.in_memory else 0))
+
+    def rows(self, index: Tensor) -> Jacobian | None:
+        return self.subset(index) if self.by_position else None
+
+    def fingerprint(self) -> str:
+        return files.fingerprint(self.lin.theta)
+
+    def checksums(self) -> dict[str, str]:
+        source = self._source
+        own = source.code(*shard(source.n, *rank_and_world()))
+        weights = f"{self.lin.network.watch.code:016x}"
+        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
+
+    def over(self, source: Source, late: Deferred | None = None) -> Jacobian:
+        """The Jacobian of other examples of the same kind.
+
+        Args:
+            source: The examples.
+            late: Takes the outputs in place of the check that outputs are finite.
+        """
+        return self._with(self._network_chunks("keeps no inputs").over(source, late))
 
     def minibatches(self, size: int, seed: int, *, late: bool = False) -> Iterator[Jacobian]:
         """Jacobians of random minibatches, one epoch; their batches' ``index`` says which examples they hold.
@@ -302,85 +393,60 @@ class Jacobian(Grams):
         # Of one size as nearly as can be: examples of a small one would count for more in every epoch.
         chunks = torch.randperm(self.n, generator=torch.Generator().manual_seed(0)).tensor_split(ceil(self.n / size))
         order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))
-        return self._minibatches(chunks, order.tolist(), late=late)
+        if self.in_memory:
+            return self._copied_minibatches(chunks, order.tolist())
+        return self._read_minibatches(chunks, order.tolist(), late=late)
 
     def forget_minibatches(self) -> None:
         """Free what `minibatches` may have copied for the next epoch."""
+        self._copies = 0, []
 
-    def _minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
-        """The Jacobians of the examples at each index, in an order."""
+    def _copied_minibatches(self, chunks: Sequence[Tensor], order: Sequence[int]) -> Iterator[Jacobian]:
+        """Minibatches of chunks in memory, copied once where there is room."""
+        size = len(chunks[0])
+        if self._copies[0] != size:
+            self.forget_minibatches()
+            if self.cache_size > cache_limit("auto", self.device):
+                yield from (self.subset(chunks[i]) for i in order)
+                return
+            self._copies = size, [self._copy(index) for index in chunks]
+        for i in order:
+            yield self._copies[1][i]
+
+    def _copy(self, index: Tensor) -> Jacobian:
+        """The examples at ``index``, with forms for products that are made once."""
+        part = self.subset(index).passes.chunks
+        assert isinstance(part, StoredChunks)
+        return Jacobian(part.with_forms(), rotation=self.passes.rotation)
+
+    def _read_minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
+        """Minibatches that are read from the data, each once."""
+        whole, source = self._network_chunks(""), self._source
+        if not source.by_position:
+            raise no_subset(source.kind)
         checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
+        parts: Iterator[Source]
+        taken = [chunks[i] for i in order]
+        if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
+            parts = map(source.subset, taken)
+        else:
+            places, read = self.index, zip(taken, source._gather(taken), strict=True)
+            batches = (replace(batch, start=0, positions=places[index]).to(self.device) for index, batch in read)
+            parts = (SingleBatch(batch, source.kind) for batch in batches)
         try:
-            for part in self._read_once([chunks[i] for i in order]):
-                part._late = checks
-                yield part
+            for part in parts:
+                yield self._with(whole.over(part, checks))
         finally:
             if checks is not None:
                 checks.close()
-
-    def _read_once(self, chunks: Sequence[Tensor]) -> Iterator[Jacobian]:
-        source = self._source
-        if not source.by_position:
-            raise no_subset(source.kind)
-        if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
-            yield from map(self.subset, chunks)
-            return
-        places = self.index
-        for index, batch in zip(chunks, source._gather(chunks), strict=True):
-            given = replace(batch, start=0, positions=places[index]).to(self.device)
-            yield self._of(SingleBatch(given, source.kind))
-
-    def subset(self, index: Tensor) -> Jacobian:
-        """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
-        return self._of(self._source.subset(index))
-
-    def rows(self, index: Tensor) -> Jacobian | None:
-        return self.subset(index) if self.by_position else None
-
-    def fingerprint(self) -> str:
-        return files.fingerprint(self.lin.theta)
-
-    def checksums(self) -> dict[str, str]:
-        own = self._source.code(*self._own)
-        weights = f"{self.lin.network.watch.code:016x}"
-        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
-
-    def _of(self, source: Source) -> Jacobian:
-        """The Jacobian of some of the examples."""
-        part = object.__new__(Jacobian)
-        part._settings, part.lin, part._sample = self._settings, self.lin, self._sample
-        part._source, part._rotation, part._probe = source, self._rotation, self._probe
-        part._proofs, part._agreed = self._proofs, True
-        part.n, part.c = part._source.n, self.c
-        LinearOperator.__init__(part, (part.n * part.c, self.lin.p), dtype=self.dtype, device=self.device)
-        part.block = part.c
-        return part
-
-    @property
-    def index(self) -> Tensor:
-        """Positions of the examples in the full data, (n,)."""
-        indices = getattr(self._source, "indices", None)
-        return torch.arange(self.n) if indices is None else indices
 
     # In memory.
 
     @property
     def cache_size(self) -> int:
-        """Bytes that `cached` will keep, estimated from the first examples."""
-        from linnet.jacobian.cached import bytes_of, keep
-
-        s, size = self._settings, self.dtype.itemsize
-        if s.engine == "autodiff":
-            return self.n * ((self.shape[1] + 1) * self.c * size + s.rest)
-        rows = [f for f in self._sample if isinstance(f, Autodiff)]
-        given = [f for f in self._sample if not isinstance(f, Autodiff)]
-        held = keep(given, s.engine)
-        # What all examples share, such as the output's own gradient, is kept once for each chunk.
-        shared = bytes_of(held, lambda t: t.stride(0) == 0)
-        own = bytes_of(held) - shared
-        each = ceil(own / given[0].n) if given else 0
-        each += (sum(f.q for f in rows) + 1) * self.c * size + s.rest
-        return self.n * each + ceil(self.n / self._kept_chunk()) * shared
+        """Bytes that `cached` keeps, estimated from the first examples, or the bytes that it has kept."""
+        chunks = self.passes.chunks
+        return chunks.bytes if isinstance(chunks, StoredChunks) else estimate_size(self.passes)
 
     def cached(self, memory: float | str = "auto") -> Jacobian:
         """The same Jacobian with its factors in memory: later products touch neither the network nor the data.
@@ -404,31 +470,7 @@ class Jacobian(Grams):
             >>> J.shape, J.gram_diag()
             ((3, 3), tensor([3., 3., 3.]))
         """
-        from linnet.jacobian.cached import Cached, Kept, cache_limit, check_fits, keep
-
-        limit = cache_limit(memory, self.device)
-        check_fits(self, self.cache_size, limit)
-
-        def run() -> list[Kept]:
-            kept: list[Kept] = []
-            held = 0
-            with bar(self.n, "factors", progress=self._settings.progress) as tick:
-                for batch in self._batches(self._kept_chunk(), 0, self.n):
-                    chunk = self._whole_chunk(batch)
-                    check_outputs_finite(chunk.f, batch.start)
-                    factors = keep(chunk.factors, self._settings.engine)
-                    kept.append(Kept(batch.without_inputs(), chunk.f.clone(), factors))
-                    held += kept[-1].bytes
-                    if held > limit:
-                        break
-                    tick(batch.n)
-            return kept
-
-        kept = self._completed(run)
-        held = sum(piece.bytes for piece in kept)
-        # Where examples differ in size, the first ones do not tell.
-        check_fits(self, max(held, ceil(held * self.n / sum(piece.batch.n for piece in kept))), limit)
-        return Cached(self, kept)
+        return self if self.in_memory else self._with(store(self.passes, memory))
 
     def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
         """The same Jacobian with what the frozen layers compute kept: later passes start above them.
@@ -452,42 +494,78 @@ class Jacobian(Grams):
             >>> J.shape, J.gram_diag().shape
             ((3, 5), torch.Size([3]))
         """
-        from linnet.jacobian.cached import cache_limit
-        from linnet.jacobian.frozen_layers import Frozen, Kept, storage
-
-        if isinstance(self._source, Kept):
+        if self.in_memory or isinstance(self._source, SourceWithActivations):
             return self
-        first = next(iter(self._batches(min(PROBE, self.n), 0, min(PROBE, self.n))))
-        frozen = Frozen(self.lin, first)
-        tensors = storage(frozen, self.n, cache_limit(memory, self.device), folder)
-        size = self._chunk()
-
-        def run() -> None:
-            with bar(self.n, "frozen layers", progress=self._settings.progress) as tick:
-                for batch in self._batches(size, 0, self.n):
-                    for t, part in zip(tensors, frozen.record(batch), strict=True):
-                        t[batch.start : batch.start + batch.n] = part
-                    tick(batch.n)
-
-        self._completed(run)
-        s = self._settings
-        where = "in memory" if folder is None else f"in {folder}"
-        given: dict[str, Any] = {"batch_size": s.batch_size, "memory": s.memory, "precision": s.precision}
-        source = Kept(self._source, tensors, where)
-        return Jacobian(frozen.top, source, **given, engine=s.engine, progress=s.progress)
-
-    def _kept_chunk(self) -> int:
-        size = self._chunk()
-        # Beside the chunk there is what is kept, up to the other half of the memory.
-        return ceil(size / 2) if self.device.type == "cuda" and self._settings.batch_size == "auto" else size
+        return Jacobian(store_activations(self.passes, memory, folder))
 
     def rotated(self, rotation: Rotation) -> Jacobian:
         """``J Q`` for an orthonormal change of coordinates within parameters; every product is of that."""
-        if self._rotation is not None:
+        if self.passes.rotation is not None:
             raise ValueError("This Jacobian is rotated already.")
-        turned = copy.copy(self)
-        turned._rotation = rotation
-        return turned
+        return Jacobian(self.passes.chunks, rotation=rotation)
+
+    # Gram matrices and norms.
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        if other is not None and not isinstance(other, Jacobian):
+            right = other.dense().T if scale is None else scale[:, None] * other.dense().T
+            return self._matmul(right)
+        return gram.compute_gram(self, other, scale)
+
+    def _stacked_gram(self, below: Sequence[LinearOperator], scale: Tensor | None) -> Tensor | None:
+        others = [op for op in below if isinstance(op, Jacobian)]
+        return gram.compute_stacked_gram([self, *others], scale) if len(others) == len(below) else None
+
+    def _gram_normal(self, other: LinearOperator, weight: Tensor | None, scale: Tensor | None) -> Tensor:
+        if not isinstance(other, Jacobian):
+            return super()._gram_normal(other, weight, scale)
+        return gram.compute_gram_normal(self, other, weight, scale)
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        return gram.compute_gram_diagonal(self, scale)
+
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        return gram.compute_gram_blocks(self, scale)
+
+    def _column_norms(self, weight: Tensor | None) -> Tensor:
+        return gram.compute_column_norms(self, weight)
+
+    def layer_grams(self) -> dict[str, Tensor]:
+        """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
+
+        Parameters that are tied form one layer, under their first name.
+        """
+        return gram.compute_layer_grams(self)
+
+    def moments(self, *, centered: bool = True) -> tuple[Tensor, Tensor]:
+        """The mean of each column and its mean square about that, (p,) and (p,) in float64, in one pass.
+
+        Nothing cancels, however far a mean is from zero; `column_norms` is cheaper where that is no matter.
+
+        Args:
+            centered: False takes the squares about zero and gives zeros for the means.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+            >>> [x.tolist() for x in J.moments()]
+            [[2.0, 2.0, 1.0], [1.0, 4.0, 0.0]]
+        """
+        found = gram.compute_moments(self, centered=centered)
+        return found.mean, found.squares / found.count
+
+    def kronecker(self, root: Tensor | None = None) -> Kronecker:
+        """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.jacobian.kronecker`.
+
+        Args:
+            root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
+        """
+        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
+        if root is not None and tuple(root.shape[:2]) != (self.n, self.c):
+            raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
+        if self.passes.rotation is not None:
+            raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
+        return gram.compute_kronecker(self, root)
 
 
 def _product(piece: Piece, V: Tensor) -> Tensor:

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from linnet._common.torch_settings import Precision
+from linnet._common import messages
+from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch
 from linnet.data.sources import as_source
-from linnet.jacobian.chunk import ChunkBuilder
+from linnet.jacobian.chunk import ChunkBuilder, NetworkChunks
 from linnet.jacobian.cuda.float32_convolution import Convolving
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.passes import PassSettings
+from linnet.jacobian.plan import check_engine
 from linnet.jacobian.rule_selection import RuleSelection
 from linnet.network.functional_model import FunctionalModel, Output
 from linnet.network.parameters import Params
 from linnet.network.weight_watch import Watch
-
-if TYPE_CHECKING:
-    from linnet.jacobian.jacobian import Jacobian
 
 
 def linearize(model: nn.Module, params: Params = None, output: Output | None = None) -> Linearization:
@@ -137,19 +138,14 @@ class Linearization:
             >>> J.shape, (J @ torch.ones(lin.p)).shape, J.gram().shape
             ((15, 15), torch.Size([15]), torch.Size([15, 15]))
         """
-        from linnet.jacobian.jacobian import Jacobian
-
+        check_precision(precision)
+        check_engine(engine)
+        messages.check_batch_size(batch_size)
+        messages.check_memory(memory)
         self.check_unchanged(contents=True)
         source = as_source(data, self.module.forward)
-        return Jacobian(
-            self,
-            source,
-            batch_size=batch_size,
-            memory=memory,
-            precision=precision,
-            engine=engine,
-            progress=progress,
-        )
+        settings = PassSettings(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
+        return Jacobian(NetworkChunks(self, source, settings))
 
     def to(self, dtype: torch.dtype) -> Linearization:
         """The same linear model in another precision, around a copy of the weights.
@@ -171,7 +167,7 @@ class Linearization:
                 f"A linearization computes in torch.float32 or torch.float64; got {dtype}. Pass one of them."
             )
         self.check_unchanged(contents=True)
-        return Linearization(self.network.to(dtype))
+        return self.with_network(self.network.to(dtype))
 
     def at(self, theta: Mapping[str, Tensor]) -> Linearization:
         """The same network around other weights, in the same precision; those not given stay as they are.
@@ -198,8 +194,9 @@ class Linearization:
         return self.with_network(self.network.at(theta))
 
     def with_network(self, network: FunctionalModel) -> Linearization:
-        """The same network with other weights, another watch or other convolutions; what passes have shown stays."""
-        return Linearization(network, self.rules.of(network))
+        """The linear model of another form of the network; what passes have shown stays where the module does."""
+        same = network.module is self.network.module
+        return Linearization(network, self.rules.of(network) if same else None)
 
     def watching(self, model: nn.Module) -> Linearization:
         """The same linear model that notices changes of the weights of another module."""

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet.data.batch import Batch, Source
+from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
-from linnet.network import checks
+from linnet.network.checks import output_matrix, output_tensor
 from linnet.network.copies import with_forward
 from linnet.network.functional_model import FunctionalModel
 
@@ -44,16 +44,8 @@ def combined(J: Jacobian, root: Tensor) -> Jacobian:
     net = lin.network
     other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
     other = replace(other, watch=net.watch, cast=net.cast)
-    settings = J._settings
-    return Jacobian(
-        Linearization(other),
-        _WithRoot(J._source, root.detach()),
-        batch_size=settings.batch_size,
-        memory=settings.memory,
-        precision=settings.precision,
-        engine=settings.engine,
-        progress=settings.progress,
-    )
+    chunks = NetworkChunks(lin.with_network(other), _WithRoot(J._source, root.detach()), J.passes.settings.renewed())
+    return Jacobian(chunks)
 
 
 def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:
@@ -62,7 +54,7 @@ def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.M
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         root = kwargs.pop(NAME)
         raw = module.forward(*args, **kwargs)
-        f = checks.output_matrix(checks.output_tensor(raw) if output is None else output(raw), len(root))
+        f = output_matrix(output_tensor(raw) if output is None else output(raw), len(root))
         return (root.to(f.dtype).mT @ f[..., None])[..., 0]
 
     return with_forward(model, forward)

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from linnet._common.memory import format_bytes
+from linnet._common.distributed import rank_and_world
+from linnet._common.memory import budget, format_bytes
 from linnet.jacobian.blocks.base import Factor, Rows
-from linnet.jacobian.blocks.composite import Lazy, Sum
+from linnet.jacobian.blocks.composite import Lazy, Sum, cut_by_layer
 from linnet.jacobian.blocks.embedding_table import Tokens
 from linnet.jacobian.blocks.outer_product import Outer
+
+if TYPE_CHECKING:
+    from linnet.jacobian.passes import Pass
 
 Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares", "sides"]
 Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
@@ -167,6 +171,57 @@ class Plan:
         return "\n".join(line.rstrip() for line in head + table)
 
     __repr__ = __str__
+
+
+def describe(passes: Pass) -> Plan:
+    """The plan of a Jacobian."""
+    s, lin, chunks = passes.settings, passes.lin, passes.chunks
+    first, assignment = chunks.first, lin.rules.last
+    found: dict[str, tuple[int, set[str], set[str]]] = {}
+    costs: dict[str, float] = {}
+    for factor in first.factors:
+        if not isinstance(factor, Rows | Outer | Tokens | Lazy | Sum):
+            continue  # autodiff's
+        for layer, part in cut_by_layer(factor, lin.layout):
+            uses, products, gram = found.get(layer, (0, set(), set()))
+            products = products | {choose(part, "fused", k=PLAN_COLUMNS, engine=s.engine)}
+            gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
+            found[layer] = (max(uses, part.size.T), products, gram)
+            costs[layer] = costs.get(layer, 0) + fused_cost(part, k=PLAN_COLUMNS, engine=s.engine)
+    lines = []
+    for layer, names in lin.layout.layers.items():
+        rules = dict.fromkeys(assignment.rules.get(name, "") for name in names)
+        unused = all(name in assignment.unused for name in names)
+        rest = any(name in assignment.rest for name in names)
+        uses, products, gram = found.get(layer, (0, set(), set()))
+        if s.engine == "autodiff":
+            products, gram = {"autodiff"}, {"autodiff rows"}
+        elif rest:
+            products, gram = products | {"autodiff"}, gram | {"autodiff rows"}
+        lines.append(
+            Line(
+                layer=layer,
+                rule=" + ".join(r for r in rules if r) or ("unused" if unused else "none"),
+                parameters=sum(lin.layout.shapes[name].numel() for name in names),
+                uses=uses,
+                products=", ".join(sorted(products)) or "zero",
+                gram=", ".join(sorted(gram)) or "zero",
+                cost=None if rest or s.engine == "autodiff" else costs.get(layer, 0),
+            )
+        )
+    world = rank_and_world()[1]
+    note = f"{str(lin.dtype).removeprefix('torch.')} on {lin.device}, precision {s.precision}"
+    return Plan(
+        lines=tuple(lines),
+        shape=(chunks.n * first.c, lin.p),
+        n=chunks.n,
+        c=first.c,
+        chunk=passes.chunk_size(),
+        per_example=first.per_example,
+        budget=budget(s.memory, lin.device),
+        data=chunks.kind,
+        note=note if world == 1 else f"{note}, {world} ranks",
+    )
 
 
 def fused_cost(factor: Factor, *, k: int, engine: Engine = "auto") -> float:

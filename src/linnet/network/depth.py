@@ -1,4 +1,4 @@
-"""The blocks of a network from bottom to top: which parameters are its top layers."""
+"""The blocks of a network from bottom to top, and the parameters of its top layers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from torch import nn
 
 from linnet._common import messages
-from linnet.network import checks
 from linnet.network.call_trace import as_arguments, trace
+from linnet.network.checks import check_module
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A module of a stack, or a layer, and the places of the first and the last module in it that hold parameters."""
+    """A module of a stack, or a layer; start and stop are the places of its first and last modules with parameters."""
 
     name: str
     start: int
@@ -35,13 +35,13 @@ def top_blocks(model: nn.Module, k: int, *, example: Any = None) -> list[str]:
 
     Args:
         model: Any module.
-        k: How many blocks, from the top.
-        example: A few inputs, as the model takes them (a tensor, a tuple, a dict of keywords). With it the order is
-            that in which modules are called; otherwise it is that in which they were registered. What a call does
-            not reach is no part of the top.
+        k: Number of blocks, from the top.
+        example: A few inputs, as the model takes them (a tensor, a tuple, a dict of keywords). With an example, blocks
+            have the order in which they are called, and modules that are not called are no part of the top. Without
+            one, blocks have the order in which they were registered.
 
     Returns:
-        Globs, bottom to top; frozen parameters are among what they match.
+        Globs, bottom to top; they also match frozen parameters.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -51,11 +51,11 @@ def top_blocks(model: nn.Module, k: int, *, example: Any = None) -> list[str]:
         >>> top_blocks(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), 1)
         ['*']
     """
-    checks.check_module(model)
+    check_module(model)
     if not isinstance(k, int) or isinstance(k, bool) or k < 0:
         raise ValueError(f"The number of blocks must be 0, 1, 2, ...; got {k!r}.")
-    order = _positions(model, example)
-    blocks, after = _blocks(model, order)
+    order = _find_places(model, example)
+    blocks, after = _find_blocks(model, order)
     if k > len(blocks):
         names = messages.listing([block.name for block in blocks])
         raise ValueError(
@@ -68,7 +68,7 @@ def top_blocks(model: nn.Module, k: int, *, example: Any = None) -> list[str]:
             f"Nothing comes after the last block, {blocks[-1].name!r}, so 0 blocks leave no parameters. Ask for at "
             "least 1, or add a head with linnet.attach_head."
         )
-    return _globs(model, {name for name, place in order.items() if place >= start})
+    return _make_globs(model, {name for name, place in order.items() if place >= start})
 
 
 def block_names(model: nn.Module, *, example: Any = None) -> list[str]:
@@ -78,11 +78,11 @@ def block_names(model: nn.Module, *, example: Any = None) -> list[str]:
         >>> block_names(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)))
         ['0', '2']
     """
-    checks.check_module(model)
-    return [block.name for block in _blocks(model, _positions(model, example))[0]]
+    check_module(model)
+    return [block.name for block in _find_blocks(model, _find_places(model, example))[0]]
 
 
-def _owners(model: nn.Module) -> dict[str, nn.Module]:
+def _find_owners(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold floating parameters themselves, by name."""
     return {
         name: module
@@ -91,17 +91,17 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _positions(model: nn.Module, example: Any) -> dict[str, int]:
-    """When each module that holds parameters comes, by name; without those that a call does not reach."""
-    owners = _owners(model)
+def _find_places(model: nn.Module, example: Any) -> dict[str, int]:
+    """The place of each module that holds parameters, by name; modules that a call does not reach are left out."""
+    owners = _find_owners(model)
     if not owners:
         raise ValueError("The model has no floating parameters, so it has no blocks.")
     if example is None:
         return {name: i for i, name in enumerate(owners)}
-    called = call_order(model, example)
+    called = find_call_order(model, example)
     found = {}
     for name in owners:
-        reached = name  # a module whose parameters its parent reads is where its parent is
+        reached = name  # where the parent reads a module's parameters, the module has the place of the parent
         while reached and reached not in called:
             reached = reached.rpartition(".")[0]
         if reached or not name:
@@ -111,12 +111,12 @@ def _positions(model: nn.Module, example: Any) -> dict[str, int]:
     return {name: i for i, name in enumerate(sorted(found, key=lambda name: (found[name], places[name])))}
 
 
-def call_order(model: nn.Module, example: Any) -> dict[str, int]:
-    """The place in which each module is first called for an example, by name; those not called are left out.
+def find_call_order(model: nn.Module, example: Any) -> dict[str, int]:
+    """The place in which each module is first called for an example, by name; other modules are left out.
 
     Example:
         >>> import torch
-        >>> call_order(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), torch.zeros(1, 2))
+        >>> find_call_order(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), torch.zeros(1, 2))
         {'': 0, '0': 1, '1': 2}
     """
     order: dict[str, int] = {}
@@ -125,25 +125,25 @@ def call_order(model: nn.Module, example: Any) -> dict[str, int]:
     return order
 
 
-def _blocks(model: nn.Module, order: Mapping[str, int]) -> tuple[list[Block], int | None]:
-    """The blocks from bottom to top, and where what comes after the last of them begins (None for nowhere)."""
+def _find_blocks(model: nn.Module, order: Mapping[str, int]) -> tuple[list[Block], int | None]:
+    """The blocks from bottom to top, and the place after the last block (None where nothing comes after it)."""
     found = []
-    for name in _stacked(model):
+    for name in _find_stacked(model):
         inside = [owner for owner in order if owner == name or owner.startswith(f"{name}.")]
         if inside:
             found.append(Block(name, min(order[owner] for owner in inside), max(order[owner] for owner in inside)))
     if not found:
-        return _layers(model, order)
+        return _find_layers(model, order)
     found.sort(key=lambda block: block.start)
     after = max(block.stop for block in found) + 1
     return found, after if after < len(order) else None
 
 
-def _stacked(model: nn.Module) -> list[str]:
-    """Names of the modules that repeat in stacks; of those in each other, the inner ones.
+def _find_stacked(model: nn.Module) -> list[str]:
+    """Names of the modules that repeat in stacks; of modules in each other, the inner ones.
 
-    They have modules in them and are no containers themselves, and their class stands at least twice in one container,
-    or alone in several (stages of one block each).
+    Such a module contains modules and is no container itself. Its class stands at least twice in one container, or
+    alone in several containers (stages of one block each).
     """
     inside = {
         name: {key: child for key, child in module.named_children() if _has_parameters(child)}
@@ -168,10 +168,10 @@ def _stacked(model: nn.Module) -> list[str]:
     return [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
 
 
-def _layers(model: nn.Module, order: Mapping[str, int]) -> tuple[list[Block], int | None]:
-    """Layer by layer: one with a matrix and the norms after it make a block; the last is the head."""
+def _find_layers(model: nn.Module, order: Mapping[str, int]) -> tuple[list[Block], int | None]:
+    """Blocks of a network without stacks: a layer with a matrix and the norms after it. The last layer is the head."""
     modules = dict(model.named_modules())
-    layers = {name: _layer(name, modules) for name in order}
+    layers = {name: _find_layer(name, modules) for name in order}
     matrices = {
         layers[name]
         for name in order
@@ -189,8 +189,8 @@ def _layers(model: nn.Module, order: Mapping[str, int]) -> tuple[list[Block], in
     return blocks, places[-1]
 
 
-def _layer(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The layer that a module which holds parameters is a part of: mostly itself."""
+def _find_layer(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The layer that a module with parameters belongs to: mostly the module itself."""
     whole = name.partition(".parametrizations.")[0]
     parent = whole.rpartition(".")[0]
     return parent if isinstance(modules[parent], nn.MultiheadAttention) else whole
@@ -200,9 +200,9 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(t.is_floating_point() for t in module.parameters())
 
 
-def _globs(model: nn.Module, chosen: set[str]) -> list[str]:
-    """Globs for all parameters held by the chosen modules, by whole modules where all in them is chosen."""
-    owners = _owners(model)
+def _make_globs(model: nn.Module, chosen: set[str]) -> list[str]:
+    """Globs for the parameters of the chosen modules; one glob for a module where everything in it is chosen."""
+    owners = _find_owners(model)
 
     def of(name: str, module: nn.Module) -> list[str]:
         inside = {owner for owner in owners if not name or owner == name or owner.startswith(f"{name}.")}

@@ -1,4 +1,4 @@
-"""Which parameters are linearized, and how their named tensors lie in one flat vector of length p."""
+"""The selection of parameters, and the layout of their named tensors in one flat vector of length p."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
     elif callable(params):
         selected = {name: tensor for name, tensor in floating.items() if params(name, tensor)}
     else:
-        chosen = _glob(model, floating, [params] if isinstance(params, str) else list(params))
+        chosen = _match_globs(model, floating, [params] if isinstance(params, str) else list(params))
         selected = {name: tensor for name, tensor in floating.items() if name in chosen}
 
     checks.check_selected(selected, parameters)
@@ -59,7 +59,7 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
     return selected
 
 
-def _glob(model: nn.Module, floating: Mapping[str, Tensor], globs: Sequence[str]) -> set[str]:
+def _match_globs(model: nn.Module, floating: Mapping[str, Tensor], globs: Sequence[str]) -> set[str]:
     """First names of the parameters that any of the globs matches under any of their names."""
     first = {id(tensor): name for name, tensor in floating.items()}
     aliases = {
@@ -81,7 +81,7 @@ def _glob(model: nn.Module, floating: Mapping[str, Tensor], globs: Sequence[str]
 class Layout:
     """Where named tensors lie in one flat vector: in their order, each flattened row by row.
 
-    It holds names and shapes only, no data. Two layouts are equal when names, order and shapes are.
+    A layout holds names and shapes, and no data. Two layouts are equal when names, order and shapes are equal.
 
     Args:
         tensors: The named tensors whose order and shapes the layout takes.

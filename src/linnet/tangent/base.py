@@ -22,8 +22,10 @@ from linnet.data.batch import Batch, SingleBatch, Source
 from linnet.data.forward_signature import as_tensors, as_writable
 from linnet.data.sources import InMemory, as_source
 from linnet.inference.problem import Settings
+from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
+from linnet.jacobian.passes import PassSettings
 from linnet.network.depth import block_names, top_blocks
 from linnet.network.parameters import select
 from linnet.probability.posteriors import Posterior
@@ -332,7 +334,7 @@ class LinearizedModule(nn.Module):
 
     def _by_products(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and J delta, without a graph."""
-        J = Jacobian(self.lin, SingleBatch(batch, "a batch"), progress=False)
+        J = Jacobian(NetworkChunks(self.lin, SingleBatch(batch, "a batch"), PassSettings(progress=False)))
         return J.outputs(), (J @ self.delta).view(J.n, J.c)
 
     def _by_reverse(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -121,8 +121,8 @@ def check_model(
                 rules=tuple(lin.rules.last.rules),
                 autodiff=lin.rules.last.rest,
                 unused=lin.rules.last.unused,
-                forward_mode=lin.rules.can("forward_mode", J._probe),
-                vectorized=bool(lin.rules.last.rest) and lin.rules.can("vectorize", J._probe),
+                forward_mode=lin.rules.can("forward_mode", J.passes.chunks.first.batch),
+                vectorized=bool(lin.rules.last.rest) and lin.rules.can("vectorize", J.passes.chunks.first.batch),
                 error=error,
             )
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
@@ -174,7 +174,9 @@ def _exact(J: Jacobian, model: nn.Module, output: Output | None, index: Tensor) 
     """The rows of some examples by plain reverse mode, (m c, p)."""
     found = []
     wanted = set(index.tolist())
-    for batch in J._batches(1, 0, J.n) if not J.by_position else J.subset(index)._batches(1):
+    source = J.subset(index)._source if J.by_position else J._source
+    for batch in source.batches(1):
         if J.by_position or batch.start in wanted:
+            batch = batch.to(J.device)
             found.append(dense_jacobian(model, batch.kwargs or batch.args, output=output, names=list(J.lin.theta)))
     return torch.cat(found).to(J.dtype)

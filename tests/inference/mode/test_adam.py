@@ -161,7 +161,7 @@ def test_adam_takes_the_same_steps_without_room_for_copies(monkeypatch):
     u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert J._copies[1]
     J.forget_minibatches()
-    monkeypatch.setattr("linnet.jacobian.cached.cache_limit", lambda memory, device: 0)
+    monkeypatch.setattr("linnet.jacobian.jacobian.cache_limit", lambda memory, device: 0)
     same, again = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert not J._copies[1]
     assert (same - u).norm() <= 1e-12 * u.norm()

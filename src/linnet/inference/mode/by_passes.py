@@ -23,7 +23,7 @@ from linnet.inference.mode import newton
 from linnet.inference.mode.lbfgs import descend
 from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import Settings
-from linnet.jacobian.cached import Cached, cache_limit
+from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.preconditioners.low_rank import Preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch
@@ -153,6 +153,6 @@ def carrying(root: Tensor, J: Jacobian) -> Tensor | None:
     count = 1 + int((each[order].cumsum(0) < SHARE * each.sum()).sum())
     if not J.by_position or count > NEARLY_ALL * J.n:
         return None
-    if isinstance(J, Cached) and J.cache_size * count / J.n > cache_limit("auto", J.device):
+    if J.in_memory and J.cache_size * count / J.n > cache_limit("auto", J.device):
         return None
     return order[:count].sort().values

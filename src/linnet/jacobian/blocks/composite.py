@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linnet.jacobian.blocks.base import Factor, Range, Recipe, Rows, Size
 from linnet.jacobian.blocks.outer_product import Outer
+from linnet.network.parameters import Layout
 
 
 @final
@@ -299,3 +300,25 @@ def add_rmatmul(factors: Sequence[Factor], U: Tensor, out: Tensor, *, first: boo
             out[start:stop].zero_()
     for factor in factors:
         factor.write_rmatmul(U, out)
+
+
+def cut_by_layer(factor: Factor, layout: Layout) -> list[tuple[str, Factor]]:
+    """The factor cut into the columns of each layer, by the name of the layer."""
+    layers = [_layer_at(r[0], layout) for r in factor.ranges]
+    if len(set(layers)) == 1:
+        return [(layers[0], factor)]
+    if isinstance(factor, Outer):
+        one = Outer(factor.x, factor.g, weight=factor.weight, swapped=factor.swapped)
+        two = Outer(factor.x, factor.g, weight=None, bias=factor.bias)
+        return [(layers[0], one), (layers[1], two)]
+    rows = factor.expand()
+    return [(layer, Rows([r], [part])) for layer, r, part in zip(layers, rows.ranges, rows.parts, strict=True)]
+
+
+def _layer_at(position: int, layout: Layout) -> str:
+    for layer, names in layout.layers.items():
+        for name in names:
+            where = layout.slices[name]
+            if where.start <= position < where.stop:
+                return layer
+    raise AssertionError(position)

@@ -1,0 +1,1 @@
+"""Allingham, Antorán, Fortuin 2023: Linearised neural networks (slides)."""

@@ -1,0 +1,312 @@
+"""Where data and results lie, what an experiment hands back, the files that it leaves and the table of results."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # slow to import, and not needed to read data
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DATA = ROOT.parent / "shared" / "data"
+RESULTS = ROOT / "results"
+
+HEADER = ("experiment", "the paper's value", "ours", "command", "what differs", "time")
+TITLE = """# Results
+
+Written by `python -m experiments NAME`, which replaces its own rows; figures and all numbers lie in the folder of each
+experiment. A result worse than the paper's stands as it is.
+
+Weights that experiments train are not in the repository. `python -m experiments wrn --device cuda` writes those of
+WRN-40-2 to results/wrn (read by `embedding_time`, `nfk_probe`, `nfk_distill`); `python -m experiments encoders --device
+cuda` and `python -m experiments encoders` write those of the GANs, the VAE and the rotation network to results/encoders
+(read by `nfk_probe`, `inversion`, `table1_mu`). With `--quick` all experiments run without them.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of results/README.md.
+
+    Attributes:
+        what: What was measured.
+        paper: The paper's value, or what it says in words.
+        ours: Our value.
+        differs: What differs from the paper's setting.
+    """
+
+    what: str
+    paper: str
+    ours: str
+    differs: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment hands back.
+
+    Attributes:
+        metrics: Every number, as JSON. "parts" are put beside those that other runs have kept.
+        figure: The figure.
+        rows: Its rows of results/README.md.
+        command: For the table, where several runs made the parts; None for the command that was given.
+        time: The same; None for that of this run.
+        renewed: The outcome from all parts, for those that other processes kept while this one was made.
+    """
+
+    metrics: dict[str, Any]
+    figure: Figure
+    rows: Sequence[Row]
+    command: str | None = None
+    time: str | None = None
+    renewed: Callable[[dict[str, Any]], Outcome] | None = None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds by the clock, and of all processor cores together."""
+
+    wall: float
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{duration(self.wall)} ({duration(self.cpu)} of CPU)"
+
+
+@dataclass
+class Clock:
+    """Seconds of the blocks it was given: of the processor on a CPU (others may work beside), else by the clock."""
+
+    device: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def now(self) -> float:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+
+
+# Options.
+
+
+def kind_of(options: argparse.Namespace) -> str:
+    """The size of a run: "quick", or the kind of its device."""
+    return "quick" if options.quick else options.device.partition(":")[0]
+
+
+def fill(options: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> str:
+    """Give the options that were left out the values of the run's kind, which is returned."""
+    kind = kind_of(options)
+    for name, value in defaults[kind].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return kind
+
+
+def require_cpu(options: argparse.Namespace, why: str) -> None:
+    """Raise if an experiment on small networks is asked to run elsewhere."""
+    if options.device != "cpu":
+        raise ValueError(f"{why}: {options.name} runs on the CPU only; got {options.device!r}.")
+
+
+def seeds_of(options: argparse.Namespace, usual: int) -> range:
+    """The seeds of `--seed` and `--seeds`."""
+    return range(options.seed, options.seed + (options.seeds or usual))
+
+
+# Files.
+
+
+def data_file(folder: Path, name: str) -> Path:
+    """The file `name` of the data folder, or an error that says where it was looked for."""
+    path = Path(folder) / name
+    if not path.exists():
+        raise FileNotFoundError(
+            f"This experiment reads {name} from the data folder; {path} does not exist. "
+            f"Give the folder that holds it with --data PATH (default: {DATA})."
+        )
+    return path
+
+
+def results_folder(out: Path | None, *, quick: bool) -> Path:
+    """Where to write; small versions never replace the real results."""
+    return out if out is not None else RESULTS / "quick" if quick else RESULTS
+
+
+def earlier(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What an experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
+    folders = [results_folder(options.out, quick=options.quick)] + ([] if options.quick else [RESULTS])
+    for folder in folders:
+        path = Path(folder) / name / "metrics.json"
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return {}
+
+
+# Results in parts, each kept as soon as it is there: runs side by side, or cut short, keep what they had.
+
+
+def keep(options: argparse.Namespace, name: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a part of a result, a nested dict, beside the earlier ones in metrics.json; returns all of them.
+
+    Other processes may do so at the same time. Where both have a number, the new one stays.
+    """
+    where = results_folder(options.out, quick=options.quick) / name
+    where.mkdir(parents=True, exist_ok=True)
+    with lock(where.parent):
+        record = earlier(options, name)
+        record = {"experiment": name, **record, "parts": merge(record.get("parts", {}), clean(part))}
+        write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    return record["parts"]
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts in one; where both have a value, the new one.
+
+    >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4})
+    {'a': {'x': 1, 'y': 3}, 'b': 4}
+    """
+    both = dict(old)
+    for key, value in new.items():
+        nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
+        both[key] = merge(both[key], value) if nested else value
+    return both
+
+
+def measure_parts(
+    options: argparse.Namespace, names: Sequence[str], measure: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Measure parts of an experiment by name and keep each, with its seconds and the machine; returns all parts."""
+    parts = earlier(options, options.name).get("parts", {})
+    for name in names:
+        clock = Clock(options.device)
+        with clock("seconds"):
+            found = measure(name)
+        found |= {**clock.seconds, "machine": machine(options.device)}
+        print(f"{name}: { ({key: value for key, value in found.items() if key != 'path'}) }", flush=True)
+        parts = keep(options, options.name, {name: found})
+    return parts
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Only one process at a time is in such a block of the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# The table of results.
+
+
+def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spent, device: str) -> Path:
+    """Write metrics.json and figure.png under folder/name and the rows into folder/README.md."""
+    where = folder / name
+    where.mkdir(parents=True, exist_ok=True)
+    with lock(folder):  # runs side by side share the table
+        path, table = where / "metrics.json", folder / "README.md"
+        parts = {}
+        if "parts" in outcome.metrics and path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8")).get("parts", {})
+            parts = {"parts": merge(kept, clean(outcome.metrics["parts"]))}
+            if outcome.renewed is not None and parts["parts"] != clean(outcome.metrics["parts"]):
+                outcome = outcome.renewed(parts["parts"])
+        record = {
+            "experiment": name,
+            "command": command,
+            "seconds": round(spent.wall, 1),
+            "CPU seconds": round(spent.cpu, 1),
+            "machine": machine(device),
+            **outcome.metrics,
+            **parts,
+        }
+        write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
+        with replace_file(where / "figure.png") as temporary:
+            outcome.figure.savefig(temporary, format="png", dpi=150)
+        before = table.read_text(encoding="utf-8") if table.exists() else ""
+        shown = outcome.command or command, outcome.time or str(spent)
+        write(table, update_table(before, name, *shown, outcome.rows))
+    for row in outcome.rows:
+        print(f"{row.what}: {row.ours}")
+    return where
+
+
+def update_table(text: str, name: str, command: str, spent: str, rows: Sequence[Row]) -> str:
+    """The page of results with the rows of one experiment replaced, in place or at the end."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    kept = [line for line in lines if not line.startswith(("| experiment ", "| ---"))]
+    first = next((i for i, line in enumerate(kept) if line.startswith(f"| {name}: ")), len(kept))
+    own = [line_of((f"{name}: {row.what}", row.paper, row.ours, f"`{command}`", row.differs, spent)) for row in rows]
+    before = [line for line in kept[:first] if not line.startswith(f"| {name}: ")]
+    after = [line for line in kept[first:] if not line.startswith(f"| {name}: ")]
+    table = [line_of(HEADER), line_of(["---"] * len(HEADER)), *before, *own, *after]
+    return TITLE + "\n" + "\n".join(table) + "\n"
+
+
+def line_of(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def clean(value: Any) -> Any:
+    """JSON has no NaN: it becomes null. Floats keep six digits."""
+    if isinstance(value, Mapping):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def write(path: Path, text: str) -> None:
+    with replace_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """A temporary name in the same folder, renamed to `path` when the block has ended well."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def machine(device: str) -> str:
+    """The device in words."""
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{platform.machine()}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}"

@@ -1,0 +1,1 @@
+"""Damianou 2020: Deep Learning in the Function Space (talk)."""

@@ -1,0 +1,255 @@
+"""Networks that learn images without labels, for the experiments on representations, which nobody supplies.
+
+On CIFAR-10 a DCGAN, a VAE and a network that sees by which angle an image was turned; on MNIST a small DCGAN, whose
+generator also serves the discriminator that is supplied. Their weights, as float16, are the result; they are not in the
+repository, and the functions of `experiments.common.networks` read them. `--parts` trains some and keeps the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from benchmarks.models import WideResNet
+from experiments import common
+from experiments.common import networks, plots
+from experiments.common.data import ROTATIONS, augment, color_images, mnist, rotate
+from experiments.common.networks import LATENT, ColorDiscriminator, ColorGenerator, ColorVAE, draw_as_dcgan, store
+from experiments.common.training import accuracy, in_parts, train_gan, train_images, train_pair
+
+PARTS = ("gan", "vae", "rotation", "mnist")
+TITLES = {
+    "gan": "DCGAN of CIFAR-10: samples",
+    "vae": "VAE of CIFAR-10: test images, and decoded",
+    "mnist": "DCGAN of MNIST: samples",
+}
+SHOWN = 40  # images of a panel
+ARGUMENTS = {
+    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist on a CPU, the other three elsewhere"},
+    "--steps": "of each GAN (default: 4,000; mnist: 2,500)",
+    "--epochs": "of the VAE (default: 30) or the rotations (15)",
+}
+
+
+def run(options: argparse.Namespace) -> common.Outcome:
+    """Train what is asked for, measure the rounded networks, show them all."""
+    if options.parts is None:
+        options.parts = {"quick": PARTS, "cpu": ("mnist",)}.get(common.kind_of(options), PARTS[:3])
+    makers = {"gan": train_color_gan, "vae": train_vae, "rotation": train_rotation, "mnist": train_digit_gan}
+    folder = common.results_folder(options.out, quick=options.quick) / "encoders"
+    parts = common.measure_parts(options, options.parts, lambda name: makers[name](options, folder))
+    command = "python -m experiments encoders (and --device cuda)"
+    spent = common.duration(sum(part["seconds"] for part in parts.values()))
+    return common.Outcome({"parts": parts}, figure(options, folder, parts), rows(parts), command, spent)
+
+
+@lru_cache(1)
+def color(data: Path, device: str, quick: bool) -> tuple[Tensor, Tensor]:
+    """Training and test images of CIFAR-10; a few of the test images for both if it is to be quick."""
+    test = color_images(data, "test", count=96 if quick else None)[0].to(device)
+    return (test[32:], test[:32]) if quick else (color_images(data, "train")[0].to(device), test)
+
+
+def images_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    return color(options.data, options.device, options.quick)
+
+
+# The networks.
+
+
+def train_color_gan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Discriminator and generator of CIFAR-10, from the start."""
+    x, test = images_of(options)
+    steps = options.steps or (2 if options.quick else 4000)
+    D, G = ColorDiscriminator(**width(options)), ColorGenerator(**width(options))
+    for i, net in enumerate((D, G)):
+        draw_as_dcgan(net, options.seed + i)
+        net.to(options.device)
+    # Shifts and mirrors of all that the discriminator sees keep it from learning 20,000 images by heart.
+    how = {"steps": steps, "seed": options.seed, "batch": batch(options)}
+    path = train_pair(D, G, x, rates=(2e-4,) * 2, change=augment, **how)
+    store(D, folder, "dcgan_discriminator_cifar10")
+    store(G, folder, "dcgan_generator_cifar10")
+    found = outputs(*networks.color_gan(folder, **width(options)), x, test)
+    return {"steps": steps, **size(D, G), **found, "path": path}
+
+
+def train_vae(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Encoder and decoder of CIFAR-10."""
+    x, test = images_of(options)
+    epochs = options.epochs or (1 if options.quick else 30)
+    count = iter(range(10**9))  # other draws of the latents in every step
+
+    def loss_of(net: ColorVAE, images: Tensor, y: Tensor) -> Tensor:
+        return -net.bound(images, seed=next(count)).mean() / images[0].numel()
+
+    net, path = train(lambda: ColorVAE(**width(options)), x, loss_of, options, epochs=epochs, rate=2e-3, adam=True)
+    store(net, folder, "vae_cifar10")
+    net = networks.color_vae(folder, **width(options)).to(options.device)
+    with torch.no_grad():
+        bound = in_parts(net.bound, (test,)).mean()
+        error = in_parts(lambda x: (net(x) - x).square().flatten(1).mean(1), (test,)).mean()
+    found = {"bound of a test image, nats": float(bound), "squared error of a pixel": float(error)}
+    return {"epochs": epochs, **size(net), **found, "path": path}
+
+
+def train_rotation(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By which of four angles was an image of CIFAR-10 turned (Gidaris et al. 2018)?"""
+    x, test = images_of(options)
+    epochs = options.epochs or (1 if options.quick else 15)
+    shape = {"depth": 10, "width": 1} if options.quick else {"depth": 22, "width": 2}
+
+    def loss_of(net: nn.Module, images: Tensor, y: Tensor) -> Tensor:
+        turned, angles = rotate(images)
+        return F.cross_entropy(net(turned), angles)
+
+    make = lambda: WideResNet(shape["depth"], shape["width"], ROTATIONS)  # noqa: E731
+    net, path = train(make, x, loss_of, options, epochs=epochs, rate=0.1)
+    store(net, folder, "rotation_cifar10")
+    net = networks.rotation_network(folder, **shape).to(options.device)
+    return {"epochs": epochs, **size(net), "accuracy of angles, test": accuracy(net, *rotate(test)), "path": path}
+
+
+def train(
+    make: Callable[[], Any], x: Tensor, loss_of: Callable[..., Tensor], options: argparse.Namespace, **how: Any
+) -> tuple[Any, list[dict[str, Any]]]:
+    """A new network, in the layout that convolutions like best, trained on images without labels; and its losses."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        net = make().to(options.device, memory_format=torch.channels_last)
+    y = torch.zeros(len(x), dtype=torch.long, device=x.device)
+    return net, train_images(net, x, y, seed=options.seed, loss_of=loss_of, batch=batch(options), **how)
+
+
+def train_digit_gan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A generator of digits, trained with a small discriminator of its own; the supplied one is then shown its samples.
+
+    Against the supplied discriminator, trained to the end, a new generator learned a single figure and no digit (1,500
+    steps, the discriminator training on at a tenth of the generator's rate).
+    """
+    count = 64 if options.quick else None
+    x, test = (mnist(options.data, part, network="dcgan", count=count)[0].to(options.device) for part in (True, False))
+    steps = options.steps or (2 if options.quick else 2500)
+    D, G = train_gan(x, steps=steps, seed=options.seed, widths=widths(options), batch=batch(options, 32))
+    store(D, folder, "dcgan_discriminator_mnist")
+    store(G, folder, "dcgan_generator_mnist")
+    D, G = networks.digit_gan(folder, widths=widths(options))
+    supplied = networks.dcgan_discriminator(options.data / "weights")
+    return {"steps": steps, **size(D, G), **outputs(D, G, x, test), "supplied one": outputs(supplied, G, x, test)}
+
+
+def width(options: argparse.Namespace) -> dict[str, int]:
+    return {"width": 4} if options.quick else {}
+
+
+def widths(options: argparse.Namespace) -> tuple[int, int]:
+    return (4, 4) if options.quick else networks.DIGIT_WIDTHS
+
+
+def batch(options: argparse.Namespace, usual: int = 128) -> int:
+    return 16 if options.quick else usual
+
+
+def size(*nets: nn.Module) -> dict[str, list[int]]:
+    return {"parameters": [sum(t.numel() for t in net.parameters()) for net in nets]}
+
+
+@torch.no_grad()
+def outputs(D: nn.Module, G: nn.Module, x: Tensor, test: Tensor) -> dict[str, float]:
+    """What the discriminator says, on the average, of training, test and generated images."""
+    D, G = D.to(x.device), G.to(x.device)
+    h = torch.randn(1000, LATENT, generator=torch.Generator().manual_seed(1)).to(x.device)
+    shown = {"training": x[:1000], "test": test[:1000], "generated": G(h)}
+    return {f"output, {name} images": float(D(images).mean()) for name, images in shown.items()}
+
+
+# What is shown.
+
+
+@torch.no_grad()
+def pictures(options: argparse.Namespace, folder: Path, name: str) -> Tensor | None:
+    """Images (n, c, h, w) in [0, 1] that show a network; None if its weights are not there."""
+    h = torch.randn(SHOWN, LATENT, generator=torch.Generator().manual_seed(0))
+    try:
+        if name == "gan":
+            return networks.color_gan(folder, **width(options))[1](h) / 2 + 0.5
+        if name == "mnist":
+            return networks.digit_gan(folder, widths=widths(options))[1](h) / 2 + 0.5
+        x = images_of(options)[1][: SHOWN // 2].cpu()
+        both = torch.stack([x, networks.color_vae(folder, **width(options))(x)], 1).flatten(0, 1)
+        return (both / 2 + 0.5).clamp(0, 1)
+    except FileNotFoundError:
+        return None
+
+
+def figure(options: argparse.Namespace, folder: Path, parts: Mapping[str, Any]) -> Figure:
+    """Samples, decoded images, and how the losses fell."""
+    shown = {name: pictures(options, folder, name) for name in TITLES if name in parts}
+    there = {name: images for name, images in shown.items() if images is not None}
+    paths = {name: part["path"] for name, part in parts.items() if "path" in part}
+    count = max(len(there) + bool(paths), 1)
+    result = Figure(figsize=(4.2 * count, 3.4))
+    axes = result.subplots(1, count, squeeze=False)[0]
+    for ax, (name, images) in zip(axes, there.items(), strict=False):
+        ax.imshow(plots.mosaic(images, 8), cmap="gray", vmin=0, vmax=1)
+        ax.set_title(TITLES[name])
+        ax.axis("off")
+    colors = dict(zip(PARTS, (plots.BLUE, plots.VERMILION, plots.GREEN, plots.ORANGE), strict=True))
+    for name, path in paths.items():
+        pairs = not isinstance(path[0], dict)  # of a discriminator and its generator
+        for i, style in enumerate(("-", ":")[: 1 + pairs]):
+            values = [row[i] if pairs else row["loss"] for row in path]
+            at = [(j + 1) / len(values) for j in range(len(values))]
+            label = f"{name}, generator" if i else name
+            axes[-1].plot(at, values, style, marker=".", color=colors[name], label=label)
+    if paths:
+        axes[-1].set(xlabel="share of the training", title="losses")
+        axes[-1].legend(fontsize=8)
+    return result
+
+
+def rows(parts: Mapping[str, Any]) -> list[common.Row]:
+    """One for each network."""
+    three = "{output, training images:.2f}, {output, test images:.2f}, {output, generated images:.2f}"
+    told = {
+        "gan": (
+            "DCGAN of CIFAR-10: output for training, test, generated images",
+            "trained by Zhai et al. 2019 (003) and Dumoulin et al. 2016 (001)",
+            three,
+            "20,000 images",
+        ),
+        "vae": (
+            "VAE of CIFAR-10: bound (nats), squared error",
+            "not given",
+            "{bound of a test image, nats:,.0f}, {squared error of a pixel:.4f}",
+            f"20,000 images, noise {networks.NOISE:g}",
+        ),
+        "rotation": (
+            "rotation network: accuracy of angles",
+            "Jigsaw instead (001)",
+            "{accuracy of angles, test:.3f}",
+            "20,000 images, WRN-22-2",
+        ),
+        "mnist": (
+            "DCGAN of MNIST: output for training, test, generated images",
+            "not given",
+            three,
+            "the paper's has 17K",
+        ),
+    }
+    found = []
+    for name, (what, paper, text, differs) in told.items():
+        if name in parts:
+            sizes = " and ".join(f"{p:,}" for p in parts[name]["parameters"])
+            spent = f"{common.duration(parts[name]['seconds'])} on {parts[name]['machine']}"
+            ours = text.format(**parts[name])
+            found.append(common.Row(what, paper, ours, f"{sizes} parameters; {differs}; {spent}"))
+    return found

@@ -1,0 +1,213 @@
+"""GAN inversion by a linear map, against PCA, and images of components (Zhang et al. 2022, figures 4 and 6).
+
+A discriminator's Fisher embedding of generated images is mapped linearly to the latents that they came from; the
+generator then makes an image of the latents of a real one. Two rivals with as many components: the same map from
+principal components of the pixels, and the image that these components add up to, which uses no GAN. `--parts` takes
+MNIST, CIFAR-10 or both.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace as Sizes
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import linnet
+from experiments import common
+from experiments.common import plots
+from experiments.common.data import color_images, mnist
+from experiments.common.networks import LATENT, lenet5, load_encoder
+from experiments.common.probes import invert
+from experiments.common.training import in_parts
+from experiments.zhang2022.spectra import from_generator
+from linnet.fisher.probes import top_projections
+
+NFK, MAPPED, PIXELS = "NFK, mapped to latents", "PCA, mapped to latents", "PCA, added up"
+PARTS = ("mnist", "cifar10")
+SHOWN, ROWS = 10, 5
+KEPT = common.RESULTS / "inversion"
+RIDGES = (0.0, 1e-2, 1e-1, 1.0, 10.0)  # over the mean square of the embedding
+
+
+# Components, generated images to learn from and to choose with, real ones to invert.
+FULL = Sizes(components=100, samples=5000, held=1000, real=2000)
+QUICK = Sizes(components=8, samples=100, held=40, real=40)
+
+
+class Pixels(nn.Module):
+    """Principal components of images, in the form of an embedding that `experiments.common.probes.invert` takes."""
+
+    def __init__(self, X: Tensor, k: int) -> None:
+        super().__init__()
+        flat = X.flatten(1).double()
+        self.center = flat.mean(0)
+        self.P = torch.linalg.eigh((flat - self.center).T @ (flat - self.center)).eigenvectors.flip(1)[:, :k]
+
+    @property
+    def lin_(self) -> Any:
+        """What is looked at to place generated images: a module and a device."""
+        return argparse.Namespace(module=self, device=self.P.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(1).double() - self.center) @ self.P
+
+    def transform(self, X: Any) -> Tensor:
+        batches = [X] if isinstance(X, Tensor) else [batch.args[0] for batch in X.batches(500)]
+        return torch.cat([self(x) for x in batches])
+
+    def added_up(self, X: Tensor) -> Tensor:
+        """The images that their components add up to."""
+        return (self(X) @ self.P.T + self.center).view_as(X).to(X.dtype)
+
+
+def load(name: str, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """Discriminator, generator, real test images and their labels."""
+    count = (QUICK if options.quick else FULL).real
+    D, G = load_encoder(options, "mnist" if name == "mnist" else "gan")
+    if name == "mnist":
+        x, y = mnist(options.data, False, network="dcgan", count=count)
+    else:
+        x, y = color_images(options.data, "test", count=count)
+    return D.eval().to(options.device), G.eval().to(options.device), x.to(options.device), y.to(options.device)
+
+
+def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Errors of each way, and the images that show them."""
+    sizes = QUICK if options.quick else FULL
+    D, G, x, y = load(name, options)
+    latents = torch.randn(sizes.samples + sizes.held, LATENT, generator=torch.Generator().manual_seed(options.seed))
+    with torch.no_grad():
+        made = in_parts(G, (latents.to(options.device),))
+    here, held = made[: sizes.samples], made[sizes.samples :]
+    h = latents[: sizes.samples]
+    embedding = linnet.FisherEmbedding(
+        D, sizes.components, score=from_generator(G, sizes.samples), progress=False, seed=options.seed
+    )
+    E = embedding.fit_transform(here)
+    pca = Pixels(here, sizes.components)
+    ways: dict[str, Any] = {NFK: (embedding, E.double()), MAPPED: (pca, pca.transform(here))}
+    truth = latents[sizes.samples :].to(options.device).double()
+    found: dict[str, Any] = {"explained variance": float(torch.as_tensor(embedding.explained_variance_ratio_).sum())}
+    images = {"real": x[:SHOWN]}
+    for way, (fitted, features) in ways.items():
+        tried = {}
+        for ridge in RIDGES:
+            scale = float(features.square().mean()) * len(features)
+            one = invert(fitted, G, latent=h, samples=len(h), ridge=ridge * scale)
+            tried[ridge] = one, explain(torch.as_tensor(one.latents(held)).double(), truth)
+        ridge = max(tried, key=lambda r: tried[r][1])
+        best, share = tried[ridge]
+        again = torch.cat([best.reconstruct(part) for part in x.split(500)])
+        found[way] = {"latents explained, new generated images": share, "ridge": ridge, **score(again, x, y, options)}
+        images[way] = again[:SHOWN]
+    again = pca.added_up(x)
+    found[PIXELS] = score(again, x, y, options)
+    images[PIXELS] = again[:SHOWN]
+    E = embedding.transform(x)
+    for sign in ("positive", "negative"):
+        index = torch.as_tensor(top_projections(E[:, :ROWS], SHOWN, sign=sign))
+        images[f"components, {sign}"] = x[index.flatten()]
+    if name == "mnist":
+        found["images as they are"] = score(x, x, y, options)
+    return found, {key: (image / 2 + 0.5).clamp(0, 1).cpu() for key, image in images.items()}
+
+
+def explain(h: Tensor, truth: Tensor) -> float:
+    """Share of the variance of latents that is explained."""
+    return 1 - float((h - truth).square().sum() / (truth - truth.mean(0)).square().sum())
+
+
+@torch.no_grad()
+def score(again: Tensor, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, float]:
+    """How far from the image, and, for digits, whether LeNet-5 still reads the right one."""
+    found = {"squared error of a pixel": float((again - x).square().mean())}
+    if x.shape[1] == 1:
+        net = lenet5(options.data / "weights").to(x.device)
+        larger = F.interpolate(again / 2 + 0.5, (32, 32), mode="bilinear", align_corners=False)
+        found["digits read right"] = float((net(larger).argmax(1) == y).double().mean())
+    return found
+
+
+# The experiment.
+
+
+ARGUMENTS = {
+    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: cifar10"},
+}
+
+
+def run(options: argparse.Namespace) -> common.Outcome:
+    if options.parts is None:
+        options.parts = ("cifar10",) if options.device.startswith("cuda") else ("mnist",)
+    own = common.results_folder(options.out, quick=options.quick) / "inversion"
+    own.mkdir(parents=True, exist_ok=True)
+
+    def measure_part(name: str) -> dict[str, Any]:
+        found, images = measure(name, options)
+        pixels = {key: (255 * image).byte().contiguous() for key, image in images.items()}
+        save_file(pixels, own / f"{name}.safetensors")
+        return found
+
+    parts = common.measure_parts(options, options.parts, measure_part)
+    ordered = {name: parts[name] for name in PARTS if name in parts}
+    command = "python -m experiments inversion (and --device cuda)"
+    spent = common.duration(sum(part["seconds"] for part in parts.values()))
+    return common.Outcome({"parts": ordered}, figure(pictures(own, ordered)), rows(ordered), command, spent)
+
+
+def pictures(own: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    """The images that runs have kept, by data set, in [0, 1]."""
+    files = {name: next((f for f in (own, KEPT) if (f / f"{name}.safetensors").exists()), None) for name in names}
+    return {
+        name: {key: image.float() / 255 for key, image in load_file(where / f"{name}.safetensors").items()}
+        for name, where in files.items()
+        if where is not None
+    }
+
+
+def rows(parts: Mapping[str, Any]) -> list[common.Row]:
+    result = []
+    for name, part in parts.items():
+        differs = f"100 components; DCGAN of `encoders`; {common.duration(part['seconds'])} on {part['machine']}"
+        for way in (NFK, MAPPED, PIXELS):
+            one = part[way]
+            ours = f"squared error {one['squared error of a pixel']:.3f}"
+            if "digits read right" in one:
+                ours += f", {100 * one['digits read right']:.1f} % read right by LeNet-5"
+            key = "latents explained, new generated images"
+            if key in one:
+                ours += f"; {100 * one[key]:.0f} % of new latents explained"
+            said = {NFK: "faithful (figure 4, no number)", PIXELS: "blurry"}.get(way, "not in the paper")
+            result.append(common.Row(f"{name}, images from their components: {way}", said, ours, differs))
+    return result
+
+
+def figure(shown: Mapping[str, Mapping[str, Tensor]]) -> Figure:
+    """For each data set, images and what is made of them, and those with the largest projections."""
+    result = Figure(figsize=(13, 2.5 * max(1, len(shown))))
+    axes = result.subplots(max(1, len(shown)), 3, squeeze=False, width_ratios=(1, 1, 1))
+    for line, (name, images) in zip(axes, shown.items(), strict=False):
+        keys = ["real", NFK, MAPPED, PIXELS]
+        line[0].imshow(plots.mosaic(torch.cat([images[key] for key in keys]), SHOWN), cmap="gray", vmin=0, vmax=1)
+        height = images["real"].shape[2]
+        labels = [key.replace(", ", "\n") for key in keys]
+        line[0].set_yticks([height * (i + 0.5) for i in range(len(keys))], labels, fontsize=8)
+        line[0].set_title(f"{name}: test images, and what is made of them")
+        for ax, sign in zip(line[1:], ("positive", "negative"), strict=True):
+            ax.imshow(plots.mosaic(images[f"components, {sign}"], SHOWN), cmap="gray", vmin=0, vmax=1)
+            ax.set_title(f"largest {sign} projections")
+            ax.set_yticks([height * (i + 0.5) for i in range(ROWS)], [f"component {i + 1}" for i in range(ROWS)])
+        for ax in line:
+            ax.set_xticks([])
+            ax.grid(False)
+            ax.tick_params(length=0)
+            ax.spines[["left", "bottom"]].set_visible(False)
+    return result

@@ -1,0 +1,51 @@
+"""Scores, files and the command line of the experiments."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from experiments import common
+from experiments.__main__ import parser
+from experiments.common import statistics
+from tests.support.drawn import normal
+
+
+def test_scores_are_those_of_the_normal_distribution():
+    mean, variance, y = normal(50), normal(50, seed=1).square() + 0.1, normal(50, seed=2)
+    found = statistics.scores(mean, variance, y, unit=3.0)
+    expected = -Normal(3 * mean, 3 * variance.sqrt()).log_prob(3 * y).mean()
+    assert found["nll"] == pytest.approx(float(expected), rel=1e-12)
+    assert found["rmse"] == pytest.approx(3 * float((mean - y).square().mean().sqrt()), rel=1e-12)
+    with pytest.raises(ValueError, match="must be positive; the smallest is 0"):
+        statistics.scores(mean, torch.zeros(50), y)
+
+
+def test_rows_are_replaced_where_they_stand():
+    rows = [common.Row("a", "1", "2", "x | y"), common.Row("b", "1", "2", "")]
+    text = common.update_table("", "one", "run one", "3 s", rows)
+    text = common.update_table(text, "two", "run two", "3 s", rows[:1])
+    text = common.update_table(text, "one", "run one again", "9 s", rows[:1])
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| one: a", "| two: a"]
+    assert "`run one again`" in lines[2] and r"x \| y" in lines[2]
+    assert text.count("run one again") == 1 and "9 s" in lines[2]
+
+
+def test_files_are_replaced_whole(tmp_path):
+    path = tmp_path / "x.json"
+    common.write(path, "old")
+    with pytest.raises(RuntimeError, match="half"), common.replace_file(path) as temporary:
+        temporary.write_text("new")
+        raise RuntimeError("half way")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert common.clean({"a": [math.nan, 1 / 3]}) == {"a": [None, 0.333333]}
+
+
+def test_the_command_line_lists_what_exists(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["nothing"])
+    assert "sinusoids" in capsys.readouterr().err
+    options = parser().parse_args(["uci"])
+    assert options.data == common.DATA and common.results_folder(None, quick=True) == common.RESULTS / "quick"

@@ -1,0 +1,46 @@
+"""Splits of the UCI sets are what they claim, and a small version of the experiment runs."""
+
+import json
+
+import pytest
+import torch
+
+from experiments import common
+from experiments.__main__ import main
+from experiments.maddox2021 import uci
+from tests.support.needed import make_uci
+
+
+def test_splits_are_standardized_by_their_training_part(tmp_path):
+    data = uci.load(make_uci(tmp_path, {"boston": 60}), "boston", 2)
+    assert data.X.shape == (2, 48, 3) and data.X_test.shape == (2, 12, 3)
+    torch.testing.assert_close(data.X.mean(1), torch.zeros(2, 3).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(data.y.std(1, correction=0), torch.ones(2).double(), rtol=1e-12, atol=0)
+    assert 3 < float(data.unit[0]) < 7
+    with pytest.raises(ValueError, match="boston has 2 splits; 3 were asked for"):
+        uci.load(tmp_path, "boston", 3)
+    with pytest.raises(FileNotFoundError, match="--data PATH"):
+        uci.load(tmp_path / "nowhere", "boston", 1)
+
+
+def test_real_sets_have_their_sizes():
+    if not (common.DATA / "uci" / "splits.npz").exists():
+        pytest.skip(f"no data under {common.DATA}")
+    data = uci.load(common.DATA, "energy", 2)
+    assert data.X.shape == (2, 691, 8) and data.y_test.shape == (2, 77)
+
+
+def test_uci_runs(tmp_path, capsys):
+    folder = make_uci(tmp_path, {"wine": 50})
+    where = main(
+        ["uci", "--quick", "--sets", "wine", "--splits", "1", "--data", str(folder), "--out", str(tmp_path / "out")]
+    )
+    record = json.loads((where / "metrics.json").read_text())
+    for setting in uci.SETTINGS:
+        table = record["results"][setting]["wine"]
+        missing = set(uci.METHODS) - set(table)
+        assert missing == (set() if setting == "new" else {uci.RETRAINED})
+        assert all(len(one["by split"]) == 1 and one["rmse"]["mean"] < 20 for one in table.values())
+    assert (where / "figure.png").stat().st_size > 10_000
+    assert "new data, ensemble of 5" in capsys.readouterr().out
+    assert "| uci: new data, ensemble of 5" in (tmp_path / "out" / "README.md").read_text()
