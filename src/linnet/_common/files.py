@@ -103,7 +103,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file that `save` wrote says about itself.
+    """The description of a file that `save` wrote.
 
     Attributes:
         kind: What the file holds.
@@ -230,7 +230,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _header(path: Path, entries: dict[str, str] | None) -> dict[str, Any]:
-    """What `save` wrote beside the tensors, of a format that this linnet reads."""
+    """The header that `save` wrote beside the tensors, of a format that this linnet reads."""
     entries = entries or {}
     try:
         header = json.loads(entries[_KEY])

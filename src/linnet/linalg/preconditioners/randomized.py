@@ -116,7 +116,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a sketch has seen of G.
+    """The part of G that a sketch has seen.
 
     Attributes:
         Y: ``G Q``, (cols, r).

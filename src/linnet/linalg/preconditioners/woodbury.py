@@ -29,7 +29,7 @@ class WoodburyPreconditioner(Preconditioner):
     Args:
         Phi: (m, p).
         factor: Lower, of ``tau I + Phi Phi^T``.
-        tau: At least 1. The eigenvalues of ``P^-1 (I + Phi^T Phi)`` lie between 1 and it.
+        tau: At least 1. The eigenvalues of ``P^-1 (I + Phi^T Phi)`` lie between 1 and tau.
     """
 
     def __init__(self, Phi: LinearOperator, factor: Tensor, tau: float) -> None:
