@@ -19,7 +19,7 @@ from linnet.jacobian.blocks import convolution_products
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import Pass
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
@@ -256,7 +256,7 @@ def test_passes_to_the_optimum():
     variance, likelihood, f = torch.full((J.shape[1],), 0.05).double(), Categorical(), J.outputs()
     Phi = J.scaled(variance.sqrt())
     index = draw_landmarks(J.n, 30, torch.Generator().manual_seed(0))
-    P = nystrom(Phi, landmarks=J.subset(index).scaled(variance.sqrt()), weight=likelihood.curvature(f))
+    P = nystrom_preconditioner(Phi, landmarks=J.subset(index).scaled(variance.sqrt()), weight=likelihood.curvature(f))
     given = {"variance": variance, "mean": f, "likelihood": likelihood}
     found = newton.matrix_free(J, y, **given, preconditioner=P, tolerance=1e-4).checked()
     assert found.gradient <= 1e-4 and found.passes <= 30

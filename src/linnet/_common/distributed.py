@@ -41,7 +41,7 @@ def add_up_checksums(own: int, device: torch.device) -> str:
     return f"{int(every) % 2**64:016x}"
 
 
-def smallest(value: float, device: torch.device) -> float:
+def smallest_over_ranks(value: float, device: torch.device) -> float:
     """The smallest of the ranks' values, so that all decide alike on what only some can do."""
     if rank_and_world()[1] == 1:
         return value

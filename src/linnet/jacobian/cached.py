@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world
-from linnet._common.memory import budget, free
+from linnet._common.memory import budget, free_memory
 from linnet._common.progress import bar
-from linnet._common.torch_settings import arithmetic, of_network
+from linnet._common.torch_settings import arithmetic, network_precision
 from linnet.data.batch import Batch, leaves, move
 from linnet.data.checks import check_subset_index
 from linnet.jacobian.blocks.autodiff import Autodiff
@@ -165,7 +165,7 @@ class StoredChunks(ChunkSource):
             low, high = max(start, first), min(stop, end)
             for a in range(low, high, size):
                 part = piece.part(a - first, min(a + size, high) - first)
-                with arithmetic(of_network(self.settings.precision), self.lin.device):
+                with arithmetic(network_precision(self.settings.precision), self.lin.device):
                     factors = part.prepared(request.prepare, key)
                 yield part.batch, Chunk(part.f, factors)
 
@@ -354,7 +354,7 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * free(device))
+        return int(0.25 * free_memory(device))
     return budget(memory, device)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet import metrics
-from linnet._common.versions import versions
+from linnet._common.versions import find_versions
 from linnet._estimator.linearity import Linearity
 from linnet.jacobian.plan import Plan
 from linnet.laplace.estimator import Laplace
@@ -124,7 +124,7 @@ def write(
         lede,
         show_inputs(X, columns=columns, texts=texts),
         show_inputs(None if train is None else train[0], columns=columns),
-        record={"seed": estimator.seed, "device": str(lin.device), "versions": versions()},
+        record={"seed": estimator.seed, "device": str(lin.device), "versions": find_versions()},
         names=names,
     )
     page.save(path, assemble(estimator, about, outcome, X=X, train=train))

@@ -17,10 +17,10 @@ from linnet.jacobian.blocks.autodiff import Autodiff
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import fused_cost, gram_cost
 from linnet.linalg.conjugate_gradients import cg
-from linnet.linalg.lanczos import lanczos, log_det_from_tridiagonals
+from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.probability.posteriors import SamplePosterior
 from linnet.probability.priors import Prior
 
@@ -57,7 +57,7 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> Spectrum
     Phi, m = J.scaled(prior.base.sqrt()), J.shape[0]
     z = torch.randn(m, settings.probes, dtype=J.dtype, generator=settings.generator(1)).to(J.device)
     B = torch.cat([(root * task.r)[:, None], z], 1)
-    found = lanczos(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
+    found = lanczos_quadrature(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
     nodes, weights, norms2 = (x.double().cpu() for x in found)
     real = nodes > 1e3 * torch.finfo(J.dtype).eps * nodes.max()
     energies = torch.where(real, weights * norms2[:, None] / nodes, 0.0)
@@ -87,7 +87,7 @@ def preconditioner_of(
     index = draw_landmarks(J.n, rank, settings.generator(2))
     scale = Phi.d  # type: ignore[attr-defined]
     # An eigenvalue far below one changes nothing beside the identity.
-    return nystrom(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
+    return nystrom_preconditioner(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
 
 
 def _worthwhile(J: Jacobian) -> int:
@@ -187,7 +187,7 @@ def lanczos_spectrum(
 ) -> Spectrum:
     """From Lanczos steps on the kernel, started at r and at random probes."""
     z = torch.randn(len(r), settings.probes, dtype=r.dtype, generator=settings.generator(1)).to(r.device)
-    nodes, weights, norms2 = lanczos(product, torch.cat([r[:, None], z], 1), steps=steps)
+    nodes, weights, norms2 = lanczos_quadrature(product, torch.cat([r[:, None], z], 1), steps=steps)
     nodes, weights, norms2 = (x.double().cpu() for x in (nodes, weights, norms2))
     nodes = nodes.clamp_min(0)
     counts = weights[1:] * (len(r) / settings.probes)
