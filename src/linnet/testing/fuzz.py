@@ -60,23 +60,14 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Fuzzed:
-    """A random network with its data, and what is asked about it.
+    """A random network with its data, and what is asked about it."""
 
-    Attributes:
-        model: The network, float64, in eval mode.
-        data: Its examples.
-        params: The selected parameters, as `linnet.linearize` takes them.
-        batch_size: Examples per chunk.
-        engine: The engine.
-        asked: Names of the products.
-    """
-
-    model: Network
-    data: Tensor
-    params: list[str] | None
-    batch_size: int | str
-    engine: str
-    asked: list[str]
+    model: Network  # the network, float64, in eval mode
+    data: Tensor  # its examples
+    params: list[str] | None  # the selected parameters, as `linnet.linearize` takes them
+    batch_size: int | str  # examples per chunk
+    engine: str  # the engine
+    asked: list[str]  # names of the products
 
     def __str__(self) -> str:
         chosen = "all parameters" if self.params is None else ", ".join(self.params)

@@ -241,10 +241,7 @@ def graph(m: Any, x: Tensor) -> Tensor:
 
 add("batch_ghost_norm", net(ghost_norm, a=(4, 5), norm=NORM, head=(5, 2)))
 add("batch_graph", net(graph), late(4))
-add(
-    "batch_without_running_statistics",
-    lambda: nn.Sequential(nn.Linear(4, 5), NORM(), nn.Tanh(), nn.Linear(5, 2)),
-)
+add("batch_without_running_statistics", lambda: nn.Sequential(nn.Linear(4, 5), NORM(), nn.Tanh(), nn.Linear(5, 2)))
 add("batch_instance_norm_over_batch", hidden(lambda h, x: F.instance_norm(h.T[None])[0].T))
 
 

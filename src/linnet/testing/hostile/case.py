@@ -17,33 +17,21 @@ Expected = Literal["right", "refused", "either"]
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """An unusual network with its data.
+    """An unusual network with its data."""
 
-    Attributes:
-        name: Name of the case in `linnet.testing.hostile.judge.list_cases()`.
-        kind: The class of unusual networks that the case belongs to.
-        build: Makes the model, the same one every time.
-        data: Makes the data, the same every time. Where the class says so, the first examples are harmless.
-        expects: The honest answers.
-        output: From the model's raw output to `(n, c)` or `(n,)`; None where the raw output already is.
-        params: The selected parameters, as `linnet.linearize` takes them.
-        frozen: Whether the case is also tried with the results of its frozen layers kept.
-        predicts: Whether the predictions of a regressor are tried too.
-        rtol: The largest relative error of a right number.
-        needs: An optional package without which `build` fails, or None.
-    """
-
-    name: str
-    kind: str
-    build: Callable[[], nn.Module]
+    name: str  # name of the case in `linnet.testing.hostile.judge.list_cases()`
+    kind: str  # the class of unusual networks that the case belongs to
+    build: Callable[[], nn.Module]  # makes the model, the same one every time
+    # Makes the data, the same every time. Where the class says so, the first examples are harmless.
     data: Callable[[], Any]
-    expects: Expected = "right"
+    expects: Expected = "right"  # the honest answers
+    # from the model's raw output to `(n, c)` or `(n,)`; None where the raw output already is
     output: Callable[[Any], Tensor] | None = None
-    params: Any = None
-    frozen: bool = False
-    predicts: bool = False
-    rtol: float = 1e-7
-    needs: str | None = None
+    params: Any = None  # the selected parameters, as `linnet.linearize` takes them
+    frozen: bool = False  # whether the case is also tried with the results of its frozen layers kept
+    predicts: bool = False  # whether the predictions of a regressor are tried too
+    rtol: float = 1e-7  # the largest relative error of a right number
+    needs: str | None = None  # an optional package without which `build` fails, or None
 
     def __str__(self) -> str:
         return self.name

@@ -73,11 +73,7 @@ def laplacian(m: Any, g: Tensor, x: Tensor) -> Tensor:
     return torch.stack([along(g[:, i], x)[:, i] for i in range(x.shape[1])], 1).sum(1)
 
 
-add(
-    "hessian_vector_product",
-    net(second(lambda m, g, x: along(g * m.v, x)), net=body, v=weight(3)),
-    normal(3),
-)
+add("hessian_vector_product", net(second(lambda m, g, x: along(g * m.v, x)), net=body, v=weight(3)), normal(3))
 add("hessian_vector_product_of_slope", net(second(lambda m, g, x: along(g.square(), x)), net=body), normal(3))
 add("laplacian", net(second(laplacian), net=partial(body, 2)), normal(2))
 
@@ -120,10 +116,6 @@ add(
     net(lambda m, x: torch.func.vmap(torch.func.grad(lambda y: m.net(y).sum()))(x), net=body),
     normal(3),
 )
-add(
-    "slope_detached",
-    net(lambda m, x: m.head(slope(m.net, x).detach()) + m.net(x), net=body, head=(3, 1)),
-    normal(3),
-)
+add("slope_detached", net(lambda m, x: m.head(slope(m.net, x).detach()) + m.net(x), net=body, head=(3, 1)), normal(3))
 
 CASES: list[Hostile] = add.cases

@@ -47,15 +47,10 @@ def list_cases() -> dict[str, Hostile]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What linnet did with a case.
+    """What linnet did with a case."""
 
-    Attributes:
-        answer: The worst answer to any product.
-        details: Which products were wrong and by how much, or what the error says.
-    """
-
-    answer: Answer
-    details: str
+    answer: Answer  # the worst answer to any product
+    details: str  # which products were wrong and by how much, or what the error says
 
     def meets(self, case: Hostile) -> bool:
         """Whether the case allows the answer."""

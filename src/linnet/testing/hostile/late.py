@@ -13,12 +13,11 @@ from linnet.testing.case import parameter
 from linnet.testing.hostile.case import Hostile, Register, draw, integers, late, net, weight
 
 add = Register("late branches")
-LINEAR = {"a": (4, 4), "b": (4, 4), "head": (4, 2)}
 
 
 def pair(function: Any, **more: Any) -> Any:
     """A network with layers a (4, 4), b (4, 4) and head (4, 2)."""
-    return net(function, **LINEAR, **more)
+    return net(function, a=(4, 4), b=(4, 4), head=(4, 2), **more)
 
 
 def above(function: Any, **more: Any) -> Any:
@@ -64,11 +63,7 @@ add.each(
     },
     late(4),
 )
-add(
-    "late_head_bias_late",
-    pair(lambda m, x: m.head(m.a(x).tanh()) + flagged(x) * m.head.bias.square()),
-    late(4),
-)
+add("late_head_bias_late", pair(lambda m, x: m.head(m.a(x).tanh()) + flagged(x) * m.head.bias.square()), late(4))
 
 
 # Second uses of a layer that pass nothing for the first examples.

@@ -137,123 +137,68 @@ add("amax_with_ties", net(lambda m, x: m.head(m.a(x).relu().amax(1, True)), a=(4
 
 
 # Derivatives that are defined by hand.
-class Identity(torch.autograd.Function):
-    """The identity; subclasses define other derivatives."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-
-class StraightThrough(torch.autograd.Function):
-    """Rounds; the derivative is that of the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+def own(forward: Any, backward: Any, **more: Any) -> Any:
+    """A `torch.autograd.Function` from its methods; attributes that are not functions stay as they are."""
+    methods = {"forward": forward, "backward": lambda ctx, *grads: backward(ctx, grads[0])} | more
+    parts = {name: staticmethod(part) if callable(part) else part for name, part in methods.items()}
+    return type("Own", (torch.autograd.Function,), parts)
 
 
-class Reversed(torch.autograd.Function):
-    """The identity, with gradients of the other sign; with a setup and a rule for vmap."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        return None
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return -0.5 * grads[0]
+def sine_by_numpy(ctx: Any, x: Tensor) -> Tensor:
+    ctx.save_for_backward(x)
+    return torch.from_numpy(x.detach().numpy().copy()).sin()
 
 
-class WrongTangent(torch.autograd.Function):
-    """A square whose forward mode says something else than its reverse mode."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.square()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return 2 * ctx.saved_tensors[0] * grads[0]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return torch.where(ctx.saved_tensors[0] > 1, 3.0, 2.0) * ctx.saved_tensors[0] * tangents[0]
+def slope_of_sine(ctx: Any, *grads: Any) -> Any:
+    return grads[0] * ctx.saved_tensors[0].cos()
 
 
-class WrongVmap(torch.autograd.Function):
-    """A product with a rule for vmap that forgets a factor for large inputs."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return x * w
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, w = ctx.saved_tensors
-        return grads[0] * w, (grads[0] * x).sum_to_size(w.shape)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor) -> Any:
-        return (x * w * (1 + (x > 1))), 0
+def save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.save_for_forward(*inputs)
 
 
-class OnNumbers(torch.autograd.Function):
-    """A function computed by NumPy, which only torch's plain reverse mode passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        value = torch.from_numpy(x.detach().numpy().copy()).sin()
-        ctx.save_for_backward(x)
-        return value
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.saved_tensors[0].cos()
+def split_product(ctx: Any, g: Tensor) -> Any:
+    x, w = ctx.saved_tensors
+    return g * w, (g * x).sum_to_size(w.shape)
 
 
-class Clipped(Identity):
-    """A backward pass that clips each example's gradient: not linear in the incoming gradient."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].clamp(-0.05, 0.05)
-
-
-for name, function in {
-    "straight_through": StraightThrough,
-    "reversed": Reversed,
-    "wrong_tangent": WrongTangent,
-    "numpy": OnNumbers,
-}.items():
+OWN = {
+    "straight_through": own(lambda ctx, x: x.round(), lambda ctx, g: g),
+    "reversed": own(  # gradients of the other sign; with a setup and a rule for vmap
+        lambda x: x.clone(),
+        lambda ctx, g: -0.5 * g,
+        setup_context=lambda ctx, inputs, output: None,
+        generate_vmap_rule=True,
+    ),
+    "wrong_tangent": own(  # a square whose forward mode says something else than its reverse mode
+        lambda x: x.square(),
+        lambda ctx, g: 2 * ctx.saved_tensors[0] * g,
+        setup_context=save,
+        jvp=lambda ctx, t: torch.where(ctx.saved_tensors[0] > 1, 3.0, 2.0) * ctx.saved_tensors[0] * t,
+    ),
+    "numpy": type(  # only torch's plain reverse mode passes a function computed by NumPy
+        "Own",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(sine_by_numpy),
+            "backward": staticmethod(torch.autograd.function.once_differentiable(slope_of_sine)),
+        },
+    ),
+}
+CLIPPED = own(lambda ctx, x: x.clone(), lambda ctx, g: g.clamp(-0.05, 0.05))  # not linear in the incoming gradient
+WRONG_VMAP = own(  # the rule for vmap forgets a factor for large inputs
+    lambda x, w: x * w,
+    split_product,
+    setup_context=save,
+    vmap=lambda info, in_dims, x, w: (x * w * (1 + (x > 1)), 0),
+)
+for name, function in OWN.items():
     add(f"own_function_{name}", net(lambda m, x, f=function: m.head(f.apply(2 * m.a(x)))))
     of_weight = functools.partial(lambda m, x, f: m.head(x @ f.apply(m.w) + m.a(x).tanh()), f=function)
     add(f"own_function_{name}_of_weight", net(of_weight, w=weight(4, 5), a=(4, 5), head=(5, 2)))
-add(
-    "own_function_wrong_vmap",
-    net(lambda m, x: m.head(WrongVmap.apply(x, m.w)).tanh(), w=weight(4), head=(4, 2)),
-)
-add("own_function_clips_gradients", net(lambda m, x: m.head(Clipped.apply(m.a(x).tanh()))), expects="either")
+add("own_function_wrong_vmap", net(lambda m, x: m.head(WRONG_VMAP.apply(x, m.w)).tanh(), w=weight(4), head=(4, 2)))
+add("own_function_clips_gradients", net(lambda m, x: m.head(CLIPPED.apply(m.a(x).tanh()))), expects="either")
 
 # Graphs that are cut.
 add("detached_branch", net(lambda m, x: m.head(m.a(x).tanh() + m.a(x).sin().detach())))
@@ -288,9 +233,7 @@ add("weight_data_read", net(lambda m, x: m.head(m.a(x) * m.a.weight.data.sum()))
 
 # Points without a derivative.
 add(
-    "norm_at_zero",
-    net(lambda m, x: m.head((x[:, :, None] * m.w).norm(dim=2)), w=weight(4, 3), head=(4, 2)),
-    late_zeros,
+    "norm_at_zero", net(lambda m, x: m.head((x[:, :, None] * m.w).norm(dim=2)), w=weight(4, 3), head=(4, 2)), late_zeros
 )
 add(
     "where_with_nan_branch",
@@ -519,10 +462,7 @@ add("module_backward_hook", scaled_by_module, expects="either")
 
 # Things torch's transforms refuse.
 add("item_in_forward", net(lambda m, x: m.head(torch.cat([m.a(row[None]) * float(row[0] > 0) for row in x]))))
-add(
-    "numpy_in_forward",
-    net(lambda m, x: m.head(m.a(x) * torch.from_numpy(x.detach().numpy().sum(1, keepdims=True)))),
-)
+add("numpy_in_forward", net(lambda m, x: m.head(m.a(x) * torch.from_numpy(x.detach().numpy().sum(1, keepdims=True)))))
 add("func_in_forward", net(lambda m, x: m.head(torch.func.vmap(m.a)(x).tanh())), expects="either")
 add(
     "bincount_of_tokens",

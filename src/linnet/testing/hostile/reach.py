@@ -249,8 +249,7 @@ add.each(
     },
 )
 add(
-    "reads_all",
-    net(lambda m, x: m.head(m.a(x).tanh()) + torch.stack([t.square().sum() for t in m.parameters()]).sum()),
+    "reads_all", net(lambda m, x: m.head(m.a(x).tanh()) + torch.stack([t.square().sum() for t in m.parameters()]).sum())
 )
 
 

@@ -65,10 +65,7 @@ add.each(
 add("input_changed_afterwards", net(halve_afterwards))
 add("input_changed_relu", net(lambda m, x: m.head(m.a(F.relu(x, inplace=True)))))
 add("input_changed_late", changed(write_late), late(4))
-add(
-    "first_layer_in_place",
-    lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)),
-)
+add("first_layer_in_place", lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
 add("first_layer_hardtanh", lambda: nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Linear(4, 2)))
 add(
     "tokens_changed",
@@ -76,9 +73,7 @@ add(
     lambda: integers(6, 13, 3),
 )
 add(
-    "tokens_masked_late",
-    net(mask, table=TABLE, head=(4, 2)),
-    lambda: torch.cat([integers(5, 5, 3), integers(6, 8, 3)]),
+    "tokens_masked_late", net(mask, table=TABLE, head=(4, 2)), lambda: torch.cat([integers(5, 5, 3), integers(6, 8, 3)])
 )
 add("inner_in_place", net(lambda m, x: m.head(m.a(x).mul_(2.0).add_(1.0).tanh_())))
 add("add_to_layer_output", net(lambda m, x: m.head(m.a(x).tanh()).add_(x[:, :2])))
@@ -261,11 +256,7 @@ add(
 
 # Dtypes and layouts of the input.
 PLAIN = net(lambda m, x: m.head(m.a(x).tanh()))
-add(
-    "mixed_dtypes",
-    net(lambda m, x: m.head(m.a(x).tanh() + torch.ones(1, dtype=torch.float32))),
-    expects="right",
-)
+add("mixed_dtypes", net(lambda m, x: m.head(m.a(x).tanh() + torch.ones(1, dtype=torch.float32))), expects="right")
 add("expanded_input", PLAIN, lambda: draw(1, 4).expand(13, 4), expects="right")
 add("transposed_input", PLAIN, lambda: draw(4, 13).T, expects="right")
 add("input_with_gradient", PLAIN, lambda: draw(13, 4).requires_grad_(), expects="either")

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from linnet.testing.case import parameter
 from linnet.testing.hostile.case import Hostile, Register, draw, integers, late, net, normal, tokens, weight
+from linnet.testing.zoo.transformers import make as hugging_face
 
 add = Register("unusual structures")
 
@@ -163,11 +164,7 @@ add("tied_embedding", tied_embedding, tokens(6, 3))
 add("tied_module", tied_module)
 add(
     "tied_products",
-    net(
-        lambda m, x: m.head(F.linear(m.a(x).tanh(), m.a.weight[:, :4].T @ m.a.weight)),
-        a=(4, 4),
-        head=(4, 2),
-    ),
+    net(lambda m, x: m.head(F.linear(m.a(x).tanh(), m.a.weight[:, :4].T @ m.a.weight)), a=(4, 4), head=(4, 2)),
 )
 add.each(
     "adapter_",
@@ -234,9 +231,7 @@ add(
 add(
     "hypernetwork_by_example",
     net(
-        lambda m, x: m.head(torch.einsum("nij,nj->ni", m.make2(x).view(-1, 5, 4), x).tanh()),
-        make2=(4, 20),
-        head=(5, 2),
+        lambda m, x: m.head(torch.einsum("nij,nj->ni", m.make2(x).view(-1, 5, 4), x).tanh()), make2=(4, 20), head=(5, 2)
     ),
 )
 add(
@@ -274,18 +269,11 @@ add(
     lambda: draw(13, 4).float(),
     **SINGLE,
 )
-add(
-    "no_gradient",
-    net(lambda m, x: torch.cat([(m.head(x) > 0).to(x.dtype), m.a(x)], 1), a=(4, 1), head=(4, 2)),
-)
+add("no_gradient", net(lambda m, x: torch.cat([(m.head(x) > 0).to(x.dtype), m.a(x)], 1), a=(4, 1), head=(4, 2)))
 add("not_a_number_late", net(lambda m, x: m.head((-x[:, :1]).sqrt() * m.a(x))), late(4), expects="refused")
 add(
     "slope_without_end_late",
-    net(
-        lambda m, x: m.head(torch.where(x > 0, 0.0, (x * m.w).abs().clamp(min=0).sqrt())),
-        w=weight(4),
-        head=(4, 2),
-    ),
+    net(lambda m, x: m.head(torch.where(x > 0, 0.0, (x * m.w).abs().clamp(min=0).sqrt())), w=weight(4), head=(4, 2)),
     lambda: draw(13, 4) * (torch.arange(13) < 6)[:, None],
     expects="either",
 )
@@ -294,46 +282,36 @@ add("traced_module", lambda: torch.jit.trace(plain(), torch.ones(3, 4)), expects
 
 
 # Hugging Face.
-def hugging_face(model: str, config: str, **options: Any) -> Any:
-    def factory() -> nn.Module:
-        import transformers
-
-        return getattr(transformers, model)(getattr(transformers, config)(**options))
-
-    return factory
-
-
 def padding() -> Tensor:
     lengths = torch.tensor([4] * 5 + [2, 3, 4, 2, 1, 3, 4])
     return (torch.arange(4) < lengths[:, None]).long()
 
 
-GPT2: Any = {"vocab_size": 12, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-GPT2 |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-T5: Any = {"vocab_size": 12, "d_model": 8, "d_kv": 4, "d_ff": 8}
-T5 |= {"num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-SIZES: Any = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+gpt2: Any = dict(vocab_size=12, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+gpt2 |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
+t5: Any = dict(vocab_size=12, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+sizes: Any = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 add(
     "hugging_face_bert",
-    hugging_face("BertForSequenceClassification", "BertConfig", vocab_size=12, max_position_embeddings=8, **SIZES),
+    hugging_face("BertForSequenceClassification", "BertConfig", vocab_size=12, max_position_embeddings=8, **sizes),
     lambda: {"input_ids": integers(12, 12, 4), "attention_mask": padding()},
     needs="transformers",
 )
 add(
     "hugging_face_gpt2",
-    hugging_face("GPT2ForSequenceClassification", "GPT2Config", **GPT2),
+    hugging_face("GPT2ForSequenceClassification", "GPT2Config", **gpt2),
     lambda: {"input_ids": integers(11, 12, 4) + 1},
     needs="transformers",
 )
 add(
     "hugging_face_vit",
-    hugging_face("ViTForImageClassification", "ViTConfig", image_size=4, patch_size=2, num_channels=1, **SIZES),
+    hugging_face("ViTForImageClassification", "ViTConfig", image_size=4, patch_size=2, num_channels=1, **sizes),
     lambda: {"pixel_values": draw(12, 1, 4, 4)},
     needs="transformers",
 )
 add(
     "hugging_face_t5",
-    hugging_face("T5ForConditionalGeneration", "T5Config", **T5),
+    hugging_face("T5ForConditionalGeneration", "T5Config", **t5),
     lambda: {"input_ids": integers(11, 12, 4) + 1, "decoder_input_ids": integers(11, 12, 2)},
     output=lambda raw: raw.logits[:, -1, :3],
     needs="transformers",
