@@ -220,7 +220,7 @@ def peak_of(device: str) -> float | None:
 
 def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     """The largest ``||b - H u|| / ||Phi^T L e||`` over the first four samples, every product in full precision."""
-    from linnet.inference.mode.newton import as_weight
+    from linnet.inference.mode.spaces import as_weight
     from linnet.inference.problem import Settings
     from linnet.probability.posteriors import by_root
 

@@ -20,8 +20,8 @@ from linnet.inference.gaussian.iterative import cached_if_fits, preconditioner_o
 from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
-from linnet.inference.mode.newton import Mode, as_weight
-from linnet.inference.mode.spaces import squared
+from linnet.inference.mode.newton import Mode
+from linnet.inference.mode.spaces import as_weight, squared
 from linnet.inference.problem import Settings, choose_solver, work_of_a_minute
 from linnet.inference.variational import Variational
 from linnet.jacobian.jacobian import Jacobian

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference.gaussian.iterative import probes_of
-from linnet.inference.mode.newton import as_weight, inner_matrix
+from linnet.inference.mode.spaces import as_weight, inner_matrix
 from linnet.inference.problem import Settings
 from linnet.inference.sampling_system import again, system_of
 from linnet.jacobian.jacobian import Jacobian

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from linnet.inference.mode.newton import as_weight, inner_matrix
+from linnet.inference.mode.spaces import as_weight, inner_matrix
 from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.linalg.row_weights import weigh
 

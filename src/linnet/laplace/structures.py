@@ -28,7 +28,7 @@ from torch import Tensor
 
 from linnet.inference.evidence.log_determinants import Coupled, Dense, LogDet, Separable, eigenvalues_of
 from linnet.inference.gaussian.closed_form import check_conditioning
-from linnet.inference.mode.newton import as_weight, inner_matrix
+from linnet.inference.mode.spaces import as_weight, inner_matrix
 from linnet.inference.samples import Samples, posterior_samples
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import constant_over

@@ -21,7 +21,9 @@ from torch import Tensor
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
 from linnet.data.batch import Batch, Deferred, moved
 from linnet.data.sources import bar
-from linnet.inference.mode.newton import FLOOR, Line, Mode, as_weight, check_concave
+from linnet.inference.mode.line_search import LineSearch
+from linnet.inference.mode.newton import FLOOR, Mode
+from linnet.inference.mode.spaces import as_weight, check_concave
 from linnet.jacobian.jacobian import Jacobian
 from linnet.probability.likelihoods import Likelihood
 
@@ -204,8 +206,8 @@ class _Task:
                 known = self.likelihood
                 return weight * known.log_prob(f, y), weight * known.residual(f, y), weight * known.curvature(f)
 
-            line = Line(terms, f, df=df, products=(0.0, 0.0, float(direction @ direction)))
-            lengths.append(line.search())
+            line = LineSearch(terms, f, df=df, products=(0.0, 0.0, float(direction @ direction)))
+            lengths.append(line.find_length())
         found = sorted(t for t in lengths if t > 0)
         if not found:
             raise ValueError(
