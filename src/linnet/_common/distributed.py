@@ -58,7 +58,7 @@ def check_ranks_agree(lin: Any, source: Any, **more: Any) -> None:
 
     Args:
         lin: A `linnet.Linearization`.
-        source: A `linnet.data.sources.Source`; None for no data.
+        source: A `linnet.data.batch.Source`; None for no data.
         more: Other values that must be the same, by name: tensors, or values that print alike.
 
     Raises:
