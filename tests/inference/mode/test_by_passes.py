@@ -16,7 +16,7 @@ from linnet.inference.mode.newton import pass_space, weight_space
 from linnet.inference.problem import Settings
 from linnet.linalg.conjugate_gradients import cg
 from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.low_rank import Preconditioner
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from linnet.linalg.preconditioners.randomized import sketch
 from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -122,7 +122,7 @@ def test_rounding_ends_it() -> None:
     given: dict[str, Any] = {"likelihood": Categorical(), "tolerance": 1e-13}
     given |= {"variance": variance.float(), "mean": mean.float()}
     P = at_mean(A, variance, mean, Categorical())
-    mode = pass_space(Matrix(A.float()), y, solve=Preconditioner(P.U.float(), P.lam.float()).solve, **given)
+    mode = pass_space(Matrix(A.float()), y, solve=LowRankPreconditioner(P.U.float(), P.lam.float()).solve, **given)
     assert not mode.converged
     assert mode.gradient < 1e-4
     assert mode.passes < 150
