@@ -20,7 +20,7 @@ from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
-from linnet.jacobian.output_combinations import combined
+from linnet.jacobian.output_combinations import combine_outputs
 from linnet.laplace import files, predictions
 from linnet.laplace import search as laplace_search
 from linnet.laplace.checks import StructureName, check_curvature, check_options, check_structure_fits
@@ -234,7 +234,7 @@ class Laplace(Predictive):
         """The structure for a root of the curvature at noise one."""
         J, name = self._J, self.structure_
         if self.draws is not None:
-            J = combined(J, root)
+            J = combine_outputs(J, root)
             J = cached_if_fits(J) if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
         if name in ("kron", "ekfac"):
