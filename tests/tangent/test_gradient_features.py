@@ -15,7 +15,7 @@ import linnet
 from linnet import metrics
 from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode import by_passes, newton
-from linnet.jacobian.blocks import convolution_products
+from linnet.jacobian.blocks import convolution
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import Pass
@@ -44,7 +44,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_convolutions_multiply_without_rows(name, k, uses, temporary, last, monkeypatch):
-    monkeypatch.setattr(convolution_products, "TEMPORARY", temporary)
+    monkeypatch.setattr(convolution, "TEMPORARY", temporary)
     monkeypatch.setattr(Convolution, "channels_last", lambda self, g: last and len(self.kernel) == 2)
     layer, shape = CONVOLUTIONS[name]
     model = double(Pooled(layer, uses))
@@ -68,7 +68,7 @@ def test_kept_convolutions_have_their_channels_last():
     V = normal(dense.shape[1], 1)
     for dtype, shapes in ((torch.float32, [(4, 1, 5, 6, 3), (4, 5, 1, 5, 6, 4)]), (torch.float64, [(4, 1, 3, 5, 6)])):
         J = linnet.linearize(copy.deepcopy(model).to(dtype)).jacobian(x.to(dtype), engine="bilinear").cached()
-        held = [t.shape for piece in J.passes.chunks.pieces for _, tensors in piece.factors for t in tensors]
+        held = [t.shape for piece in J.passes.chunks.pieces for _, tensors in piece.blocks for t in tensors]
         assert all(shape in held for shape in shapes)
         close((J @ V.to(dtype)).double(), dense @ V, 1e-9 if dtype == torch.float64 else 1e-5)
         close(J.normal(V.to(dtype)).double(), dense.T @ (dense @ V), 1e-9 if dtype == torch.float64 else 1e-5)

@@ -32,7 +32,7 @@ EMBEDDINGS = (F.embedding, F.embedding_bag)
 """Functions whose arguments 3 and 5 are ``max_norm`` and ``scale_grad_by_freq``."""
 
 
-class Calls:
+class CallGuard:
     """Checks the calls of torch functions in a pass, one by one.
 
     Args:

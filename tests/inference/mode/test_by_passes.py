@@ -39,7 +39,7 @@ def problem(likelihood: Likelihood, c: int, *, spread: float = 1.0) -> tuple[Ten
     return A, variance, mean, likelihood.sample(f, torch.Generator().manual_seed(0))
 
 
-def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, rank: int = 10) -> Preconditioner:
+def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, rank: int = 10) -> LowRankPreconditioner:
     root = likelihood.root(mean)
     generator = torch.Generator().manual_seed(3)
     return sketch(
@@ -80,7 +80,7 @@ def test_preconditioners_are_made_where_steps_lag(monkeypatch: pytest.MonkeyPatc
     y = (J.dense() @ (10 * normal(J.shape[1], seed=5))).view(N, C).argmax(1)  # the features tell them all
     made: list[tuple[float, int]] = []
 
-    def noted(Phi: Any, root: Tensor, *, rank: int, generator: torch.Generator) -> Preconditioner:
+    def noted(Phi: Any, root: Tensor, *, rank: int, generator: torch.Generator) -> LowRankPreconditioner:
         made.append((float(root.square().sum()), rank))
         return sketch(Phi, root, rank=rank, generator=generator)
 

@@ -10,7 +10,7 @@ from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury_preconditioner
 from linnet.sampling import posterior_samples
-from tests.jacobian.test_informative_rows import sure
+from tests.jacobian.test_output_combinations import sure
 from tests.support.drawn import normal
 
 

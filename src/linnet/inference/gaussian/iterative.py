@@ -13,7 +13,7 @@ from linnet._common.memory import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise
-from linnet.jacobian.blocks.autodiff import Autodiff
+from linnet.jacobian.blocks.autodiff import AutodiffBlock
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import fused_cost, gram_cost
 from linnet.linalg.conjugate_gradients import cg
@@ -96,7 +96,7 @@ def _worthwhile(J: Jacobian) -> int:
     That bounds nothing where kernels are cheap (dense layers), and a lot where they are not (convolutions).
     """
     passes = 400 if J.device.type == "cuda" else 40  # a GPU is at its best with kernels
-    factors = [f for f in J._sample if not isinstance(f, Autodiff)]
+    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
     each = sum(fused_cost(f, k=1) for f in factors)
     pair = sum(gram_cost(f) for f in factors)
     return max(1, int(passes * each / pair)) if pair > 0 and len(factors) == len(J._sample) else J.n
