@@ -27,7 +27,7 @@ from experiments.common.data import as_cifar10, cifar10, grayscale
 from experiments.common.networks import resnet
 from experiments.common.training import in_parts, in_turn
 from linnet import metrics
-from linnet.laplace.estimator import predictions
+from linnet.laplace import predictive
 from linnet.probability.likelihoods import Categorical
 
 NAME, MAP, ALONE = "laplace_cifar", "MAP", ", the evidence alone"
@@ -153,8 +153,8 @@ def joint(samples: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, 
     out = {}
     for kappa in KAPPAS:
         random = torch.Generator().manual_seed(options.seed)
-        groups = predictions.groups_of(len(y), kappa, None, classes=True, generator=random)
-        out[str(kappa)] = predictions.joint_log_likelihood(Categorical(), [samples], y, groups)
+        groups = predictive.draw_groups(len(y), kappa, None, classes=True, generator=random)
+        out[str(kappa)] = predictive.joint_log_likelihood(Categorical(), [samples], y, groups)
     return {"joint log likelihood": out}
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet._estimator.inputs import like
 from linnet.data.forward_signature import Signature
 from linnet.fisher.probes import as_arrays, linear_probe
 from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent, draw_latents
-from linnet.tangent.base import like
 
 
 @dataclass(frozen=True)

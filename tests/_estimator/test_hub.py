@@ -154,7 +154,7 @@ def test_what_a_repository_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             raise huggingface_hub.errors.EntryNotFoundError(filename)
         return str(tmp_path / filename)
 
-    monkeypatch.setattr("linnet._estimator.hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", download)
     again = linnet.TangentClassifier.from_pretrained("someone/adapter", net(), revision="v1")
     torch.testing.assert_close(again.predict_proba(NEW), clf.predict_proba(NEW), rtol=1e-12, atol=0)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet import Laplace
 from linnet.jacobian.output_combinations import combine_outputs
-from linnet.laplace.predictions import groups_of, joint_log_likelihood, log_score, sampled_root
+from linnet.laplace.predictive import draw_groups, joint_log_likelihood, log_score, sample_root
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 from tests.support.drawn import double, normal
@@ -166,7 +166,7 @@ def test_predictions_have_gradients_in_the_inputs(structure: Any) -> None:
 def test_a_sampled_fisher_information_is_unbiased() -> None:
     f = normal(2, 4)
     for likelihood in (Categorical(), Bernoulli(), Gaussian(0.4), Heteroscedastic()):
-        L = sampled_root(likelihood, f, 4000, seed=1)
+        L = sample_root(likelihood, f, 4000, seed=1)
         B = likelihood.curvature(f)
         B = torch.diag_embed(B) if B.ndim == 2 else B
         torch.testing.assert_close(L @ L.mT, B, rtol=0, atol=0.12 * float(B.abs().max()))
@@ -176,7 +176,7 @@ def test_a_sampled_fisher_information_is_unbiased() -> None:
 def test_a_sampled_fisher_information_differentiates_the_draws_alone(structure: Any) -> None:
     options = {"rank": 40, "samples": 512, "tolerance": 1e-5}
     la, dense = fitted("softmax", structure, draws=2, size=10, **options)
-    L = sampled_root(Categorical(), dense.f, 2, seed=0)
+    L = sample_root(Categorical(), dense.f, 2, seed=0)
     J = torch.einsum("ncm,ncp->nmp", L, dense.J.view(N, 3, -1)).flatten(0, 1)
     model = linnet.linearize(net(3)).jacobian(X)
     torch.testing.assert_close(combine_outputs(model, L).dense(), J, rtol=1e-10, atol=1e-12)
@@ -202,7 +202,7 @@ def test_a_sampled_fisher_information_reads_any_data() -> None:
     two = Laplace(model, structure="kron", prior=0.7, draws=3).fit(DataLoader(TensorDataset(X, CLASSES), batch_size=5))
     assert one.log_evidence() == pytest.approx(two.log_evidence(), rel=1e-10)
     J = linnet.linearize(model).jacobian(X)
-    L = sampled_root(Categorical(), J.outputs(), 3, seed=0)
+    L = sample_root(Categorical(), J.outputs(), 3, seed=0)
     part = combine_outputs(J, L).subset(torch.tensor([4, 2]))
     torch.testing.assert_close(part.dense(), combine_outputs(J, L).dense().view(N, 3, -1)[[4, 2]].flatten(0, 1))
     assert Laplace(model, prior=0.7, draws=1).fit(X, CLASSES).structure_ == "function"
@@ -357,7 +357,7 @@ def test_samples_in_parts_are_draws_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 def test_groups_of_inputs_and_their_labels() -> None:
     def groups(kappa: int, labels: int | None, classes: bool) -> Tensor:
-        return groups_of(50, kappa, labels, classes=classes, generator=torch.Generator().manual_seed(0))
+        return draw_groups(50, kappa, labels, classes=classes, generator=torch.Generator().manual_seed(0))
 
     alone = groups(1, None, True)
     assert alone.shape == (50, 1) and sorted(alone.flatten().tolist()) == list(range(50))
@@ -383,7 +383,7 @@ def test_the_joint_probability_of_labels_by_hand() -> None:
 def test_joint_densities_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     la, _ = fitted("numbers", "full")
     whole = la.joint_log_likelihood(X, NUMBERS, 4)
-    monkeypatch.setattr("linnet.laplace.predictions.ROWS", 16)  # two groups of four examples with two outputs
+    monkeypatch.setattr("linnet.laplace.predictive.ROWS", 16)  # two groups of four examples with two outputs
     assert la.joint_log_likelihood(X, NUMBERS, 4) == pytest.approx(whole, rel=1e-10)
 
 

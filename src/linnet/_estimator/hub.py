@@ -1,4 +1,7 @@
-"""Fitted estimators in folders and repositories of the Hugging Face hub; needs the extra ``linnet[hub]``."""
+"""Fitted estimators in folders and repositories of the Hugging Face hub; needs the extra ``linnet[hub]``.
+
+huggingface_hub is imported when one of its functions is called, so that estimators do without the extra.
+"""
 
 from __future__ import annotations
 
@@ -6,106 +9,141 @@ import copy
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
 from linnet._common import files
 from linnet._common.messages import listing
+from linnet._common.versions import __version__
 from linnet._estimator import files as saved
 
 FILE = "linnet.safetensors"
-"""What was fitted."""
+"""The file with the fitted estimator."""
 NETWORK = "network.safetensors"
-"""The network's weights, where they are kept too."""
+"""The file with the network's weights, where these are kept too."""
 KIND = "network weights"
 
 
-class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty"]):
-    """Carries an estimator through the mixin of huggingface_hub, which makes folders, repositories and commits.
+class HubMixin:
+    """An estimator that can be kept in a folder or a repository of the Hugging Face hub.
 
-    Args:
-        estimator: Fitted.
-        base_model: What its network is called on the hub.
-        metrics: Name to number.
-        with_network: Whether the network's weights go along.
+    The folder has one file with the fitted estimator, as ``save`` writes it. The network is not part of the folder,
+    unless ``with_network`` says so.
     """
 
-    def __init__(
+    def save_pretrained(
         self,
-        estimator: Any,
+        folder: str | os.PathLike[str],
         *,
         base_model: str | None = None,
         metrics: Mapping[str, float] | None = None,
         with_network: bool = False,
     ) -> None:
-        for name, value in (metrics or {}).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"metrics are finite numbers by name; {name!r} is {value!r}.")
-        if with_network and getattr(estimator, "model", None) is None:
-            raise ValueError("with_network=True, and this estimator has no network of its own: its file holds it all.")
-        self.estimator, self.metrics, self.with_network = estimator, dict(metrics or {}), with_network
-        self.base_model = base_model if base_model is not None else known_name(estimator.model)
+        """Write the fitted estimator to a folder, with a model card; a README.md that is there already stays.
 
-    # What the mixin asks for.
+        Args:
+            folder: Made where it is missing.
+            base_model: Name of the network on the hub, for the card; models of transformers and timm know their names.
+            metrics: Measured quality, by name, for the card.
+            with_network: Also write the network's weights, for networks that cannot be had elsewhere.
+        """
+        _carrier()(Package(self, base_model, dict(metrics or {}), with_network)).save_pretrained(folder)
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        self.estimator.save(save_directory / FILE)
-        if self.with_network:
-            files.save(save_directory / NETWORK, self.estimator.lin_.given.state_dict(), {}, kind=KIND)
-        else:
-            (save_directory / NETWORK).unlink(missing_ok=True)  # of something saved there before
-
-    @classmethod
-    def _from_pretrained(
-        cls,
+    def push_to_hub(
+        self,
+        repo_id: str,
         *,
-        model_id: str,
-        model: nn.Module | None = None,
-        output: Any = None,
-        score: Any = None,
         base_model: str | None = None,
         metrics: Mapping[str, float] | None = None,
-        **where: Any,
-    ) -> Carrier:
-        path = _file(model_id, FILE, where)
-        if path is None:
-            there = f"; it has {listing(sorted(os.listdir(model_id)), limit=8)}" if os.path.isdir(model_id) else ""
-            raise FileNotFoundError(f"{model_id} has no {FILE}, which linnet's save_pretrained writes{there}.")
-        weights = _file(model_id, NETWORK, where)
-        if weights is not None and model is not None:
-            model = _with_weights(model, weights)
-        found = saved.load(path, model, output=output, score=score)
-        return cls(found, base_model=base_model, metrics=metrics)  # the last two are what the config says
+        with_network: bool = False,
+        **options: Any,
+    ) -> str:
+        """Upload the same files to a repository of the hub, made where it is missing; returns the commit's address.
 
-    def generate_model_card(self, repo_id: str | None = None, **_: Any) -> ModelCard:
-        """The README.md: what it is, what it is around, how well it does, how to load it."""
-        data = ModelCardData(
-            library_name="linnet",
-            tags=list(self._hub_mixin_info.model_card_data.tags or ()),
-            base_model=self.base_model,
-            metrics=sorted(self.metrics) or None,
-        )
-        return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{self._text(repo_id)}")
+        Args:
+            repo_id: Such as "name/adapter".
+            base_model: As for `save_pretrained`.
+            metrics: As for `save_pretrained`.
+            with_network: As for `save_pretrained`.
+            options: As `huggingface_hub.ModelHubMixin.push_to_hub` takes them: private, token, branch, create_pr,
+                commit_message.
+        """
+        carrier = _carrier()(Package(self, base_model, dict(metrics or {}), with_network))
+        return str(carrier.push_to_hub(repo_id, **options))
 
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> str | None:
-        """As the mixin's, with a description of what was fitted as config.json."""
-        given: Any = options.pop("config", None)
-        return super().save_pretrained(save_directory, config=self._config() if given is None else given, **options)
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        *,
+        output: Any = None,
+        score: Any = None,
+        **options: Any,
+    ) -> Self:
+        """The estimator that `save_pretrained` or `push_to_hub` wrote.
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """As the mixin's, with the repository's name on the card."""
-        card = {"repo_id": repo_id, **(options.pop("model_card_kwargs", None) or {})}
-        return super().push_to_hub(repo_id, model_card_kwargs=card, **options)
+        Args:
+            name: The folder, or the repository's name on the hub.
+            model: The network of the fit. Where the folder holds its weights too, any network of the same
+                architecture: the weights are put into a copy of it.
+            output: As for `linnet.load`.
+            score: As for `linnet.load`.
+            options: As `huggingface_hub.ModelHubMixin.from_pretrained` takes them: revision, token, cache_dir,
+                local_files_only, force_download.
+        """
+        carrier, name = _carrier(), os.fspath(name)
+        if (os.path.isabs(name) or name.startswith(".") or name.count("/") > 1) and not os.path.isdir(name):
+            raise FileNotFoundError(f"There is no folder {name}; a repository of the hub is called owner/name.")
+        given = {"model": model, "output": output, "score": score}
+        given = {key: value for key, value in given.items() if value is not None}
+        found = carrier.from_pretrained(name, **given, **options).package.estimator
+        if not isinstance(found, cls):
+            raise TypeError(f"{name} holds a {type(found).__name__}; load it with that class, not with {cls.__name__}.")
+        return found
 
-    # What is said about it.
 
-    def _config(self) -> dict[str, Any]:
+@dataclass
+class Package:
+    """An estimator with all that its folder says about it.
+
+    Attributes:
+        estimator: Fitted.
+        base_model: Name of its network on the hub; found out where None.
+        metrics: Name to number.
+        with_network: Whether the network's weights go along.
+    """
+
+    estimator: Any
+    base_model: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    with_network: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in self.metrics.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"metrics are finite numbers by name; {name!r} is {value!r}.")
+        if self.with_network and getattr(self.estimator, "model", None) is None:
+            raise ValueError("with_network=True, and this estimator has no network of its own: its file holds it all.")
+        if self.base_model is None:
+            self.base_model = known_name(self.estimator.model)
+
+    def write(self, folder: Path) -> None:
+        """Write the estimator, and the network where it goes along."""
+        self.estimator.save(folder / FILE)
+        if self.with_network:
+            files.save(folder / NETWORK, self.estimator.lin_.given.state_dict(), {}, kind=KIND)
+        else:
+            (folder / NETWORK).unlink(missing_ok=True)  # of an estimator saved there before
+
+    def config(self) -> dict[str, Any]:
+        """The config.json."""
         return {
-            "library": f"linnet {files._version()}",
+            "library": f"linnet {__version__}",
             "estimator_class": type(self.estimator).__name__,
             "base_model": self.base_model,
             "base_checksum": self._checksum(),
@@ -115,7 +153,8 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
     def _checksum(self) -> str | None:
         return None if self.estimator.model is None else saved.base_of(self.estimator)
 
-    def _text(self, repo_id: str | None) -> str:
+    def text(self, repo_id: str | None) -> str:
+        """The text of the model card: the network, the measured quality, how to load the estimator."""
         estimator = self.estimator
         name, model = type(estimator).__name__, estimator.model
         what = "an untrained network of its own" if model is None else f"a {type(model).__name__}"
@@ -129,22 +168,10 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
         if isinstance(getattr(estimator, "log_evidence_", None), float):
             rows.append(("log evidence", f"{estimator.log_evidence_:.6g}"))
         rows += [(metric, f"{value:.6g}") for metric, value in self.metrics.items()]
-        return "\n".join(
-            [
-                f"# {name} around {what}{base}",
-                "",
-                f"Fitted with linnet {files._version()}: the network, linearized around its own weights.",
-                "",
-                "| | |",
-                "| --- | --- |",
-                *(f"| {key} | {value} |" for key, value in rows),
-                "",
-                "```python",
-                *self._snippet(repo_id),
-                "```",
-                "",
-            ]
-        )
+        head = f"# {name} around {what}{base}"
+        about = f"Fitted with linnet {__version__}: the network, linearized around its own weights."
+        table = ["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows)]
+        return "\n".join([head, "", about, "", *table, "", "```python", *self._snippet(repo_id), "```", ""])
 
     def _snippet(self, repo_id: str | None) -> list[str]:
         estimator, name = self.estimator, repr(repo_id or "path/to/this/folder").replace("'", '"')
@@ -165,19 +192,74 @@ class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty
         return [*lines, f"estimator = linnet.{', '.join(call)})"]
 
 
-def fetched(
-    name: str | os.PathLike[str], model: nn.Module | None, *, output: Any, score: Any, options: Mapping[str, Any]
-) -> Any:
-    """The estimator in a folder or repository; see `linnet._estimator.portable.Portable.from_pretrained`."""
-    name = os.fspath(name)
-    if (os.path.isabs(name) or name.startswith(".") or name.count("/") > 1) and not os.path.isdir(name):
-        raise FileNotFoundError(f"There is no folder {name}; a repository of the hub is called owner/name.")
-    given = {"model": model, "output": output, "score": score}
-    return Carrier.from_pretrained(name, **{key: v for key, v in given.items() if v is not None}, **options).estimator
+@cache
+def _carrier() -> Any:
+    """The class that carries a `Package` through huggingface_hub's mixin, which makes folders and commits."""
+    try:
+        from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "huggingface_hub":
+            raise
+        raise ModuleNotFoundError(
+            "Folders and repositories in the style of Hugging Face need huggingface_hub: pip install linnet[hub]. "
+            "save(path) and linnet.load(path, model) do without.",
+            name=error.name,
+        ) from None
+
+    class Carrier(ModelHubMixin, library_name="linnet", tags=["linnet", "uncertainty"]):
+        def __init__(self, package: Package) -> None:
+            self.package = package
+
+        def _save_pretrained(self, save_directory: Path) -> None:
+            self.package.write(save_directory)
+
+        @classmethod
+        def _from_pretrained(
+            cls,
+            *,
+            model_id: str,
+            model: nn.Module | None = None,
+            output: Any = None,
+            score: Any = None,
+            **where: Any,
+        ) -> Carrier:
+            return cls(_unpack(model_id, model, output, score, where))
+
+        def generate_model_card(self, repo_id: str | None = None, **_: Any) -> ModelCard:
+            data = ModelCardData(
+                library_name="linnet",
+                tags=list(self._hub_mixin_info.model_card_data.tags or ()),
+                base_model=self.package.base_model,
+                metrics=sorted(self.package.metrics) or None,
+            )
+            return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{self.package.text(repo_id)}")
+
+        def save_pretrained(self, save_directory: str | Path, **options: Any) -> str | None:
+            given: Any = options.pop("config", None)
+            config = self.package.config() if given is None else given
+            return super().save_pretrained(save_directory, config=config, **options)
+
+        def push_to_hub(self, repo_id: str, **options: Any) -> str:
+            card = {"repo_id": repo_id, **(options.pop("model_card_kwargs", None) or {})}
+            return super().push_to_hub(repo_id, model_card_kwargs=card, **options)
+
+    return Carrier
+
+
+def _unpack(model_id: str, model: nn.Module | None, output: Any, score: Any, where: dict[str, Any]) -> Package:
+    """The package in a folder or repository; ``where`` holds the options of a download."""
+    path = _file(model_id, FILE, where)
+    if path is None:
+        there = f"; it has {listing(sorted(os.listdir(model_id)), limit=8)}" if os.path.isdir(model_id) else ""
+        raise FileNotFoundError(f"{model_id} has no {FILE}, which linnet's save_pretrained writes{there}.")
+    weights = _file(model_id, NETWORK, where)
+    if weights is not None and model is not None:
+        model = _with_weights(model, weights)
+    return Package(saved.load(path, model, output=output, score=score))
 
 
 def known_name(model: nn.Module | None) -> str | None:
-    """What a model of transformers or timm is called on the hub; None where it does not say, or came from a folder."""
+    """Name of a model of transformers or timm on the hub; None where it does not say, or came from a folder."""
     config: Any = getattr(model, "pretrained_cfg", None)
     timm = config.get("hf_hub_id") if isinstance(config, Mapping) else None
     for name in (getattr(model, "name_or_path", None), timm):
@@ -188,6 +270,9 @@ def known_name(model: nn.Module | None) -> str | None:
 
 def _file(model_id: str, name: str, where: Mapping[str, Any]) -> Path | None:
     """A file of a folder or repository, which may not be there."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
     if os.path.isdir(model_id):
         path = Path(model_id) / name
         return path if path.exists() else None

@@ -20,21 +20,13 @@ from linnet.network import checks
 
 @dataclass(frozen=True)
 class PredictionTask:
-    """What the network is to predict.
+    """What the network is to predict."""
 
-    Attributes:
-        kind: "classification" or "regression".
-        why: How linnet knows the kind.
-        classes: Label of each class, sorted; none for regression.
-        outputs: Number of outputs of the network.
-        new_head: Whether the network needs a new head.
-    """
-
-    kind: str
-    why: str
-    classes: tuple[Any, ...]
-    outputs: int
-    new_head: bool
+    kind: str  # "classification" or "regression"
+    why: str  # how linnet knows the kind
+    classes: tuple[Any, ...]  # label of each class, sorted; none for regression
+    outputs: int  # number of outputs of the network
+    new_head: bool  # whether the network needs a new head
 
     @property
     def output_labels(self) -> list[Any]:

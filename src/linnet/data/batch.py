@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common.checksums import row_codes, text_code, total
+from linnet._common.checksums import combine_codes, row_codes, text_code
 from linnet.data import checks
 
 
@@ -21,8 +21,8 @@ class Batch:
     Attributes:
         args: Positional arguments of the model's forward.
         kwargs: Keyword arguments of the model's forward.
-        rest: What the model does not take, such as targets: one item as it is, several as a tuple, those of a
-            dict as a dict; None if there is nothing.
+        rest: The data that the model does not take, such as targets: one item as it is, several items as a tuple, the
+            items of a dict as a dict; None if there is nothing.
         start: Position of the first example in the source.
         n: Number of examples.
         positions: For a subset, the examples' positions in the full data, (n,); otherwise None.
@@ -93,7 +93,7 @@ class Batch:
         return replace(self, args=_map(of, self.args, True), kwargs=_map(of, self.kwargs, True))
 
     def without_inputs(self) -> Batch:
-        """What is left when the network has run: the rest, copied, since the data may change; not the inputs."""
+        """The batch without its inputs, once the network has run; the rest is copied, since the data may change."""
         rest = _map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self.rest, True)
         positions = torch.arange(self.start, self.start + self.n) if self.positions is None else self.positions
         return replace(self, args=(), kwargs={}, rest=rest, positions=positions)
@@ -114,7 +114,7 @@ class Batch:
         for number, (name, leaf) in enumerate(leaves((self.args, self.kwargs, self.rest))):
             codes = row_codes(leaf) if isinstance(leaf, Tensor) else torch.tensor([text_code(s) for s in leaf])
             kind = (name, str(leaf.dtype), tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else (name, "text")
-            found += (2 * number + 1) * total(codes + text_code(kind), self.start)
+            found += (2 * number + 1) * combine_codes(codes + text_code(kind), self.start)
         return found % 2**64
 
     @staticmethod
@@ -143,7 +143,7 @@ class Source(ABC):
         n: Number of examples.
         kind: What the data is, in a few words.
         by_position: Whether any examples can be chosen, with ``subset``.
-        changes: Whether examples may be others when they are read again; see ``changing``.
+        changes: Whether examples may be other ones when they are read again; see ``changing``.
     """
 
     n: int
@@ -181,7 +181,7 @@ class Source(ABC):
         return self.code()
 
     def changing(self) -> Source:
-        """The same source where its examples may be others every time they are read (augmentation)."""
+        """The same source, for data whose examples are others every time they are read (augmentation)."""
         return self
 
     @abstractmethod

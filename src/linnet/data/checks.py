@@ -88,7 +88,7 @@ def check_some_tensor(leaves: Mapping[str, object]) -> None:
 
 
 def check_leaf(value: object, name: str) -> None:
-    """What sits in the data is a dense tensor, a number, a string or None."""
+    """A value in the data is a dense tensor, a number, a string or None."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise TypeError(f"linnet needs dense tensors; {name} has layout {value.layout}. Use tensor.to_dense().")
@@ -238,7 +238,7 @@ def check_pass(count: int, n: int, source: str) -> None:
 
 
 def targets_of(parts: Sequence[Any], source: str) -> Tensor:
-    """What came with the inputs, batch by batch, as one tensor."""
+    """The targets that came with the inputs, batch by batch, as one tensor."""
     found = [next(iter(part.values())) if isinstance(part, Mapping) and len(part) == 1 else part for part in parts]
     if all(isinstance(part, Tensor) for part in found):
         return torch.cat([part.cpu() for part in found])

@@ -1,7 +1,7 @@
-"""Datasets, whose examples are read anew in every pass.
+"""Datasets, whose examples are read again in every pass.
 
 A row of the Jacobian belongs to one example, so every pass must give the same examples in the same order. A
-checksum of what was read tells: it is kept from the first time an example is seen and compared afterwards.
+checksum tells: it is kept from the first time that an example is read, and compared afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from linnet._common.checksums import total
+from linnet._common.checksums import combine_codes
 from linnet.data import checks
 from linnet.data.batch import Batch, Source, check_finite
 from linnet.data.forward_signature import Signature, as_writable
@@ -97,7 +97,7 @@ class MapDataset(Source):
         return self.codes.code(start, stop)
 
     def glimpse(self) -> int:
-        """Of a few examples, since reading all of them may take long."""
+        """A checksum of a few examples, since reading all of them may take long."""
         few = sorted(set(torch.linspace(0, self.n - 1, min(self.n, 16)).round().long().tolist()))
         return sum(self.code(i, i + 1) for i in few) % 2**64
 
@@ -171,16 +171,16 @@ class Checksums:
         return position < len(self.seen) and self.seen[position] != -1
 
     def code(self, start: int, stop: int) -> int:
-        """One checksum of those of examples start to stop."""
+        """One checksum of the checksums of examples start to stop."""
         known = torch.tensor(self.seen[start:stop], dtype=torch.int64)
-        return total(known + 1, start)  # what is not known adds nothing
+        return combine_codes(known + 1, start)  # what is not known adds nothing
 
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
-        """Compare with what was seen, or keep; whether any is new.
+        """Compare checksums with those seen before, and keep new ones; returns whether any is new.
 
         Args:
-            positions: Positions of the examples, or that of a batch's first example.
-            codes: Their checksums.
+            positions: Positions of the examples, or the position of a batch's first example.
+            codes: Checksums of the examples, or of the batch.
             last: Position of the batch's last example.
         """
         self.seen.extend([-1] * (max(positions) + 1 - len(self.seen)))
@@ -200,15 +200,15 @@ class NoChecksums:
         self.kind = kind
 
     def knows(self, position: int) -> bool:
-        """Always, since reading an example again would tell nothing."""
+        """Always true, since reading an example again would tell nothing."""
         return True
 
     def code(self, start: int, stop: int) -> int:
-        """The same for all examples."""
+        """Zero, whatever the examples are."""
         return 0
 
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
-        """Whether any is new."""
+        """Always true."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""What a model's forward takes of the data: positional arguments, keyword arguments, and the rest."""
+"""The arguments of a model's forward: which data it takes by position, which by keyword, and the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"
 
 
 class Signature:
-    """What a forward takes: which items of a tuple and which keys of a dict are its arguments.
+    """The arguments of a forward: which items of a tuple and which keys of a dict it takes.
 
     Args:
         forward: A bound ``forward``, any callable, or a module (its forward is meant).

@@ -7,7 +7,6 @@ J is the Jacobian of a scalar score (`linnet.scores`), V the Fisher vectors, P t
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import Any
 
@@ -25,7 +24,8 @@ from linnet._common.torch_settings import check_precision, full_precision
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
 from linnet._estimator.behavior import drawn_inputs
-from linnet._estimator.portable import Portable
+from linnet._estimator.hub import HubMixin
+from linnet._estimator.inputs import checked_inputs, like, plain_options
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
@@ -34,9 +34,9 @@ from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 from linnet.network.parameters import Params
-from linnet.tangent.base import checked_inputs, like, plain_options
 
 KIND = "fisher embedding"
+ESTIMATORS = ("FisherEmbedding",)
 
 
 class _Kernel(str):
@@ -62,7 +62,7 @@ class _KernelAttribute:
         estimator.__dict__["kernel"] = value
 
 
-class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""The leading principal components of a model's Fisher vectors, as a scikit-learn transformer.
 
     ``kernel(X, Y=None)`` is the kernel that the embedding approximates with, ``transform(X) @ transform(Y).T``.
@@ -165,7 +165,7 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         For spectra: components are not formed, and where many of them matter they cost far more than the kernel does.
         ``n_components`` plays no part. Eigenvalues that are zero come out as rounding, of either sign.
         """
-        probe = copy.copy(self)  # what a fit sets is set on the copy
+        probe = FisherEmbedding(**self.get_params(deep=False))  # a fit sets its attributes there
         _, V, _ = probe._vectors(X, at_least=1)
         n, limit = V.shape[0], dense_budget(self.memory, V.device)
         if 24 * n * n > limit:
@@ -339,9 +339,10 @@ class FisherEmbedding(Portable, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         files.save(path, tensors | kept, meta, kind=KIND)
 
 
-def _read(
+def read(
     path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
 ) -> FisherEmbedding:
+    """The embedding that `FisherEmbedding.save` wrote."""
     saved.check_base(path, meta["base"], model)
     saved.check_given(path, "output", False, output)
     saved.check_given(path, "score", meta["score"] is None, score)
@@ -365,9 +366,6 @@ def _read(
     if meta["n_features_in"] is not None:
         found.n_features_in_ = meta["n_features_in"]
     return found
-
-
-saved.register("FisherEmbedding", _read, kind=KIND)
 
 
 def _asked(count: Any) -> int | float:

@@ -30,7 +30,7 @@ from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.low_rank import Preconditioner
 from linnet.linalg.preconditioners.randomized import sketch
-from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury
+from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury_preconditioner
 from linnet.linalg.row_weights import weight_from_root
 
 NEAR = 10.0
@@ -158,7 +158,7 @@ def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> Wo
     R = informative_rows(J, L, share=share, most=fits, largest=largest)
     if R is None:
         return None
-    return woodbury(R, S, generator=settings.generator(2), coarse=_in_products(R))
+    return woodbury_preconditioner(R, S, generator=settings.generator(2), coarse=_in_products(R))
 
 
 def _in_products(R: Stack) -> Stack:

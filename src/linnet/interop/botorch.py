@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.interop.gpytorch import as_linearization
-from linnet.jacobian.differentiable_rows import Features, TangentFeatures
+from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures
 from linnet.jacobian.linearization import Linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.linalg.row_weights import weigh
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.probability.posteriors import FunctionPosterior, Posterior, SamplePosterior, WeightPosterior
+from linnet.probability.posteriors import FunctionPosterior, Posterior
 from linnet.probability.priors import PriorSpec
 from linnet.tangent.regressor import TangentRegressor
 
@@ -234,18 +233,11 @@ class TangentModel(Model):
     def _covariances(self, f: Features, count: int) -> Tensor:
         """Joint covariances of ``count`` groups of rows, (count, rows / count, rows / count)."""
         posterior = self._posterior
-        if isinstance(posterior, FunctionPosterior):
-            cross = weigh(self._features.cross(posterior.J, f), posterior.root, transpose=True)
-            T = torch.linalg.solve_triangular(posterior.factor, cross, upper=False).T.reshape(count, -1, len(cross))
-            return self._features.blocks(f, f, count) - T @ T.mT
-        if isinstance(posterior, WeightPosterior):
-            T = f @ posterior.W
-        elif isinstance(posterior, SamplePosterior):
-            T = f @ posterior.samples / posterior.samples.shape[1] ** 0.5
-        else:
-            raise TypeError(f"TangentModel has no covariances for a {type(posterior).__name__}.")
-        T = T.view(count, -1, T.shape[1])
-        return T @ T.mT
+        rows = DifferentiableRows(f, self.num_outputs) if isinstance(f, Tensor) else f
+        T = posterior.features(rows)
+        T = T.reshape(count, -1, T.shape[1])
+        out = (posterior.weights * T) @ T.mT
+        return out if posterior.D is None else out + self._features.blocks(f, f, count)
 
 
 class _ConditionedModel(TangentModel):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world
-from linnet._common.memory import budget, free
+from linnet._common.memory import budget, free_memory
 from linnet._common.progress import bar
-from linnet._common.torch_settings import arithmetic, of_network
+from linnet._common.torch_settings import arithmetic, network_precision
 from linnet.data.batch import Batch, leaves, move
 from linnet.data.checks import check_subset_index
 from linnet.jacobian.blocks.autodiff import AutodiffBlock
@@ -46,7 +46,7 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
     Raises:
         MemoryError: If the blocks do not fit.
     """
-    chunks, settings = passes.chunks, passes.settings
+    chunks = passes.chunks
     assert isinstance(chunks, NetworkChunks)
     limit = cache_limit(memory, chunks.lin.device)
     _check_fits(chunks, estimate_size(passes), limit)
@@ -54,24 +54,40 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
     def run() -> list[StoredChunk]:
         stored: list[StoredChunk] = []
         held = 0
-        with bar(chunks.n, "blocks", progress=settings.progress) as tick:
-            for batch in chunks.batches(_stored_size(passes), 0, chunks.n):
-                chunk = chunks.build_whole(batch)
-                check_outputs_finite(chunk.f, batch.start)
-                blocks = keep(chunk.blocks, settings.engine)
-                stored.append(StoredChunk(batch.without_inputs(), chunk.f.clone(), blocks))
-                held += stored[-1].bytes
-                if held > limit:
-                    break
-                tick(batch.n)
+        for chunk in store_each(passes, chunks.n, "blocks"):
+            stored.append(chunk)
+            held += chunk.bytes
+            if held > limit:
+                break
         return stored
 
     stored = passes.complete(run)
     held = sum(piece.bytes for piece in stored)
     # Where examples differ in size, the first ones do not tell.
     _check_fits(chunks, max(held, ceil(held * chunks.n / sum(piece.batch.n for piece in stored))), limit)
-    first = replace(chunks.first, blocks=[], batch=chunks.first.batch.without_inputs())
-    return StoredChunks(chunks.lin, replace(settings, largest=None, halved=0), stored, first)
+    return gather(passes, stored)
+
+
+def store_each(passes: Pass, size: int, label: str) -> Iterator[StoredChunk]:
+    """One chunk in memory after the other, of at most ``size`` examples, by one pass over the data of all ranks."""
+    chunks, settings = passes.chunks, passes.settings
+    assert isinstance(chunks, NetworkChunks)
+    with bar(chunks.n, label, progress=settings.progress) as tick:
+        for batch in chunks.batches(min(size, _stored_size(passes)), 0, chunks.n):
+            chunk = chunks.build_whole(batch)
+            check_outputs_finite(chunk.f, batch.start)
+            blocks = keep(chunk.blocks, settings.engine)
+            made = [StoredChunk(batch.without_inputs(), chunk.f.clone(), blocks)]
+            del chunk, blocks  # the caller's alone, who may be done with it when the next one is formed
+            yield made.pop()
+            tick(batch.n)
+
+
+def gather(passes: Pass, stored: list[StoredChunk]) -> StoredChunks:
+    """Chunks in memory, of a Jacobian or of a part of it, as a source of chunks."""
+    first = passes.chunks.first
+    first = replace(first, blocks=[], batch=first.batch.without_inputs())
+    return StoredChunks(passes.lin, replace(passes.settings, largest=None, halved=0), stored, first)
 
 
 def estimate_size(passes: Pass) -> int:
@@ -149,7 +165,7 @@ class StoredChunks(ChunkSource):
             low, high = max(start, first), min(stop, end)
             for a in range(low, high, size):
                 part = piece.part(a - first, min(a + size, high) - first)
-                with arithmetic(of_network(self.settings.precision), self.lin.device):
+                with arithmetic(network_precision(self.settings.precision), self.lin.device):
                     blocks = part.prepared(request.prepare, key)
                 yield part.batch, Chunk(part.f, blocks)
 
@@ -338,7 +354,7 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * free(device))
+        return int(0.25 * free_memory(device))
     return budget(memory, device)
 
 

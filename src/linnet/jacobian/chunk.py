@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree
-from linnet._common.torch_settings import Precision, forward_mode, noting_saved
+from linnet._common.torch_settings import Precision, forward_mode, noting_saved_tensors
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
@@ -495,7 +495,7 @@ class NetworkChunks(ChunkSource):
         self.lin.rules.assign(batch)
         build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision)
         try:
-            with noting_saved(note):
+            with noting_saved_tensors(note):
                 chunk = build()
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):

@@ -6,9 +6,9 @@ acquisition function do, its rows of J are formed by torch.func with a graph; al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from linnet.data.batch import Batch
 from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.rule_selection import TOLERANCE
 from linnet.linalg.operator import LinearOperator
@@ -273,3 +274,44 @@ def _slope(value: Tensor, x: Tensor) -> Tensor:
 
 def _batch(x: Tensor) -> Batch:
     return Batch((x,), {}, None, start=0, n=len(x))
+
+
+@final
+class DifferentiableRows(LinearOperator):
+    """Rows of a Jacobian with a graph to the inputs, as an operator: all its answers have the graph too.
+
+    Args:
+        A: (n c, p).
+        c: Outputs of an example.
+
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> DifferentiableRows(x, 1).gram_diag().requires_grad
+    True
+    """
+
+    def __init__(self, A: Tensor, c: int) -> None:
+        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
+        self.A, self.n, self.c, self.block = A, len(A) // c, c, c
+
+    def map_parts(self, fn: Callable[[DifferentiableRows], Tensor], size: int) -> list[Tensor]:
+        return [fn(self)]
+
+    def rotated(self, rotation: Rotation) -> DifferentiableRows:
+        return DifferentiableRows(rotation.rows(self.A), self.c)
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        return self.A @ V
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        return self.A.T @ U
+
+    def _gram(self, other: LinearOperator | None, scale: Tensor | None) -> Tensor:
+        right = (self.A if scale is None else self.A * scale).T
+        return self.A @ right if other is None else product(other, right).T
+
+    def _gram_diag(self, scale: Tensor | None) -> Tensor:
+        return self.A.square().sum(1) if scale is None else self.A.square() @ scale
+
+    def _gram_blocks(self, scale: Tensor | None) -> Tensor:
+        A = self.A.view(self.n, self.c, -1)
+        return (A if scale is None else A * scale) @ A.mT

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,17 @@ from linnet.data.checks import no_subset, targets_of
 from linnet.jacobian import gram
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
-from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, store
+from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, gather, store, store_each
 from linnet.jacobian.chunk import ChunkSource, NetworkChunks
 from linnet.jacobian.frozen_layers import SourceWithActivations, store_activations
 from linnet.jacobian.kronecker import Kronecker, Rotation
 from linnet.jacobian.passes import Pass, Piece
-from linnet.jacobian.plan import Plan, describe
+from linnet.jacobian.plan import Plan, Request, describe
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
 from linnet.network.checks import check_outputs_finite
+
+T = TypeVar("T")
 
 BatchFn = Callable[[Tensor, Batch], Tensor]
 
@@ -326,6 +328,56 @@ class Jacobian(LinearOperator):
                     tick(batch.n)
             share_rows(out, self.n, 1)
             return out
+
+        return self.passes.complete(run)
+
+    def outputs_and_product(self, V: Tensor) -> tuple[Tensor, Tensor]:
+        """f (n, c) and ``J V``, (n c,) or (n c, k), from one pass.
+
+        >>> import linnet
+        >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(6, 2))
+        >>> [t.shape for t in J.outputs_and_product(torch.ones(3, 2))]
+        [torch.Size([6, 1]), torch.Size([6, 2])]
+        """
+        k, aligned = V[..., None].shape[1], self._aligned(V.reshape(len(V), -1))
+        # One column goes through the network together with the outputs.
+        kind: Request = "fused" if k == 1 else "matmul"
+
+        def run() -> tuple[Tensor, Tensor]:
+            f = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
+            out = aligned.new_zeros(self.shape[0], aligned.shape[1])
+            for piece in self.passes.pieces(kind, aligned.shape[1], "f and J V", along=aligned):
+                f[piece.rows], out[piece.rows] = piece.f.flatten(), _product(piece, aligned)
+                del piece
+            share_rows(f, self.n, self.c)
+            share_rows(out, self.n, self.c)
+            return f.view(self.n, self.c), out
+
+        f, out = self.passes.complete(run)
+        return f, out[:, :k].reshape(self.shape[0], *V.shape[1:])
+
+    def map_parts(self, fn: Callable[[Jacobian], T], size: int) -> list[T]:
+        """The answers of ``fn`` about each part of the examples: one pass for everything that it asks of a part.
+
+        Args:
+            fn: Called with the Jacobians of parts, in order, whose blocks and outputs are in memory, as `cached` has
+                them. Under torch.distributed, and of a Jacobian in memory, each part is a `subset`.
+            size: Largest number of examples of a part.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(6, 2))
+            >>> [(f.shape, d.tolist()) for f, d in J.map_parts(lambda part: (part.outputs(), part.gram_diag()), 4)]
+            [(torch.Size([4, 1]), [3.0, 3.0, 3.0, 3.0]), (torch.Size([2, 1]), [3.0, 3.0])]
+        """
+        if self.in_memory or rank_and_world()[1] > 1:
+            if self.n <= size or not self.by_position:
+                return [fn(self)]
+            return [fn(self.subset(index)) for index in torch.arange(self.n).split(size)]
+
+        def run() -> list[T]:
+            parts = (replace(one, batch=replace(one.batch, start=0)) for one in store_each(self.passes, size, "parts"))
+            return [fn(self._with(gather(self.passes, [part]))) for part in parts]
 
         return self.passes.complete(run)
 

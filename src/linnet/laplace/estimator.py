@@ -9,24 +9,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
+from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree
+from linnet._common.memory import check_fits, dense_budget
 from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.hub import HubMixin
+from linnet._estimator.inputs import as_targets, checked_inputs, fast_float64, like, plain_options
+from linnet._estimator.linearity import Linearity
+from linnet.data.batch import Batch
 from linnet.inference.evidence.log_determinants import LogDet
 from linnet.inference.gaussian.iterative import cached_if_fits
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference.problem import Settings, check_covariance_fits, choose_solver
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
+from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.output_combinations import combine_outputs
-from linnet.laplace import files, predictions
+from linnet.laplace import files
 from linnet.laplace import search as laplace_search
-from linnet.laplace.checks import StructureName, check_curvature, check_options, check_structure_fits
 from linnet.laplace.evidence import AtNetwork, Evidence, group_norms
 from linnet.laplace.linear_mode import AtKernelMode, AtLinearMode, LinearModel
-from linnet.laplace.predictive import Predictive
+from linnet.laplace.predictive import (
+    Predictive,
+    average_probabilities,
+    draw_groups,
+    joint_density,
+    joint_log_likelihood,
+    log_score,
+    sample_root,
+)
 from linnet.laplace.search import Method, Search, Step
 from linnet.laplace.structures import (
     Diagonal,
@@ -39,13 +54,15 @@ from linnet.laplace.structures import (
     Subnetwork,
     kernels_of,
 )
+from linnet.network.checks import check_module
 from linnet.network.flat_output import FlatOutput
 from linnet.network.parameters import Params
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_for
 from linnet.probability.per_site import Sites
+from linnet.probability.posteriors import Posterior, PredictiveMoments, Spread
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.tangent.base import as_targets, checked_inputs, fast_float64, plain_options
 
+StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
 At = Literal["network", "linear_mode"]
 
 KEPT = ("full", "function", "lowrank", "samples")
@@ -68,10 +85,13 @@ WIDE = 0.2
 """Nats per training example that error bars may cost before they are said to be too wide."""
 
 LOOKED_AT = 200
-"""Training examples on which that is looked at."""
+"""Training examples on which the cost of error bars is measured."""
+
+LEAST = 1 << 26
+"""Bytes that a pass over the data may take however little ``memory`` allows: a chunk needs room for an example."""
 
 
-class Laplace(Predictive):
+class Laplace(HubMixin, BaseEstimator):
     r"""Error bars for a trained network: the Gaussian posterior of its weights, linearized.
 
     .. math:: \theta \sim N(0, S), \qquad \theta \mid y \approx N(\theta_0, H^{-1}), \quad H = J^\top B J + S^{-1},
@@ -131,6 +151,9 @@ class Laplace(Predictive):
         (torch.Size([40]), torch.Size([40]), 'function')
     """
 
+    lin_: Linearization
+    posterior_: Posterior
+    likelihood_: Likelihood
     structure_: str
     prior_variance_: Tensor
     scales_: dict[str, float]
@@ -140,7 +163,13 @@ class Laplace(Predictive):
     gradient_ratio_: float
     tune_path_: tuple[Step, ...]
     narrowed_: float
+    n_features_in_: int
     _known_evidence: float
+    _unit: Likelihood
+    _read: FlatOutput
+    _noise_base: Tensor | None
+    _one_column: bool
+    _probe: Batch | None
 
     def __init__(
         self,
@@ -259,7 +288,7 @@ class Laplace(Predictive):
         if self.draws is None:
             check_curvature(self._unit, f, self.memory)
             return self._unit.root(f)
-        return predictions.sampled_root(self._unit, f, self.draws, seed=self.seed)
+        return sample_root(self._unit, f, self.draws, seed=self.seed)
 
     def _refresh(self) -> None:
         """The posterior for the present prior and noise."""
@@ -276,27 +305,16 @@ class Laplace(Predictive):
 
     def _likelihood_of(self, y: Tensor, J: Jacobian) -> tuple[Likelihood, Tensor | None]:
         """The likelihood at noise scale one, and the noise that it has there."""
-        shape, given = self._read.shape, self.likelihood
-        c = shape[0] if shape else J.c
-        base: Tensor | None = None
-        if isinstance(given, Likelihood):
-            found = given
-            if isinstance(given, Gaussian):
-                base = torch.as_tensor(given.noise, dtype=J.dtype, device=J.device)
-        elif given == "regression":
-            given_noise: Any = 1.0 if self._noise_free else self.noise
-            if isinstance(self.noise, str) and self.noise == "per-output":
-                given_noise = [1.0] * c
-                if shape:
-                    raise ValueError("noise='per-output' is for outputs without sites; use 'evidence', or variances.")
-            base = torch.as_tensor(given_noise, dtype=J.dtype, device=J.device)
-            found = Gaussian(base if base.ndim else float(base))
-        elif given == "heteroscedastic":
-            found = Heteroscedastic()
-        else:
-            several = y.ndim == 1 + len(shape[1:]) + 1 and c > 1
-            found = Bernoulli() if c == 1 or several else Categorical()
-        return (Sites(found, shape) if shape else found), base
+        shape = self._read.shape
+        noise: Any = 1.0 if self._noise_free else self.noise
+        if isinstance(self.noise, str) and self.noise == "per-output":
+            noise = [1.0] * J.c
+            if shape:
+                raise ValueError("noise='per-output' is for outputs without sites; use 'evidence', or variances.")
+        base = torch.as_tensor(1.0 if noise is None else noise, dtype=J.dtype, device=J.device)
+        found = likelihood_for(self.likelihood, y, shape or (J.c,), noise=base if base.ndim else float(base))
+        known = torch.as_tensor(found.noise, dtype=J.dtype, device=J.device) if isinstance(found, Gaussian) else None
+        return (Sites(found, shape) if shape else found), known
 
     @property
     def _noise_free(self) -> bool:
@@ -464,14 +482,14 @@ class Laplace(Predictive):
         def score(factor: float) -> float:
             # The same as with the prior variances times the factor, and the kernel stays.
             variance = factor * self._structure.posterior(S, t * factor).variance(J)
-            return predictions.log_score(self.likelihood_, f, variance, targets)
+            return log_score(self.likelihood_, f, variance, targets)
 
         self._multiply(laplace_search.best_factor(score))
 
     def _narrow(self, by_evidence: bool) -> None:
         """Multiply prior variances that the evidence chose by what the training labels of a classifier bear."""
         self.narrowed_ = 1.0
-        if not by_evidence or not isinstance(self._inner, Bernoulli | Categorical):
+        if not by_evidence or not isinstance(self._predictive.inner, Bernoulli | Categorical):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
         J = cached_if_fits(self._J.subset(index)) if self._J.by_position else self._J
@@ -481,7 +499,7 @@ class Laplace(Predictive):
 
         def cost(factor: float) -> float:
             variance = factor * self._structure.posterior(S, t * factor).variance(J)
-            return own - predictions.log_score(self.likelihood_, f, variance, y) / (len(index) * sites)
+            return own - log_score(self.likelihood_, f, variance, y) / (len(index) * sites)
 
         limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
         self.narrowed_ = laplace_search.largest_factor(cost, limit)
@@ -564,7 +582,7 @@ class Laplace(Predictive):
         Outputs that are sure of their labels have next to no curvature, and where they are everywhere, as in networks
         that were trained until they fit all labels, the quadratic expansion holds in a small part of such a posterior.
         """
-        if not isinstance(self._inner, Bernoulli | Categorical) or not self._J.by_position:
+        if not isinstance(self._predictive.inner, Bernoulli | Categorical) or not self._J.by_position:
             return
         index = self._looked_at()
         f, y = self._f[index], self._y[index]
@@ -572,8 +590,8 @@ class Laplace(Predictive):
         own = float(self._unit.log_prob(f, y).sum()) / labels
         # What moves all logits together is no one's fault: it would be the prior's own variance with any data.
         cov = self.posterior_.blocks(self._J.subset(index))
-        p = predictions.probabilities(self._unit, f, cov, link="centered", draws=1, seed=0)
-        scaled = p.log() if isinstance(self._inner, Categorical) else p.logit()
+        p = average_probabilities(self._unit, f, cov, link="centered", draws=1, seed=0)
+        scaled = p.log() if isinstance(self._predictive.inner, Categorical) else p.logit()
         with_bars = float(self._unit.log_prob(scaled, y).sum()) / labels
         if own - with_bars > WIDE:
             warnings.warn(
@@ -584,6 +602,142 @@ class Laplace(Predictive):
                 "tune(validation=(X, y)), or give prior= as a variance.",
                 stacklevel=3,
             )
+
+    # Predictions.
+
+    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: bool = False) -> Any:
+        """f at X, which is the network's own output (logits, for a classifier), with its error bars.
+
+        Where X is a tensor that requires a gradient, so do the results.
+
+        Args:
+            X: Inputs.
+            return_std: Also the standard deviation of f, in the same shape.
+            return_cov: Also the joint covariance, (n, n), or (n c, n c) with row ``i * c + j`` for output j of input i.
+            noise: Whether these include the noise of an observation.
+        """
+        if return_std and return_cov:
+            raise ValueError("Ask for return_std or return_cov, not both.")
+        moments, told = self._moments(X, "covariance" if return_cov else "variance" if return_std else "none")
+        mean = told.means(moments.f)
+        if moments.spread is None:
+            return like(X, told.shaped(mean))
+        added = told.noise_variances(moments.f) if noise else torch.zeros_like(mean)
+        if return_cov:
+            C = told.mean_covariance(moments.spread, moments.f.shape[1]) + torch.diag(added.flatten())
+            return like(X, told.shaped(mean)), like(X, C)
+        variance = told.means(moments.spread)
+        return like(X, told.shaped(mean)), like(X, told.shaped((variance + added).sqrt()))
+
+    def predict_proba(self, X: Any, link: str = "probit", *, draws: int = 1000) -> Any:
+        """Class probabilities averaged over the posterior, (n, classes); of each label where labels are on or off.
+
+        Args:
+            X: Inputs.
+            link: "probit" (each logit scaled down by its own variance), "centered" (the same less what moves all logits
+                together, and so no probability), "bridge" (the Laplace bridge to a Dirichlet distribution) or "mc"
+                (Monte Carlo, with all covariances).
+            draws: Number of draws of "mc".
+        """
+        check_is_fitted(self)
+        if not isinstance(self._predictive.inner, Bernoulli | Categorical):
+            raise ValueError(
+                f"predict_proba is for classes; the likelihood is {self._predictive.inner!r}. Use predict."
+            )
+        moments, told = self._moments(X, "variance" if link == "probit" else "blocks")
+        return like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
+
+    def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
+        """k joint samples of f at X, (k, n) or (k, n, c): all inputs under the same weights."""
+        J, generator = self._new_inputs(X, k), torch.Generator().manual_seed(self.seed if seed is None else seed)
+        told = self._predictive
+        f = torch.cat(list(told.samples(J, k, generator)))
+        found = told.means(f)
+        if noise:
+            z = torch.randn(found.shape, dtype=f.dtype, generator=generator).to(f.device)
+            found = found + told.noise_variances(f).sqrt() * z
+        return like(X, told.shaped(found))
+
+    def linearity(self, X: Any, k: int = 4, *, seed: int | None = None) -> list[Linearity]:
+        """Compare the linear model with the network itself, at X, for each of k weights drawn from the posterior.
+
+        Where they differ, the error bars are those of the linear model alone: networks with weights drawn from the
+        posterior would say something else.
+        """
+        J, generator = self._new_inputs(X, k), torch.Generator().manual_seed(self.seed if seed is None else seed)
+        Z = self.posterior_.draw(k, generator=generator)
+        before, shifts = J.outputs_and_product(Z)
+        found = []
+        for z, shift in zip(Z.T, shifts.T.reshape(k, J.n, J.c), strict=True):
+            moved = {name: t + self.lin_.layout.unflatten(z)[name] for name, t in self.lin_.theta.items()}
+            found.append(Linearity(before, before + shift, J.outputs(moved)))
+        return found
+
+    def joint_log_likelihood(
+        self,
+        X: Any,
+        y: Any = None,
+        kappa: int = 1,
+        *,
+        labels: int | None = None,
+        draws: int | None = None,
+        seed: int = 0,
+    ) -> float:
+        """The average log probability that the posterior gives to the targets of several inputs together.
+
+        Examples are split at random into groups of kappa. For classes, ``labels`` of them are drawn from each group
+        with repetition (Osband et al. 2022), so that knowledge about one input counts for the next; the default
+        is 10 (kappa - 1), and for kappa = 1 the usual log likelihood of single labels. For numbers it is the exact
+        density of the targets of all kappa.
+
+        Args:
+            X: Inputs.
+            y: Targets; None where they come with the inputs.
+            kappa: Inputs in a group.
+            labels: Targets in a group.
+            draws: Joint samples that the average is over; by default 1,000, or as many as the posterior holds.
+            seed: Seed of groups and samples.
+        """
+        check_is_fitted(self)
+        J, told = self._jacobian(checked_inputs(self, X, reset=False)), self._predictive
+        likelihood = told.likelihood
+        targets = likelihood.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+        generator = torch.Generator().manual_seed(seed)
+        classes = not isinstance(told.inner, Gaussian)
+        groups = draw_groups(J.n, kappa, labels, classes=classes, generator=generator)
+        if isinstance(likelihood, Gaussian) and labels is None and J.by_position:
+            return joint_density(likelihood, told.posterior, J, targets, groups)
+        k = told.posterior.most_draws(1000) if draws is None else draws
+        return joint_log_likelihood(likelihood, told.samples(J, k, generator), targets, groups)
+
+    @property
+    def _predictive(self) -> Predictive:
+        return Predictive(self.lin_, self.posterior_, self.likelihood_, self._read.shape, self._one_column)
+
+    def _moments(self, X: Any, spread: Spread) -> tuple[PredictiveMoments, Predictive]:
+        check_is_fitted(self)
+        told = self._predictive
+        if isinstance(X, Tensor) and X.requires_grad and torch.is_grad_enabled():
+            self.lin_.check_unchanged(contents=True)
+            return told.differentiable_moments(X, spread), told
+        J = self._jacobian(checked_inputs(self, X, reset=False))
+        if spread == "covariance":
+            check_covariance_fits(J, self.memory)
+        return told.moments(J, spread), told
+
+    def _new_inputs(self, X: Any, k: int) -> Jacobian:
+        """The Jacobian of inputs at which k samples are asked for."""
+        check_is_fitted(self)
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        return self._jacobian(checked_inputs(self, X, reset=False))
+
+    def _jacobian(self, X: Any) -> Jacobian:
+        # A chunk needs room for an example, however little memory is allowed.
+        memory = self.memory if isinstance(self.memory, str) else max(self.memory, LEAST)
+        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        check_ranks_agree(self.lin_, J._source)
+        return J
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
@@ -596,3 +750,69 @@ class Laplace(Predictive):
                 f"{what} needs the training data, which a file does not hold. Fit again: Laplace(...).fit(X, y)."
             )
         self.lin_.check_unchanged(contents=True)
+
+
+def check_options(la: Laplace) -> None:
+    """Raise unless all options are of their kinds."""
+    check_module(la.model)
+    check_prior(la.prior)
+    if la.structure not in get_args(StructureName):
+        known = ", ".join(map(repr, get_args(StructureName)))
+        raise ValueError(f"structure must be one of {known}; got {la.structure!r}.")
+    likelihood_for(la.likelihood, torch.empty(0), (1,))  # raises for a name that is none
+    if la.noise is not None and la.likelihood != "regression":
+        raise ValueError(f"noise= belongs to likelihood='regression'; got likelihood={la.likelihood!r}.")
+    if isinstance(la.noise, str) and la.noise not in ("evidence", "per-output"):
+        raise ValueError(f"noise must be 'evidence', 'per-output' or variances; got {la.noise!r}.")
+    for name in ("rank", "size", "samples"):
+        value = getattr(la, name)
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} must be a positive number; got {value!r}.")
+    if la.draws is not None and (not isinstance(la.draws, int) or la.draws < 1):
+        raise ValueError(f"draws must be None or a positive number; got {la.draws!r}.")
+    messages.check_memory(la.memory)
+    messages.check_seed(la.seed)
+    if not la.tolerance > 0:
+        raise ValueError(f"tolerance must be positive; got {la.tolerance!r}.")
+    if isinstance(la.dtype, str) and la.dtype not in ("auto", "float32", "float64"):
+        raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {la.dtype!r}.")
+
+
+def check_structure_fits(la: Laplace, J: Jacobian) -> None:
+    """Raise where the dense matrices of the structure that was asked for do not fit memory."""
+    n, c, p = J.n, J.c, J.shape[1]
+    kernels = len(J.lin.layout.layers) + 1 if la.prior == "layerwise" else 1
+    sides = {  # of the square matrices, and how many of them there are at once
+        "full": (p, 4),
+        "function": (n * (la.draws or c), 2 + kernels),
+        "subnetwork": (min(la.size, p), 4),
+    }
+    if la.structure in sides:
+        side, count = sides[la.structure]
+        check_fits(
+            count * side**2 * J.dtype.itemsize,
+            la.memory,
+            J.device,
+            what=f"structure={la.structure!r} with {n:,} examples, {c:,} outputs and {p:,} parameters",
+            instead="Use structure='samples', 'kron' or 'diag', or fewer parameters (params=)",
+        )
+
+
+def check_curvature(unit: Likelihood, f: Tensor, memory: float | str) -> None:
+    """Raise where the curvature of all examples does not fit memory, or is none."""
+    n, c = f.shape
+    size, limit = 3 * n * c * c * f.element_size(), dense_budget(memory, f.device)
+    if not unit.diagonal and size > limit:
+        raise MemoryError(
+            f"The curvature of {n:,} examples with {c:,} outputs takes {size / 2**30:.1f} GiB, and there are "
+            f"{limit / 2**30:.1f} GiB. Draw the Fisher information instead, with draws=1 or a few, or allow more "
+            "with memory=."
+        )
+    few = f[:256]
+    root, B = unit.root(few), unit.curvature(few)
+    found = root.square() if root.ndim == 2 else root @ root.mT
+    if not torch.allclose(found, B, rtol=1e-3, atol=1e-5 * float(B.abs().max())):
+        raise ValueError(
+            f"The curvature of {unit!r} is not positive semi-definite: its root times itself is something "
+            "else. Use the Fisher information in place of the second derivative."
+        )

@@ -10,47 +10,32 @@ from torch import Tensor, nn
 from linnet._common import files
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
-from linnet.jacobian.kronecker import Rotation
 from linnet.laplace.search import Step
-from linnet.probability import posteriors
-from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.likelihoods import LIKELIHOODS, Gaussian
 from linnet.probability.per_site import Sites
-from linnet.probability.posteriors import Posterior
+from linnet.probability.posteriors import posterior_from
 
 if TYPE_CHECKING:
     from linnet.laplace.estimator import Laplace
 
 KIND = "laplace approximation"
-
-PARTS: dict[str, tuple[str, ...]] = {
-    **saved._PARTS,
-    "TurnedPosterior": ("delta", "variances"),
-    "SubnetworkPosterior": ("delta", "index", "W"),
-}
-
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    kind.__name__: kind for kind in (Gaussian, Heteroscedastic, Bernoulli, Categorical)
-}
+ESTIMATORS = ("Laplace",)
 
 
 def save(la: Laplace, path: str | os.PathLike[str]) -> None:
-    """Write a fitted approximation; see `linnet._estimator.files.save` for what a posterior in function space takes
-    along."""
+    """Write a fitted approximation; a posterior in function space takes the training inputs along."""
     found = la.posterior_
     name = type(found).__name__
-    tensors = {f"posterior.{part}": saved._part(found, part) for part in PARTS[name]}
-    if isinstance(found, TurnedPosterior):
-        tensors |= {f"rotation.{key}": value for key, value in found.rotation.tensors().items()}
+    tensors = saved.posterior_tensors(found)
     tensors["prior_variance"] = la.prior_variance_
     if la._noise_base is not None:
         tensors["noise"] = la._noise_base * la._noise
-    inner = la._inner
+    inner = la._predictive.inner
     if type(inner).__name__ not in LIKELIHOODS:
         raise TypeError(f"{type(inner).__name__} is not one of linnet's likelihoods, so that it cannot be saved.")
     form = None
     if name == "FunctionPosterior":
-        inputs = saved._flat_inputs(la._train_inputs)
+        inputs = saved.flatten_inputs(la._train_inputs)
         if inputs is None:
             raise TypeError(
                 "Saving structure='function' takes the training inputs along, and they are not in memory (a Dataset or "
@@ -88,9 +73,10 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
     files.save(path, tensors | kept, meta, kind=KIND)
 
 
-def _read(
+def read(
     path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
 ) -> Laplace:
+    """The approximation that `save` wrote."""
     from linnet.laplace.estimator import Laplace
 
     saved.check_base(path, meta["base"], model)
@@ -119,27 +105,11 @@ def _read(
     la._known_evidence = state["log_evidence"]
     if state["n_features_in"] is not None:
         la.n_features_in_ = state["n_features_in"]
-    la.posterior_ = _posterior(la, tensors, meta)
+    J = None
+    if meta["posterior"] == "FunctionPosterior":
+        la._train_inputs = saved.restore_inputs(saved.strip("inputs.", tensors), meta["inputs"])
+        J = la._jacobian(la._train_inputs).cached()
+    turns = {key: value for key, value in tensors.items() if key.startswith("rotation.")}
+    parts = saved.strip("posterior.", tensors) | turns
+    la.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=la.lin_.layout)
     return la
-
-
-def _posterior(la: Laplace, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Posterior:
-    name = meta["posterior"]
-    parts = {part: tensors[f"posterior.{part}"] for part in PARTS[name]}
-    if name == "TurnedPosterior":
-        prefix = "rotation."
-        turns = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        rotation = Rotation.from_tensors(turns, la.lin_.layout)
-        return TurnedPosterior(**parts, rotation=rotation)
-    if name == "SubnetworkPosterior":
-        return SubnetworkPosterior(**parts)
-    kind = getattr(posteriors, name)
-    if name != "FunctionPosterior":
-        found: Posterior = kind(**parts)
-        return found
-    X = saved._inputs(tensors, "inputs.", meta["inputs"])
-    la._train_inputs = X
-    return kind(la._jacobian(X).cached(), **parts)
-
-
-saved.register("Laplace", _read, kind=KIND)

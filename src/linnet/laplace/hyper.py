@@ -10,6 +10,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
+from linnet._estimator.inputs import as_targets, fast_float64
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
@@ -19,10 +20,9 @@ from linnet.laplace.structures import Diagonal, Full, Function, Kron, Structure
 from linnet.network.flat_output import FlatOutput
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability.likelihoods import Gaussian, Likelihood, likelihood_for
 from linnet.probability.per_site import Sites
 from linnet.probability.priors import PriorSpec, make_prior
-from linnet.tangent.base import as_targets, fast_float64
 
 StructureName = Literal["kron", "ekfac", "diag", "full", "function"]
 STRUCTURES: dict[str, Callable[[Jacobian, Tensor], Structure]] = {
@@ -94,16 +94,7 @@ class Hyperparameters:
     def _likelihood_of(self, given: str | Likelihood) -> Likelihood:
         """At noise one, but where the user gave it with its own."""
         shape = self.read.shape
-        c = shape[0] if shape else self.c
-        found: Likelihood
-        if isinstance(given, Likelihood):
-            found = given
-        elif given == "regression":
-            found = Gaussian(1.0)
-        elif given == "heteroscedastic":
-            found = Heteroscedastic()
-        else:
-            found = Bernoulli() if c == 1 or self.y.ndim == 2 + len(shape[1:]) else Categorical()
+        found = likelihood_for(given, self.y, shape or (self.c,))
         return Sites(found, shape) if shape else found
 
     def _jacobian(self) -> Jacobian:

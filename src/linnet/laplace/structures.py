@@ -27,21 +27,21 @@ import torch
 from torch import Tensor
 
 from linnet.inference.evidence.log_determinants import Coupled, Dense, LogDet, Separable, eigenvalues_of
-from linnet.inference.gaussian.closed_form import check_conditioning
 from linnet.inference.samples import Samples, posterior_samples
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import constant_over
 from linnet.jacobian.output_combinations import WeightedRows
-from linnet.linalg.cholesky import cholesky_
+from linnet.linalg.cholesky import check_conditioning, cholesky_
 from linnet.linalg.row_weights import as_weight, inner_matrix, weight_from_root
 from linnet.linalg.svd.block_krylov import orthonormalize
 from linnet.linalg.svd.truncated import low_rank
-from linnet.probability.coordinates import SubnetworkPosterior, TurnedPosterior
 from linnet.probability.posteriors import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,
     Posterior,
+    SubnetworkPosterior,
+    TurnedPosterior,
     WeightPosterior,
 )
 from linnet.probability.priors import Prior

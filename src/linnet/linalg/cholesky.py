@@ -105,6 +105,24 @@ def log_det_from(L: Tensor) -> Tensor:
     return 2 * L.diagonal().double().log().sum()
 
 
+def check_conditioning(M: Tensor) -> None:
+    """Raise where M, whose smallest eigenvalue is about one, is more than its precision can tell from singular.
+
+    Well before its decomposition fails, the numbers that it gives are wrong.
+    """
+    eps = torch.finfo(M.dtype).eps
+    v = torch.randn(len(M), dtype=M.dtype, generator=torch.Generator().manual_seed(0)).to(M.device)
+    for _ in range(8):  # the norm of M v is never above the largest eigenvalue, and soon close to it
+        v = M @ (v / v.norm())
+    if 10 * eps * float(v.norm()) > 1:
+        kind = str(M.dtype).removeprefix("torch.")
+        more = "" if M.dtype == torch.float64 else ", or use dtype='float64'"
+        raise ArithmeticError(
+            f"The noise is {1 / float(v.norm()):.1g} of the kernel's largest eigenvalue, and {kind} needs "
+            f"{10 * eps:.1g} of it for numbers to be right. Give more noise{more}."
+        )
+
+
 @torch.no_grad()
 def _substitute(L: Tensor, B: Tensor, overwrite: bool, *, transposed: bool) -> Tensor:
     """Forward or backward substitution in blocks of rows: matrix products with all that is solved already."""

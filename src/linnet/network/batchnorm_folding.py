@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from linnet._common.torch_settings import network
+from linnet._common.torch_settings import network_settings
 from linnet.network import checks
 from linnet.network.call_trace import RETURNED, Step, Trace, as_arguments, find_tensors, trace
 from linnet.network.copies import copy_sharing_parameters
@@ -332,7 +332,7 @@ def _check_equal(model: nn.Module, new: nn.Module, example: Any) -> None:
     args, kwargs = as_arguments(example)
     copied = copy_sharing_parameters(model).eval()
     device = next(model.parameters()).device
-    with torch.no_grad(), network(copied, "highest", device):
+    with torch.no_grad(), network_settings(copied, "highest", device):
         pairs = list(zip(find_tensors(copied(*args, **kwargs)), find_tensors(new(*args, **kwargs)), strict=True))
     for a, b in pairs:
         # Half of the digits agree.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
+from linnet._common.torch_settings import Precision, arithmetic, module_lock, network_precision, network_settings
 from linnet.data.batch import Batch, leaves
 from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
@@ -130,7 +130,7 @@ class FunctionalModel:
         batch = batch.with_inputs(partial(_copied, dtype=self.cast))  # the network may write into its inputs
         full = {place: theta.get(name, self.theta[name]) for place, name in self.places.items()}
         try:
-            with alone(self.module):
+            with module_lock(self.module):
                 raw = functional_call(self.module, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
             checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
@@ -146,15 +146,15 @@ class FunctionalModel:
     def in_precision(self, precision: Precision) -> Iterator[None]:
         """The settings of torch in which passes of the network run."""
         with ExitStack() as stack:
-            stack.enter_context(arithmetic(of_network(precision), self.device))
-            stack.enter_context(network(self.module, precision, self.device))
+            stack.enter_context(arithmetic(network_precision(precision), self.device))
+            stack.enter_context(network_settings(self.module, precision, self.device))
             if self.convolves_exactly(precision):
                 stack.enter_context(self.convolutions())
             yield
 
     def convolves_exactly(self, precision: Precision) -> bool:
         """Whether a network that runs in this precision convolves in float32 on a GPU."""
-        exact = of_network(precision) == "highest" and self.model_dtype == torch.float32
+        exact = network_precision(precision) == "highest" and self.model_dtype == torch.float32
         return self.device.type == "cuda" and exact and self.has_convolutions
 
     # The network as it was given.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -334,6 +335,45 @@ class Categorical(Likelihood):
         device = f.device if generator is None else generator.device
         waiting = torch.empty(f.shape, dtype=f.dtype, device=device).exponential_(generator=generator)
         return (F.log_softmax(f, -1) - waiting.to(f.device).log()).argmax(-1)  # the largest of c Gumbel variables
+
+
+LIKELIHOODS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Gaussian, Heteroscedastic, Bernoulli, Categorical)
+}
+"""Likelihoods by the names that files have for them."""
+
+NAMES = ("classification", "regression", "heteroscedastic")
+"""Names that users may write for a likelihood."""
+
+
+def likelihood_for(
+    name: str | Likelihood, targets: Tensor | np.ndarray, outputs: Sequence[int], *, noise: float | Tensor = 1.0
+) -> Likelihood:
+    """The likelihood that a user's name stands for.
+
+    "regression" is `Gaussian`. "classification" is `Bernoulli` for one output, and for several outputs with a target
+    for each of them, labels that are on or off; else it is `Categorical`.
+
+    Args:
+        name: One of `NAMES`, or a likelihood, which is returned as it is.
+        targets: Their number of axes tells whether there is a target for each output.
+        outputs: Shape of the output of an example, (c,) or (c, *sites).
+        noise: Variance of "regression".
+
+    >>> [likelihood_for("classification", torch.zeros(shape), (3,)) for shape in ((5,), (5, 3))]
+    [Categorical(), Bernoulli()]
+    """
+    if isinstance(name, Likelihood):
+        return name
+    if name not in NAMES:
+        raise ValueError(
+            f"likelihood must be one of {', '.join(map(repr, NAMES))} or a linnet.likelihoods.Likelihood; got {name!r}."
+        )
+    if name == "regression":
+        return Gaussian(noise)
+    if name == "heteroscedastic":
+        return Heteroscedastic()
+    return Bernoulli() if outputs[0] == 1 or targets.ndim == 1 + len(outputs) else Categorical()
 
 
 # Targets.

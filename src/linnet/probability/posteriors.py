@@ -1,92 +1,243 @@
-r"""Gaussian posteriors over the displacement ``theta - theta0``, and what they say about f at new inputs.
+r"""Gaussian posteriors over the displacement ``theta - theta0``, and the moments of f that they give at new inputs.
 
-Every posterior has a mean ``delta`` (p,) and answers, for the Jacobian of new inputs,
+Every posterior has a mean ``delta`` (p,), and its covariance of f at the inputs of a Jacobian J has one form:
 
-.. math:: E[f] - m = J_* \delta, \qquad \mathrm{cov}[f] = J_* \, \Sigma \, J_*^\top
+.. math:: E[f] - m = J \delta, \qquad \mathrm{cov}[f] = R D R^\top + T \, \mathrm{diag}(s) \, T^\top
 
-in its own form of :math:`\Sigma`. Letters: S the prior variances, ``Phi = J S^(1/2)``, ``B = L L^T`` the curvature of
-the likelihood (``I / noise`` for Gaussian noise), ``M = I + L^T K L``, ``H = I + Phi^T B Phi``.
+R are the rows of J, perhaps rotated, D is diagonal, T are a few features of each row, and s are signs or weights:
+
+====================  =================  ==================================  =======
+posterior             D                  T                                   s
+====================  =================  ==================================  =======
+PointPosterior        0                  none                                0
+DiagonalPosterior     variances          none                                0
+TurnedPosterior       variances          none; R is rotated                  0
+WeightPosterior       0                  ``J S^(1/2) H^(-1/2)``              1
+SubnetworkPosterior   0                  ``J[:, index] W``                   1
+SamplePosterior       0                  ``J samples``                       1 / k
+FunctionPosterior     S                  ``K_*X L M^(-1/2)``                 -1
+LowRankPosterior      S                  ``J S^(1/2) P |C - I|^(1/2)``       +-1
+====================  =================  ==================================  =======
+
+Letters: S the prior variances, ``Phi = J S^(1/2)``, ``B = L L^T`` the curvature of the likelihood (``I / noise`` for
+Gaussian noise), ``M = I + L^T K L``, ``H = I + Phi^T B Phi``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.cholesky import cholesky_solve, solve_lower, solve_upper
+from linnet.jacobian.kronecker import Rotation
+from linnet.jacobian.plan import autodiff_wins
+from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
+from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import weigh
+from linnet.network.parameters import Layout
+
+Spread = Literal["none", "variance", "blocks", "covariance"]
+"""Second moments of f: none, the variance of each output (n, c), the covariance of the outputs of each example
+(n, c, c), or the joint covariance of all outputs (n c, n c)."""
+
+
+class PredictiveMoments(NamedTuple):
+    """Moments of the outputs at new inputs.
+
+    Attributes:
+        f: (n, c), the outputs of the network itself.
+        shift: (n, c), ``J delta``: the displacement's part in the mean.
+        spread: The second moments that were asked for; None for "none".
+    """
+
+    f: Tensor
+    shift: Tensor
+    spread: Tensor | None
 
 
 class Posterior(ABC):
-    """A Gaussian over the displacement.
-
-    Subclasses write ``blocks``, ``covariance`` and ``cross``.
+    """A Gaussian over the displacement; see the module for its form.
 
     Attributes:
         delta: (p,), the mean.
+        D: (p,), or None for zero.
+        rotation: Coordinates of D; None for the parameters' own.
+        weights: s, one number, or (k,).
+        directions: (p, k) with ``T = J directions``, where T is such a product; else None.
+        factored: Whether it holds the Cholesky factor of an exact solve.
+        known_from_samples: Whether covariances are estimates from samples.
+        is_point: Whether there is a mean alone.
+        parts: Names of the tensors of a file, which are the arguments of the constructor.
     """
 
     delta: Tensor
-
-    def shift(self, J: Jacobian) -> Tensor:
-        """``J delta``, (n, c): what adaptation adds to the mean function."""
-        return (J @ self.delta).view(J.n, J.c)
-
-    @abstractmethod
-    def blocks(self, J: Jacobian) -> Tensor:
-        """The covariance of the outputs of each example, (n, c, c)."""
-
-    @abstractmethod
-    def covariance(self, J: Jacobian) -> Tensor:
-        """The joint covariance of all outputs of all examples, (n c, n c)."""
+    D: Tensor | None = None
+    rotation: Rotation | None = None
+    weights: float | Tensor = 1.0
+    directions: Tensor | None = None
+    factored: ClassVar[bool] = False
+    known_from_samples: ClassVar[bool] = False
+    is_point: ClassVar[bool] = False
+    parts: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        """The covariance of the outputs of some examples with those of others, (n c, m c)."""
+    def features(self, J: Any) -> Tensor:
+        """T, (n c, k)."""
 
-    def _size(self, J: Jacobian) -> float:
-        """The largest of the numbers whose difference a covariance is; 0 where it is no difference."""
-        return 0.0
-
-    def variance(self, J: Jacobian) -> Tensor:
-        """The variance of each output, (n, c)."""
-        return self.blocks(J).diagonal(dim1=1, dim2=2)
-
+    @abstractmethod
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         """k samples of the displacement, (p, k): one product with J makes them joint samples at any inputs."""
-        raise NotImplementedError(f"{type(self).__name__} has no samples of the parameters.")
+
+    # Moments at the inputs of J, which is a Jacobian or rows with a graph to the inputs.
+
+    def predict(self, J: Jacobian, spread: Spread = "none") -> PredictiveMoments:
+        """Mean and second moments at the inputs of J from one recorded forward pass of each chunk."""
+        if spread == "none":
+            f, shift = J.outputs_and_product(self.delta)
+            return PredictiveMoments(f, shift.view(J.n, J.c), None)
+        if spread == "covariance":
+            return self._ask(_keep(J), self.covariance)
+        V = self.directions
+        if V is not None and autodiff_wins("matmul", k=1 + V.shape[1], c=J.c):
+            f, product = J.outputs_and_product(torch.cat([self.delta[:, None], V], 1))
+            T = product[:, 1:].reshape(J.n, J.c, -1)
+            second = (self.weights * T.square()).sum(2) if spread == "variance" else (self.weights * T) @ T.mT
+            return PredictiveMoments(f, product[:, 0].reshape(J.n, J.c), second)
+        answer = self._variance if spread == "variance" else self._blocks
+        found = J.map_parts(lambda part: self._ask(part, answer), self._part_size(J))
+        return PredictiveMoments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _ask(self, J: Jacobian, answer: Callable[[Any], Tensor]) -> PredictiveMoments:
+        return PredictiveMoments(J.outputs(), self.shift(J), answer(J))
+
+    def shift(self, J: Any) -> Tensor:
+        """``J delta``, (n, c): the displacement's part in the mean."""
+        return (J @ self.delta).view(J.n, J.c)
+
+    def variance(self, J: Any) -> Tensor:
+        """The variance of each output, (n, c)."""
+        return torch.cat(J.map_parts(self._variance, self._part_size(J)))
+
+    def blocks(self, J: Any) -> Tensor:
+        """The covariance of the outputs of each example, (n, c, c)."""
+        return torch.cat(J.map_parts(self._blocks, self._part_size(J)))
+
+    def covariance(self, J: Any) -> Tensor:
+        """The joint covariance of all outputs of all examples, (n c, n c)."""
+        T = self.features(J)
+        out = (self.weights * T) @ T.T
+        return out if self.D is None else out + self._rows(J).gram(scale=self.D)
+
+    def cross(self, J: Any, other: Any) -> Tensor:
+        """The covariance of the outputs of some examples with those of others, (n c, m c)."""
+        out = (self.weights * self.features(J)) @ self.features(other).T
+        return out if self.D is None else out + self._rows(J).gram(self._rows(other), scale=self.D)
+
+    def _variance(self, J: Any) -> Tensor:
+        out = (self.weights * self.features(J).square()).sum(1)
+        if self.D is not None:
+            prior = self._rows(J).gram_diag(scale=self.D)
+            out = nonnegative(prior + out, prior)
+        return out.view(J.n, J.c)
+
+    def _blocks(self, J: Any) -> Tensor:
+        T = self.features(J).reshape(J.n, J.c, -1)
+        out = (self.weights * T) @ T.mT
+        return out if self.D is None else out + self._rows(J).gram_blocks(scale=self.D)
+
+    def _rows(self, J: Any) -> Any:
+        """R."""
+        return J if self.rotation is None else J.rotated(self.rotation)
+
+    def _part_size(self, J: Any) -> int:
+        """Examples whose second moments are made at once."""
+        return int(J.n)
+
+    # Samples.
+
+    def draws(self, k: int, step: int, *, generator: torch.Generator) -> Iterator[Tensor]:
+        """k samples of the displacement, at most ``step`` at a time, (p, step)."""
+        for start in range(0, k, step):
+            yield self.draw(min(step, k - start), generator=generator)
+
+    def most_draws(self, usual: int) -> int:
+        """How many samples there can be: ``usual``, or as many as the posterior holds."""
+        return usual
+
+    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
+        """k joint samples of the outputs of all examples, less the mean function, (k, n, c)."""
+        C = self.covariance(J)
+        # A covariance that is a difference rounds as its first term does.
+        size = 0.0 if self.D is None else float(self._rows(J).gram_diag(scale=self.D).sum())
+        z = torch.randn(J.shape[0], k, dtype=J.dtype, device=generator.device, generator=generator)
+        return self.shift(J) + (square_root(C, size) @ z.to(J.device)).T.reshape(k, J.n, J.c)
 
     def _normal(self, rows: int, k: int, generator: torch.Generator) -> Tensor:
         """Standard normal numbers (rows, k) for this posterior."""
         z = torch.randn(rows, k, dtype=self.delta.dtype, device=generator.device, generator=generator)
         return z.to(self.delta.device)
 
-    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
-        """k joint samples of the outputs of all examples, less the mean function, (k, n, c)."""
-        root = square_root(self.covariance(J), self._size(J))
-        z = torch.randn(J.shape[0], k, dtype=J.dtype, device=generator.device, generator=generator)
-        return self.shift(J) + (root @ z.to(J.device)).T.reshape(k, J.n, J.c)
+    def _no_features(self, J: Any) -> Tensor:
+        return torch.zeros(J.shape[0], 0, dtype=J.dtype, device=J.device)
+
+    # Files.
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The posterior as named tensors, without the training data; `posterior_from` is the inverse."""
+        out = {part: getattr(self, "prior_variance" if part == "variance" else part) for part in self.parts}
+        turns = {} if self.rotation is None else self.rotation.tensors()
+        return out | {f"rotation.{key}": value for key, value in turns.items()}
+
+    # Exact solves; a posterior that is `factored` has these.
+
+    def precisions(self, J: LinearOperator, noise: Tensor, c: int) -> Tensor:
+        """The diagonal blocks of ``(K + noise)^-1``, one for each example, (n, c, c).
+
+        Args:
+            J: Of the training data, (n c, p).
+            noise: (n c,), variances of the observations.
+            c: Outputs.
+        """
+        raise NotImplementedError
+
+    def smoother(self, J: LinearOperator, noise: Tensor, new: Jacobian) -> Tensor:
+        """``K(X*, X) (K + noise)^-1``, (m c, n c), for new inputs; the arguments are those of `precisions`."""
+        raise NotImplementedError
+
+    def extended(self, J: LinearOperator, new: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        """The posterior with more observations.
+
+        Args:
+            J: Of the training data, (n c, p).
+            new: Of the new data, (m c, p).
+            r: Targets less the mean function, of both, ((n + m) c,).
+            noise: Variances of the observations, of both.
+        """
+        raise NotImplementedError
 
 
-def in_parts(J: Jacobian, rows: int, answer: Callable[[Jacobian], Tensor]) -> Tensor:
-    """An answer (n, ...) about each example of J, from runs of them whose products with ``rows`` others fit memory.
+@dataclass(frozen=True)
+class Extension:
+    """A posterior with more observations.
 
-    Args:
-        J: (n c, p).
-        rows: Of the matrix that the answer makes, beside c columns for each example.
-        answer: From the Jacobian of some examples.
+    Attributes:
+        posterior: Of all observations.
+        J: Of all inputs.
+        alpha: ``(K + noise)^-1 r``.
+        energy: Twice the negative log evidence, without the constant.
     """
-    size = max(1, dense_budget("auto", J.device) // (4 * rows * J.c * J.dtype.itemsize))
-    if J.n <= size or not J.by_position:
-        return answer(J)
-    return torch.cat([answer(J.subset(index)) for index in torch.arange(J.n).split(size)])
+
+    posterior: Posterior
+    J: LinearOperator
+    alpha: Tensor
+    energy: float
 
 
 @final
@@ -97,170 +248,17 @@ class PointPosterior(Posterior):
         delta: (p,).
     """
 
+    parts = ("delta",)
+    is_point = True
+
     def __init__(self, delta: Tensor) -> None:
         self.delta = delta
 
-    def blocks(self, J: Jacobian) -> Tensor:
-        return torch.zeros(J.n, J.c, J.c, dtype=J.dtype, device=J.device)
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        return self.cross(J, J)
-
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        return torch.zeros(J.shape[0], other.shape[0], dtype=J.dtype, device=J.device)
+    def features(self, J: Any) -> Tensor:
+        return self._no_features(J)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None].expand(-1, k)
-
-
-@final
-class FunctionPosterior(Posterior):
-    r""":math:`K_{**} - K_{*X} L M^{-1} L^\top K_{X*}`, from the training data's Jacobian.
-
-    Args:
-        J: Of the training data, or a stack of such; every answer is a pass over it, which is why its factors are best
-            kept (`Jacobian.cached`).
-        variance: S, (p,).
-        delta: (p,).
-        root: L, (n c,) or (n, c, c).
-        factor: The lower Cholesky factor of M, (n c, n c); entries above the diagonal are not read.
-    """
-
-    def __init__(self, J: LinearOperator, variance: Tensor, delta: Tensor, *, root: Tensor, factor: Tensor) -> None:
-        self.J, self.prior_variance, self.delta, self.root, self.factor = J, variance, delta, root, factor
-
-    def half(self, J: Jacobian) -> Tensor:
-        """``C^-1 L^T K(X, X*)``, (n c, m c), with ``M = C C^T``: its Gram matrix is what the data has taught."""
-        cross = self.J.gram(J, scale=self.prior_variance)
-        return solve_lower(self.factor, weigh(cross, self.root, transpose=True))
-
-    def blocks(self, J: Jacobian) -> Tensor:
-        return in_parts(J, len(self.factor), self._blocks)
-
-    def _blocks(self, J: Jacobian) -> Tensor:
-        T = self.half(J).T.reshape(J.n, J.c, -1)
-        return J.gram_blocks(scale=self.prior_variance) - T @ T.mT
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        T = self.half(J)
-        return J.gram(scale=self.prior_variance) - T.T @ T
-
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        # From M^-1 for J alone, so that the training data may be the others at no second solve.
-        T = weigh(solve_upper(self.factor, self.half(J)), self.root)
-        learned = self.J.gram(other, scale=self.prior_variance)
-        return J.gram(other, scale=self.prior_variance) - T.T @ learned
-
-    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
-        # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
-        d = self.prior_variance.sqrt()[:, None]
-        u, e = self._normal(len(d), k, generator), self._normal(len(self.factor), k, generator)
-        left = e - weigh(self.J @ (d * u), self.root, transpose=True)
-        return self.delta[:, None] + d * (u + d * (self.J.T @ weigh(cholesky_solve(self.factor, left), self.root)))
-
-    def _size(self, J: Jacobian) -> float:
-        return float(J.gram_diag(scale=self.prior_variance).sum())
-
-    def variance(self, J: Jacobian) -> Tensor:
-        return in_parts(J, len(self.factor), self._variance)
-
-    def _variance(self, J: Jacobian) -> Tensor:
-        prior = J.gram_diag(scale=self.prior_variance)
-        return nonnegative(prior - self.half(J).square().sum(0), prior).view(J.n, J.c)
-
-
-@final
-class WeightPosterior(Posterior):
-    r""":math:`\Phi_* H^{-1} \Phi_*^\top`.
-
-    Args:
-        variance: S, (p,).
-        delta: (p,).
-        factor: The lower Cholesky factor of H, (p, p).
-    """
-
-    def __init__(self, variance: Tensor, delta: Tensor, *, factor: Tensor) -> None:
-        self.prior_variance, self.delta, self.factor = variance, delta, factor
-        # W W^T = S^(1/2) H^-1 S^(1/2), so that a covariance is a Gram matrix of J W.
-        eye = torch.eye(len(delta), dtype=delta.dtype, device=delta.device)
-        inverse = solve_lower(factor, eye)
-        self.W = variance.sqrt()[:, None] * inverse.T
-
-    def blocks(self, J: Jacobian) -> Tensor:
-        T = (J @ self.W).view(J.n, J.c, -1)
-        return T @ T.mT
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        T = J @ self.W
-        return T @ T.T
-
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        # The few examples go through all parameters, and the many are multiplied with what comes of them.
-        if J.shape[0] > other.shape[0]:
-            return self.cross(other, J).T
-        return (other @ (self.W @ (J @ self.W).T)).T
-
-    def variance(self, J: Jacobian) -> Tensor:
-        return (J @ self.W).square().sum(1).view(J.n, J.c)
-
-    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
-        return self.delta[:, None] + self.W @ self._normal(len(self.delta), k, generator)
-
-    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
-        z = torch.randn(len(self.delta), k, dtype=J.dtype, device=generator.device, generator=generator)
-        return self.shift(J) + (J @ (self.W @ z.to(J.device))).T.reshape(k, J.n, J.c)
-
-
-class FeaturePosterior(Posterior):
-    """A posterior whose covariance of f is T T^T, with features T (n c, k) of the data."""
-
-    @abstractmethod
-    def _features(self, J: Jacobian) -> Tensor: ...
-
-    def blocks(self, J: Jacobian) -> Tensor:
-        T = self._features(J).view(J.n, J.c, -1)
-        return T @ T.mT
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        T = self._features(J)
-        return T @ T.T
-
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        return self._features(J) @ self._features(other).T
-
-    def variance(self, J: Jacobian) -> Tensor:
-        return self._features(J).square().sum(1).view(J.n, J.c)
-
-
-@final
-class SamplePosterior(FeaturePosterior):
-    """Covariances estimated from posterior samples, with a relative error of about ``sqrt(2 / k)`` in a variance.
-
-    Args:
-        delta: (p,).
-        samples: (p, k), of mean zero.
-    """
-
-    def __init__(self, delta: Tensor, samples: Tensor) -> None:
-        self.delta, self.samples = delta, samples
-
-    def _features(self, J: Jacobian) -> Tensor:
-        return (J @ self.samples) / self.samples.shape[1] ** 0.5
-
-    def _first(self, k: int) -> Tensor:
-        if k > self.samples.shape[1]:
-            raise ValueError(
-                f"This posterior holds {self.samples.shape[1]} samples; {k} were asked for. Fit with samples={k}."
-            )
-        return self.samples[:, :k]
-
-    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
-        """The first k of the stored samples."""
-        return self.delta[:, None] + self._first(k)
-
-    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
-        """The first k of the stored samples."""
-        return self.shift(J) + (J @ self._first(k)).T.reshape(k, J.n, J.c)
 
 
 @final
@@ -272,23 +270,108 @@ class DiagonalPosterior(Posterior):
         variances: (p,).
     """
 
+    parts = ("delta", "variances")
+
     def __init__(self, delta: Tensor, variances: Tensor) -> None:
-        self.delta, self.variances = delta, variances
+        self.delta = delta
+        self.D = self.variances = variances
 
-    def blocks(self, J: Jacobian) -> Tensor:
-        return J.gram_blocks(scale=self.variances)
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        return J.gram(scale=self.variances)
-
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        return J.gram(other, scale=self.variances)
-
-    def variance(self, J: Jacobian) -> Tensor:
-        return J.gram_diag(scale=self.variances).view(J.n, J.c)
+    def features(self, J: Any) -> Tensor:
+        return self._no_features(J)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None] + self.variances.sqrt()[:, None] * self._normal(len(self.delta), k, generator)
+
+
+@final
+class TurnedPosterior(Posterior):
+    """Independent parameters in rotated coordinates: a posterior with Kronecker factors.
+
+    Args:
+        delta: (p,).
+        variances: (p,), along the rotated coordinates.
+        rotation: From the parameters' coordinates to the rotated ones.
+    """
+
+    parts = ("delta", "variances")
+
+    def __init__(self, delta: Tensor, variances: Tensor, *, rotation: Rotation) -> None:
+        self.delta, self.rotation = delta, rotation
+        self.D = self.variances = variances
+
+    def features(self, J: Any) -> Tensor:
+        return self._no_features(J)
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        assert self.rotation is not None
+        z = self._normal(len(self.delta), k, generator)
+        return self.delta[:, None] + self.rotation.back(self.variances.sqrt()[:, None] * z)
+
+
+@final
+class SubnetworkPosterior(Posterior):
+    """A posterior over some parameters; the other parameters are known.
+
+    Args:
+        delta: (p,).
+        index: (k,), the parameters that are random.
+        W: (k, k), a root of their covariance.
+    """
+
+    parts = ("delta", "index", "W")
+
+    def __init__(self, delta: Tensor, *, index: Tensor, W: Tensor) -> None:
+        self.delta, self.index, self.W = delta, index, W
+
+    def features(self, J: Any) -> Tensor:
+        return J.columns(self.index) @ self.W
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        z = self.W @ self._normal(len(self.index), k, generator)
+        return self.delta[:, None].repeat(1, k).index_add_(0, self.index, z)
+
+
+@final
+class SamplePosterior(Posterior):
+    """Covariances estimated from posterior samples, with a relative error of about ``sqrt(2 / k)`` in a variance.
+
+    Args:
+        delta: (p,).
+        samples: (p, k), of mean zero.
+    """
+
+    parts = ("delta", "samples")
+    known_from_samples = True
+
+    def __init__(self, delta: Tensor, samples: Tensor) -> None:
+        self.delta = delta
+        self.directions = self.samples = samples
+        self.weights = 1 / samples.shape[1]
+
+    def features(self, J: Any) -> Tensor:
+        return J @ self.samples
+
+    def _first(self, k: int) -> Tensor:
+        if k > self.samples.shape[1]:
+            raise ValueError(
+                f"This posterior holds {self.samples.shape[1]} samples; {k} were asked for. Fit with samples={k}."
+            )
+        return self.samples[:, :k]
+
+    def most_draws(self, usual: int) -> int:
+        return self.samples.shape[1]
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        """The first k of the stored samples."""
+        return self.delta[:, None] + self._first(k)
+
+    def draws(self, k: int, step: int, *, generator: torch.Generator) -> Iterator[Tensor]:
+        """The first k of the stored samples."""
+        yield from self.draw(k, generator=generator).split(step, 1)
+
+    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
+        """The first k of the stored samples."""
+        return self.shift(J) + (J @ self._first(k)).T.reshape(k, J.n, J.c)
 
 
 @final
@@ -302,38 +385,209 @@ class LowRankPosterior(Posterior):
         C: (r, r), the covariance along the basis.
     """
 
+    parts = ("variance", "delta", "basis", "C")
+
     def __init__(self, variance: Tensor, delta: Tensor, *, basis: Tensor, C: Tensor) -> None:
-        self.prior_variance, self.delta, self.basis, self.C = variance, delta, basis, C
+        self.D = self.prior_variance = variance
+        self.delta, self.basis, self.C = delta, basis, C
+        eigenvalues, Q = torch.linalg.eigh(C - torch.eye(len(C), dtype=C.dtype, device=C.device))
+        self._root, self.weights = Q * eigenvalues.abs().sqrt(), eigenvalues.sign()
 
-    def _features(self, J: Jacobian) -> tuple[Tensor, Tensor]:
-        T = J @ (self.prior_variance.sqrt()[:, None] * self.basis)
-        change = self.C - torch.eye(len(self.C), dtype=T.dtype, device=T.device)
-        return T, T @ change
-
-    def blocks(self, J: Jacobian) -> Tensor:
-        T, change = (x.view(J.n, J.c, -1) for x in self._features(J))
-        return J.gram_blocks(scale=self.prior_variance) + change @ T.mT
-
-    def covariance(self, J: Jacobian) -> Tensor:
-        T, change = self._features(J)
-        return J.gram(scale=self.prior_variance) + change @ T.T
-
-    def cross(self, J: Jacobian, other: Jacobian) -> Tensor:
-        return J.gram(other, scale=self.prior_variance) + self._features(J)[1] @ self._features(other)[0].T
-
-    def _size(self, J: Jacobian) -> float:
-        return float(J.gram_diag(scale=self.prior_variance).sum())
-
-    def variance(self, J: Jacobian) -> Tensor:
-        T, change = self._features(J)
-        prior = J.gram_diag(scale=self.prior_variance)
-        return nonnegative(prior + (T * change).sum(1), prior).view(J.n, J.c)
+    def features(self, J: Any) -> Tensor:
+        return (J @ (self.prior_variance.sqrt()[:, None] * self.basis)) @ self._root
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         z, P = self._normal(len(self.delta), k, generator), self.basis
         along = P.T @ z
         u = z + P @ (square_root(self.C) @ self._normal(len(self.C), k, generator) - along)
         return self.delta[:, None] + self.prior_variance.sqrt()[:, None] * u
+
+
+@final
+class FunctionPosterior(Posterior):
+    r""":math:`K_{**} - K_{*X} L M^{-1} L^\top K_{X*}`, from the training data's Jacobian.
+
+    Args:
+        J: Of the training data, or a stack of such. Every answer is a pass over it, so its factors are best kept
+            (`Jacobian.cached`).
+        variance: S, (p,).
+        delta: (p,).
+        root: L, (n c,) or (n, c, c).
+        factor: The lower Cholesky factor of M, (n c, n c); entries above the diagonal are not read.
+    """
+
+    parts = ("variance", "delta", "root", "factor")
+    weights = -1.0
+    factored = True
+
+    def __init__(self, J: LinearOperator, variance: Tensor, delta: Tensor, *, root: Tensor, factor: Tensor) -> None:
+        self.D = self.prior_variance = variance
+        self.J, self.delta, self.root, self.factor = J, delta, root, factor
+
+    def half(self, J: Any) -> Tensor:
+        """``C^-1 L^T K(X, X*)``, (n c, m c), with ``M = C C^T``."""
+        cross = weigh(J.gram(self.J, scale=self.prior_variance).T, self.root, transpose=True)
+        if cross.requires_grad:
+            return torch.linalg.solve_triangular(self.factor.tril(), cross, upper=False)
+        return solve_lower(self.factor, cross)
+
+    def features(self, J: Any) -> Tensor:
+        return self.half(J).T
+
+    def cross(self, J: Any, other: Any) -> Tensor:
+        # From M^-1 for J alone, so that the training data may be the others at no second solve.
+        T = weigh(solve_upper(self.factor, self.half(J)), self.root)
+        return J.gram(other, scale=self.prior_variance) - T.T @ self.J.gram(other, scale=self.prior_variance)
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
+        d = self.prior_variance.sqrt()[:, None]
+        u, e = self._normal(len(d), k, generator), self._normal(len(self.factor), k, generator)
+        left = e - weigh(self.J @ (d * u), self.root, transpose=True)
+        return self.delta[:, None] + d * (u + d * (self.J.T @ weigh(cholesky_solve(self.factor, left), self.root)))
+
+    def _part_size(self, J: Any) -> int:
+        """Examples whose products with all rows of the training data fit memory."""
+        return max(1, dense_budget("auto", J.device) // (4 * len(self.factor) * J.c * J.dtype.itemsize))
+
+    def precisions(self, J: LinearOperator, noise: Tensor, c: int) -> Tensor:
+        C, rows = self.factor, len(self.factor)
+        out = noise.new_empty(rows // c, c, c)
+        step = max(1, 2048 // c) * c
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            eye = C.new_zeros(rows - start, stop - start)
+            eye.diagonal().copy_(self.root[start:stop])
+            # The columns of C^-1 L begin where the unit vector does.
+            T = solve_lower(C[start:, start:], eye).T.reshape(-1, c, rows - start)
+            out[start // c : stop // c] = T @ T.mT
+        return out
+
+    def smoother(self, J: LinearOperator, noise: Tensor, new: Jacobian) -> Tensor:
+        return (self.root[:, None] * solve_upper(self.factor, self.half(new))).T
+
+    def extended(self, J: LinearOperator, new: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        added, S, m = new.cached(), self.prior_variance, len(self.factor)
+        root = noise[m:].rsqrt()
+        # [[C, 0], [T^T, C2]]: T = C^-1 L^T K12 L2 and C2 C2^T = M22 - T^T T.
+        T = self.half(added) * root
+        M = root[:, None] * added.gram(scale=S) * root
+        M.diagonal().add_(1)
+        check_conditioning(M)
+        M -= T.T @ T
+        C = self.factor.new_zeros(len(r), len(r))
+        C[:m, :m], C[m:, :m], C[m:, m:] = self.factor, T.T, cholesky_(M)
+        whole = Stack([J if isinstance(J, Stack) else self.J, added])
+        roots = torch.cat([self.root, root])
+        half = solve_lower(C, (roots * r)[:, None])
+        alpha = roots * solve_upper(C, half)[:, 0]
+        energy = float(half.square().sum()) + 2 * float(C.diagonal().log().sum() - roots.log().sum())
+        found = FunctionPosterior(whole, S, S * (whole.T @ alpha), root=roots, factor=C)
+        return Extension(found, whole, alpha, energy)
+
+
+@final
+class WeightPosterior(Posterior):
+    r""":math:`\Phi_* H^{-1} \Phi_*^\top`.
+
+    Args:
+        variance: S, (p,).
+        delta: (p,).
+        factor: The lower Cholesky factor of H, (p, p).
+    """
+
+    parts = ("variance", "delta", "factor")
+    factored = True
+
+    def __init__(self, variance: Tensor, delta: Tensor, *, factor: Tensor) -> None:
+        self.prior_variance, self.delta, self.factor = variance, delta, factor
+        # W W^T = S^(1/2) H^-1 S^(1/2), so that a covariance is a Gram matrix of J W.
+        eye = torch.eye(len(delta), dtype=delta.dtype, device=delta.device)
+        inverse = solve_lower(factor, eye)
+        self.directions = self.W = variance.sqrt()[:, None] * inverse.T
+
+    def features(self, J: Any) -> Tensor:
+        return J @ self.W
+
+    def cross(self, J: Any, other: Any) -> Tensor:
+        # The few examples go through all parameters, and the many are multiplied with the result.
+        if J.shape[0] > other.shape[0]:
+            return self.cross(other, J).T
+        return (other @ (self.W @ (J @ self.W).T)).T
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        return self.delta[:, None] + self.W @ self._normal(len(self.delta), k, generator)
+
+    def sample(self, J: Jacobian, k: int, *, generator: torch.Generator) -> Tensor:
+        z = self._normal(len(self.delta), k, generator)
+        return self.shift(J) + (J @ (self.W @ z)).T.reshape(k, J.n, J.c)
+
+    def precisions(self, J: LinearOperator, noise: Tensor, c: int) -> Tensor:
+        B = 1 / noise.view(-1, c)
+        T = (J @ self.W).view(len(B), c, -1)
+        return torch.diag_embed(B) - B[:, :, None] * (T @ T.mT) * B[:, None, :]
+
+    def smoother(self, J: LinearOperator, noise: Tensor, new: Jacobian) -> Tensor:
+        return (J @ (self.W @ (new @ self.W).T)).T / noise
+
+    def extended(self, J: LinearOperator, new: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        d, C, m = self.prior_variance.sqrt(), self.factor, J.shape[0]
+        weight = 1 / noise[m:]
+        H, u = C @ C.T, torch.where(d > 0, self.delta / d, 0.0)
+        b = H @ u + d * (new.T @ (weight * r[m:]))
+        H += d[:, None] * new.normal(torch.diag(d), weight)
+        check_conditioning(H)
+        C = cholesky_(0.5 * (H + H.T))
+        u = cholesky_solve(C, b)
+        delta, whole = d * u, Stack([J, new])
+        left = r - whole @ delta
+        alpha = left / noise
+        energy = float((left * alpha).sum() + u @ u + noise.log().sum()) + 2 * float(C.diagonal().log().sum())
+        return Extension(WeightPosterior(self.prior_variance, delta, factor=C), whole, alpha, energy)
+
+
+KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        PointPosterior,
+        DiagonalPosterior,
+        TurnedPosterior,
+        SubnetworkPosterior,
+        SamplePosterior,
+        LowRankPosterior,
+        FunctionPosterior,
+        WeightPosterior,
+    )
+}
+"""Posteriors by the names that files have for them."""
+
+
+def posterior_from(kind: str, tensors: Mapping[str, Tensor], *, J: LinearOperator | None, layout: Layout) -> Posterior:
+    """The posterior that `Posterior.tensors` was asked of.
+
+    Args:
+        kind: Name of its class.
+        tensors: By name.
+        J: Of the training data, cached; for a posterior in function space.
+        layout: Of the parameters.
+    """
+    parts: dict[str, Any] = {part: tensors[part] for part in KINDS[kind].parts}
+    prefix = "rotation."
+    if kind == "TurnedPosterior":
+        turns = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        parts["rotation"] = Rotation.from_tensors(turns, layout)
+    if kind == "FunctionPosterior":
+        parts["J"] = J
+    found: Posterior = KINDS[kind](**parts)
+    return found
+
+
+def _keep(J: Jacobian) -> Jacobian:
+    """J with its factors in memory, where they fit."""
+    try:
+        return J.cached()
+    except MemoryError:
+        return J
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from linnet import metrics
-from linnet._common.versions import versions
+from linnet._common.versions import find_versions
+from linnet._estimator.linearity import Linearity
 from linnet.jacobian.plan import Plan
-from linnet.laplace.predictive import Predictive
+from linnet.laplace.estimator import Laplace
 from linnet.metrics import Z95
 from linnet.probability.likelihoods import Bernoulli, Categorical
-from linnet.probability.posteriors import PointPosterior, SamplePosterior
 from linnet.report import diagnostics
 from linnet.report.content import Classes, Eigenvalues, Evidence, Group, Item, Linear, Missing, Numbers, Report
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 from linnet.report.html import page
-from linnet.tangent.base import Linearity, Tangent
+from linnet.tangent.base import Tangent
 
 NO_TEST = Missing("There are no test data, and a model always looks too good on the data that it was fitted to.")
 NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")
@@ -108,7 +108,7 @@ def write(
         ...     Path(f"{folder}/report.html").read_text()[:16]
         '<!doctype html>\n'
     """
-    if not isinstance(estimator, Tangent | Predictive):
+    if not isinstance(estimator, Tangent | Laplace):
         raise TypeError(
             f"A report needs a fitted TangentRegressor, TangentClassifier or Laplace; got {type(estimator)}."
         )
@@ -120,11 +120,11 @@ def write(
     lede = f"{kind} around a network, with {lin.p:,} parameters, on {lin.device} in {lin.dtype}.{n}"
     about = About(
         kind,
-        title or ("Error bars for a network" if isinstance(estimator, Predictive) else "An adapted network"),
+        title or ("Error bars for a network" if isinstance(estimator, Laplace) else "An adapted network"),
         lede,
         show_inputs(X, columns=columns, texts=texts),
         show_inputs(None if train is None else train[0], columns=columns),
-        record={"seed": estimator.seed, "device": str(lin.device), "versions": versions()},
+        record={"seed": estimator.seed, "device": str(lin.device), "versions": find_versions()},
         names=names,
     )
     page.save(path, assemble(estimator, about, outcome, X=X, train=train))
@@ -247,7 +247,7 @@ def _name_targets(estimator: Any, y: Any, outcome: Any) -> list[str]:
     found = _keep_labels(y)
     if found.ndim == 2:
         return [", ".join(number(float(x)) for x in row[:4]) for row in found]
-    if isinstance(estimator, Predictive) and isinstance(outcome, Classes):
+    if isinstance(estimator, Laplace) and isinstance(outcome, Classes):
         return [outcome.names[int(label)] for label in found]
     return [number(float(x)) for x in found] if found.dtype.kind == "f" else [str(x) for x in found.tolist()]
 
@@ -275,14 +275,10 @@ def to_array(x: Any) -> np.ndarray:
 def compare_models(estimator: Any, X: Any, outcome: Any = None, *, what: str = "test example") -> Linear | Missing:
     """Compare the linear model and the network at the adapted weights, or at weights drawn from a Laplace posterior.
 
-    Args:
-        estimator: The fitted estimator.
-        X: Inputs at which the models are compared: at most 1,000 of them are used.
-        outcome: Predictions for these inputs. Their metrics are compared too.
-        what: Name of one input.
+    At most 1,000 of the inputs X are used. The metrics of ``outcome``, the predictions for X, are compared too.
     """
     few, index = _thin(X, 1000)
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         found = attempt(lambda: _compare_drawn(estimator.linearity(few, 4)))
     else:
         found = attempt(lambda: _compare_adapted(estimator, estimator.linearity(few), index, outcome))
@@ -394,20 +390,14 @@ def find_influential(
 ) -> Group | Missing:
     """The training examples with the largest influence on the predictions at X.
 
-    Args:
-        estimator: The fitted estimator.
-        X: Inputs of the predictions.
-        train: Inputs and targets that the estimator was fitted to.
-        inputs: How the training examples are shown.
-        labels: Targets of the training examples, as text.
-        what: Name of one input of X.
+    ``inputs`` and ``labels`` say how the training examples are shown; ``what`` is the name of one input of X.
     """
 
     def make() -> Group:
         n = len(labels)
-        if isinstance(estimator.posterior_, PointPosterior):
+        if estimator.posterior_.is_point:
             raise ValueError("A mode has no posterior, so influence is not defined. Use another inference.")
-        if isinstance(estimator.posterior_, SamplePosterior):
+        if estimator.posterior_.known_from_samples:
             raise ValueError("The posterior is known from samples only, and their noise would decide the order.")
         c = estimator._jacobian(_thin(X, 2)[0]).c
         # At most 200 inputs, and at most 2^24 covariances between test and training examples at once.
@@ -439,7 +429,7 @@ def find_eigenvalues(estimator: Any, train: tuple[Any, Any]) -> Eigenvalues | Mi
 
 def _find_relevance(estimator: Any) -> dict[str, float] | Missing:
     """The share of each layer in the adaptation."""
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         return Missing("Error bars do not change the network, so no layer adapts.")
     return dict(estimator.layer_relevance_)
 
@@ -447,7 +437,7 @@ def _find_relevance(estimator: Any) -> dict[str, float] | Missing:
 def find_evidence(estimator: Any) -> Evidence:
     """How the prior was chosen."""
     scales = {name: float(value) for name, value in estimator.scales_.items()}
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         value = attempt(lambda: float(estimator.log_evidence()))
         path = [step.log_evidence for step in estimator.tune_path_]
         return Evidence(path, None if isinstance(value, Missing) else value, scales=scales)

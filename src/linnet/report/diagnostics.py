@@ -13,30 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet._estimator.inputs import as_targets
 from linnet.jacobian.jacobian import Jacobian
-from linnet.laplace.predictive import Predictive
+from linnet.laplace.estimator import Laplace
 from linnet.linalg.row_weights import weigh
 from linnet.probability.posteriors import Posterior
-from linnet.tangent.base import Tangent, as_targets
+from linnet.tangent.base import Tangent
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit and its training data.
+    """A fit and its training data."""
 
-    Attributes:
-        J: Jacobian of the training data.
-        posterior: Posterior over the displacement.
-        variance: Prior variances S, (p,).
-        root: L at the posterior mean, (n c,) or (n, c, c).
-        residual: Gradient of log p(y | f) at the posterior mean, (n, c).
-    """
-
-    J: Jacobian
-    posterior: Posterior
-    variance: Tensor
-    root: Tensor
-    residual: Tensor
+    J: Jacobian  # jacobian of the training data
+    posterior: Posterior  # posterior over the displacement
+    variance: Tensor  # prior variances S, (p,)
+    root: Tensor  # L at the posterior mean, (n c,) or (n, c, c)
+    residual: Tensor  # gradient of log p(y | f) at the posterior mean, (n, c)
 
 
 def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
@@ -49,17 +42,18 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
     """
     from linnet.tangent.classifier import TangentClassifier, label_array
 
-    if not isinstance(estimator, Predictive | Tangent):
+    if not isinstance(estimator, Laplace | Tangent):
         raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
-    if isinstance(estimator, Predictive):
+    if isinstance(estimator, Laplace):
         J = estimator._jacobian(X)
         f = J.outputs()
         targets = estimator.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
     else:
         J = estimator._new_inputs(X)
-        f = estimator._base(J) + estimator.posterior_.shift(J)
+        found = estimator.posterior_.predict(J)
+        f = estimator._mean_function(found.f) + found.shift
         if not isinstance(estimator, TangentClassifier):
-            precision = 1 / estimator._noise_at(J, X)
+            precision = 1 / estimator._noise_at(f, X)
             residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
             return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
         targets = estimator._encode(label_array(y, J.n), J, estimator.classes_)
@@ -83,7 +77,7 @@ def compute_influence(fit: Fit, J: Jacobian) -> Tensor:
         J: Jacobian of m inputs.
     """
     n, c = fit.residual.shape
-    C = fit.posterior.cross(J, fit.J).view(J.n, J.c, n, c)
+    C = fit.posterior.cross(J, fit.J).reshape(J.n, J.c, n, c)
     return (C * fit.residual).sum(3)
 
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from scipy.sparse import issparse
 from sklearn.base import BaseEstimator
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import forward_mode
-from linnet._estimator.portable import Portable
-from linnet.data.batch import Batch, SingleBatch, Source
-from linnet.data.forward_signature import as_tensors, as_writable
-from linnet.data.sources import InMemory, as_source
+from linnet._estimator.inputs import checked_inputs, fast_float64
+from linnet._estimator.linearity import Linearity
+from linnet.data.batch import Batch, SingleBatch
+from linnet.data.sources import as_source
+from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
@@ -28,13 +25,14 @@ from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.passes import PassSettings
 from linnet.network.depth import block_names, top_blocks
 from linnet.network.parameters import select
-from linnet.probability.posteriors import Posterior
+from linnet.probability.posteriors import Posterior, Spread
 from linnet.probability.priors import layer_sums
+from linnet.tangent import files
 
 Mean = Literal["network", "zero"]
 
 
-class Tangent(Portable, BaseEstimator):
+class Tangent(BaseEstimator):
     """Base of `TangentRegressor` and `TangentClassifier`; the settings are theirs.
 
     Attributes after fitting:
@@ -73,6 +71,7 @@ class Tangent(Portable, BaseEstimator):
     _train_inputs: list[Any]
     _probe: Batch | None = None
     _chosen: list[str] | None = None
+    _level: Tensor | None = None
 
     # Which parameters.
 
@@ -114,11 +113,10 @@ class Tangent(Portable, BaseEstimator):
         assert self.model is not None
         path: dict[int, float] = {}
         best: Tangent | None = None
+        given = self.get_params(deep=False)
         for k in range(1, len(block_names(self.model)) + 1):
-            trial = copy.copy(self).set_params(top=k)
-            if hasattr(trial, "inference"):
-                trial.inference = "laplace"  # which has an evidence
-            trial.fit(X, y)
+            changed = {"inference": "laplace"} if "inference" in given else {}  # which has an evidence
+            trial = type(self)(**given | changed | {"top": k}).fit(X, y)
             assert trial.log_evidence_ is not None
             path[k] = trial.log_evidence_
             if best is not None and path[k] <= path[best.top_ or 0]:
@@ -127,9 +125,7 @@ class Tangent(Portable, BaseEstimator):
         if best is None:
             raise ValueError("The model has no blocks below its head; choose parameters by name with params=.")
         if getattr(self, "inference", "laplace") != "laplace":
-            best = copy.copy(self).set_params(top=best.top_)
-            best.fit(X, y)
-        given = self.get_params(deep=False)
+            best = type(self)(**given | {"top": best.top_}).fit(X, y)
         self.__dict__.update(best.__dict__ | given | {"top_path_": path})
 
     # From the user's data to Jacobians and back.
@@ -167,11 +163,26 @@ class Tangent(Portable, BaseEstimator):
         check_is_fitted(self)
         return self._jacobian(self._inputs(X, reset=False))
 
+    def _mean_function(self, f: Tensor) -> Tensor:
+        """The mean function, (n, c), where the network's outputs are f."""
+        base = f if self._mean == "network" else torch.zeros_like(f)
+        return base if self._level is None else base + self._level
+
     def _base(self, J: Jacobian) -> Tensor:
         """The mean function at the inputs of J, (n, c)."""
-        if self._mean == "network":
-            return J.outputs()
-        return torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+        known = self._mean == "network"
+        return self._mean_function(J.outputs() if known else torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device))
+
+    def _predict(self, X: Any, spread: Spread = "none") -> tuple[Tensor, Any]:
+        """The posterior mean at X, (n, c), and second moments, from one pass over X."""
+        J = self._new_inputs(X)
+        found = self.posterior_.predict(J, spread)
+        return self._mean_function(found.f) + found.shift, found.spread
+
+    def _sample(self, X: Any, k: int, generator: torch.Generator) -> Tensor:
+        """k joint samples of the outputs at X, (k, n, c)."""
+        J = cached_if_fits(self._new_inputs(X))
+        return self._base(J) + self.posterior_.sample(J, k, generator=generator)
 
     @property
     def _mean(self) -> str:
@@ -198,8 +209,6 @@ class Tangent(Portable, BaseEstimator):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
-        from linnet._estimator import files
-
         check_is_fitted(self)
         files.save(self, path)
 
@@ -240,8 +249,8 @@ class Tangent(Portable, BaseEstimator):
         """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero)."""
         check_is_fitted(self)
         self.lin_.check_unchanged(contents=True)
-        level = getattr(self, "_level", None)
-        return LinearizedModule(self.lin_, self.posterior_.delta, with_network=self._mean == "network", level=level)
+        network = self._mean == "network"
+        return LinearizedModule(self.lin_, self.posterior_.delta, with_network=network, level=self._level)
 
     def apply(self) -> nn.Module:
         """A copy of the network with ``theta0 + delta`` written in; the model given is untouched."""
@@ -259,44 +268,8 @@ class Tangent(Portable, BaseEstimator):
         """Compare the linear model with the network that has the adapted weights, at X: can it be trusted there?"""
         J = self._new_inputs(X)
         theta = {name: t + self.delta_[name] for name, t in self.lin_.theta.items()}
-        before, after = J.outputs(), J.outputs(theta)
-        return Linearity(before, before + self.posterior_.shift(J), after)
-
-
-@dataclass(frozen=True)
-class Linearity:
-    """The adapted linear model next to the network with the adapted weights.
-
-    Attributes:
-        before: (n, c), the network's outputs at theta0.
-        linear: (n, c), those of the linear model at theta0 + delta.
-        network: (n, c), those of the network at theta0 + delta.
-    """
-
-    before: Tensor
-    linear: Tensor
-    network: Tensor
-
-    @property
-    def by_example(self) -> Tensor:
-        """Distance of the two models relative to the length of the step that the linear one makes, (n,)."""
-        return (self.network - self.linear).norm(dim=1) / (self.linear - self.before).norm(dim=1)
-
-    @property
-    def relative_error(self) -> float:
-        """The same over all examples; 0 means linear, 1 that the network does something else altogether."""
-        step = float((self.linear - self.before).norm())
-        return float((self.network - self.linear).norm()) / step if step > 0 else 0.0
-
-    @property
-    def agreement(self) -> float:
-        """The share of examples for which both models have the same largest output; for classifiers."""
-        if self.linear.shape[1] == 1:
-            return float(((self.linear > 0) == (self.network > 0)).double().mean())
-        return float((self.linear.argmax(1) == self.network.argmax(1)).double().mean())
-
-    def __repr__(self) -> str:
-        return f"Linearity(relative_error={self.relative_error:.3g}, n={len(self.linear)})"
+        before, shift = J.outputs_and_product(self.posterior_.delta)
+        return Linearity(before, before + shift.view(J.n, J.c), J.outputs(theta))
 
 
 class LinearizedModule(nn.Module):
@@ -335,7 +308,8 @@ class LinearizedModule(nn.Module):
     def _by_products(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and J delta, without a graph."""
         J = Jacobian(NetworkChunks(self.lin, SingleBatch(batch, "a batch"), PassSettings(progress=False)))
-        return J.outputs(), (J @ self.delta).view(J.n, J.c)
+        f, shift = J.outputs_and_product(self.delta)
+        return f, shift.view(J.n, J.c)
 
     def _by_reverse(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same with a graph to the inputs: J delta is the derivative of delta^T J^T u in u."""
@@ -355,88 +329,3 @@ class LinearizedModule(nn.Module):
                 return f, torch.zeros_like(f)
             (shift,) = torch.autograd.grad(along, u, create_graph=True)
         return f, shift
-
-
-def plain_options(estimator: BaseEstimator) -> list[tuple[str, Any]]:
-    """The constructor's arguments that print alike on all ranks; a progress bar may be shown on one of them."""
-    given = estimator.get_params(deep=False)
-    kinds = (str, bool, int, float, type(None))
-    return sorted((name, v) for name, v in given.items() if name != "progress" and isinstance(v, kinds))
-
-
-def fast_float64(device: torch.device) -> bool:
-    """Whether float64 costs no more than about twice float32: on CPUs and on GPUs made for computing."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
-
-
-def checked_inputs(estimator: BaseEstimator, X: Any, *, reset: bool, flat: bool = False) -> Any:
-    """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
-    known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source | tuple)
-    if known and not issparse(X):  # one kind of sparse array is a dict
-        return X
-    flat = flat or getattr(X, "ndim", None) == 2  # of other shapes the network knows what it takes
-    return validate_data(
-        estimator, X, reset=reset, dtype="numeric", ensure_2d=flat, allow_nd=not flat, ensure_min_samples=1
-    )
-
-
-def like(X: Any, value: Tensor) -> Any:
-    """Tensors for tensors, arrays for anything else that is in memory."""
-    first = X
-    while isinstance(first, tuple | list | Mapping) and len(first):
-        first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
-    tensors = isinstance(first, Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source)
-    return value if tensors else value.detach().cpu().numpy()
-
-
-def at_hand(y: Any, J: Jacobian) -> bool:
-    """Whether targets are in memory, so that they can be checked before any pass over the data."""
-    return y is not None or isinstance(J._source, InMemory)
-
-
-def as_targets(y: Any, J: Jacobian) -> Tensor:
-    """Targets as a tensor, from what the user gave or from what came with the data."""
-    y = J.targets() if y is None else y
-    if not isinstance(y, Tensor):
-        y = np.asarray(y)
-        if y.dtype.kind not in "biuf":
-            raise TypeError(f"Unknown label type: targets must be real numbers; got an array of {y.dtype}.")
-        y = as_tensors(y, "the targets")
-    y = y.detach()
-    if y.is_complex():
-        raise TypeError(f"Targets must be real numbers; got {y.dtype}.")
-    if y.ndim == 0 or len(y) != J.n:
-        count = len(y) if y.ndim else "a number as"
-        raise ValueError(f"There are {J.n} examples and {count} targets; give one target for each example.")
-    return y
-
-
-def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
-    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
-    X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
-    spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return nn.Sequential(
-            Standardize(X.mean(0), torch.where(spread > 0, spread, 1.0)),
-            nn.Linear(inputs, 128),
-            nn.Tanh(),
-            nn.Linear(128, 128),
-            nn.Tanh(),
-            nn.Linear(128, outputs),
-        ).double()
-
-
-class Standardize(nn.Module):
-    """``(x - mean) / spread``."""
-
-    center: Tensor
-    spread: Tensor
-
-    def __init__(self, mean: Tensor, spread: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("center", mean)
-        self.register_buffer("spread", spread)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.center) / self.spread

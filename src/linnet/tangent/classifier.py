@@ -16,8 +16,9 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
-from linnet._estimator import files
 from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.hub import HubMixin
+from linnet._estimator.inputs import at_hand, default_network, like, plain_options
 from linnet.data.sources import as_source
 from linnet.inference import any_likelihood
 from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
@@ -29,15 +30,16 @@ from linnet.jacobian.linearization import linearize
 from linnet.network.checks import check_module
 from linnet.network.parameters import Params
 from linnet.probability.expectations import predictive
-from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.probability.likelihoods import LIKELIHOODS, Categorical, likelihood_for
+from linnet.probability.posteriors import Spread
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.tangent.base import Mean, Tangent, at_hand, default_network, like, plain_options
+from linnet.tangent.base import Mean, Tangent
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
 
 
-class TangentClassifier(ClassifierMixin, Tangent):
+class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     r"""Adapt a trained network to a classification task: a convex problem, with error bars.
 
     .. math:: p(y \mid x) = \mathrm{softmax}\left(m(x) + J(x) (\theta - \theta_0)\right), \qquad
@@ -255,7 +257,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self.classes_ = np.array(meta["classes"], dtype=meta["classes_dtype"])
-        self.likelihood_ = files.LIKELIHOODS[meta["likelihood"]]()
+        self.likelihood_ = LIKELIHOODS[meta["likelihood"]]()
         self.multilabel_, self._tensors = meta["multilabel"], meta["tensors"]
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
@@ -289,9 +291,8 @@ class TangentClassifier(ClassifierMixin, Tangent):
     def _encode(self, labels: np.ndarray, J: Jacobian, classes: Any) -> Tensor:
         """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``."""
         c = J.c
-        likelihood: Likelihood
+        self.likelihood_ = likelihood_for("classification", labels, (c,))
         if labels.ndim == 2:
-            likelihood = Bernoulli()
             self.multilabel_, self.classes_ = True, np.arange(c)
             found = torch.as_tensor(labels)
         else:
@@ -299,9 +300,7 @@ class TangentClassifier(ClassifierMixin, Tangent):
             self.multilabel_, self.classes_ = False, _classes(labels, count, classes)
             known = {label: i for i, label in enumerate(self.classes_.tolist())}
             found = torch.tensor([known[label] for label in labels.tolist()])
-            likelihood = Bernoulli() if c == 1 else Categorical()
-        self.likelihood_ = likelihood
-        return likelihood.targets(found, J.n, c, dtype=J.dtype, device=J.device)
+        return self.likelihood_.targets(found, J.n, c, dtype=J.dtype, device=J.device)
 
     # Predictions.
 
@@ -310,14 +309,13 @@ class TangentClassifier(ClassifierMixin, Tangent):
 
         For a mode alone, and for the probit link, softmax (or the sigmoid) of them gives `predict_proba`.
         """
-        J = self._new_inputs(X)
-        f = self._base(J) + self.posterior_.shift(J)
-        if self.inference != "map" and self.link == "probit":
-            f = f / (1 + math.pi / 8 * self.posterior_.variance(J)).sqrt()
-        elif self.inference != "map":
-            p = self._averaged(J, f)
+        f, spread = self._predict(X, self._spread)
+        if spread is not None and self.link == "probit":
+            f = f / (1 + math.pi / 8 * spread).sqrt()
+        elif spread is not None:
+            p = self._averaged(f, spread)
             f = p.log() if isinstance(self.likelihood_, Categorical) else torch.logit(p)
-        return like(X, f[:, 0] if J.c == 1 and not self.multilabel_ else f)
+        return like(X, f[:, 0] if f.shape[1] == 1 and not self.multilabel_ else f)
 
     def predict_proba(self, X: Any) -> Any:
         """Class probabilities, averaged over the posterior, (n, number of classes); of each label where multi-label."""
@@ -334,29 +332,29 @@ class TangentClassifier(ClassifierMixin, Tangent):
 
     def predict_logits(self, X: Any) -> tuple[Any, Any]:
         """Mean (n, c) and covariance (n, c, c) of the logits of each input."""
-        J = self._new_inputs(X)
-        f, blocks = self._base(J) + self.posterior_.shift(J), self.posterior_.blocks(J)
+        f, blocks = self._predict(X, "blocks")
         return like(X, f), like(X, blocks)
 
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""
-        J = self._new_inputs(X)
-        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        return like(X, self._base(J) + self.posterior_.sample(J, k, generator=generator))
+        return like(X, self._sample(X, k, torch.Generator().manual_seed(self.seed if seed is None else seed)))
+
+    @property
+    def _spread(self) -> Spread:
+        """The second moments that probabilities take."""
+        return "none" if self.inference == "map" else "variance" if self.link == "probit" else "blocks"
 
     def _probabilities(self, X: Any) -> Tensor:
-        J = self._new_inputs(X)
-        p = self._averaged(J, self._base(J) + self.posterior_.shift(J))
-        return torch.cat([1 - p, p], 1) if J.c == 1 and not self.multilabel_ else p
+        p = self._averaged(*self._predict(X, self._spread))
+        return torch.cat([1 - p, p], 1) if p.shape[1] == 1 and not self.multilabel_ else p
 
-    def _averaged(self, J: Jacobian, f: Tensor) -> Tensor:
-        """Probabilities averaged over the posterior whose mean logits are f, (n, c)."""
-        if self.inference == "map":
+    def _averaged(self, f: Tensor, spread: Tensor | None) -> Tensor:
+        """Probabilities averaged over logits of mean f, (n, c)."""
+        if spread is None:
             return self.likelihood_.mean(f)
-        cov = self.posterior_.variance(J) if self.link == "probit" else self.posterior_.blocks(J)
         generator = torch.Generator().manual_seed(self.seed)
         draws = max(self.samples, 1000)
-        return predictive(self.likelihood_, f, cov, link=self.link, samples=draws, generator=generator)
+        return predictive(self.likelihood_, f, spread, link=self.link, samples=draws, generator=generator)
 
 
 def label_array(y: Any, n: int) -> np.ndarray:

@@ -15,8 +15,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
-from linnet._estimator import files
 from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.hub import HubMixin
+from linnet._estimator.inputs import as_targets, at_hand, default_network, like, plain_options
 from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.inference.gaussian import closed_form, updates
 from linnet.inference.gaussian.iterative import cached_if_fits
@@ -28,7 +29,8 @@ from linnet.network import checks
 from linnet.network.checks import check_module
 from linnet.network.parameters import Params
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
-from linnet.tangent.base import Mean, Tangent, as_targets, at_hand, default_network, like, plain_options
+from linnet.tangent import files
+from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.own_data_warning import warn_of_own_data
 
 NOISE_FLOOR = 1e-3
@@ -50,7 +52,7 @@ class LeaveOneOut:
     log_score: Any
 
 
-class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
+class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     r"""Adapt a trained network to a regression task: the posterior of the linearized network, in closed form.
 
     .. math:: y = m(x) + J(x) (\theta - \theta_0) + \epsilon, \qquad \theta - \theta_0 \sim N(0, S)
@@ -232,10 +234,6 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         base = self._base(J)
         return Task(J, (y.view(J.n, J.c) - base).flatten(), self._noise_of(J, X), base)
 
-    def _base(self, J: Jacobian) -> Tensor:
-        base = super()._base(J)
-        return base if self._level is None else base + self._level
-
     def _noise_of(self, J: Jacobian, X: Any) -> Noise:
         ones = torch.ones(J.shape[0], dtype=J.dtype, device=J.device)
         zeros = torch.zeros(J.shape[0], dtype=torch.long, device=J.device)
@@ -294,7 +292,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self._one_column, self._level = meta["one_column"], tensors.get("level")
-        self.prior_ = files.prior_from(self)
+        self.prior_ = Prior("given", self.prior_variance_)
         self._train, self._fit_ = files.task_from(meta, tensors, J, self)
         self.noise_floored_ = _single(meta["floored"])
         self.noise_ = np.array(meta["noise_"]) if isinstance(meta["noise_"], list) else meta["noise_"]
@@ -359,27 +357,28 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         J = self._new_inputs(X)
         if return_cov:
             check_covariance_fits(J, self.memory)
-        mean = self._shaped(self._base(J) + self.posterior_.shift(J))
-        if not (return_std or return_cov):
+        f, shift, spread = self.posterior_.predict(
+            J, "covariance" if return_cov else "variance" if return_std else "none"
+        )
+        mean = self._shaped(self._mean_function(f) + shift)
+        if spread is None:
             return like(X, mean)
-        added = self._noise_at(J, X) if noise else torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+        added = self._noise_at(f, X) if noise else torch.zeros_like(f)
         if return_cov:
-            C = self.posterior_.covariance(J)
-            C.diagonal().add_(added.flatten())
-            return like(X, mean), like(X, C)
-        return like(X, mean), like(X, self._shaped((self.posterior_.variance(J) + added).sqrt()))
+            spread.diagonal().add_(added.flatten())
+            return like(X, mean), like(X, spread)
+        return like(X, mean), like(X, self._shaped((spread + added).sqrt()))
 
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation."""
         check_is_fitted(self)
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
-        J = self._new_inputs(X)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        f = self._base(J) + self.posterior_.sample(J, k, generator=generator)
+        f = self._sample(X, k, generator)
         if noise:
             z = torch.randn(f.shape, dtype=f.dtype, generator=generator).to(f.device)
-            f = f + self._noise_at(J, X).sqrt() * z
+            f = f + self._noise_at(f[0], X).sqrt() * z
         return like(X, f[..., 0] if self._one_column else f)
 
     def path(self, X: Any, t: float) -> Any:
@@ -396,8 +395,8 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         J = self._new_inputs(X)
         if "flow" not in self._kept:
             self._kept["flow"] = updates.flow(self._train, self._fit_)
-        shift = (J @ self._kept["flow"](t)).view(J.n, J.c)
-        return like(X, self._shaped(self._base(J) + shift))
+        f, shift = J.outputs_and_product(self._kept["flow"](t))
+        return like(X, self._shaped(self._mean_function(f) + shift.view(J.n, J.c)))
 
     # What the training data says about itself.
 
@@ -447,12 +446,11 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
     def _shaped(self, value: Tensor) -> Tensor:
         return value[:, 0] if self._one_column else value
 
-    def _noise_at(self, J: Jacobian, X: Any) -> Tensor:
-        """Noise variances of observations at X, (n, c)."""
+    def _noise_at(self, f: Tensor, X: Any) -> Tensor:
+        """Noise variances of observations at X, (n, c), where the network's outputs are f."""
         if self._noise_name == "heteroscedastic":
             return self._known_variances(self._inputs(X, reset=False)) * float(self.noise_)
-        given = torch.as_tensor(self.noise_, dtype=J.dtype, device=J.device)
-        return given.expand(J.n, J.c)
+        return torch.as_tensor(self.noise_, dtype=f.dtype, device=f.device).expand(f.shape)
 
 
 class _Half:

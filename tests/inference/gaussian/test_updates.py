@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import TangentRegressor, linearize
-from linnet.tangent.base import Linearity
+from linnet._estimator.linearity import Linearity
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 
@@ -331,7 +331,7 @@ def test_the_adapted_module_where_forward_mode_is_not_to_be_had(mean: str, monke
     reg = TangentRegressor(model, mean=mean, **GIVEN).fit(X, y)
     module = reg.to_module()
     torch.testing.assert_close(module(Z), reg.predict(Z), rtol=1e-9, atol=1e-10)
-    monkeypatch.setattr(type(reg.lin_), "can", lambda *given, **more: False)
+    monkeypatch.setattr(type(reg.lin_.rules), "can", lambda *given, **more: False)
     torch.testing.assert_close(module(Z), reg.predict(Z), rtol=1e-9, atol=1e-10)
     with pytest.raises(TypeError, match="takes the tensors that the network takes"):
         module([1.0])

@@ -1,0 +1,103 @@
+"""Inputs, targets and options that the estimators share, and the network of an estimator without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import issparse
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import validate_data
+from torch import Tensor, nn
+
+from linnet.data.batch import Source
+from linnet.data.forward_signature import as_tensors, as_writable
+from linnet.data.sources import InMemory
+from linnet.jacobian.jacobian import Jacobian
+
+
+def plain_options(estimator: BaseEstimator) -> list[tuple[str, Any]]:
+    """The constructor's arguments that print alike on all ranks; a progress bar may be shown on one of them."""
+    given = estimator.get_params(deep=False)
+    kinds = (str, bool, int, float, type(None))
+    return sorted((name, v) for name, v in given.items() if name != "progress" and isinstance(v, kinds))
+
+
+def fast_float64(device: torch.device) -> bool:
+    """Whether float64 costs no more than about twice float32: on CPUs and on GPUs made for computing."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+
+
+def checked_inputs(estimator: BaseEstimator, X: Any, *, reset: bool, flat: bool = False) -> Any:
+    """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
+    known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source | tuple)
+    if known and not issparse(X):  # one kind of sparse array is a dict
+        return X
+    flat = flat or getattr(X, "ndim", None) == 2  # of other shapes the network knows what it takes
+    return validate_data(
+        estimator, X, reset=reset, dtype="numeric", ensure_2d=flat, allow_nd=not flat, ensure_min_samples=1
+    )
+
+
+def like(X: Any, value: Tensor) -> Any:
+    """Tensors for tensors, arrays for anything else that is in memory."""
+    first = X
+    while isinstance(first, tuple | list | Mapping) and len(first):
+        first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
+    tensors = isinstance(first, Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source)
+    return value if tensors else value.detach().cpu().numpy()
+
+
+def at_hand(y: Any, J: Jacobian) -> bool:
+    """Whether targets are in memory, so that they can be checked before any pass over the data."""
+    return y is not None or isinstance(J._source, InMemory)
+
+
+def as_targets(y: Any, J: Jacobian) -> Tensor:
+    """Targets as a tensor, from what the user gave or from what came with the data."""
+    y = J.targets() if y is None else y
+    if not isinstance(y, Tensor):
+        y = np.asarray(y)
+        if y.dtype.kind not in "biuf":
+            raise TypeError(f"Unknown label type: targets must be real numbers; got an array of {y.dtype}.")
+        y = as_tensors(y, "the targets")
+    y = y.detach()
+    if y.is_complex():
+        raise TypeError(f"Targets must be real numbers; got {y.dtype}.")
+    if y.ndim == 0 or len(y) != J.n:
+        count = len(y) if y.ndim else "a number as"
+        raise ValueError(f"There are {J.n} examples and {count} targets; give one target for each example.")
+    return y
+
+
+def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
+    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
+    X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
+    spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return nn.Sequential(
+            Standardize(X.mean(0), torch.where(spread > 0, spread, 1.0)),
+            nn.Linear(inputs, 128),
+            nn.Tanh(),
+            nn.Linear(128, 128),
+            nn.Tanh(),
+            nn.Linear(128, outputs),
+        ).double()
+
+
+class Standardize(nn.Module):
+    """``(x - mean) / spread``."""
+
+    center: Tensor
+    spread: Tensor
+
+    def __init__(self, mean: Tensor, spread: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("center", mean)
+        self.register_buffer("spread", spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.center) / self.spread

@@ -1,0 +1,161 @@
+"""Fitted tangent estimators in files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet._common import files
+from linnet._estimator import behavior
+from linnet._estimator import files as saved
+from linnet._estimator.inputs import default_network
+from linnet.inference.evidence.gaussian import Choice
+from linnet.inference.problem import Fit, Noise, Task
+from linnet.linalg.matrices import Stack
+from linnet.linalg.operator import LinearOperator
+from linnet.probability.posteriors import posterior_from
+
+if TYPE_CHECKING:
+    from linnet.tangent.base import Tangent
+
+KIND = "tangent estimator"
+ESTIMATORS = {"TangentRegressor": "linnet.tangent.regressor", "TangentClassifier": "linnet.tangent.classifier"}
+
+
+def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
+    """Write a fitted estimator to one file; the network itself is not part of it, only the checksum of its weights.
+
+    A posterior in function space needs the training inputs again when it is loaded, so they are written too; that takes
+    inputs in memory (arrays, tensors, dicts), not a Dataset.
+    """
+    found = estimator.posterior_
+    name = type(found).__name__
+    tensors = saved.posterior_tensors(found)
+    tensors["prior_variance"] = estimator.prior_variance_
+    state: dict[str, Any] = {
+        "scales": {k: float(v) for k, v in estimator.scales_.items()},
+        "log_evidence": estimator.log_evidence_,
+        "log_evidence_error": estimator.log_evidence_error_,
+        "solver": estimator.solver_,
+        "n_features_in": getattr(estimator, "n_features_in_", None),
+        "top": estimator.top_,
+        "top_path": None if estimator.top_path_ is None else list(estimator.top_path_.items()),
+    }
+    inputs = [saved.flatten_inputs(X) for X in estimator._train_inputs]
+    if name == "FunctionPosterior" and any(x is None for x in inputs):
+        raise TypeError(
+            "Saving a posterior in function space takes the training inputs along, and they are not in memory (a "
+            "Dataset or DataLoader). Fit on tensors or arrays, or with solver='weight' or 'cg-weight'."
+        )
+    if all(x is not None for x in inputs):
+        state["inputs"] = [x[1] for x in inputs if x is not None]
+        for i, x in enumerate(inputs):
+            tensors |= {f"inputs.{i}.{key}": value for key, value in x[0].items()} if x else {}
+    own, more = estimator._state()
+    kept, seen = behavior.record(estimator.lin_, estimator._probe if estimator.model is not None else None)
+    if estimator.model is None:
+        network = estimator.lin_.module
+        tensors |= {f"network.{key}": value for key, value in network.state_dict().items()}
+        base = None
+    else:
+        base = saved.base_of(estimator)
+    meta = {
+        "estimator": type(estimator).__name__,
+        "settings": saved.settings_of(estimator, apart=("model", "params", "top", "output", "dtype")),
+        "needs_output": estimator.output is not None,
+        "parameters": list(estimator.lin_.theta),
+        "dtype": str(estimator.lin_.dtype).removeprefix("torch."),
+        "posterior": name,
+        "base": base,
+        "state": state,
+        "own": own,
+        "behavior": seen,
+    }
+    files.save(path, tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
+
+
+def read(
+    path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
+) -> Tangent:
+    """The estimator that `save` wrote."""
+    saved.check_base(path, meta["base"], model)
+    saved.check_given(path, "output", meta["needs_output"], output)
+    saved.check_given(path, "score", False, score)
+    settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
+    kind = getattr(import_module(ESTIMATORS[meta["estimator"]]), meta["estimator"])
+    estimator: Tangent = kind(model, output=output, **settings)
+    network = model if model is not None else _default(saved.strip("network.", tensors), estimator.seed)
+    device = next(network.parameters()).device
+    tensors = {key: value.to(device) for key, value in tensors.items()}
+    estimator._attach(network, {"float32": torch.float32, "float64": torch.float64}[meta["dtype"]])
+    estimator._probe = behavior.check(path, estimator.lin_, tensors, meta.get("behavior"))
+    state = meta["state"]
+    estimator.prior_variance_ = tensors["prior_variance"]
+    estimator.scales_, estimator.solver_, estimator.solution_ = state["scales"], state["solver"], None
+    estimator.log_evidence_, estimator.log_evidence_error_ = state["log_evidence"], state["log_evidence_error"]
+    estimator.top_ = state.get("top")
+    estimator.top_path_ = dict(state["top_path"]) if state.get("top_path") else None
+    if state["n_features_in"] is not None:
+        estimator.n_features_in_ = state["n_features_in"]
+    forms = enumerate(state.get("inputs", []))
+    inputs = [saved.restore_inputs(saved.strip(f"inputs.{i}.", tensors), form) for i, form in forms]
+    estimator._train_inputs = inputs
+    jacobians = [estimator._jacobian(X) for X in inputs]
+    if meta["posterior"] == "FunctionPosterior":
+        jacobians = [one.cached() for one in jacobians]
+    J: LinearOperator | None = jacobians[0] if len(jacobians) == 1 else Stack(jacobians) if jacobians else None
+    parts, layout = saved.strip("posterior.", tensors), estimator.lin_.layout
+    estimator.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=layout)
+    estimator._set_state(meta["own"], saved.strip("own.", tensors), J)
+    return estimator
+
+
+def _default(weights: Mapping[str, Tensor], seed: int) -> nn.Module:
+    """The network of an estimator without a model, with its weights."""
+    inputs, outputs = weights["1.weight"].shape[1], weights["5.weight"].shape[0]
+    network = default_network(inputs, outputs, seed=seed, X=np.zeros((2, inputs)))
+    network.load_state_dict(weights)
+    return network
+
+
+def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A Gaussian task and its fit, without the Jacobian and the posterior."""
+    tensors = {
+        "r": task.r,
+        "base": task.base,
+        "noise.base": task.noise.base,
+        "noise.group": task.noise.group,
+        "noise_rows": fit.noise_rows,
+        "alpha": fit.alpha,
+    }
+    meta = {
+        "count": task.noise.count,
+        "scales": list(fit.choice.scales),
+        "noise": list(fit.choice.noise),
+        "floored": list(fit.choice.floored or (False,) * len(fit.choice.noise)),
+    }
+    return meta, tensors
+
+
+def task_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], J: Any, estimator: Any) -> tuple[Task, Fit]:
+    """The inverse of `task_state`."""
+    noise = Noise(tensors["noise.base"], tensors["noise.group"], meta["count"], tuple(meta["noise"]))
+    noises, floored = tuple(meta["noise"]), tuple(meta["floored"])
+    choice = Choice(tuple(meta["scales"]), noises, estimator.log_evidence_, floored=floored)
+    fit = Fit(
+        estimator.posterior_,
+        choice,
+        estimator.prior_variance_,
+        tensors["noise_rows"],
+        tensors["alpha"],
+        estimator.log_evidence_,
+        estimator.log_evidence_error_,
+        estimator.solver_,
+    )
+    return Task(J, tensors["r"], noise, tensors["base"]), fit
