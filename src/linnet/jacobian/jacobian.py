@@ -524,6 +524,17 @@ class Jacobian(LinearOperator):
         """
         return self if self.in_memory else self._with(store(self.passes, memory))
 
+    def cached_if_fits(self) -> Jacobian:
+        """`cached` where that fits into memory, else `above_frozen` where that can be, else the Jacobian itself."""
+        try:
+            return self.cached()
+        except MemoryError:
+            pass
+        try:
+            return self.above_frozen()
+        except (MemoryError, ValueError):  # that too, or nothing is frozen
+            return self
+
     def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
         """The same Jacobian with what the frozen layers compute kept: later passes start above them.
 
