@@ -15,7 +15,7 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.probability.priors import PriorSpec
+from linnet.probability.priors import PriorSpec, prior_variances
 
 __all__ = ["TangentGram", "TangentKernel"]
 
@@ -64,7 +64,8 @@ class TangentKernel(Kernel):
     ) -> None:
         super().__init__()
         self.max_dense = max_dense
-        self._features = TangentFeatures(as_linearization(model, params, output), prior)
+        self._prior, lin = prior, as_linearization(model, params, output)
+        self._features = TangentFeatures(lin, prior_variances(lin, prior))
 
     @property
     def lin(self) -> Linearization:
@@ -158,7 +159,8 @@ class TangentKernel(Kernel):
                 "there before the kernel is made."
             )
         if probe.dtype != self.dtype:
-            self._features = self._features.to(probe.dtype)
+            lin = self.lin.to(probe.dtype)
+            self._features = TangentFeatures(lin, prior_variances(lin, self._prior))
         super()._apply(fn, recurse)
         return self
 

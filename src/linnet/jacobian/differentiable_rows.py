@@ -15,7 +15,6 @@ from torch import Tensor
 
 from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch
-from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation
@@ -23,7 +22,6 @@ from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.rule_selection import TOLERANCE
 from linnet.linalg.operator import LinearOperator
 from linnet.network import checks
-from linnet.probability.priors import PriorSpec, make_prior
 
 Features = LinearOperator | Tensor
 """Rows of J: an operator, or a tensor (rows, p) with a graph to the inputs."""
@@ -45,17 +43,16 @@ class _Known:
 class TangentFeatures:
     """J and S of a linearized network, for inputs (n, d).
 
-    Its network and prior never change, so that a deep copy is itself; Jacobians of recent inputs are kept here.
+    Its network and variances never change, so that a deep copy is itself; Jacobians of recent inputs are kept here.
 
     Args:
         lin: The network.
-        prior: As for `prior_variances`.
-        J: The Jacobian of the training data, where the prior needs it.
+        variance: The diagonal of S, (p,); None for ones.
 
     Example:
         >>> from linnet import linearize
         >>> lin = linearize(torch.nn.Linear(3, 2))
-        >>> features = TangentFeatures(lin, "unit")
+        >>> features = TangentFeatures(lin)
         >>> x = torch.ones(4, 3, requires_grad=True)
         >>> features.of(x).shape, features.of(torch.ones(5, 3)).shape
         (torch.Size([8, 8]), (10, 8))
@@ -63,19 +60,15 @@ class TangentFeatures:
         torch.Size([8, 10])
     """
 
-    def __init__(self, lin: Linearization, prior: PriorSpec | Tensor, *, J: Jacobian | None = None) -> None:
-        self.lin, self.prior = lin, prior
-        self.variance = prior_variances(lin, prior, J=J)
+    def __init__(self, lin: Linearization, variance: Tensor | None = None) -> None:
+        ones = torch.ones(lin.p, dtype=lin.dtype, device=lin.device)
+        self.lin, self.variance = lin, ones if variance is None else variance
         self._known: list[_Known] = []
         self._c: int | None = None
         self._vectorizes = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TangentFeatures:
         return self
-
-    def to(self, dtype: torch.dtype) -> TangentFeatures:
-        """The same in another precision."""
-        return TangentFeatures(self.lin.to(dtype), self.prior)
 
     def outputs_per_input(self, x: Tensor) -> int:
         """c, from the network's output for the first of the inputs (..., n, d)."""
@@ -98,7 +91,7 @@ class TangentFeatures:
         entry = self._find(x)
         entry.uses += 1
         if entry.uses == 2:  # what is asked for twice will be asked for again
-            entry.J = cached_if_fits(entry.J)
+            entry.J = entry.J.cached_if_fits()
         return entry.J
 
     def _find(self, x: Tensor) -> _Known:
@@ -205,37 +198,6 @@ class TangentFeatures:
             return K.diagonal(dim1=0, dim2=2).movedim(-1, 0)
         left, right = _dense(a).view(count, rows, -1), _dense(b).view(count, columns, -1)
         return (left * self.variance) @ right.mT
-
-
-def prior_variances(lin: Linearization, prior: PriorSpec | Tensor, *, J: Jacobian | None = None) -> Tensor:
-    """Prior variances (p,), up to the scale that a named prior leaves open.
-
-    Args:
-        lin: Whose parameters they are.
-        prior: "unit" or "shared" (ones), "ntk", "balanced", a variance, variances by layer glob, or a tensor (p,).
-        J: The Jacobian of the training data, which "balanced" reads.
-    """
-    if isinstance(prior, Tensor):
-        if prior.shape != (lin.p,) or not prior.is_floating_point():
-            raise ValueError(
-                f"The network has {lin.p} selected parameters, so a prior tensor holds their variances, shape "
-                f"({lin.p},); got {prior.dtype} of shape {tuple(prior.shape)}."
-            )
-        if not bool(torch.isfinite(prior).all()) or bool((prior < 0).any()):
-            raise ValueError("A prior tensor holds variances: finite and not negative. Check the tensor.")
-        return prior.detach().to(lin.dtype).to(lin.device)
-    if prior == "balanced" and J is None:
-        raise ValueError(
-            "The prior 'balanced' measures the layers on training data, which a kernel does not have. Use 'unit' or "
-            "'ntk', or pass variances by layer: {'layer glob': variance}."
-        )
-    found = make_prior(lin, prior, J=J)
-    if len(found.scales) > 1:
-        raise ValueError(
-            f"The prior {prior!r} has {len(found.scales)} scales for the evidence to choose, and a kernel has one. Fit "
-            "a linnet.TangentRegressor, or pass variances by layer: {'layer glob': variance}."
-        )
-    return found.base
 
 
 def needs_grad(x: Tensor) -> bool:

@@ -55,7 +55,7 @@ class Predictive:
 
     def differentiable_moments(self, x: Tensor, spread: Spread) -> PredictiveMoments:
         """With a graph to the inputs x; every output takes a row of p numbers."""
-        features = TangentFeatures(self.lin, torch.ones(self.lin.p, dtype=self.lin.dtype, device=self.lin.device))
+        features = TangentFeatures(self.lin)
         f = features.outputs(x)
         if spread == "none":
             return PredictiveMoments(f, torch.zeros_like(f), None)

@@ -22,7 +22,6 @@ from linnet._estimator.inputs import at_hand, default_network, like, plain_optio
 from linnet.data.sources import as_source
 from linnet.inference import any_likelihood
 from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode.adam import Training, check_only_map
 from linnet.inference.mode.newton import Mode
 from linnet.jacobian.jacobian import Jacobian
@@ -216,7 +215,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         targets = None
         if at_hand(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
-        J = J if source.changes else cached_if_fits(J)
+        J = J if source.changes else J.cached_if_fits()
         if targets is None:
             targets = self._labels(y, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
