@@ -19,9 +19,9 @@ preconditioner for H at an earlier curvature that the gradients since then have 
 factor of H at the present curvature this is a Newton step. The preconditioner is made anew when the last steps have
 left too much of the gradient (`PATIENCE`, `LAG`).
 
-Newton steps that were solved by conjugate gradients took more passes over the data. To a relative gradient of 1e-4, with
-a block of ResNet-20 and 400 random images, they took 11 passes and these steps take 6; without a preconditioner 33 and
-56, and these steps 22 and 28 (``python -m benchmarks heads --only optimum``).
+Newton steps that were solved by conjugate gradients took more passes over the data. To a relative gradient of 1e-4,
+with a block of ResNet-20 and 400 random images, they took 11 passes and these steps take 6; without a preconditioner 33
+and 56, and these steps 22 and 28 (``python -m benchmarks heads --only optimum``).
 
 f is linear along a step, so that the line search needs no product with Phi. The gradient is computed at the end of a
 step of the length that was good last time, and once more where the best length is a very different one.
