@@ -90,10 +90,10 @@ def passes(n: int, device: str) -> dict[str, float]:
 
     found = {
         "linnet": without,
-        "outputs not shared": partial(without, "linnet.jacobian.blocks.shared_outputs.LAYERS"),
+        "outputs not shared": partial(without, "linnet.jacobian.blocks.autodiff.LAYERS"),
         "the library's convolutions": partial(without, "linnet.jacobian.cuda.float32_convolution.WORTH"),
         "neither": partial(
-            without, "linnet.jacobian.blocks.shared_outputs.LAYERS", "linnet.jacobian.cuda.float32_convolution.WORTH"
+            without, "linnet.jacobian.blocks.autodiff.LAYERS", "linnet.jacobian.cuda.float32_convolution.WORTH"
         ),
     }
     return {name: ms / 1e3 for name, ms in milliseconds(found, device, rounds=2).items()}

@@ -229,7 +229,7 @@ def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     d, settings = S.sqrt()[:, None], Settings(seed=found.seed)
     e = torch.randn(J.shape[0], found.k, generator=settings.generator(3))[:, :k].to(S.device)
     h = torch.randn(J.shape[1], found.k, generator=settings.generator(4))[:, :k].to(S.device)
-    data = d * (J.T @ weigh(L, e))
+    data = d * (J.T @ weigh(e, L))
     B = L.square() if L.ndim == 1 else L @ L.mT
     left = data + h - found.Z[:, :k] / d - d * J.normal(found.Z[:, :k].contiguous(), B)
     return float((left.norm(dim=0) / data.norm(dim=0)).max())

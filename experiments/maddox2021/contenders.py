@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
@@ -181,7 +180,7 @@ def by_published(given: Problem, *, seconds: float, probes: int = 10, steps: int
 
 def check_fits(needed: float, device: torch.device) -> None:
     """Raise rather than be killed by the system."""
-    free = memory.free(device) if device.type == "cuda" else psutil.virtual_memory().available
+    free = memory.free_memory(device)
     if needed > 0.95 * free:
         raise MemoryError(f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
 

@@ -53,16 +53,16 @@ __all__ = [
 
 # Imported when the name is asked for: scikit-learn and GPyTorch take longer to import than all the rest.
 _ROOMS = {
-    "FisherEmbedding": "fisher.embedding",
+    "FisherEmbedding": "fisher",
     "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
     "TangentRegressor": "tangent.regressor",
-    "attach_head": "heads.attach",
-    "distill_loss": "fisher.embedding",
-    "fisher_vector_product": "fisher.embedding",
+    "attach_head": "heads",
+    "distill_loss": "fisher",
+    "fisher_vector_product": "fisher",
     "fold_batchnorm": "network",
     "load": "_estimator.files",
-    "similarity": "fisher.embedding",
+    "similarity": "fisher",
     "train_with_evidence": "laplace.training",
 }
 _MODULES = ("likelihoods", "limits", "metrics", "report", "sampling", "scores", "testing")

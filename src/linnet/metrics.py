@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
+from linnet.data.checks import check_array
 
 Z95 = 1.959963984540054
 """Standard deviations to either side that hold 95 % of a Gaussian."""
@@ -218,7 +219,7 @@ def _as_numbers(value: Any, name: str) -> Tensor:
         t = value.detach().cpu()
     else:
         array = np.asarray(value)
-        messages.check_array(array, name)
+        check_array(array, name)
         t = torch.as_tensor(array)
     if t.is_complex():
         raise TypeError(f"{name} must be real numbers; got {t.dtype}.")

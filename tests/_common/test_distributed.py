@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import linnet
-from linnet._common.distributed import add_up, rank_and_world, shard, share_rows, smallest
+from linnet._common.distributed import add_up, rank_and_world, shard, share_rows, smallest_over_ranks
 from linnet.inference.mode.adam import Training, adam
 from linnet.linalg.preconditioners.randomized import Sketch
 from linnet.probability.likelihoods import Categorical
@@ -235,7 +235,7 @@ def work(rank: int, folder: str) -> None:
         start, stop = shard(3, rank, WORLD)
         rows[2 * start : 2 * stop] = rank + 1
         share_rows(rows, 3, 2)
-        least = [smallest(value, torch.device("cpu")) for value in (5.0 - rank, 5.0 + rank)]
+        least = [smallest_over_ranks(value, torch.device("cpu")) for value in (5.0 - rank, 5.0 + rank)]
         found = {"parts": {"sum": t, "rows": rows, "least": torch.tensor(least)}}
         for scenario in SCENARIOS:
             found["/".join(map(str, scenario))] = results(*scenario)
@@ -322,7 +322,7 @@ def test_shards_cover_all_examples_in_order(n, world):
 
 def test_alone_there_is_one_rank():
     assert rank_and_world() == (0, 1)
-    assert smallest(3.5, torch.device("cpu")) == 3.5
+    assert smallest_over_ranks(3.5, torch.device("cpu")) == 3.5
     t = torch.ones(2)
     add_up(t)
     share_rows(t, 2, 1)

@@ -14,7 +14,14 @@ from torch.autograd import forward_ad
 
 import linnet
 from linnet._common import torch_settings
-from linnet._common.torch_settings import Switch, arithmetic, dual_level, forward_mode, network, noting_saved
+from linnet._common.torch_settings import (
+    Switch,
+    arithmetic,
+    dual_level,
+    forward_mode,
+    network_settings,
+    noting_saved_tensors,
+)
 
 CPU = torch.device("cpu")
 SWITCHES = [
@@ -61,8 +68,8 @@ class Recurrent(nn.Module):
 
 MODEL = Recurrent()
 SETTINGS = {
-    "network": lambda: network(MODEL, "highest", CPU),
-    "network on a GPU": lambda: network(MODEL, "highest", torch.device("cuda")),
+    "network": lambda: network_settings(MODEL, "highest", CPU),
+    "network on a GPU": lambda: network_settings(MODEL, "highest", torch.device("cuda")),
     "forward mode": lambda: forward_mode(MODEL),
     "IEEE": lambda: torch_settings.tf32(False),
     "tf32": lambda: torch_settings.tf32(True),
@@ -201,7 +208,7 @@ class Interrupt:
 @pytest.mark.parametrize("name", [*SETTINGS, "saved tensors", "arithmetic", "forward mode of autograd"])
 def test_an_interrupt_at_any_step_leaves_the_settings_as_they_were(name):
     more = {
-        "saved tensors": lambda: noting_saved(lambda t: t),
+        "saved tensors": lambda: noting_saved_tensors(lambda t: t),
         "arithmetic": lambda: arithmetic("highest", torch.device("cuda")),
         "forward mode of autograd": dual_level,
     }
@@ -263,7 +270,7 @@ def test_what_is_saved_is_noted():
         return t.detach()
 
     x = torch.randn(3, requires_grad=True)
-    with noting_saved(note):
+    with noting_saved_tensors(note):
         y = x.exp()
     x.sin()
     assert seen == [(3,)]
@@ -275,7 +282,7 @@ def test_a_module_runs_in_one_thread_at_a_time():
 
     def work() -> None:
         for _ in range(20):
-            with torch_settings.alone(MODEL), torch_settings.alone(MODEL):  # a network may call itself
+            with torch_settings.module_lock(MODEL), torch_settings.module_lock(MODEL):  # a network may call itself
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()
@@ -283,7 +290,7 @@ def test_a_module_runs_in_one_thread_at_a_time():
     in_threads([work] * 3)
     assert len(most) == 60
     assert max(most) == 1
-    assert torch_settings.alone(MODEL) is not torch_settings.alone(Recurrent())
+    assert torch_settings.module_lock(MODEL) is not torch_settings.module_lock(Recurrent())
 
 
 def test_a_head_leaves_the_random_numbers_as_they_were():

@@ -36,27 +36,6 @@ def line(tmp_path):
     return ["adapt", "--model", f"{nets}:numbers", "--train", train, "--target", "y", "--out", tmp_path / "run"]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A run and its data."""
-    folder = tmp_path_factory.mktemp("made")
-    train, test = diabetes(folder)
-    nets = networks(folder)
-    options = ["--model", f"{nets}:numbers", "--train", train, "--target", "y", "--test", test]
-    done("adapt", *options, "--out", folder / "run")
-    return folder
-
-
-@pytest.fixture
-def copied(made, tmp_path):
-    """A copy of the run, to be changed; and what predicts from it."""
-    out = tmp_path / "run"
-    out.mkdir()
-    for path in (made / "run").iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    return out, ["predict", "--run", out, "--data", made / "test.csv", "--out", tmp_path / "p.csv"]
-
-
 # One run at a time.
 
 
@@ -169,8 +148,7 @@ def test_a_folder_keeps_its_mode_and_links_to_it(tmp_path, line, monkeypatch, ex
     assert not list(tmp_path.glob(".re*"))
 
 
-def test_a_rename_that_fails_leaves_the_earlier_run(tmp_path, line, monkeypatch):
-    done(*line)
+def test_a_rename_that_fails_leaves_the_earlier_run(tmp_path, line, copied, monkeypatch):
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     rename = os.rename
 

@@ -176,8 +176,8 @@ def test_a_jacobian_as_data(method):
 
 def test_finite_difference_takes_one_pass_a_column(monkeypatch):
     lin, x = linnet.linearize(mlp()), normal(N, D, seed=1)
-    J, forward, calls = lin.jacobian(x), linnet.linearize(mlp()).forward.__func__, []
-    monkeypatch.setattr(type(lin), "forward", lambda *args: (calls.append(1), forward(*args))[1])
+    J, forward, calls = lin.jacobian(x), lin.network.forward.__func__, []
+    monkeypatch.setattr(type(lin.network), "forward", lambda *args: (calls.append(1), forward(*args))[1])
     given = {"likelihood": Categorical(), "method": "finite_difference"}
     fisher_vector_product(lin, J, normal(lin.p, 3), eps=1e-6, **given)  # which compares the chunk
     calls.clear()

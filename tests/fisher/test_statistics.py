@@ -123,7 +123,7 @@ def test_chunks_in_any_cut_give_one_answer(sizes, seed):
     A = normal(sum(sizes), 3, seed=seed) + 10
     found = column_moments.Moments(4, centered=True, device="cpu")
     for part in A.split(sizes):
-        found.add([column_moments.Rows([(1, 4)], [part[:, None]])], len(part))
+        found.add([column_moments.DenseBlock([(1, 4)], [part[:, None]])], len(part))
     assert found.count == len(A)
     assert close(found.mean[1:], A.mean(0), 1e-13)
     assert close(found.squares[1:], (A - A.mean(0)).square().sum(0), 1e-12)

@@ -1,4 +1,4 @@
-"""A Jacobian with its factors in memory: the same numbers, without the network and without the data."""
+"""A Jacobian with its blocks in memory: the same numbers, without the network and without the data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def spoil(data: object) -> None:
 
 
 def tensors(J: Jacobian) -> list[Tensor]:
-    return [t for piece in J.passes.chunks.pieces for _, held in piece.factors for t in held]
+    return [t for piece in J.passes.chunks.pieces for _, held in piece.blocks for t in held]
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_what_products_make_of_a_copy_is_kept(model, x, monkeypatch):
     part = next(iter(J.minibatches(3, seed=0)))
     first = part @ V
 
-    def refuse(factor):
+    def refuse(block):
         raise AssertionError("prepared again")
 
     monkeypatch.setattr(Pass, "_prepare_for", lambda self, request, k: refuse)
@@ -347,7 +347,7 @@ def test_rows_are_kept_where_they_are_smaller():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 64, 30), nn.Linear(30, 2)).double()
     x = normal(N, 1, 8, 8)
     J = linnet.linearize(model).jacobian(x).cached()
-    each = [sum(t.numel() for t in held) // N for _, held in J.passes.chunks.pieces[0].factors]
+    each = [sum(t.numel() for t in held) // N for _, held in J.passes.chunks.pieces[0].blocks]
     assert sorted(each) == sorted([2 * (18 + 2), 128 + 2 * 30, 30 + 2 * 2])
     check_operator(J, dense_jacobian(model, x), blocks=2)
 
@@ -436,7 +436,7 @@ def test_examples_that_grow_are_noticed_in_the_pass():
 def test_says_what_it_is(model, x):
     J = linnet.linearize(model).jacobian(x).cached()
     assert repr(J) == "Jacobian(shape=(15, 43), dtype=torch.float64, device=cpu)"
-    assert "factors in memory" in str(J.plan)
+    assert "blocks in memory" in str(J.plan)
     with pytest.raises(ValueError, match=r"Jacobian has shape \(15, 43\), so J @ V needs"):
         J @ torch.zeros(2)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.jacobian import gram as grams
-from linnet.jacobian.blocks.base import Rows, Scale
+from linnet.jacobian.blocks.base import DenseBlock, Scale
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.passes import GRAM
 from linnet.linalg.matrices import Stack
@@ -53,8 +53,8 @@ def test_a_block_is_gone_before_the_next_is_formed(monkeypatch: pytest.MonkeyPat
     def chunk_of(self: NetworkChunks, *args: Any) -> Any:
         alive.append(sum(size for there, size in known if there() is not None))
         chunk = form(self, *args)
-        known.extend((weakref.ref(factor), factor.bytes) for factor in chunk.factors)
-        sizes.append(sum(factor.bytes for factor in chunk.factors))
+        known.extend((weakref.ref(block), block.bytes) for block in chunk.blocks)
+        sizes.append(sum(block.bytes for block in chunk.blocks))
         return chunk
 
     monkeypatch.setattr(NetworkChunks, "build", chunk_of)
@@ -69,16 +69,16 @@ def test_a_block_is_gone_before_the_next_is_formed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kind", ["one", "stack", "two"])
 def test_out_of_memory_halves_what_is_held(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (left, right), plain, truth = operators(kind), operators(kind), expected(kind)
-    gram, failures, formed = Rows.gram, [2], []
+    gram, failures, formed = DenseBlock.gram, [2], []
 
-    def limited(self: Rows, *args: Any) -> None:
+    def limited(self: DenseBlock, *args: Any) -> None:
         if failures[0]:
             failures[0] -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         gram(self, *args)
 
     form = NetworkChunks.build
-    monkeypatch.setattr(Rows, "gram", limited)
+    monkeypatch.setattr(DenseBlock, "gram", limited)
     monkeypatch.setattr(
         NetworkChunks, "build", lambda self, batch, *args: formed.append(batch.n) or form(self, batch, *args)
     )
@@ -123,20 +123,20 @@ def test_sums_over_chunks_are_made_in_float64() -> None:
 def test_the_same_columns_in_other_forms_meet_where_they_overlap() -> None:
     """Columns of one side are cut elsewhere than those of the other, and some are missing there."""
 
-    def factors(seed: int, *pieces: list[tuple[int, int]]) -> tuple[list[Rows], Tensor]:
+    def blocks(seed: int, *pieces: list[tuple[int, int]]) -> tuple[list[DenseBlock], Tensor]:
         generator = torch.Generator().manual_seed(seed)
         found, dense = [], torch.zeros(2, 3, 12, dtype=torch.float64)
         for ranges in pieces:
             parts = [torch.randn(2, 3, b - a, dtype=torch.float64, generator=generator) for a, b in ranges]
             for (a, b), part in zip(ranges, parts, strict=True):
                 dense[..., a:b] = part
-            found.append(Rows(ranges, parts))
+            found.append(DenseBlock(ranges, parts))
         return found, dense.flatten(0, 1)
 
-    left, A = factors(0, [(0, 4), (6, 9)], [(9, 11)])
-    right, B = factors(1, [(1, 3)], [(3, 8)], [(9, 11)])
+    left, A = blocks(0, [(0, 4), (6, 9)], [(9, 11)])
+    right, B = blocks(1, [(1, 3)], [(3, 8)], [(9, 11)])
     out = torch.zeros(6, 6, dtype=torch.float64)
-    for name, x, y in grams._matched(left, right, lambda factor: [("all", factor)]):
+    for name, x, y in grams._matched(left, right, lambda block: [("all", block)]):
         assert name == "all"
         x.gram(y, Scale(), out)
     torch.testing.assert_close(out, A @ B.T, rtol=1e-12, atol=1e-12)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import linnet
 from linnet.jacobian import gram as grams_module
 from linnet.jacobian import passes as passes_module
-from linnet.jacobian.blocks import tiling
+from linnet.jacobian.blocks import base
 from linnet.jacobian.blocks.base import Scale
-from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.chunk import ChunkBuilder
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.matrices import Matrix, Stack
@@ -933,20 +933,20 @@ def test_gram_blocks_of_an_outer_product(T, dx, dg, monkeypatch):
     """Factored where that costs less, expanded where not; the same numbers."""
     n, c, groups = 4, 3, 2
     q = groups * dx * dg
-    factor = Outer(
+    block = OuterProductBlock(
         normal(n, groups, T, dx), normal(n, c, groups, T, dg, seed=1), weight=(0, q), bias=(q, q + groups * dg)
     )
     scale = torch.cat([torch.full((q,), 0.3), torch.full((groups * dg,), 2.0)]).double()
-    X = torch.cat(factor.expand().parts, -1)
+    X = torch.cat(block.expand().parts, -1)
     expanded = []
-    expand = Outer.expand
-    monkeypatch.setattr(Outer, "expand", lambda self: expanded.append(1) or expand(self))
-    monkeypatch.setattr(tiling, "TEMPORARY", 100)
-    close(factor.blocks(Scale()), X @ X.mT)
-    close(factor.blocks(Scale(scale)), (X * scale) @ X.mT)
+    expand = OuterProductBlock.expand
+    monkeypatch.setattr(OuterProductBlock, "expand", lambda self: expanded.append(1) or expand(self))
+    monkeypatch.setattr(base, "TEMPORARY", 100)
+    close(block.gram_blocks(Scale()), X @ X.mT)
+    close(block.gram_blocks(Scale(scale)), (X * scale) @ X.mT)
     assert bool(expanded) == (dx == 3)
     ramp = torch.linspace(0.1, 1, len(scale)).double()
-    close(factor.blocks(Scale(ramp)), (X * ramp) @ X.mT)
+    close(block.gram_blocks(Scale(ramp)), (X * ramp) @ X.mT)
     assert bool(expanded) == (T > 1)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.jacobian.blocks.base import Scale
-from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import EXACT, Kronecker, Rotation, constant_over
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
@@ -212,11 +212,11 @@ def test_an_outer_product_is_weighed_without_its_rows() -> None:
     x, g = normal(4, 2, 1, 3), normal(4, 2, 2, 1, 5, seed=1)
     D = normal(40, seed=2).square()
     for swapped in (False, True):
-        factor = Outer(x, g, weight=(0, 30), bias=(30, 40), swapped=swapped)
-        rows = factor.expand()
-        torch.testing.assert_close(factor.diag(Scale(D)), rows.diag(Scale(D)), rtol=1e-10, atol=0)
-        torch.testing.assert_close(factor.blocks(Scale(D)), rows.blocks(Scale(D)), rtol=1e-10, atol=1e-12)
-        lone = Outer(x, g, weight=None, bias=(30, 40), swapped=swapped)
+        block = OuterProductBlock(x, g, weight=(0, 30), bias=(30, 40), swapped=swapped)
+        rows = block.expand()
+        torch.testing.assert_close(block.diag(Scale(D)), rows.diag(Scale(D)), rtol=1e-10, atol=0)
+        torch.testing.assert_close(block.gram_blocks(Scale(D)), rows.gram_blocks(Scale(D)), rtol=1e-10, atol=1e-12)
+        lone = OuterProductBlock(x, g, weight=None, bias=(30, 40), swapped=swapped)
         torch.testing.assert_close(lone.diag(Scale(D)), lone.expand().diag(Scale(D)), rtol=1e-10, atol=0)
 
 

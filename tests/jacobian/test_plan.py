@@ -5,32 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.jacobian.blocks.base import Rows
-from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.blocks.base import DenseBlock
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.plan import autodiff_wins, choose, chunk_size, fused_cost, gram_cost
 
 N, C, T, D_IN, D_OUT = 4, 3, 5, 7, 6
 
 
-def outer(T: int = T) -> Outer:
+def outer(T: int = T) -> OuterProductBlock:
     """A layer whose weight (6, 7) is used T times by each of 4 examples with 3 outputs."""
-    return Outer(torch.ones(N, 1, T, D_IN), torch.ones(N, C, 1, T, D_OUT), weight=(0, D_IN * D_OUT))
+    return OuterProductBlock(torch.ones(N, 1, T, D_IN), torch.ones(N, C, 1, T, D_OUT), weight=(0, D_IN * D_OUT))
 
 
 @pytest.mark.parametrize("k", [1, 40])
 @pytest.mark.parametrize("T", [1, 5])
 def test_products_count_what_their_engine_does(k, T):
-    factor, P = outer(T), D_IN * D_OUT
+    block, P = outer(T), D_IN * D_OUT
     by_engine = {"bilinear": 2 * T * k * D_OUT * (D_IN + C), "rows": C * (T * P + 2 * P * k)}
     for engine, cost in by_engine.items():
-        assert fused_cost(factor, k=k, engine=engine) == cost
-    assert fused_cost(factor, k=k) == by_engine[choose(factor, "fused", k=k)]
+        assert fused_cost(block, k=k, engine=engine) == cost
+    assert fused_cost(block, k=k) == by_engine[choose(block, "fused", k=k)]
 
 
 def test_gram_matrices_count_pairs():
     assert choose(outer(1), "gram", k=1) == "ghost" and gram_cost(outer(1)) == D_IN + C**2 * D_OUT
     assert choose(outer(9), "gram", k=1) == "rows" and gram_cost(outer(9)) == C**2 * D_IN * D_OUT
-    assert gram_cost(Rows([(0, 8)], [torch.ones(N, C, 8)])) == C**2 * 8
+    assert gram_cost(DenseBlock([(0, 8)], [torch.ones(N, C, 8)])) == C**2 * 8
 
 
 def test_autodiff_wins_with_few_columns():

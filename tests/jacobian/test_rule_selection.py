@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import linnet
-from linnet.jacobian import rule_selection
-from linnet.jacobian.blocks.outer_product import Outer
-from linnet.jacobian.layers import rules
-from linnet.jacobian.layers.rule import Call, LayoutError, Rule
-from linnet.jacobian.rule_selection import Kept, RuleAssignment, gradients
+from linnet.jacobian import layers, rule_selection
+from linnet.jacobian.blocks.base import DenseBlock
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
+from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule
+from linnet.jacobian.rule_selection import RuleAssignment, ServedCall, gradients
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal
@@ -38,25 +38,25 @@ def check(J: linnet.jacobian.jacobian.Jacobian, A: Tensor) -> None:
 
 def replace_rule(monkeypatch, function, **methods) -> None:
     """The rule of a function with some of its methods replaced."""
-    rule = rules.RULES[function]
+    rule = layers.RULES[function]
     changed = copy.copy(rule)
     changed.__class__ = type(type(rule).__name__, (type(rule),), methods)
-    monkeypatch.setitem(rules.RULES, function, changed)
+    monkeypatch.setitem(layers.RULES, function, changed)
 
 
-def scaled(factor: float):
-    def factors(self, call, x, g, slots, layout):
+def scaled(block: float):
+    def make_blocks(self, call, x, g, slots, layout):
         return [
-            Outer(f.x, factor * f.g, weight=f.weight, bias=f.bias, swapped=f.swapped)
-            for f in rules.Linear.factors(rules.RULES[F.linear], call, x, g, slots, layout)
+            OuterProductBlock(f.x, block * f.g, weight=f.weight, bias=f.bias, swapped=f.swapped)
+            for f in layers.Linear.make_blocks(layers.RULES[F.linear], call, x, g, slots, layout)
         ]
 
-    return factors
+    return make_blocks
 
 
 @pytest.mark.parametrize("engine", ["auto", "rows", "bilinear", "ghost"])
 def test_a_wrong_rule_is_caught(monkeypatch, engine):
-    replace_rule(monkeypatch, F.linear, factors=scaled(1.0 + 1e-6))
+    replace_rule(monkeypatch, F.linear, make_blocks=scaled(1.0 + 1e-6))
     model, x = mlp(), normal(N, 3)
     lin = linnet.linearize(model)
     names = r"0\.bias, 0\.weight, 2\.bias, 2\.weight"
@@ -66,7 +66,7 @@ def test_a_wrong_rule_is_caught(monkeypatch, engine):
 
 
 def test_rounding_is_not_taken_for_a_wrong_rule(monkeypatch):
-    replace_rule(monkeypatch, F.linear, factors=scaled(1.0 + 1e-12))
+    replace_rule(monkeypatch, F.linear, make_blocks=scaled(1.0 + 1e-12))
     lin = linnet.linearize(mlp())
     lin.jacobian(normal(N, 3))
     assert lin.rules.last.rest == ()
@@ -74,10 +74,10 @@ def test_rounding_is_not_taken_for_a_wrong_rule(monkeypatch):
 
 @pytest.mark.parametrize("error", [LayoutError("not that way"), RuntimeError("shapes do not match")])
 def test_a_rule_that_fails_is_not_used(monkeypatch, error):
-    def factors(self, call, x, g, slots, layout):
+    def make_blocks(self, call, x, g, slots, layout):
         raise error
 
-    replace_rule(monkeypatch, F.linear, factors=factors)
+    replace_rule(monkeypatch, F.linear, make_blocks=make_blocks)
     model, x = mlp(), normal(N, 3)
     with pytest.warns(UserWarning, match="gradients of 0.bias, 0.weight"):
         check(linnet.linearize(model).jacobian(x, 3), dense_jacobian(model, x))
@@ -96,17 +96,17 @@ def test_a_new_rule_needs_nothing_but_its_entry(monkeypatch):
 
     class Addcmul(Rule):
         def read(self, args, kwargs, known):
-            return Call(args[1], {"weight": args[2]})
+            return LayerCall(args[1], {"weight": args[2]})
 
-        def factors(self, call, x, g, slots, layout):
-            return [rules.Rows([slots["weight"].range], [(g * x[:, None]).sum(2)])]
+        def make_blocks(self, call, x, g, slots, layout):
+            return [DenseBlock([slots["weight"].range], [(g * x[:, None]).sum(2)])]
 
     model = double(Net(lambda m, x: torch.addcmul(x, x, m.scale), scale=parameter(3)))
     x = normal(N, 3)
     lin = linnet.linearize(model)
     lin.jacobian(x).outputs()
     assert lin.rules.last.rest == ("scale",)
-    monkeypatch.setitem(rules.RULES, torch.addcmul, Addcmul())
+    monkeypatch.setitem(layers.RULES, torch.addcmul, Addcmul())
     lin = linnet.linearize(model)
     check(lin.jacobian(x, 3, engine="rows"), dense_jacobian(model, x))
     assert lin.rules.last.rules == {"scale": "Addcmul"}
@@ -275,7 +275,7 @@ class Sorted(nn.Module):
         return self.head(self.inner(x[order]).tanh()[order.argsort()])
 
 
-class Packed(nn.Module):
+class PackedBlock(nn.Module):
     """Sequences of several lengths, packed: the steps of all examples in one axis, by time."""
 
     def __init__(self, *, sorted: bool) -> None:
@@ -309,7 +309,7 @@ def test_examples_that_are_sorted(engine):
 @pytest.mark.parametrize("sorted", [True, False])
 def test_examples_that_are_packed(sorted):
     """As many steps in all as if the lengths were equal, so that the shapes say nothing."""
-    model, x = double(Packed(sorted=sorted)), normal(8, 4, 3)
+    model, x = double(PackedBlock(sorted=sorted)), normal(8, 4, 3)
     lengths = torch.tensor([3, 3, 3, 3, 4, 4, 2, 2] if sorted else [3, 3, 3, 3, 4, 2, 4, 2])
     lin = linnet.linearize(model)
     J = lin.jacobian((x, lengths), 4, engine="rows")
@@ -406,7 +406,7 @@ def test_without_takes_parameters_from_their_rules():
     assert less.rest == ("0.weight", "2.weight", "2.bias")
     assert [None if k is None else list(k.slots) for k in less.kept] == [["bias"], None]
     assert isinstance(less, RuleAssignment)
-    assert isinstance(less.kept[0], Kept)
+    assert isinstance(less.kept[0], ServedCall)
 
 
 def test_choices_try_one_layout_for_all_first():

@@ -1,4 +1,4 @@
-"""One output per example: factors are made and prepared during the backward pass, and must stay exact."""
+"""One output per example: blocks are made and prepared during the backward pass, and must stay exact."""
 
 from __future__ import annotations
 

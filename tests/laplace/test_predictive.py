@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
-from linnet.jacobian.output_combinations import combined
+from linnet.jacobian.output_combinations import combine_outputs
 from linnet.laplace.predictive import draw_groups, joint_log_likelihood, log_score, sample_root
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
@@ -179,8 +179,8 @@ def test_a_sampled_fisher_information_differentiates_the_draws_alone(structure: 
     L = sample_root(Categorical(), dense.f, 2, seed=0)
     J = torch.einsum("ncm,ncp->nmp", L, dense.J.view(N, 3, -1)).flatten(0, 1)
     model = linnet.linearize(net(3)).jacobian(X)
-    torch.testing.assert_close(combined(model, L).dense(), J, rtol=1e-10, atol=1e-12)
-    assert list(combined(model, L).lin.theta) == list(model.lin.theta)
+    torch.testing.assert_close(combine_outputs(model, L).dense(), J, rtol=1e-10, atol=1e-12)
+    assert list(combine_outputs(model, L).lin.theta) == list(model.lin.theta)
     H = J.T @ J + torch.diag(1 / dense.S)
     if structure in ("full", "function", "lowrank"):
         assert la.log_evidence() == pytest.approx(dense.log_evidence(H), rel=1e-6)
@@ -203,13 +203,13 @@ def test_a_sampled_fisher_information_reads_any_data() -> None:
     assert one.log_evidence() == pytest.approx(two.log_evidence(), rel=1e-10)
     J = linnet.linearize(model).jacobian(X)
     L = sample_root(Categorical(), J.outputs(), 3, seed=0)
-    part = combined(J, L).subset(torch.tensor([4, 2]))
-    torch.testing.assert_close(part.dense(), combined(J, L).dense().view(N, 3, -1)[[4, 2]].flatten(0, 1))
+    part = combine_outputs(J, L).subset(torch.tensor([4, 2]))
+    torch.testing.assert_close(part.dense(), combine_outputs(J, L).dense().view(N, 3, -1)[[4, 2]].flatten(0, 1))
     assert Laplace(model, prior=0.7, draws=1).fit(X, CLASSES).structure_ == "function"
     with pytest.raises(NotImplementedError, match="sampled Fisher information is known at the network only"):
         one.log_evidence("linear_mode")
     with pytest.raises(ValueError, match=r"root of shape \(24, 3, m\); got \(24, 3\)"):
-        combined(J, torch.ones(24, 3))
+        combine_outputs(J, torch.ones(24, 3))
 
 
 class Map(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,16 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linnet.linalg.conjugate_gradients import Product, cg
-from linnet.linalg.lanczos import gauss_quadrature, lanczos, log_det_from_tridiagonals
+from linnet.linalg.lanczos import gauss_quadrature, lanczos_quadrature, log_det_from_tridiagonals
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from tests.support.drawn import normal
+from tests.support.systems import close, spd, times
 
 M = 60
-
-
-def spd(m: int, *, seed: int = 0, condition: float = 1e3) -> Tensor:
-    Q = torch.linalg.qr(normal(m, m, seed=seed)).Q
-    return Q * torch.logspace(0, math.log10(condition), m, dtype=torch.float64) @ Q.T
 
 
 def preconditioner(A: Tensor, rank: int) -> LowRankPreconditioner:
@@ -31,16 +26,8 @@ def preconditioner(A: Tensor, rank: int) -> LowRankPreconditioner:
     return LowRankPreconditioner(U, (lam - 1) * (1 + 0.1 * torch.cos(torch.arange(rank, dtype=A.dtype))))
 
 
-def times(A: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda V: A @ V
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def close(found: Tensor, wanted: Tensor, *, rtol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
 
 
 def log_det(
@@ -159,7 +146,7 @@ def test_log_det_errors() -> None:
 
 def test_all_steps_give_the_spectrum() -> None:
     A, B = spd(12), normal(12, 3)
-    nodes, weights, norms2 = lanczos(times(A), B, steps=20)
+    nodes, weights, norms2 = lanczos_quadrature(times(A), B, steps=20)
     lam, Q = torch.linalg.eigh(A)
     assert nodes.shape == weights.shape == (3, 12) and nodes.dtype == torch.float64
     close(nodes, lam.expand(3, 12))
@@ -170,7 +157,7 @@ def test_all_steps_give_the_spectrum() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fewer_steps_are_exact_for_polynomials(dtype: torch.dtype) -> None:
     A, B = spd(40, condition=30), normal(40, 3)
-    nodes, weights, norms2 = lanczos(times(A.to(dtype)), B.to(dtype), steps=4)
+    nodes, weights, norms2 = lanczos_quadrature(times(A.to(dtype)), B.to(dtype), steps=4)
     assert nodes.shape == (3, 4)
     for degree in range(8):
         wanted = (B * (torch.linalg.matrix_power(A, degree) @ B)).sum(0)
@@ -181,7 +168,7 @@ def test_fewer_steps_are_exact_for_polynomials(dtype: torch.dtype) -> None:
 def test_orthogonality_is_kept() -> None:
     # One eigenvalue far from the others is found at once; without reorthogonalization it would come again.
     A = torch.diag(torch.cat([torch.linspace(1, 2, 59, dtype=torch.float64), torch.tensor([1e6]).double()]))
-    nodes, weights, _ = lanczos(times(A), normal(60, 2), steps=50)
+    nodes, weights, _ = lanczos_quadrature(times(A), normal(60, 2), steps=50)
     assert ((nodes > 1e5).sum(1) == 1).all()
     assert (nodes.min(1).values >= 1 - 1e-9).all()
     close(weights.sum(1), torch.ones(2, dtype=torch.float64))
@@ -191,7 +178,7 @@ def test_orthogonality_is_kept() -> None:
 def test_invariant_subspaces_end_a_column_exactly(dtype: torch.dtype) -> None:
     lam, Q = torch.linalg.eigh(spd(20, condition=50))
     B = torch.stack([Q[:, 5], Q[:, 2] + 2 * Q[:, 9] + Q[:, 19], normal(20)], 1)
-    nodes, weights, norms2 = lanczos(times((Q * lam @ Q.T).to(dtype)), B.to(dtype), steps=10)
+    nodes, weights, norms2 = lanczos_quadrature(times((Q * lam @ Q.T).to(dtype)), B.to(dtype), steps=10)
     assert nodes.shape == (3, 10)
     rtol = 1e-10 if dtype == torch.float64 else 1e-5
     for f in (torch.log, torch.reciprocal, torch.exp):
@@ -214,7 +201,7 @@ def test_invariant_subspaces_end_a_column_whatever_the_order_of_sums(dtype: torc
         noise = normal(*out.shape, seed=calls)
         return (out + 0.1 * m**0.5 * eps * out.norm(dim=0) * noise / noise.norm(dim=0)).to(dtype)
 
-    nodes, weights, norms2 = lanczos(product, Q.sum(1, keepdim=True).to(dtype), steps=10)
+    nodes, weights, norms2 = lanczos_quadrature(product, Q.sum(1, keepdim=True).to(dtype), steps=10)
     assert calls == nodes.shape[1] == 3
     close(norms2 * (weights * nodes.log()).sum(1), lam.log().sum()[None], rtol=m**0.5 * eps)
 
@@ -226,7 +213,7 @@ def test_it_stops_when_all_columns_have_ended() -> None:
         calls.append(tuple(V.shape))
         return 3 * V
 
-    nodes, weights, norms2 = lanczos(product, normal(20, 2), steps=10)
+    nodes, weights, norms2 = lanczos_quadrature(product, normal(20, 2), steps=10)
     assert calls == [(20, 2)]
     close(nodes, torch.full((2, 1), 3.0, dtype=torch.float64))
     close(weights, torch.ones(2, 1, dtype=torch.float64))
@@ -237,12 +224,12 @@ def test_singular_matrices_and_zero_columns() -> None:
     A = normal(20, 3)
     B = normal(20, 2)
     B[:, 1] = 0
-    nodes, weights, norms2 = lanczos(lambda V: A @ (A.T @ V), B, steps=10)
+    nodes, weights, norms2 = lanczos_quadrature(lambda V: A @ (A.T @ V), B, steps=10)
     assert nodes.shape[1] <= 5 and torch.isfinite(nodes).all()
     assert norms2[1] == 0 and (nodes[1] == 1).all()
     exact = B[:, 0] @ torch.linalg.solve(torch.eye(20) + A @ A.T, B[:, 0])
     close(norms2[0] * (weights[0] / (1 + nodes[0])).sum(), exact)
-    nodes, weights, norms2 = lanczos(times(A), torch.zeros(20, 1).double(), steps=3)
+    nodes, weights, norms2 = lanczos_quadrature(times(A), torch.zeros(20, 1).double(), steps=3)
     assert nodes.tolist() == [[1.0]] and weights.tolist() == [[1.0]] and norms2.tolist() == [0.0]
 
 
@@ -253,13 +240,15 @@ def test_one_block_product_for_each_step() -> None:
         calls.append(tuple(V.shape))
         return A @ V
 
-    lanczos(product, normal(20, 3), steps=7)
+    lanczos_quadrature(product, normal(20, 3), steps=7)
     assert calls == [(20, 3)] * 7
 
 
 def test_a_vector_is_one_column() -> None:
     A, b = spd(10), normal(10)
-    for one, other in zip(lanczos(times(A), b, steps=4), lanczos(times(A), b[:, None], steps=4), strict=True):
+    for one, other in zip(
+        lanczos_quadrature(times(A), b, steps=4), lanczos_quadrature(times(A), b[:, None], steps=4), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -268,24 +257,24 @@ def test_a_vector_is_one_column() -> None:
 def test_lanczos_laws(m: int, k: int, steps: int, seed: int) -> None:
     """Weights are a distribution, nodes lie in the spectrum, and a shift of A shifts the nodes alone."""
     A, B = spd(m, seed=seed, condition=50), normal(m, k, seed=seed + 1)
-    nodes, weights, norms2 = lanczos(times(A), B, steps=steps)
+    nodes, weights, norms2 = lanczos_quadrature(times(A), B, steps=steps)
     close(weights.sum(1), torch.ones(k, dtype=torch.float64))
     assert (weights >= 0).all() and nodes.min() > 1 - 1e-8 and nodes.max() < 50 * (1 + 1e-8) + (m == 1)
     close(norms2 * (weights * nodes).sum(1), (B * (A @ B)).sum(0))
-    shifted = lanczos(lambda V: A @ V + 2 * V, B, steps=steps)
+    shifted = lanczos_quadrature(lambda V: A @ V + 2 * V, B, steps=steps)
     close((shifted[1] * (shifted[0] - 2)).sum(1), (weights * nodes).sum(1), rtol=1e-8)
 
 
 def test_lanczos_errors() -> None:
     A, B = spd(5), normal(5, 2)
     with pytest.raises(ValueError, match="at least 1 step; got 0"):
-        lanczos(times(A), B, steps=0)
+        lanczos_quadrature(times(A), B, steps=0)
     with pytest.raises(ValueError, match="finite start vectors"):
-        lanczos(times(A), B / 0, steps=2)
+        lanczos_quadrature(times(A), B / 0, steps=2)
     with pytest.raises(ArithmeticError, match="NaN or infinity in the products"):
-        lanczos(times(A * torch.nan), B, steps=2)
+        lanczos_quadrature(times(A * torch.nan), B, steps=2)
     with pytest.raises(TypeError, match="float32 or float64"):
-        lanczos(times(A), B.half(), steps=2)
+        lanczos_quadrature(times(A), B.half(), steps=2)
 
 
 def test_gauss_of_padded_tridiagonals() -> None:
@@ -300,9 +289,9 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     A = spd(M, condition=100).to("cuda", dtype)
     found, error = log_det(times(A), generator=seeded(0), dtype=dtype, device="cuda")
     assert abs(found - float(torch.logdet(A.double()))) < 4 * error
-    nodes, weights, norms2 = lanczos(times(A), normal(M, 2).to("cuda", dtype), steps=5)
+    nodes, weights, norms2 = lanczos_quadrature(times(A), normal(M, 2).to("cuda", dtype), steps=5)
     assert nodes.device.type == "cuda"
-    wanted = lanczos(times(A.cpu().double()), normal(M, 2), steps=5)
+    wanted = lanczos_quadrature(times(A.cpu().double()), normal(M, 2), steps=5)
     for one, other in zip((nodes, weights, norms2), wanted, strict=True):
         close(one.cpu(), other, rtol=1e-8 if dtype == torch.float64 else 1e-3)
 

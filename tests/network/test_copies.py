@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.output_combinations import combined
+from linnet.jacobian.output_combinations import combine_outputs
 from linnet.network.copies import copy_sharing_parameters, with_forward
 from tests.support.drawn import normal
 
@@ -70,9 +70,9 @@ def with_own_forward() -> nn.Module:
 
 
 ORDERS: dict[str, Any] = {
-    "combined, then above frozen layers": lambda J, L: combined(J, L).above_frozen(),
-    "above frozen layers, then combined": lambda J, L: combined(J.above_frozen(), L),
-    "above frozen layers, combined, above them again": lambda J, L: combined(J.above_frozen(), L).above_frozen(),
+    "combined, then above frozen layers": lambda J, L: combine_outputs(J, L).above_frozen(),
+    "above frozen layers, then combined": lambda J, L: combine_outputs(J.above_frozen(), L),
+    "above frozen layers, combined, above them again": lambda J, L: combine_outputs(J.above_frozen(), L).above_frozen(),
 }
 
 

@@ -279,6 +279,6 @@ def test_rows_are_told_apart_wherever_they_lie_in_memory() -> None:
 
 def test_checksums_of_parts_add_up() -> None:
     codes = checksums.row_codes(torch.randn(11, 3))
-    parts = checksums.total(codes[:4]) + checksums.total(codes[4:], 4)
-    assert checksums.total(codes) == parts % 2**64
-    assert checksums.total(codes) != checksums.total(codes.flip(0))
+    parts = checksums.combine_codes(codes[:4]) + checksums.combine_codes(codes[4:], 4)
+    assert checksums.combine_codes(codes) == parts % 2**64
+    assert checksums.combine_codes(codes) != checksums.combine_codes(codes.flip(0))

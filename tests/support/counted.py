@@ -1,13 +1,9 @@
-"""A matrix whose passes are counted, and a preconditioner with as many as are said."""
+"""A matrix whose passes are counted, and a network whose examples are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
-from linnet.linalg.conjugate_gradients import Solvable
 from linnet.linalg.operator import LinearOperator, RowFn
 
 
@@ -30,14 +26,6 @@ class Counted(LinearOperator):
         self.passes += 1
         U = fn(self.A @ V, slice(0, len(self.A)))
         return self.A.T @ U, U.sum(0)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What makes a preconditioner from a root of the curvature, as `linnet.inference.mode.spaces.Renewed`."""
-
-    at: Callable[[Tensor], Solvable]
-    passes: float = 0.0
 
 
 class Counting(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from linnet.jacobian.plan import Line, Plan
+from linnet.jacobian.plan import Plan, PlanLine
 from linnet.report.build import group_by_confidence
 from linnet.report.content import (
     Classes,
@@ -30,9 +30,11 @@ RECORD = {
 }
 PLAN = Plan(
     (
-        Line("features.0", "Conv", 160, 64, "rows", "rows", 19500.0),
-        Line("a.very.long.name.of.a.layer.that.does.not.fit.a.phone", "Linear", 8224, 1, "bilinear", "ghost", 526000.0),
-        Line("scale", "autodiff", 3, 1, "autodiff", "rows", None),
+        PlanLine("features.0", "Conv", 160, 64, "rows", "rows", 19500.0),
+        PlanLine(
+            "a.very.long.name.of.a.layer.that.does.not.fit.a.phone", "Linear", 8224, 1, "bilinear", "ghost", 526000.0
+        ),
+        PlanLine("scale", "autodiff", 3, 1, "autodiff", "rows", None),
     ),
     (1200, 8387),
     120,

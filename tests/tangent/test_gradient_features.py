@@ -15,11 +15,11 @@ import linnet
 from linnet import metrics
 from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode import by_passes, newton
-from linnet.jacobian.blocks import convolution_products
+from linnet.jacobian.blocks import convolution
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import Pass
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.probability.likelihoods import Bernoulli, Categorical
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
@@ -44,7 +44,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_convolutions_multiply_without_rows(name, k, uses, temporary, last, monkeypatch):
-    monkeypatch.setattr(convolution_products, "TEMPORARY", temporary)
+    monkeypatch.setattr(convolution, "TEMPORARY", temporary)
     monkeypatch.setattr(Convolution, "channels_last", lambda self, g: last and len(self.kernel) == 2)
     layer, shape = CONVOLUTIONS[name]
     model = double(Pooled(layer, uses))
@@ -68,7 +68,7 @@ def test_kept_convolutions_have_their_channels_last():
     V = normal(dense.shape[1], 1)
     for dtype, shapes in ((torch.float32, [(4, 1, 5, 6, 3), (4, 5, 1, 5, 6, 4)]), (torch.float64, [(4, 1, 3, 5, 6)])):
         J = linnet.linearize(copy.deepcopy(model).to(dtype)).jacobian(x.to(dtype), engine="bilinear").cached()
-        held = [t.shape for piece in J.passes.chunks.pieces for _, tensors in piece.factors for t in tensors]
+        held = [t.shape for piece in J.passes.chunks.pieces for _, tensors in piece.blocks for t in tensors]
         assert all(shape in held for shape in shapes)
         close((J @ V.to(dtype)).double(), dense @ V, 1e-9 if dtype == torch.float64 else 1e-5)
         close(J.normal(V.to(dtype)).double(), dense.T @ (dense @ V), 1e-9 if dtype == torch.float64 else 1e-5)
@@ -256,13 +256,13 @@ def test_passes_to_the_optimum():
     variance, likelihood, f = torch.full((J.shape[1],), 0.05).double(), Categorical(), J.outputs()
     Phi = J.scaled(variance.sqrt())
     index = draw_landmarks(J.n, 30, torch.Generator().manual_seed(0))
-    P = nystrom(Phi, landmarks=J.subset(index).scaled(variance.sqrt()), weight=likelihood.curvature(f))
+    P = nystrom_preconditioner(Phi, landmarks=J.subset(index).scaled(variance.sqrt()), weight=likelihood.curvature(f))
     given = {"variance": variance, "mean": f, "likelihood": likelihood}
-    found = newton.matrix_free(J, y, **given, preconditioner=P, tolerance=1e-4).checked()
+    found = newton.pass_space(J, y, **given, solve=P.solve, tolerance=1e-4).checked()
     assert found.gradient <= 1e-4 and found.passes <= 30
     exact = newton.function_space(J.gram(scale=variance), y, mean=f, likelihood=likelihood, tolerance=1e-10)
     assert found.objective == pytest.approx(exact.objective, rel=1e-6)
-    tight = newton.matrix_free(J, y, **given, preconditioner=P, tolerance=1e-9).checked()
+    tight = newton.pass_space(J, y, **given, solve=P.solve, tolerance=1e-9).checked()
     close(tight.f, exact.f, rtol=1e-6)
     close(tight.alpha, likelihood.residual(tight.f, y).flatten())
 
@@ -274,9 +274,9 @@ def test_every_pass_is_counted(monkeypatch):
     pieces = Pass.pieces
     monkeypatch.setattr(Pass, "pieces", lambda self, *a, **k: passes.append(a[0]) or pieces(self, *a, **k))
     ones = torch.ones(J.shape[1]).double()
-    mode = newton.matrix_free(J, y, variance=ones, mean=J.outputs(), likelihood=Categorical(), tolerance=1e-4)
+    mode = newton.pass_space(J, y, variance=ones, mean=J.outputs(), likelihood=Categorical(), tolerance=1e-4)
     assert mode.passes == len(passes) and set(passes) == {"fused"}
-    again = newton.matrix_free(
+    again = newton.pass_space(
         J, y, variance=ones, mean=J.outputs(), likelihood=Categorical(), tolerance=1e-4, start=mode.u
     )
     assert again.passes == 2 and again.iterations == 0  # at zero, for the reference, and at the start
@@ -428,8 +428,8 @@ def test_a_stale_preconditioner_is_renewed(monkeypatch):
     """Labels that a network can be sure of leave another curvature than the start has."""
     x, y = images(120)
     made = []
-    sketch = by_passes.Sketch
-    monkeypatch.setattr(by_passes, "Sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how))
+    sketch = by_passes.sketch
+    monkeypatch.setattr(by_passes, "sketch", lambda *given, **how: made.append(how["rank"]) or sketch(*given, **how))
     how = {"params": RESIDUAL, "solver": "cg-weight", "mean": "zero", "prior": 100.0, "tolerance": 1e-6}
     model = linnet.attach_head(double(Residual()), x, y, penalty=1.0)
     renewed = linnet.TangentClassifier(model, **how).fit(x, y)

@@ -15,13 +15,13 @@ def test_random_network(seed):
 
 
 def test_a_seed_gives_one_network():
-    a, b = fuzz.fuzzed(7), fuzz.fuzzed(7)
+    a, b = fuzz.make_fuzzed(7), fuzz.make_fuzzed(7)
     assert str(a) == str(b)
     assert torch.equal(a.model(a.data), b.model(b.data))
 
 
 def test_networks_use_every_step():
-    used = {name.partition("(")[0] for seed in range(COUNT) for name in fuzz.fuzzed(seed).model.names}
+    used = {name.partition("(")[0] for seed in range(COUNT) for name in fuzz.make_fuzzed(seed).model.names}
     assert {"linear", "conv2d", "conv1d", "embedding", "attention", "lstm", "again", "transposed", "scatter"} <= used
     assert len(used) > 50
 

@@ -5,16 +5,16 @@ import torch
 
 import linnet
 from linnet.jacobian.jacobian import Jacobian
-from linnet.testing.hostile.judge import Verdict, cases, main, table, verdict
+from linnet.testing.hostile.judge import Verdict, judge, list_cases, main, tabulate
 
-CASES = cases()
+CASES = list_cases()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_no_wrong_number_in_silence(case):
     if case.needs is not None:
         pytest.importorskip(case.needs)
-    found = verdict(case)
+    found = judge(case)
     assert found.answer != "wrong", f"{case.kind}: {found.details}"
     assert found.meets(case), f"{case.kind}: {found.answer} instead of {case.expects}: {found.details}"
 
@@ -26,17 +26,17 @@ def sabotage(monkeypatch, change):
 
 def test_judge_names_a_wrong_product(monkeypatch):
     sabotage(monkeypatch, lambda J, diagonal: 1.001 * diagonal)
-    found = verdict(CASES["scatter_add"])
+    found = judge(CASES["scatter_add"])
     assert found.answer == "wrong"
     assert "batch_size=auto, J.gram_diag(): off by 1.0e-03; batch_size=7, J.gram_diag()" in found.details
 
 
 def test_judge_tells_a_refusal_from_a_crash(monkeypatch):
     sabotage(monkeypatch, lambda J, diagonal: torch.ones(2) @ torch.ones(3))
-    found = verdict(CASES["scatter_add"])
+    found = judge(CASES["scatter_add"])
     assert found.answer == "crashed"
     assert "batch_size=auto, J.gram_diag(): RuntimeError" in found.details
-    assert verdict(CASES["batch_softmax"]).answer == "refused"
+    assert judge(CASES["batch_softmax"]).answer == "refused"
 
 
 def test_judge_sees_changed_data_and_modules(monkeypatch):
@@ -47,7 +47,7 @@ def test_judge_sees_changed_data_and_modules(monkeypatch):
         return model_of(model, *args)
 
     monkeypatch.setattr(linnet, "linearize", careless)
-    assert verdict(CASES["scatter_add"]) == Verdict("wrong", "linnet changed the mode of a module of the user's")
+    assert judge(CASES["scatter_add"]) == Verdict("wrong", "linnet changed the mode of a module of the user's")
 
 
 def test_every_class_has_several_cases():
@@ -58,7 +58,7 @@ def test_every_class_has_several_cases():
 
 def test_table_counts_answers_by_class():
     found = {"cdist_1": Verdict("right", ""), "cdist_2": Verdict("wrong", "off"), "force": Verdict("refused", "")}
-    assert table(found).splitlines()[2:] == [
+    assert tabulate(found).splitlines()[2:] == [
         "| operations | 2 | 1 | 0 | 0 | 1 |",
         "| outputs are gradients | 1 | 0 | 1 | 0 | 0 |",
         "| total | 3 | 1 | 1 | 0 | 1 |",

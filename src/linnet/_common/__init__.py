@@ -1,1 +1,71 @@
-"""Messages, files, torch settings, ranks, memory: knows nothing of the mathematics."""
+"""Messages, memory, torch settings, ranks, progress, atomic files: knows nothing of the mathematics."""
+
+from linnet._common import files, messages
+from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
+from linnet._common.deferred import Deferred
+from linnet._common.distributed import (
+    add_up,
+    add_up_checksums,
+    check_ranks_agree,
+    rank_and_world,
+    shard,
+    share_rows,
+    smallest_over_ranks,
+)
+from linnet._common.files import atomic_write, sync
+from linnet._common.memory import TEMPORARY, budget, check_fits, dense_budget, format_bytes, free_memory
+from linnet._common.messages import kind, listing
+from linnet._common.progress import bar
+from linnet._common.torch_settings import (
+    Precision,
+    arithmetic,
+    check_precision,
+    dual_level,
+    forward_mode,
+    full_precision,
+    module_lock,
+    network_precision,
+    network_settings,
+    noting_saved_tensors,
+)
+from linnet._common.versions import __version__, find_versions
+
+__all__ = [
+    "TEMPORARY",
+    "Deferred",
+    "Precision",
+    "__version__",
+    "add_up",
+    "add_up_checksums",
+    "arithmetic",
+    "atomic_write",
+    "bar",
+    "budget",
+    "check_fits",
+    "check_precision",
+    "check_ranks_agree",
+    "combine_codes",
+    "dense_budget",
+    "dual_level",
+    "files",
+    "find_versions",
+    "format_bytes",
+    "forward_mode",
+    "free_memory",
+    "full_precision",
+    "kind",
+    "listing",
+    "messages",
+    "module_lock",
+    "network_precision",
+    "network_settings",
+    "noting_saved_tensors",
+    "rank_and_world",
+    "row_codes",
+    "shard",
+    "share_rows",
+    "smallest_over_ranks",
+    "sync",
+    "tensor_code",
+    "text_code",
+]

@@ -78,11 +78,11 @@ def odd_numbers(count: int, start: int, device: torch.device) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1)) | 1
 
 
-def total(codes: Tensor, start: int = 0) -> int:
+def combine_codes(codes: Tensor, start: int = 0) -> int:
     """One checksum (0 to 2^64 - 1) of codes (n,) and their positions; those of parts add up to that of all.
 
     >>> codes = torch.tensor([3, 1, 4, 1])
-    >>> total(codes) == (total(codes[:2]) + total(codes[2:], 2)) % 2**64
+    >>> combine_codes(codes) == (combine_codes(codes[:2]) + combine_codes(codes[2:], 2)) % 2**64
     True
     """
     return int((codes * odd_numbers(len(codes), start, codes.device)).sum()) % 2**64

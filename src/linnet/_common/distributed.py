@@ -41,7 +41,7 @@ def add_up_checksums(own: int, device: torch.device) -> str:
     return f"{int(every) % 2**64:016x}"
 
 
-def smallest(value: float, device: torch.device) -> float:
+def smallest_over_ranks(value: float, device: torch.device) -> float:
     """The smallest of the ranks' values, so that all decide alike on what only some can do."""
     if rank_and_world()[1] == 1:
         return value
@@ -58,7 +58,7 @@ def check_ranks_agree(lin: Any, source: Any, **more: Any) -> None:
 
     Args:
         lin: A `linnet.Linearization`.
-        source: A `linnet.data.sources.Source`; None for no data.
+        source: A `linnet.data.batch.Source`; None for no data.
         more: Other values that must be the same, by name: tensors, or values that print alike.
 
     Raises:

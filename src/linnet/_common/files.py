@@ -16,7 +16,6 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 
@@ -26,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from linnet._common import messages
+from linnet._common.versions import __version__
 
 FORMAT = 1
 """The format version this linnet writes, and the newest it reads."""
@@ -60,7 +60,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
     header = {
         "format": FORMAT,
         "kind": kind,
-        "version": _version(),
+        "version": __version__,
         "tensors": _fingerprint(apart),
         "meta": meta,
     }
@@ -103,7 +103,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file that `save` wrote says about itself.
+    """The description of a file that `save` wrote.
 
     Attributes:
         kind: What the file holds.
@@ -230,7 +230,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _header(path: Path, entries: dict[str, str] | None) -> dict[str, Any]:
-    """What `save` wrote beside the tensors, of a format that this linnet reads."""
+    """The header that `save` wrote beside the tensors, of a format that this linnet reads."""
     entries = entries or {}
     try:
         header = json.loads(entries[_KEY])
@@ -241,7 +241,7 @@ def _header(path: Path, entries: dict[str, str] | None) -> dict[str, Any]:
     if form > FORMAT:
         raise ValueError(
             f"{path} has format {form}, written by linnet {found['version']}; this is linnet "
-            f"{_version()}, which reads up to format {FORMAT}. Upgrade linnet."
+            f"{__version__}, which reads up to format {FORMAT}. Upgrade linnet."
         )
     if _checksum(entries[_KEY]) != entries.get(_SUM):
         raise ValueError(f"{path} was changed after it was saved: its description {_DAMAGED}")
@@ -310,10 +310,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("linnet")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"

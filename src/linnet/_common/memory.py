@@ -11,7 +11,7 @@ TEMPORARY = 2**24
 """Numbers that a temporary tensor may hold: enough to keep a GPU busy, few beside what is computed from them."""
 
 
-def free(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that this process can still take: of a GPU within `torch.cuda.set_per_process_memory_fraction`."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
@@ -26,13 +26,13 @@ def budget(memory: float | str, device: torch.device) -> int:
     check_memory(memory)
     if not isinstance(memory, str):
         return int(memory)
-    return int(0.5 * free(device)) if device.type == "cuda" else int(min(0.25 * free(device), 2**30))
+    return int(0.5 * free_memory(device)) if device.type == "cuda" else int(min(0.25 * free_memory(device), 2**30))
 
 
 def dense_budget(memory: float | str, device: torch.device) -> int:
     """Bytes that dense matrices may take: as given, or most of the free memory."""
     if isinstance(memory, str) and memory == "auto":
-        return int((0.9 if device.type == "cuda" else 0.5) * free(device))
+        return int((0.9 if device.type == "cuda" else 0.5) * free_memory(device))
     return budget(memory, device)
 
 
@@ -47,7 +47,7 @@ def check_fits(needed: float, memory: float | str, device: torch.device, *, what
         instead: The choice that needs less memory.
     """
     if isinstance(memory, str) and memory == "auto":
-        limit = free(device)
+        limit = free_memory(device)
         there = f"{format_bytes(limit)} are free"
     else:
         limit = budget(memory, device)

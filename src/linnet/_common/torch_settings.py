@@ -25,7 +25,7 @@ def check_precision(precision: str) -> None:
         )
 
 
-def of_network(precision: Precision) -> Precision:
+def network_precision(precision: Precision) -> Precision:
     """The precision in which the network runs and its rows are formed, where products have another."""
     return "highest" if precision == "products" else precision
 
@@ -165,7 +165,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def network(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
+def network_settings(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
     """For running the network: one attention path, recurrent layers that can be differentiated in eval mode."""
     with (
         FASTPATH.at(False),
@@ -183,7 +183,7 @@ def forward_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def noting_saved(note: Callable[[Tensor], Any]) -> Iterator[None]:
+def noting_saved_tensors(note: Callable[[Tensor], Any]) -> Iterator[None]:
     """Every tensor that autograd saves inside the block goes through ``note`` first.
 
     As `torch.autograd.graph.saved_tensors_hooks`, which an interrupt at the wrong moment leaves behind for good.
@@ -237,7 +237,7 @@ def dual_level() -> Iterator[None]:
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
-def alone(model: nn.Module) -> AbstractContextManager[Any]:
+def module_lock(model: nn.Module) -> AbstractContextManager[Any]:
     """For running a module with other parameters in place of its own: threads wait for each other.
 
     `torch.func.functional_call` writes the parameters into the module, where another thread would find them.

@@ -14,10 +14,10 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 
-def versions() -> dict[str, str]:
+def find_versions() -> dict[str, str]:
     """Versions of linnet, torch, numpy and Python, by name.
 
-    >>> list(versions())
+    >>> list(find_versions())
     ['linnet', 'torch', 'numpy', 'python']
     """
     return {

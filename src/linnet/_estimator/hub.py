@@ -18,6 +18,7 @@ from torch import nn
 
 from linnet._common import files
 from linnet._common.messages import listing
+from linnet._common.versions import __version__
 from linnet._estimator import files as saved
 
 FILE = "linnet.safetensors"
@@ -142,7 +143,7 @@ class Package:
     def config(self) -> dict[str, Any]:
         """The config.json."""
         return {
-            "library": f"linnet {files._version()}",
+            "library": f"linnet {__version__}",
             "estimator_class": type(self.estimator).__name__,
             "base_model": self.base_model,
             "base_checksum": self._checksum(),
@@ -168,7 +169,7 @@ class Package:
             rows.append(("log evidence", f"{estimator.log_evidence_:.6g}"))
         rows += [(metric, f"{value:.6g}") for metric, value in self.metrics.items()]
         head = f"# {name} around {what}{base}"
-        about = f"Fitted with linnet {files._version()}: the network, linearized around its own weights."
+        about = f"Fitted with linnet {__version__}: the network, linearized around its own weights."
         table = ["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows)]
         return "\n".join([head, "", about, "", *table, "", "```python", *self._snippet(repo_id), "```", ""])
 

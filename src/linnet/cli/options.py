@@ -25,15 +25,10 @@ from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
 
 @dataclass(frozen=True)
 class ParameterChoice:
-    """The parameters that are random.
+    """The parameters that are random."""
 
-    Attributes:
-        params: The parameters, as `linnet.linearize` takes them.
-        top: Number of blocks from the top, or "evidence"; None where ``params`` says which parameters.
-    """
-
-    params: Params
-    top: int | str | None
+    params: Params  # the parameters, as `linnet.linearize` takes them
+    top: int | str | None  # number of blocks from the top, or "evidence"; None where ``params`` says which parameters
 
     def resolve(self, model: nn.Module, data: Examples) -> Params:
         """The parameters by name. For "evidence" these are the parameters of the first step."""
@@ -46,45 +41,25 @@ class ParameterChoice:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of `linnet adapt` and `linnet uncertainty`.
+    """Options of `linnet adapt` and `linnet uncertainty`."""
 
-    Attributes:
-        model: The value of --model.
-        weights: A file with weights, or None.
-        train: Training data.
-        test: Test data, or None.
-        out: Folder for the results.
-        force: Whether the results replace an earlier run.
-        reading: How the data files are read.
-        parameters: The parameters that are random.
-        prior: The prior over the parameters.
-        inference: "auto", "vi", "laplace" or "map", for classes.
-        mean: "auto", "network" or "zero".
-        head: "auto", "new" or "keep"; see `linnet.cli.task.find_task`.
-        features: The module that a new head reads; None for the input of the last layer.
-        structure: Structure of the posterior of `linnet.Laplace`.
-        standardize: Whether the columns are standardized.
-        seed: Seed of everything that is drawn.
-        device: The device of the network and the data.
-    """
-
-    model: str
-    weights: Path | None
-    train: Path
-    test: Path | None
-    out: Path
-    force: bool
-    reading: Reading
-    parameters: ParameterChoice
-    prior: PriorSpec
-    standardize: bool
-    seed: int
-    device: torch.device
-    inference: str = "auto"
-    mean: str = "auto"
-    head: str = "keep"
-    features: str | None = None
-    structure: str = "auto"
+    model: str  # the value of --model
+    weights: Path | None  # a file with weights, or None
+    train: Path  # training data
+    test: Path | None  # test data, or None
+    out: Path  # folder for the results
+    force: bool  # whether the results replace an earlier run
+    reading: Reading  # how the data files are read
+    parameters: ParameterChoice  # the parameters that are random
+    prior: PriorSpec  # the prior over the parameters
+    standardize: bool  # whether the columns are standardized
+    seed: int  # seed of everything that is drawn
+    device: torch.device  # the device of the network and the data
+    inference: str = "auto"  # "auto", "vi", "laplace" or "map", for classes
+    mean: str = "auto"  # "auto", "network" or "zero"
+    head: str = "keep"  # "auto", "new" or "keep"; see `linnet.cli.task.find_task`
+    features: str | None = None  # the module that a new head reads; None for the input of the last layer
+    structure: str = "auto"  # structure of the posterior of `linnet.Laplace`
 
 
 def parse_fit(options: Mapping[str, Any]) -> FitOptions:
@@ -221,14 +196,9 @@ def print_plan(printer: Printer, model: nn.Module, J: Jacobian, *, layers: int =
 
 
 def print_solver(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, inference: str = "laplace") -> None:
-    """Print which solver a fit will use, and about how much memory the solver takes.
+    """Print which solver a fit will use, and about how much memory it takes.
 
-    Args:
-        printer: The printer.
-        J: The Jacobian of the training data.
-        kind: "regression", "classification" or "laplace".
-        prior: The prior of the fit.
-        inference: The inference of classification.
+    ``kind`` is "regression", "classification" or "laplace"; ``inference`` matters for classification alone.
     """
     rows, p = J.shape
     kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")

@@ -36,43 +36,26 @@ RUN, HEAD = "run.json", "head.safetensors"
 
 @dataclass(frozen=True)
 class Run:
-    """How a run was made.
+    """How a run was made."""
 
-    Attributes:
-        command: "adapt", "uncertainty" or "embed".
-        file: Name of the saved estimator in the folder.
-        model: The value of --model, with the absolute path of a file or a folder.
-        weights: The absolute path of --weights, or None.
-        seed: Seed with which the network was built.
-        reading: How data are read.
-        task: "classification", "regression" or "".
-        classes: Label of each class.
-        targets: Names of the numbers that are predicted.
-        new_head: Whether the folder has a head for the network.
-        features: The module that the head reads, where --features named it.
-        home: The folder where modules of ``model`` were searched.
-        files: SHA-256 of every other file of the run by name; empty in format 1.
-        sha256: SHA-256 of everything in run.json except this checksum and the signature.
-        signature: Signature of run.json by the key of the user who made the run; see `linnet.cli.trust`.
-        own: Whether this user made the run. This is decided when a run is read, and not written.
-    """
-
-    command: str
-    file: str
-    model: str
-    weights: str | None
-    seed: int
-    reading: Reading
-    task: str = ""
-    classes: Sequence[Any] = ()
-    targets: Sequence[str] = ()
-    new_head: bool = False
-    features: str | None = None
-    home: str | None = None
+    command: str  # "adapt", "uncertainty" or "embed"
+    file: str  # name of the saved estimator in the folder
+    model: str  # the value of --model, with the absolute path of a file or a folder
+    weights: str | None  # the absolute path of --weights, or None
+    seed: int  # seed with which the network was built
+    reading: Reading  # how data are read
+    task: str = ""  # "classification", "regression" or ""
+    classes: Sequence[Any] = ()  # label of each class
+    targets: Sequence[str] = ()  # names of the numbers that are predicted
+    new_head: bool = False  # whether the folder has a head for the network
+    features: str | None = None  # the module that the head reads, where --features named it
+    home: str | None = None  # the folder where modules of ``model`` were searched
+    # SHA-256 of every other file of the run by name; empty in format 1
     files: Mapping[str, str] = field(default_factory=dict)
-    sha256: str | None = None
+    sha256: str | None = None  # SHA-256 of everything in run.json except this checksum and the signature
+    # signature of run.json by the key of the user who made the run; see `linnet.cli.trust`
     signature: str | None = None
-    own: bool = False
+    own: bool = False  # Whether this user made the run. This is decided when a run is read, and not written.
 
 
 def make_run(

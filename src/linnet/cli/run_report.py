@@ -48,16 +48,7 @@ def report_fit(
 ) -> Report | None:
     """The report of `linnet adapt` or `linnet uncertainty`; None, with a note, if it cannot be made.
 
-    Args:
-        printer: The printer.
-        command: Name of the command.
-        estimator: The fitted estimator.
-        options: Options of the command.
-        data: The network and the data.
-        result: Results on the test data.
-        plan: Plan of the Jacobian.
-        train: Training inputs and targets, as the estimator was fitted to them.
-        notes: Warnings of the fit.
+    ``train`` holds the inputs and the targets that the estimator was fitted to, ``notes`` the warnings of the fit.
     """
 
     def make() -> Report:
@@ -121,11 +112,7 @@ def _write_lede(command: str, estimator: Any, options: FitOptions, data: FitData
 
 
 def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str]:
-    facts = {
-        "training examples": f"{data.train.n:,}",
-        "parameters": f"{found.lin_.p:,}",
-        "prior": str(options.prior),
-    }
+    facts = {"training examples": f"{data.train.n:,}", "parameters": f"{found.lin_.p:,}", "prior": str(options.prior)}
     if isinstance(found, linnet.Laplace):
         facts |= {"structure": found.structure_, "effective parameters": number(found.effective_dimension_)}
     else:
@@ -172,16 +159,7 @@ def report_embedding(
 ) -> Report | None:
     """The report of `linnet embed`; None, with a note, if it cannot be made.
 
-    Args:
-        printer: The printer.
-        embedding: The fitted embedding.
-        E: Vectors of the data, (n, k).
-        files: The value of --model, and the data file.
-        data: The data.
-        reading: How the data were read.
-        spectrum: Spectrum of the kernel.
-        seed: Seed of the run.
-        device: Device of the run.
+    ``E`` holds the vectors (n, k) of the data, ``files`` the value of --model and the data file.
     """
 
     def make() -> Report:

@@ -15,25 +15,18 @@ from linnet.cli.data_files import Examples, Reading, read_for_network
 from linnet.cli.options import FitOptions
 from linnet.cli.terminal import Printer, UsageError, blame_input
 from linnet.data.sources import as_source
+from linnet.network import checks
 
 
 @dataclass(frozen=True)
 class PredictionTask:
-    """What the network is to predict.
+    """What the network is to predict."""
 
-    Attributes:
-        kind: "classification" or "regression".
-        why: How linnet knows the kind.
-        classes: Label of each class, sorted; none for regression.
-        outputs: Number of outputs of the network.
-        new_head: Whether the network needs a new head.
-    """
-
-    kind: str
-    why: str
-    classes: tuple[Any, ...]
-    outputs: int
-    new_head: bool
+    kind: str  # "classification" or "regression"
+    why: str  # how linnet knows the kind
+    classes: tuple[Any, ...]  # label of each class, sorted; none for regression
+    outputs: int  # number of outputs of the network
+    new_head: bool  # whether the network needs a new head
 
     @property
     def output_labels(self) -> list[Any]:
@@ -176,5 +169,5 @@ def count_outputs(model: nn.Module, data: Examples, what: str = "these data") ->
     with blame_input(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
-            out = messages.output_tensor(model(*batch.args, **batch.kwargs))
+            out = checks.output_tensor(model(*batch.args, **batch.kwargs))
     return 1 if out.ndim == 1 else out.shape[1]

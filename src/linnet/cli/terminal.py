@@ -25,7 +25,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 
 from linnet._common.distributed import rank_and_world
-from linnet._common.versions import versions
+from linnet._common.versions import find_versions
 
 USAGE, FAILURE = 2, 1
 """Exit codes: the user has to change the command or its files; the command failed while it ran."""
@@ -188,7 +188,7 @@ def describe_run(seed: int, device: torch.device, **more: Any) -> dict[str, Any]
         "device": str(device),
         "threads": torch.get_num_threads(),
         "processes": rank_and_world()[1],
-        "versions": versions(),
+        "versions": find_versions(),
         **more,
     }
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.checksums import row_codes, text_code, total
+from linnet._common.checksums import combine_codes, row_codes, text_code
+from linnet.data import checks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,8 +21,8 @@ class Batch:
     Attributes:
         args: Positional arguments of the model's forward.
         kwargs: Keyword arguments of the model's forward.
-        rest: What the model does not take, such as targets: one item as it is, several as a tuple, those of a
-            dict as a dict; None if there is nothing.
+        rest: The data that the model does not take, such as targets: one item as it is, several items as a tuple, the
+            items of a dict as a dict; None if there is nothing.
         start: Position of the first example in the source.
         n: Number of examples.
         positions: For a subset, the examples' positions in the full data, (n,); otherwise None.
@@ -93,7 +93,7 @@ class Batch:
         return replace(self, args=_map(of, self.args, True), kwargs=_map(of, self.kwargs, True))
 
     def without_inputs(self) -> Batch:
-        """What is left when the network has run: the rest, copied, since the data may change; not the inputs."""
+        """The batch without its inputs, once the network has run; the rest is copied, since the data may change."""
         rest = _map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self.rest, True)
         positions = torch.arange(self.start, self.start + self.n) if self.positions is None else self.positions
         return replace(self, args=(), kwargs={}, rest=rest, positions=positions)
@@ -114,7 +114,7 @@ class Batch:
         for number, (name, leaf) in enumerate(leaves((self.args, self.kwargs, self.rest))):
             codes = row_codes(leaf) if isinstance(leaf, Tensor) else torch.tensor([text_code(s) for s in leaf])
             kind = (name, str(leaf.dtype), tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else (name, "text")
-            found += (2 * number + 1) * total(codes + text_code(kind), self.start)
+            found += (2 * number + 1) * combine_codes(codes + text_code(kind), self.start)
         return found % 2**64
 
     @staticmethod
@@ -143,7 +143,7 @@ class Source(ABC):
         n: Number of examples.
         kind: What the data is, in a few words.
         by_position: Whether any examples can be chosen, with ``subset``.
-        changes: Whether examples may be others when they are read again; see ``changing``.
+        changes: Whether examples may be other ones when they are read again; see ``changing``.
     """
 
     n: int
@@ -154,12 +154,12 @@ class Source(ABC):
     def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of at most ``size`` examples that cover examples start to stop (default: all), in order."""
         stop = self.n if stop is None else stop
-        messages.check_range(size, start, stop, self.n)
+        checks.check_range(size, start, stop, self.n)
         return self._batches(size, start, stop) if start < stop else iter(())
 
     def subset(self, index: Tensor) -> Source:
         """The examples at ``index`` (m,), in that order; ``Batch.index`` has their positions here."""
-        messages.check_subset_index(index, self.n)
+        checks.check_subset_index(index, self.n)
         return Subset(self, index.cpu().long())
 
     def code(self, start: int = 0, stop: int | None = None) -> int:
@@ -181,7 +181,7 @@ class Source(ABC):
         return self.code()
 
     def changing(self) -> Source:
-        """The same source where its examples may be others every time they are read (augmentation)."""
+        """The same source, for data whose examples are others every time they are read (augmentation)."""
         return self
 
     @abstractmethod
@@ -200,13 +200,13 @@ class Subset(Source):
 
     def __init__(self, base: Source, index: Tensor) -> None:
         if not base.by_position:
-            raise messages.no_subset(base.kind)
+            raise checks.no_subset(base.kind)
         self.base, self.indices = base, index
         self.n = len(index)
         self.kind = f"{self.n} of {base.n} examples, {base.kind}"
 
     def subset(self, index: Tensor) -> Source:
-        messages.check_subset_index(index, self.n)
+        checks.check_subset_index(index, self.n)
         return Subset(self.base, self.indices[index.cpu().long()])
 
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
@@ -269,7 +269,7 @@ def check_finite(batch: Batch, positions: Sequence[int] | None = None) -> None:
     bad = min(((row, name) for row, name in found if row is not None), default=None)
     if bad is not None:
         row, name = bad
-        raise messages.not_finite(batch.start + row if positions is None else positions[row], name)
+        raise checks.not_finite(batch.start + row if positions is None else positions[row], name)
 
 
 def find_bad_row(tensor: Any, *, block: int = 2**24) -> int | None:

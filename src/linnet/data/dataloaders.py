@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
-from linnet._common import messages
+from linnet.data import checks
 from linnet.data.batch import Batch, Source, check_finite
 from linnet.data.datasets import Checksums, MapDataset, checksum
 from linnet.data.forward_signature import Signature
@@ -18,16 +18,16 @@ from linnet.data.forward_signature import Signature
 
 def wrap_loader(loader: DataLoader[Any], signature: Signature) -> Source:
     """The source of a DataLoader that gives every example, in the same order every pass."""
-    messages.check_loader_order(loader)
+    checks.check_loader_order(loader)
     sampler = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset):
         known = isinstance(loader.dataset, Sized) and loader.num_workers == 0
         count = len(loader.dataset) if known else None  # type: ignore[arg-type]
-        messages.check_nothing_dropped(loader.batch_size, count, drop_last=loader.drop_last)
+        checks.check_nothing_dropped(loader.batch_size, count, drop_last=loader.drop_last)
         return LoadedInOrder(loader, signature)
     if isinstance(sampler, BatchSampler):
         count = len(sampler.sampler)  # type: ignore[arg-type]
-        messages.check_nothing_dropped(sampler.batch_size, count, drop_last=sampler.drop_last)
+        checks.check_nothing_dropped(sampler.batch_size, count, drop_last=sampler.drop_last)
     if sampler is None or type(loader).__iter__ is not DataLoader.__iter__:
         return LoadedInOrder(loader, signature)
     return LoadedByPosition(loader, signature)
@@ -41,7 +41,7 @@ class LoadedInOrder(Source):
         self.kind = f"{type(loader).__name__} of {type(loader.dataset).__name__}, in order"
         self.codes = Checksums(self.kind)
         self.n = sum(batch.n for batch in self._read())
-        messages.check_some(self.n, self.kind)
+        checks.check_some(self.n, self.kind)
 
     def _read(self) -> Iterator[Batch]:
         start = 0
@@ -59,11 +59,11 @@ class LoadedInOrder(Source):
         count = 0
         for batch in self._read():
             count += batch.n
-            messages.check_pass(max(count, self.n), self.n, self.kind)
+            checks.check_pass(max(count, self.n), self.n, self.kind)
             yield from _between(batch, start, stop, size)
             if count >= stop and stop < self.n:
                 return
-        messages.check_pass(count, self.n, self.kind)
+        checks.check_pass(count, self.n, self.kind)
 
 
 class LoadedByPosition(Source):
@@ -74,7 +74,7 @@ class LoadedByPosition(Source):
     def __init__(self, loader: DataLoader[Any], signature: Signature) -> None:
         sampler: Any = loader.batch_sampler
         chunks = [list(chunk) for chunk in sampler]
-        messages.check_same_order(chunks, [list(chunk) for chunk in sampler], sampler)
+        checks.check_same_order(chunks, [list(chunk) for chunk in sampler], sampler)
         names = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn")
         workers = f", workers: {loader.num_workers}" if loader.num_workers else ""
         self.kind = f"{type(loader).__name__} of {type(loader.dataset).__name__}, by position{workers}"

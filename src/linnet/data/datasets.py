@@ -1,7 +1,7 @@
-"""Datasets, whose examples are read anew in every pass.
+"""Datasets, whose examples are read again in every pass.
 
 A row of the Jacobian belongs to one example, so every pass must give the same examples in the same order. A
-checksum of what was read tells: it is kept from the first time an example is seen and compared afterwards.
+checksum tells: it is kept from the first time that an example is read, and compared afterwards.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from linnet._common import messages
-from linnet._common.checksums import total
+from linnet._common.checksums import combine_codes
+from linnet.data import checks
 from linnet.data.batch import Batch, Source, check_finite
 from linnet.data.forward_signature import Signature, as_writable
 
@@ -57,20 +57,20 @@ class MapDataset(Source):
         self.n = len(dataset) if order is None else len(order)
         self.kind = kind or f"{type(dataset).__name__}, by position"
         self.codes: Checksums | NoChecksums = Checksums(self.kind)
-        messages.check_some(self.n, self.kind)
+        checks.check_some(self.n, self.kind)
         if order is None:  # one example shows what a pass would stumble over
             item = dataset[0]
-            messages.check_item(item)
+            checks.check_item(item)
             signature.batch(self.collate([item])[1], 0)
 
     def read(self, chunks: Sequence[Sequence[int]], loader: DataLoader[Any] | None = None) -> Iterator[Batch]:
         """One batch for each list of positions; ``loader`` reads these very batches where it is given."""
         if self.order is None:
-            messages.check_pass(len(self.dataset), self.n, self.kind)
+            checks.check_pass(len(self.dataset), self.n, self.kind)
         loader = self._loader(chunks) if loader is None else loader
         for chunk, (codes, data) in zip(chunks, loader, strict=True):
             batch = self.signature.batch(data, chunk[0])
-            messages.check_collated(batch.n, len(chunk), chunk[0])
+            checks.check_collated(batch.n, len(chunk), chunk[0])
             if self.codes.record(chunk, codes):
                 check_finite(batch, chunk)
             yield batch
@@ -97,7 +97,7 @@ class MapDataset(Source):
         return self.codes.code(start, stop)
 
     def glimpse(self) -> int:
-        """Of a few examples, since reading all of them may take long."""
+        """A checksum of a few examples, since reading all of them may take long."""
         few = sorted(set(torch.linspace(0, self.n - 1, min(self.n, 16)).round().long().tolist()))
         return sum(self.code(i, i + 1) for i in few) % 2**64
 
@@ -117,12 +117,12 @@ class IterableData(Source):
         self.codes = Checksums(self.kind)
         self.collate = CheckedCollate(default_collate)
         self.n = sum(batch.n for batch in self._read(iter(dataset), READ, 0))
-        messages.check_some(self.n, self.kind)
+        checks.check_some(self.n, self.kind)
 
     def _read(self, examples: Iterator[Any], size: int, start: int) -> Iterator[Batch]:
         while items := list(islice(examples, size)):
             if start == 0:
-                messages.check_item(items[0])
+                checks.check_item(items[0])
             codes, data = self.collate(items)
             batch = self.signature.batch(data, start)
             if self.codes.record(range(start, start + len(items)), codes):
@@ -140,7 +140,7 @@ class IterableData(Source):
             count += batch.n
             yield batch
         if count < stop or stop == self.n:
-            messages.check_pass(count + sum(1 for _ in islice(examples, 1)), self.n, self.kind)
+            checks.check_pass(count + sum(1 for _ in islice(examples, 1)), self.n, self.kind)
 
 
 class CheckedCollate:
@@ -156,7 +156,7 @@ class CheckedCollate:
         try:
             return codes, default_collate(as_writable(items))
         except (RuntimeError, TypeError) as error:
-            raise messages.not_stackable(error) from error
+            raise checks.not_stackable(error) from error
 
 
 class Checksums:
@@ -171,16 +171,16 @@ class Checksums:
         return position < len(self.seen) and self.seen[position] != -1
 
     def code(self, start: int, stop: int) -> int:
-        """One checksum of those of examples start to stop."""
+        """One checksum of the checksums of examples start to stop."""
         known = torch.tensor(self.seen[start:stop], dtype=torch.int64)
-        return total(known + 1, start)  # what is not known adds nothing
+        return combine_codes(known + 1, start)  # what is not known adds nothing
 
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
-        """Compare with what was seen, or keep; whether any is new.
+        """Compare checksums with those seen before, and keep new ones; returns whether any is new.
 
         Args:
-            positions: Positions of the examples, or that of a batch's first example.
-            codes: Their checksums.
+            positions: Positions of the examples, or the position of a batch's first example.
+            codes: Checksums of the examples, or of the batch.
             last: Position of the batch's last example.
         """
         self.seen.extend([-1] * (max(positions) + 1 - len(self.seen)))
@@ -189,7 +189,7 @@ class Checksums:
             if self.seen[position] == -1:
                 self.seen[position], new = code, True
             elif self.seen[position] != code:
-                raise messages.changed(position, position if last is None else last, self.kind)
+                raise checks.changed(position, position if last is None else last, self.kind)
         return new
 
 
@@ -200,15 +200,15 @@ class NoChecksums:
         self.kind = kind
 
     def knows(self, position: int) -> bool:
-        """Always, since reading an example again would tell nothing."""
+        """Always true, since reading an example again would tell nothing."""
         return True
 
     def code(self, start: int, stop: int) -> int:
-        """The same for all examples."""
+        """Zero, whatever the examples are."""
         return 0
 
     def record(self, positions: Sequence[int], codes: Sequence[int], *, last: int | None = None) -> bool:
-        """Whether any is new."""
+        """Always true."""
         return True
 
 

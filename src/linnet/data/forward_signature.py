@@ -1,4 +1,4 @@
-"""What a model's forward takes of the data: positional arguments, keyword arguments, and the rest."""
+"""The arguments of a model's forward: which data it takes by position, which by keyword, and the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from linnet._common import messages
+from linnet.data import checks
 from linnet.data.batch import Batch, is_strings, leaves, rebuild
 
 TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"})
@@ -18,7 +18,7 @@ TARGETS = frozenset({"label", "labels", "y", "target", "targets", "idx", "index"
 
 
 class Signature:
-    """What a forward takes: which items of a tuple and which keys of a dict are its arguments.
+    """The arguments of a forward: which items of a tuple and which keys of a dict it takes.
 
     Args:
         forward: A bound ``forward``, any callable, or a module (its forward is meant).
@@ -58,14 +58,14 @@ class Signature:
         if isinstance(data, Mapping):
             kwargs = {key: value for key, value in data.items() if key in self.accepted or key not in TARGETS}
             required = self.required + self.required_by_name
-            messages.check_keywords(list(kwargs), self.accepted, required, any_keyword=self.any_keyword)
+            checks.check_keywords(list(kwargs), self.accepted, required, any_keyword=self.any_keyword)
             rest = {key: value for key, value in data.items() if key not in kwargs}
             return (), kwargs, rest or None
         items = tuple(data) if isinstance(data, tuple | list) else (data,)
         every = self.any_positional and not self.positional
         r = len(items) if every else max(1, len(self.required))
         takes_one = bool(self.positional) or self.any_positional
-        messages.check_positional(len(items), self.required, self.required_by_name, takes_one=takes_one)
+        checks.check_positional(len(items), self.required, self.required_by_name, takes_one=takes_one)
         extra = items[r:]
         return items[:r], {}, extra[0] if len(extra) == 1 else extra or None
 
@@ -73,8 +73,8 @@ class Signature:
         """The data of a batch as a Batch, its arrays wrapped as tensors and its first dimensions checked."""
         data = as_tensors(data)
         found = dict(leaves(data))
-        messages.check_some_tensor(found)
-        n = messages.check_lengths(found)
+        checks.check_some_tensor(found)
+        n = checks.check_lengths(found)
         args, kwargs, rest = self.bind(data)
         return Batch(args, kwargs, rest, start, n)
 
@@ -82,7 +82,7 @@ class Signature:
 def as_tensors(value: Any, name: str = "the data") -> Any:
     """The value with numpy arrays wrapped as tensors, without copy or cast; refuses what has no batch."""
     if isinstance(value, np.ndarray):
-        messages.check_array(value, name)
+        checks.check_array(value, name)
         value = value.copy() if any(stride < 0 for stride in value.strides) else value
         return torch.from_numpy(as_writable(value))
     if isinstance(value, Mapping):
@@ -91,7 +91,7 @@ def as_tensors(value: Any, name: str = "the data") -> Any:
         return list(value)
     if isinstance(value, list | tuple):
         return rebuild(value, [as_tensors(item, f"item {i} of {name}") for i, item in enumerate(value)])
-    messages.check_leaf(value, name)
+    checks.check_leaf(value, name)
     return value
 
 

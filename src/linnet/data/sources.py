@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from linnet._common import messages
+from linnet.data import checks
 from linnet.data.batch import Batch, Source, check_finite, leaves
 from linnet.data.dataloaders import wrap_loader
 from linnet.data.datasets import IterableData, MapDataset
@@ -59,7 +59,7 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
     by_position = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc")
     if by_position and not isinstance(data, str | bytes):
         return MapDataset(data, signature)
-    raise messages.unknown_data(data)
+    raise checks.unknown_data(data)
 
 
 class InMemory(Source):
@@ -78,7 +78,7 @@ class InMemory(Source):
         inputs = [leaf for _, leaf in leaves((self.whole.args, self.whole.kwargs))]
         devices = sorted({str(leaf.device) for leaf in inputs if isinstance(leaf, Tensor)})
         self.kind = f"in memory on {' and '.join(devices)}" if devices else "in memory"
-        messages.check_some(self.n, self.kind)
+        checks.check_some(self.n, self.kind)
         check_finite(self.whole)
 
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linnet._common import messages
 from linnet._common.memory import dense_budget
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
+from linnet.network import checks
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 
@@ -106,7 +106,7 @@ def _check_pair(a: Linearization, b: Linearization, space: str) -> None:
             "Use linnet.linearize(model).to(torch.float64)."
         )
     try:
-        messages.check_same_shapes(a.layout.shapes, b.layout.shapes)
+        checks.check_same_shapes(a.layout.shapes, b.layout.shapes)
     except ValueError as error:
         raise ValueError(
             f"space='parameters' compares two networks parameter by parameter. {error} Use space='function' for "

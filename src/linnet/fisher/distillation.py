@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linnet._common import messages
 from linnet._estimator.optimizer_steps import epoch
+from linnet.network import checks
 
 Distance = str | Callable[[Tensor, Tensor], Tensor]
 
@@ -131,7 +132,7 @@ class EmbeddingHead(WithEmbedding):
                 f"The embedding head reads features (n, d) from {self.layer!r}, called once for each batch; it was "
                 f"called {len(seen)} times, with {[tuple(t.shape) for t in seen]}. Choose another with layer=."
             )
-        return messages.output_tensor(raw), self.head(seen[0])
+        return checks.output_tensor(raw), self.head(seen[0])
 
 
 @dataclass(frozen=True)

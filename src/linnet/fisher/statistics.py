@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.data.batch import SingleBatch
-from linnet.jacobian.blocks.base import Rows
-from linnet.jacobian.blocks.tiling import TEMPORARY
+from linnet.jacobian.blocks.base import TEMPORARY, DenseBlock
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.operator import LinearOperator
@@ -149,8 +148,8 @@ def _squares(J: Jacobian, judge: Jacobian, index: Tensor, *, centered: bool) -> 
     own, off = (Moments(p, centered=centered, device=J.device) for _ in range(2))
     for part in index.split(max(1, TEMPORARY // (4 * max(1, p)))):
         A = J.subset(part).dense().double()
-        own.add([Rows([(0, p)], [A[:, None]])], len(part))
-        off.add([Rows([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
+        own.add([DenseBlock([(0, p)], [A[:, None]])], len(part))
+        off.add([DenseBlock([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
     return own.squares, off.squares
 
 

@@ -25,6 +25,7 @@ from linnet.heads.features import (
 )
 from linnet.heads.readout import Penalty, Readout, Task, check_targets, fit_readout
 from linnet.jacobian.linearization import linearize
+from linnet.network import checks
 from linnet.network.call_trace import Trace, trace
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.weight_watch import Watch
@@ -154,7 +155,7 @@ def attach_head(
         >>> model[2].out_features
         10
     """
-    messages.check_module(model)
+    checks.check_module(model)
     messages.check_batch_size(batch_size, auto=False)
     check_pool(pool)
     source = as_source(X, model.forward)
@@ -196,7 +197,7 @@ def put_head(
         >>> put_head(model, X[:2], Readout(*weights, head.task_, head.classes_, head.penalty_))(X).shape
         torch.Size([60, 1])
     """
-    messages.check_module(model)
+    checks.check_module(model)
     check_pool(pool)
     return _assemble(model, readout, _locate(model, as_source(X, model.forward), features, pool))
 
@@ -247,7 +248,7 @@ def _locate(model: nn.Module, source: Source, features: str | None, pool: Pool) 
         seen = trace(model, example.args, example.kwargs)
     except (RuntimeError, TypeError) as error:
         inputs = leaves((example.args, example.kwargs), "the inputs")
-        messages.explain_forward(error, inputs, dict(model.named_parameters()))
+        checks.explain_forward(error, inputs, dict(model.named_parameters()))
         raise
     location = find_location(model, seen) if features is None else parse_location(model, features)
     if location.name:
@@ -283,9 +284,9 @@ def _assemble(model: nn.Module, readout: Readout, view: _View) -> nn.Module:
     new.eval()
     with torch.no_grad():
         expected = head(sample)
-        got = messages.output_tensor(new(*view.example.args, **view.example.kwargs))
+        got = checks.output_tensor(new(*view.example.args, **view.example.kwargs))
     tolerance = max(1e-6, 64 * torch.finfo(expected.dtype).eps)
-    if got.shape != expected.shape or not messages.close(got, expected, tolerance):
+    if got.shape != expected.shape or not checks.close(got, expected, tolerance):
         raise RuntimeError(
             f"With the new head, {type(new).__name__} does not compute the head of its features ({head.features_}). "
             "Name other features, such as features='output'."

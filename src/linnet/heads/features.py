@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet.network import checks
 from linnet.network.call_trace import Trace
 
 
@@ -117,7 +118,7 @@ class FeatureLocation:
         """Whether the network returns what the module returns."""
         output = trace.calls_of(self.name)[0].output
         try:
-            returned = messages.output_tensor(trace.output)
+            returned = checks.output_tensor(trace.output)
         except TypeError:
             return False
         return isinstance(output, Tensor) and output.shape == returned.shape and bool((output == returned).all())
@@ -306,7 +307,7 @@ def read_tensor(raw: Any, where: str) -> Tensor:
     if isinstance(first, Tensor):
         return first
     try:
-        return messages.output_tensor(raw)
+        return checks.output_tensor(raw)
     except TypeError:
         raise TypeError(
             f"The features need to be a tensor; the {where} is {messages.kind(raw)}. Name another layer with features=."

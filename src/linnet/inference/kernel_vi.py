@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.inference.mode.newton import FLOOR, Line
+from linnet.inference.mode.line_search import LineSearch
+from linnet.inference.mode.newton import FLOOR
 from linnet.inference.variational import FLAT, Problem, Variational
 from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower
 from linnet.linalg.operator import LinearOperator
@@ -101,8 +102,8 @@ def full(
         d = g - _inner(K, at.curvature, Kg)
         df = (K @ d).view(n, c)
         products = (norms[1], float(alpha @ df.flatten()), float(d @ df.flatten()))
-        line = Line(lambda f, blocks=cov.blocks: problem.expected(f, blocks), f, df=df, products=products)  # type: ignore[misc]
-        t = line.search()
+        line = LineSearch(lambda f, blocks=cov.blocks: problem.expected(f, blocks), f, df=df, products=products)  # type: ignore[misc]
+        t = line.find_length()
         value, moved = path[-1], problem.expected(f + t * df, cov.blocks)
         if bound(moved, alpha + t * d, f + t * df, cov) >= value:
             alpha, f, at = alpha + t * d, f + t * df, moved

@@ -137,8 +137,8 @@ class Fit:
 
 
 def assumed_noise(tasks: Sequence[Task]) -> tuple[float, ...]:
-    """The energies of the prior on each scale of the noise, for `linnet.inference.evidence.gaussian.best`; zero where
-    it is given.
+    """The energies of the prior on each scale of the noise, for `linnet.inference.evidence.gaussian`; zero where it is
+    given.
 
     The share ``floor`` of the mean square of all residuals with that scale, in units of their known variances.
     """

@@ -154,8 +154,8 @@ def posterior_samples(
         memory: Bytes that dense matrices and preconditioners may take, or "auto".
         coarse: The same Jacobian in a cheaper precision, ``lin.jacobian(X, precision="high")``, for the iterations in
             weight space and their preconditioner. Right-hand sides and residuals stay J's, and so does the tolerance.
-            None takes the rows that carry the curvature, where they are few (`linnet.jacobian.informative_rows`); with
-            probes for the preconditioner only.
+            None takes the rows that carry the curvature, where they are few
+            (`linnet.jacobian.output_combinations.informative_rows`); with probes for the preconditioner only.
         progress: None shows a bar on a terminal only, False never, True always.
 
     Raises:

@@ -2,7 +2,7 @@ r"""What conjugate gradients multiply with to draw posterior samples in weight s
 
 The system is :math:`H = I + \Phi^\top B \Phi` with :math:`\Phi = J S^{1/2}`. A pass over all its rows takes c backward
 passes for each example; a network that is sure of most labels has nearly all of its curvature in a few of them
-(`linnet.jacobian.informative_rows`). With these rows alone there are two ways to spare passes over all:
+(`linnet.jacobian.output_combinations`). With these rows alone there are two ways to spare passes over all:
 
 * a direct solve (`linnet.linalg.preconditioners.woodbury`) as the preconditioner of iterations over all rows, where the
 Gram matrix of the few
@@ -22,15 +22,15 @@ from torch import Tensor
 from linnet._common.memory import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.problem import Settings
-from linnet.jacobian.informative_rows import reduced
 from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.output_combinations import informative_rows
 from linnet.jacobian.plan import autodiff_wins
 from linnet.linalg.conjugate_gradients import Product
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.low_rank import Preconditioner
 from linnet.linalg.preconditioners.randomized import sketch
-from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury
+from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury_preconditioner
 from linnet.linalg.row_weights import weight_from_root
 
 NEAR = 10.0
@@ -101,7 +101,7 @@ def system_of(
         found = _direct(J, S, L, k, settings)
         if found is not None:
             return System(exact, None, found)
-    few = reduced(J, L)
+    few = informative_rows(J, L)
     if few is None:
         return System(exact, None, preconditioner or _all_rows(J, d, L, k, settings, kind))
     few = _in_products(few)
@@ -155,10 +155,10 @@ def _direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> Wo
         # iterations over the few rows take no time beside those over all.
         fits = min(fits, columns if J.device.type == "cuda" else 4 * columns)
     share, largest = LEFT[limited]
-    R = reduced(J, L, share=share, most=fits, largest=largest)
+    R = informative_rows(J, L, share=share, most=fits, largest=largest)
     if R is None:
         return None
-    return woodbury(R, S, generator=settings.generator(2), coarse=_in_products(R))
+    return woodbury_preconditioner(R, S, generator=settings.generator(2), coarse=_in_products(R))
 
 
 def _in_products(R: Stack) -> Stack:

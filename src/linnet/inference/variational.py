@@ -28,7 +28,9 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.inference.mode.newton import FLOOR, Line, check_concave, check_kind, check_mean, check_operator
+from linnet.inference.mode.line_search import LineSearch
+from linnet.inference.mode.newton import FLOOR
+from linnet.inference.mode.spaces import check_concave, check_kind, check_mean, check_operator
 from linnet.linalg.cholesky import cholesky_, log_det_from
 from linnet.linalg.conjugate_gradients import Solvable, cg
 from linnet.linalg.operator import LinearOperator
@@ -320,13 +322,13 @@ def _ascend(
         ratio = float(g.norm()) / max(float(pull.norm()), float(u.norm()), FLOOR)
         d, df = _step(problem, g, at, preconditioner or covariance, ratio)
         blocks = covariance.blocks
-        line = Line(
+        line = LineSearch(
             lambda f, blocks=blocks: problem.expected(f, blocks),  # type: ignore[misc]
             f,
             df=df,
             products=(float(u @ u), float(u @ d), float(d @ d)),
         )
-        t = line.search()
+        t = line.find_length()
         value, moved = path[-1], problem.expected(f + t * df, blocks)
         if bound(moved, u + t * d, covariance) >= value:
             u, f, at = u + t * d, f + t * df, moved

@@ -11,25 +11,26 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world
-from linnet._common.memory import budget, free
+from linnet._common.memory import budget, free_memory
 from linnet._common.progress import bar
-from linnet._common.torch_settings import arithmetic, of_network
+from linnet._common.torch_settings import arithmetic, network_precision
 from linnet.data.batch import Batch, leaves, move
-from linnet.jacobian.blocks.autodiff import Autodiff
-from linnet.jacobian.blocks.base import Factor, Recipe
+from linnet.data.checks import check_subset_index
+from linnet.jacobian.blocks.autodiff import AutodiffBlock
+from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExamples, NetworkChunks, Prepare
 from linnet.jacobian.passes import Pass, PassSettings
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.rule_selection import PROBE
+from linnet.network.checks import check_outputs_finite
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization
 
 Held = tuple[Recipe, tuple[Tensor, ...]]
-"""A factor in memory: how it is made, and its tensors."""
+"""A block in memory: how it is made, and its tensors."""
 
 Key = tuple[Request, int]
 """Products with a number of columns."""
@@ -43,7 +44,7 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
         memory: Bytes that may be kept, or "auto".
 
     Raises:
-        MemoryError: If the factors do not fit.
+        MemoryError: If the blocks do not fit.
     """
     chunks = passes.chunks
     assert isinstance(chunks, NetworkChunks)
@@ -53,7 +54,7 @@ def store(passes: Pass, memory: float | str) -> StoredChunks:
     def run() -> list[StoredChunk]:
         stored: list[StoredChunk] = []
         held = 0
-        for chunk in store_each(passes, chunks.n, "factors"):
+        for chunk in store_each(passes, chunks.n, "blocks"):
             stored.append(chunk)
             held += chunk.bytes
             if held > limit:
@@ -74,10 +75,10 @@ def store_each(passes: Pass, size: int, label: str) -> Iterator[StoredChunk]:
     with bar(chunks.n, label, progress=settings.progress) as tick:
         for batch in chunks.batches(min(size, _stored_size(passes)), 0, chunks.n):
             chunk = chunks.build_whole(batch)
-            messages.check_outputs_finite(chunk.f, batch.start)
-            factors = keep(chunk.factors, settings.engine)
-            made = [StoredChunk(batch.without_inputs(), chunk.f.clone(), factors)]
-            del chunk, factors  # the caller's alone, who may be done with it when the next one is formed
+            check_outputs_finite(chunk.f, batch.start)
+            blocks = keep(chunk.blocks, settings.engine)
+            made = [StoredChunk(batch.without_inputs(), chunk.f.clone(), blocks)]
+            del chunk, blocks  # the caller's alone, who may be done with it when the next one is formed
             yield made.pop()
             tick(batch.n)
 
@@ -85,7 +86,7 @@ def store_each(passes: Pass, size: int, label: str) -> Iterator[StoredChunk]:
 def gather(passes: Pass, stored: list[StoredChunk]) -> StoredChunks:
     """Chunks in memory, of a Jacobian or of a part of it, as a source of chunks."""
     first = passes.chunks.first
-    first = replace(first, factors=[], batch=first.batch.without_inputs())
+    first = replace(first, blocks=[], batch=first.batch.without_inputs())
     return StoredChunks(passes.lin, replace(passes.settings, largest=None, halved=0), stored, first)
 
 
@@ -95,8 +96,8 @@ def estimate_size(passes: Pass) -> int:
     first, n, size = chunks.first, chunks.n, chunks.lin.dtype.itemsize
     if s.engine == "autodiff":
         return n * ((chunks.lin.p + 1) * first.c * size + first.rest)
-    rows = [f for f in first.factors if isinstance(f, Autodiff)]
-    given = [f for f in first.factors if not isinstance(f, Autodiff)]
+    rows = [f for f in first.blocks if isinstance(f, AutodiffBlock)]
+    given = [f for f in first.blocks if not isinstance(f, AutodiffBlock)]
     held = keep(given, s.engine)
     # What all examples share, such as the output's own gradient, is kept once for each chunk.
     shared = bytes_of(held, lambda t: t.stride(0) == 0)
@@ -137,7 +138,7 @@ class StoredChunks(ChunkSource):
 
     @property
     def kind(self) -> str:
-        return "factors in memory"
+        return "blocks in memory"
 
     @property
     def by_position(self) -> bool:
@@ -150,7 +151,7 @@ class StoredChunks(ChunkSource):
     @cached_property
     def first(self) -> FirstExamples:
         piece = self.pieces[0]
-        return replace(self.measured, factors=piece.part(0, min(PROBE, piece.batch.n)).chunk.factors)
+        return replace(self.measured, blocks=piece.part(0, min(PROBE, piece.batch.n)).chunk.blocks)
 
     @property
     def bytes(self) -> int:
@@ -164,9 +165,9 @@ class StoredChunks(ChunkSource):
             low, high = max(start, first), min(stop, end)
             for a in range(low, high, size):
                 part = piece.part(a - first, min(a + size, high) - first)
-                with arithmetic(of_network(self.settings.precision), self.lin.device):
-                    factors = part.prepared(request.prepare, key)
-                yield part.batch, Chunk(part.f, factors)
+                with arithmetic(network_precision(self.settings.precision), self.lin.device):
+                    blocks = part.prepared(request.prepare, key)
+                yield part.batch, Chunk(part.f, blocks)
 
     def with_settings(self, settings: PassSettings) -> StoredChunks:
         return replace(self, settings=settings)
@@ -185,7 +186,7 @@ class StoredChunks(ChunkSource):
         return torch.cat([piece.f for piece in self.pieces])
 
     def subset(self, index: Tensor, size: int) -> StoredChunks:
-        messages.check_subset_index(index, self.n)
+        check_subset_index(index, self.n)
         index = index.cpu().long()
         starts = torch.tensor([piece.batch.start for piece in self.pieces])
         places = torch.bucketize(index, starts, right=True) - 1
@@ -218,71 +219,71 @@ class StoredChunks(ChunkSource):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk in memory: recipes of its factors, each with the tensors that it needs; tensors may be shared.
+    """A chunk in memory: recipes of its blocks, each with the tensors that it needs; tensors may be shared.
 
     Attributes:
         batch: Its examples, without their inputs.
         f: Their outputs (n, c).
-        factors: Columns of the Jacobian.
-        forms: The factors as each kind of products wants them, kept for the next one; None for a kind that would take
-            more memory than the factors themselves, and None if nothing is to be kept.
+        blocks: Columns of the Jacobian.
+        forms: The blocks as each kind of products wants them, kept for the next one; None for a kind that would take
+            more memory than the blocks themselves, and None if nothing is to be kept.
     """
 
     batch: Batch
     f: Tensor
-    factors: list[Held]
-    forms: dict[Key, list[Factor] | None] | None = None
+    blocks: list[Held]
+    forms: dict[Key, list[ColumnBlock] | None] | None = None
 
     @property
     def bytes(self) -> int:
-        return bytes_of(self.factors) + self.f.numel() * self.f.element_size() + self.batch.rest_bytes
+        return bytes_of(self.blocks) + self.f.numel() * self.f.element_size() + self.batch.rest_bytes
 
     @property
     def chunk(self) -> Chunk:
-        return Chunk(self.f, [recipe(tensors) for recipe, tensors in self.factors])
+        return Chunk(self.f, [recipe(tensors) for recipe, tensors in self.blocks])
 
-    def prepared(self, ready: Prepare, key: Key | None) -> list[Factor]:
-        """The factors as ``ready`` makes them; ``key`` names a request whose form can be used again."""
+    def prepared(self, ready: Prepare, key: Key | None) -> list[ColumnBlock]:
+        """The blocks as ``ready`` makes them; ``key`` names a request whose form can be used again."""
         if key is None or self.forms is None:
-            return [ready(factor) for factor in self.chunk.factors]
+            return [ready(block) for block in self.chunk.blocks]
         if key not in self.forms:
             self.forms[key] = self._form(ready)
         form = self.forms[key]
-        return [ready(factor) for factor in self.chunk.factors] if form is None else form
+        return [ready(block) for block in self.chunk.blocks] if form is None else form
 
-    def _form(self, ready: Prepare) -> list[Factor] | None:
-        """All factors prepared, or None where that takes more memory than the piece itself."""
+    def _form(self, ready: Prepare) -> list[ColumnBlock] | None:
+        """All blocks prepared, or None where that takes more memory than the piece itself."""
         one = self.part(0, 1)
-        held = sum(t.nbytes for _, tensors in one.factors for t in tensors)
-        if sum(ready(factor).bytes for factor in one.chunk.factors) > held:
+        held = sum(t.nbytes for _, tensors in one.blocks for t in tensors)
+        if sum(ready(block).bytes for block in one.chunk.blocks) > held:
             return None
-        return pack([ready(factor) for factor in self.chunk.factors])
+        return pack([ready(block) for block in self.chunk.blocks])
 
     def part(self, start: int, stop: int) -> StoredChunk:
         """Examples start to stop, as views."""
         if (start, stop) == (0, self.batch.n):
             return self
-        factors = [(recipe, tuple(t[start:stop] for t in tensors)) for recipe, tensors in self.factors]
-        return StoredChunk(self.batch.part(start, stop), self.f[start:stop], factors)
+        blocks = [(recipe, tuple(t[start:stop] for t in tensors)) for recipe, tensors in self.blocks]
+        return StoredChunk(self.batch.part(start, stop), self.f[start:stop], blocks)
 
     def take(self, index: Tensor) -> StoredChunk:
         """Copies of some examples."""
         there = move(index, self.f.device)
         taken = _once(lambda t: t.index_select(0, there))
-        factors = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.factors]
-        return StoredChunk(self.batch.take(index), self.f.index_select(0, there), factors)
+        blocks = [(recipe, tuple(taken(t) for t in tensors)) for recipe, tensors in self.blocks]
+        return StoredChunk(self.batch.take(index), self.f.index_select(0, there), blocks)
 
     def alike(self, other: StoredChunk) -> bool:
         """Whether the two can be joined."""
         mine, theirs = (
-            [(recipe, [t.shape[1:] for t in tensors]) for recipe, tensors in kept.factors] for kept in (self, other)
+            [(recipe, [t.shape[1:] for t in tensors]) for recipe, tensors in kept.blocks] for kept in (self, other)
         )
         return mine == theirs and _shapes(self.batch) == _shapes(other.batch)
 
     @staticmethod
     def joined(parts: Sequence[StoredChunk], start: int) -> StoredChunk:
         """Pieces that are alike, as one."""
-        columns = zip(*(part.factors for part in parts), strict=True)
+        columns = zip(*(part.blocks for part in parts), strict=True)
         known: dict[tuple[int, ...], Tensor] = {}
 
         def join(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -291,24 +292,24 @@ class StoredChunk:
                 known[key] = torch.cat(tensors)
             return known[key]
 
-        factors = []
+        blocks = []
         for column in columns:
             tensors = zip(*(tensors for _, tensors in column), strict=True)
-            factors.append((column[0][0], tuple(join(group) for group in tensors)))
+            blocks.append((column[0][0], tuple(join(group) for group in tensors)))
         batch = Batch.join([part.batch for part in parts], start)
-        return StoredChunk(batch, torch.cat([part.f for part in parts]), factors)
+        return StoredChunk(batch, torch.cat([part.f for part in parts]), blocks)
 
 
-def keep(factors: Sequence[Factor], engine: Engine) -> list[Held]:
-    """Recipes and copies of the tensors of a chunk's factors, which keep nothing else alive."""
+def keep(blocks: Sequence[ColumnBlock], engine: Engine) -> list[Held]:
+    """Recipes and copies of the tensors of a chunk's blocks, which keep nothing else alive."""
     copied = _once(_compact)
     held: list[Held] = []
-    for factor in factors:
-        recipe, tensors = factor.recipe, factor.tensors()
-        rows = factor.n * factor.c * factor.q * tensors[-1].element_size() if tensors else 0
-        if recipe is None or (rows < factor.bytes and engine in ("auto", "rows")):
+    for block in blocks:
+        recipe, tensors = block.recipe, block.tensors()
+        rows = block.n * block.c * block.q * tensors[-1].element_size() if tensors else 0
+        if recipe is None or (rows < block.bytes and engine in ("auto", "rows")):
             # Fewer numbers, and products need not form them again.
-            expanded = factor.expand()
+            expanded = block.expand()
             held.append((expanded.recipe, tuple(_compact(t) for t in expanded.parts)))
         else:
             held.append((recipe, tuple(copied(t) for t in recipe.laid_out(tensors))))
@@ -353,12 +354,12 @@ def _shapes(batch: Batch) -> list[tuple[Any, ...]]:
 def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
-        return int(0.25 * free(device))
+        return int(0.25 * free_memory(device))
     return budget(memory, device)
 
 
 def _check_fits(chunks: NetworkChunks, needed: int, limit: int) -> None:
-    """Raise, on all ranks, unless the factors fit on all ranks."""
+    """Raise, on all ranks, unless the blocks fit on all ranks."""
     n, c, p, device = chunks.n, chunks.first.c, chunks.lin.p, chunks.lin.device
     fits = torch.tensor(float(needed <= limit), device=device)
     add_up(fits)
@@ -366,7 +367,7 @@ def _check_fits(chunks: NetworkChunks, needed: int, limit: int) -> None:
     if int(fits) < world:
         where = "" if world == 1 else f" on each of {world} ranks"
         raise MemoryError(
-            f"Keeping the factors of the {n * c} x {p} Jacobian takes about {needed:,} bytes, "
+            f"Keeping the blocks of the {n * c} x {p} Jacobian takes about {needed:,} bytes, "
             f"{needed // n:,} for each of {n:,} examples, and {limit:,} are available for it{where}. Select fewer "
             "parameters with params=, allow more with memory=, or use a solver that goes over the data in each step."
         )

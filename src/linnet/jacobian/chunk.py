@@ -1,6 +1,6 @@
-"""The Jacobian of a few examples in factors, and where the chunks of a data set come from.
+"""The Jacobian of a few examples in blocks, and where the chunks of a data set come from.
 
-A `ChunkBuilder` makes the factors of one batch, by layer rules where they serve and by torch's autodiff elsewhere.
+A `ChunkBuilder` makes the blocks of one batch, by layer rules where they serve and by torch's autodiff elsewhere.
 `NetworkChunks` makes the chunks of a data set with it, and compares each chunk with reverse mode when it is new.
 """
 
@@ -18,31 +18,31 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import messages
 from linnet._common.deferred import Deferred
 from linnet._common.distributed import check_ranks_agree
-from linnet._common.torch_settings import Precision, forward_mode, noting_saved
+from linnet._common.torch_settings import Precision, forward_mode, noting_saved_tensors
 from linnet.data.batch import Batch, Source
 from linnet.jacobian.blocks import autodiff
-from linnet.jacobian.blocks.autodiff import Autodiff
-from linnet.jacobian.blocks.base import Factor, Recipe
-from linnet.jacobian.blocks.composite import Lazy, combine
-from linnet.jacobian.blocks.shared_outputs import Shared
+from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
+from linnet.jacobian.blocks.base import ColumnBlock, Recipe
+from linnet.jacobian.blocks.composite import combine
+from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.kronecker import Rotation
-from linnet.jacobian.layers.rule import Call, LayoutError, Rule, Slot
+from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule, Slot
 from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
-from linnet.jacobian.proofs import Apart, Proofs, RandomState, Truth
-from linnet.jacobian.recording import Recording, Use
+from linnet.jacobian.proofs import OtherBatches, Proofs, RandomState, Truth
+from linnet.jacobian.recording import RecordedCall, Recording
 from linnet.jacobian.rule_selection import (
     PROBE,
-    Kept,
     RuleAssignment,
     RuleSelection,
-    factors_of,
+    ServedCall,
+    build_blocks,
     gradients,
     streamed,
     warn_fallback,
 )
+from linnet.network.checks import check_outputs_finite, examples_interact
 from linnet.network.functional_model import FunctionalModel
 
 if TYPE_CHECKING:
@@ -58,23 +58,23 @@ NOTHING = nullcontext()
 Judge = Callable[[], Truth]
 """Gives what reverse mode says of a chunk."""
 
-Prepare = Callable[[Factor], Factor]
-"""From a factor to the form that it is wanted in."""
+Prepare = Callable[[ColumnBlock], ColumnBlock]
+"""From a block to the form that it is wanted in."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The Jacobian of a few examples, in factors.
+    """The Jacobian of a few examples, in blocks.
 
     Attributes:
         f: Outputs (n, c).
-        factors: Columns; those that are missing are zero.
+        blocks: Columns; those that are missing are zero.
         truth: Gradients that the columns by layer rules must reproduce; None if the chunk is not to be proved.
         signature: The calls that the network made.
     """
 
     f: Tensor
-    factors: list[Factor]
+    blocks: list[ColumnBlock]
     truth: Truth | None = None
     signature: tuple[Any, ...] = ()
 
@@ -99,8 +99,8 @@ class ChunkBuilder:
         columns: bool = False,
         graph: bool = False,
         along: Tensor | None = None,
-        prepare: Prepare = lambda factor: factor,
-        prove: Apart | None = None,
+        prepare: Prepare = lambda block: block,
+        prove: OtherBatches | None = None,
     ) -> Chunk:
         """The Jacobian of a batch by torch's autodiff alone.
 
@@ -109,9 +109,9 @@ class ChunkBuilder:
             precision: Precision of the network's passes.
             columns: Products go column by column.
             graph: Keep the forward pass for the backward pass of a product.
-            along: (p, k), what the factors will be multiplied by; with ``columns`` and ``graph`` the forward pass gives
+            along: (p, k), what the blocks will be multiplied by; with ``columns`` and ``graph`` the forward pass gives
                 the product with its first column too.
-            prepare: Applied to the factor.
+            prepare: Applied to the block.
             prove: Some of the examples in other batches, if the columns are to be compared with reverse mode. The
                 columns are compared when they are used.
         """
@@ -127,7 +127,7 @@ class ChunkBuilder:
                 views = net.layout.unflatten(along[:, 0].to(net.model_dtype))
                 # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
                 tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
-                shared = Shared() if along.shape[1] > 1 else None
+                shared = SharedOutputs() if along.shape[1] > 1 else None
                 with forward_mode(net.module), nullcontext() if shared is None else shared:
                     f, product = autodiff.dual(lambda theta: net.forward(theta, batch), leaves, tangent)
                 known = along, product.detach().to(net.dtype)
@@ -135,8 +135,8 @@ class ChunkBuilder:
         judge: Judge | None = None if prove is None else partial(self.rules.judge, None, batch, precision, prove)
         names, c = tuple(net.theta), f.shape[1]
         seed = None if prove is None else prove.truth
-        factor = self._autodiff(names, batch, c, precision, columns, judge, seed, kept, known, shared)
-        return Chunk(f.detach().to(net.dtype), [prepare(factor)])
+        block = self._autodiff(names, batch, c, precision, columns, judge, seed, kept, known, shared)
+        return Chunk(f.detach().to(net.dtype), [prepare(block)])
 
     def build_by_rules(
         self,
@@ -144,8 +144,8 @@ class ChunkBuilder:
         precision: Precision,
         *,
         columns: bool = False,
-        prepare: Prepare = lambda factor: factor,
-        prove: Apart | None = None,
+        prepare: Prepare = lambda block: block,
+        prove: OtherBatches | None = None,
     ) -> Chunk:
         """The Jacobian of a batch by layer rules, and by autodiff where no rule serves.
 
@@ -153,7 +153,7 @@ class ChunkBuilder:
             batch: The examples, on the device of the network.
             precision: Precision of the network's passes.
             columns: Products of autodiff go column by column.
-            prepare: Applied to each factor as soon as it is there, so that what it was made of can be freed.
+            prepare: Applied to each block as soon as it is there, so that what it was made of can be freed.
             prove: Some of the examples in other batches, if the columns are to be compared with reverse mode. The
                 columns of autodiff are compared when they are used, the columns of layer rules by the caller, with the
                 chunk's ``truth``.
@@ -167,46 +167,46 @@ class ChunkBuilder:
             truth = None if prove is None else self.rules.judge(recording, batch, precision, prove)
             signature = recording.signature
             f = recording.out.detach().to(self.network.dtype)
-            factors = self._streamed(recording, assignment, batch, prepare)
-            if factors is None:
+            blocks = self._streamed(recording, assignment, batch, prepare)
+            if blocks is None:
                 if not recording.uses:  # emptied by a stream that broke off
                     recording = self.rules.record(batch, assignment.changes)
-                factors, assignment = self._captured(recording, assignment, batch, prepare)
+                blocks, assignment = self._captured(recording, assignment, batch, prepare)
         if assignment.rest:
             judge = None if truth is None else partial(_same, truth)
             seed = None if prove is None else prove.truth
-            factors.append(prepare(self._autodiff(assignment.rest, batch, f.shape[1], precision, columns, judge, seed)))
-        return Chunk(f, factors, truth, signature)
+            blocks.append(prepare(self._autodiff(assignment.rest, batch, f.shape[1], precision, columns, judge, seed)))
+        return Chunk(f, blocks, truth, signature)
 
     def _without_autocast(self, prepare: Prepare) -> Prepare:
-        """The same outside of bf16's autocast: products of factors are float32."""
+        """The same outside of bf16's autocast: products of blocks are float32."""
 
-        def prepared(factor: Factor) -> Factor:
+        def prepared(block: ColumnBlock) -> ColumnBlock:
             with torch.autocast(self.network.device.type, enabled=False):
-                return prepare(factor)
+                return prepare(block)
 
         return prepared
 
     def _streamed(
         self, recording: Recording, assignment: RuleAssignment, batch: Batch, prepare: Prepare
-    ) -> list[Factor] | None:
-        """The factors of a chunk with one output, each prepared during the backward pass; None if that cannot be."""
+    ) -> list[ColumnBlock] | None:
+        """The blocks of a chunk with one output, each prepared during the backward pass; None if that cannot be."""
         if not assignment.streams or recording.out.shape[1] > 1 or not recording.out.requires_grad:
             return None
         if self.network.device.type != "cpu":  # a GPU would wait for Python between the layers
             return None
-        uses: list[Use | None] = [use for use, k in zip(recording.uses, assignment.kept, strict=True) if k]
+        uses: list[RecordedCall | None] = [use for use, k in zip(recording.uses, assignment.kept, strict=True) if k]
         kept = [k for k in assignment.kept if k]
         names = Counter(slot.name for k in kept for slot in k.slots.values())
-        factors: list[Factor] = []
-        shared: list[Factor] = []
+        blocks: list[ColumnBlock] = []
+        shared: list[ColumnBlock] = []
 
-        def take(i: int, use: Use, g: Tensor) -> None:
-            found = _factors(use, kept[i], g, n=batch.n, dtype=self.network.dtype)
+        def take(i: int, use: RecordedCall, g: Tensor) -> None:
+            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.dtype)
             if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
                 shared.extend(found)
             else:
-                factors.extend(prepare(factor) for factor in found)
+                blocks.extend(prepare(block) for block in found)
 
         recording.uses.clear()
         try:
@@ -215,27 +215,27 @@ class ChunkBuilder:
             assignment.streams = False
         if not assignment.streams:
             return None
-        return factors + [prepare(factor) for factor in combine(shared)]
+        return blocks + [prepare(block) for block in combine(shared)]
 
     def _captured(
         self, recording: Recording, assignment: RuleAssignment, batch: Batch, prepare: Prepare
-    ) -> tuple[list[Factor], RuleAssignment]:
+    ) -> tuple[list[ColumnBlock], RuleAssignment]:
         out = recording.out
         pairs = [(use, kept) for use, kept in zip(recording.uses, assignment.kept, strict=True) if kept]
         seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
         grads = gradients(out, [use for use, _ in pairs], seeds, batched=assignment.batched)
-        factors: list[Factor] = []
+        blocks: list[ColumnBlock] = []
         for (use, kept), g in zip(pairs, grads, strict=True):
             if g is None:
                 continue
             try:
-                factors += _factors(use, kept, g, n=batch.n, dtype=self.network.dtype)
+                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
                 fewer = self.rules.leave_to_autodiff(recording.signature, names)
                 return self._captured(recording, fewer, batch, prepare)
-        return [prepare(factor) for factor in combine(factors)], assignment
+        return [prepare(block) for block in combine(blocks)], assignment
 
     def _autodiff(
         self,
@@ -248,15 +248,15 @@ class ChunkBuilder:
         seed: Truth | None = None,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
-        shared: Shared | None = None,
-    ) -> Autodiff:
+        shared: SharedOutputs | None = None,
+    ) -> AutodiffBlock:
         def forward(
             theta: Mapping[str, Tensor], part: Batch, within: AbstractContextManager[object] = NOTHING
         ) -> Tensor:
             with self.network.in_precision(precision), forward_mode(self.network.module), within:
                 return self.network.forward(theta, part)
 
-        return Autodiff(
+        return AutodiffBlock(
             forward,
             self.network.theta,
             names,
@@ -279,21 +279,21 @@ def _same(truth: Truth) -> Truth:
     return truth
 
 
-def _factors(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:
+def _build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtype: torch.dtype) -> list[ColumnBlock]:
     """Columns of the Jacobian from one use, each with its recipe."""
-    found = factors_of(use, kept, g, n=n, dtype=dtype)
-    for factor in found:
-        if isinstance(factor, Lazy):
-            slots = {role: slot for role, slot in kept.slots.items() if slot.range in factor.ranges}
-            factor.again = Recipe(_lazy_again, (use.rule, use.call.conf, slots, kept.layout), factor.last)
+    found = build_blocks(use, kept, g, n=n, dtype=dtype)
+    for block in found:
+        if isinstance(block, LazyBlock):
+            slots = {role: slot for role, slot in kept.slots.items() if slot.range in block.ranges}
+            block.again = Recipe(_lazy_again, (use.rule, use.call.conf, slots, kept.layout), block.last)
     return found
 
 
 def _lazy_again(
     tensors: Sequence[Tensor], rule: Rule, conf: dict[str, Any], slots: Mapping[str, Slot], layout: str
-) -> Factor:
+) -> ColumnBlock:
     x, g = tensors
-    return rule.factors(Call(None, {}, conf), x, g, slots, layout)[0]
+    return rule.make_blocks(LayerCall(None, {}, conf), x, g, slots, layout)[0]
 
 
 @dataclass(frozen=True)
@@ -302,16 +302,16 @@ class FirstExamples:
 
     Attributes:
         c: Outputs.
-        factors: Columns of the Jacobian of the first examples.
+        blocks: Columns of the Jacobian of the first examples.
         batch: One or two of the examples.
         per_example: Bytes that an example takes in a chunk.
-        graph: Bytes that an example takes in the graph of the network, without factors and rows.
+        graph: Bytes that an example takes in the graph of the network, without blocks and rows.
         inputs: Bytes of an example that the model takes.
         rest: Bytes of an example that the model does not take, such as targets.
     """
 
     c: int
-    factors: list[Factor]
+    blocks: list[ColumnBlock]
     batch: Batch
     per_example: int
     graph: int
@@ -326,7 +326,7 @@ class ChunkRequest:
     Attributes:
         kind: Which products are made.
         k: Columns of the products.
-        prepare: Gives a factor the form and the coordinates that the products want.
+        prepare: Gives a block the form and the coordinates that the products want.
         along: (p, k), what the chunks will be multiplied by, where that is known before they are made.
         rotation: The coordinates of the columns; None for the coordinates of the parameters.
     """
@@ -495,23 +495,23 @@ class NetworkChunks(ChunkSource):
         self.lin.rules.assign(batch)
         build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision)
         try:
-            with noting_saved(note):
+            with noting_saved_tensors(note):
                 chunk = build()
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
             with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
                 chunk = build()
-        messages.check_outputs_finite(chunk.f, batch.start)
+        check_outputs_finite(chunk.f, batch.start)
         graph = max(1, sum(sizes.values()) // batch.n)
-        for factor in chunk.factors:
-            for t in factor.tensors():
+        for block in chunk.blocks:
+            for t in block.tensors():
                 note(t)
         return FirstExamples(
             c=chunk.f.shape[1],
-            factors=chunk.factors,
+            blocks=chunk.blocks,
             batch=batch.part(0, min(2, batch.n)),
-            per_example=sum(sizes.values()) // batch.n + working_size(chunk.factors, self.lin.dtype.itemsize),
+            per_example=sum(sizes.values()) // batch.n + working_size(chunk.blocks, self.lin.dtype.itemsize),
             graph=graph,
             inputs=batch.input_bytes // batch.n,
             rest=batch.rest_bytes // batch.n,
@@ -536,7 +536,7 @@ class NetworkChunks(ChunkSource):
             yield batch, made.pop()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self.late is None:
-                messages.check_outputs_finite(f, batch.start, batch.positions)
+                check_outputs_finite(f, batch.start, batch.positions)
             else:
                 self.late.add(f, batch.index)
 
@@ -578,34 +578,36 @@ class NetworkChunks(ChunkSource):
         rules, layout = self.lin.rules, self.lin.layout
         build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision, columns=columns, **how)
 
-        def make(apart: Apart | None) -> Chunk:
+        def make(apart: OtherBatches | None) -> Chunk:
             while True:
                 chunk = build(prove=apart)
                 if chunk.truth is None or not chunk.truth.judges:
                     return chunk
                 rest = rules.last.rest  # autodiff's columns are compared when they are used
                 own = {layout.offsets[name] for name in rest}
-                ruled = [f for f in chunk.factors if f.ranges[0][0] not in own]
+                ruled = [f for f in chunk.blocks if f.ranges[0][0] not in own]
                 wrong, *mixed = (names.difference(rest) for names in chunk.truth.disagreeing(ruled, rotation))
                 if not wrong:
                     if any(mixed):
-                        raise messages.examples_interact(batch.start, batch.n)
+                        raise examples_interact(batch.start, batch.n)
                     return replace(chunk, truth=None)
                 rules.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 
         return self._proved("rules, columns" if columns else "rules", batch, make)
 
-    def _proved(self, way: str, batch: Batch, make: Callable[[Apart | None], Chunk]) -> Chunk:
+    def _proved(self, way: str, batch: Batch, make: Callable[[OtherBatches | None], Chunk]) -> Chunk:
         """A chunk that is compared with reverse mode and with other batches where it is new."""
         new = self.source.changes or self.proofs.claim(way, batch)
         first = new and (self.source.changes or self.proofs.claim("derivatives", batch))
         with self.outputs_proved(batch, derivatives=first) as (made, apart):
-            chunk = make((apart or Apart([], None, False)) if new else None)
+            chunk = make((apart or OtherBatches([], None, False)) if new else None)
             made.append(chunk.f)
         return chunk
 
     @contextmanager
-    def outputs_proved(self, batch: Batch, *, derivatives: bool = False) -> Iterator[tuple[list[Tensor], Apart | None]]:
+    def outputs_proved(
+        self, batch: Batch, *, derivatives: bool = False
+    ) -> Iterator[tuple[list[Tensor], OtherBatches | None]]:
         """Compares the outputs that are put into the list with those in other batches, if the chunk is new."""
         made: list[Tensor] = []
         if not derivatives and not self.proofs.claim("outputs", batch):

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from linnet._common.distributed import add_up, rank_and_world
-from linnet.jacobian.blocks.base import Factor, Rows
-from linnet.jacobian.blocks.embedding_table import Tokens
-from linnet.jacobian.blocks.tiling import TEMPORARY
+from linnet.jacobian.blocks.base import TEMPORARY, ColumnBlock, DenseBlock
+from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.cuda import triton_kernels
 
 Part = tuple[tuple[int, int], Tensor, Tensor, Tensor]
@@ -40,7 +39,7 @@ class Moments:
         device: Of the columns.
 
     >>> found = Moments(2, centered=True, device="cpu")
-    >>> found.add([Rows([(0, 1)], [torch.tensor([[[1.0]], [[3.0]]])])], 2)
+    >>> found.add([DenseBlock([(0, 1)], [torch.tensor([[[1.0]], [[3.0]]])])], 2)
     >>> found.count, found.mean.tolist(), found.squares.tolist()
     (2, [2.0, 0.0], [2.0, 0.0])
     """
@@ -55,12 +54,12 @@ class Moments:
         """(p,)."""
         return self.near + self.more
 
-    def add(self, factors: Sequence[Factor], count: int) -> None:
-        """Take in the ``count`` rows of a chunk; columns without a factor are zero there."""
+    def add(self, blocks: Sequence[ColumnBlock], count: int) -> None:
+        """Take in the ``count`` rows of a chunk; columns without a block are zero there."""
         near, more, squares = (torch.zeros_like(self.near) for _ in range(3))
-        for factor in factors:
+        for block in blocks:
             done = 0
-            for part in _parts(factor):
+            for part in _parts(block):
                 rows = part.n * part.c
                 for r, c, e, s in self._of(part):
                     here = slice(*r)
@@ -89,12 +88,12 @@ class Moments:
         add_up(self.squares)
         self.near, self.more, self.count = near, more, int(total)
 
-    def _of(self, factor: Factor) -> Iterator[Part]:
-        """Over all rows of a factor, range by range."""
-        if isinstance(factor, Tokens):
-            yield self._of_tokens(factor)
+    def _of(self, block: ColumnBlock) -> Iterator[Part]:
+        """Over all rows of a block, range by range."""
+        if isinstance(block, EmbeddingBlock):
+            yield self._of_tokens(block)
             return
-        rows = factor.expand()
+        rows = block.expand()
         for r, part in zip(rows.ranges, rows.parts, strict=True):
             X = part.detach().reshape(rows.n * rows.c, -1)
             # A row of its own is as near to the mean as the others are.
@@ -104,12 +103,12 @@ class Moments:
             # Below zero there is only rounding of what is zero.
             yield r, near.double(), more, (squares - len(X) * more.square()).clamp_min(0)
 
-    def _of_tokens(self, factor: Tokens) -> Part:
+    def _of_tokens(self, block: EmbeddingBlock) -> Part:
         """Most examples hold a few rows of the table only; all others are zeros, which are counted, not made."""
-        _, joined, token = factor._coalesced()
-        joined, rows = joined.detach().double(), factor.n * factor.c
-        table = self.near.new_zeros(factor.vocabulary, joined.shape[-1])
-        absent = rows - table[:, :1].index_add(0, token, torch.full_like(joined[:, 0, :1], factor.c))
+        _, joined, token = block._coalesced()
+        joined, rows = joined.detach().double(), block.n * block.c
+        table = self.near.new_zeros(block.vocabulary, joined.shape[-1])
+        absent = rows - table[:, :1].index_add(0, token, torch.full_like(joined[:, 0, :1], block.c))
         near, more = table, table
         if self.centered:
             near = table.index_add(0, token, joined.sum(1)) / rows
@@ -117,7 +116,7 @@ class Moments:
         if self.centered:
             more = (table.index_add(0, token, D.sum(1)) - absent * near) / rows
         squares = table.index_add(0, token, D.square().sum(1)) + absent * near.square() - rows * more.square()
-        return factor.ranges[0], near.flatten(), more.flatten(), squares.flatten()
+        return block.ranges[0], near.flatten(), more.flatten(), squares.flatten()
 
 
 def column_sums(X: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,12 +144,12 @@ def _merge(mean: Tensor, squares: Tensor, count: int, mean_b: Tensor, squares_b:
     squares += squares_b + shift.square_() * (count * more / total)
 
 
-def _parts(factor: Factor) -> Iterator[Factor]:
-    """The factor cut along the examples, so that its rows are not all formed at once."""
-    step = max(1, TEMPORARY // max(1, factor.c * factor.q))
-    recipe = factor.recipe
-    if isinstance(factor, Rows | Tokens) or recipe is None or step >= factor.n:
-        yield factor
+def _parts(block: ColumnBlock) -> Iterator[ColumnBlock]:
+    """The block cut along the examples, so that its rows are not all formed at once."""
+    step = max(1, TEMPORARY // max(1, block.c * block.q))
+    recipe = block.recipe
+    if isinstance(block, DenseBlock | EmbeddingBlock) or recipe is None or step >= block.n:
+        yield block
         return
-    for start in range(0, factor.n, step):
-        yield recipe([t[start : start + step] for t in factor.tensors()])
+    for start in range(0, block.n, step):
+        yield recipe([t[start : start + step] for t in block.tensors()])

@@ -13,7 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch
 from linnet.inference.gaussian.closed_form import cached_if_fits
@@ -23,6 +22,7 @@ from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.rule_selection import TOLERANCE
 from linnet.linalg.operator import LinearOperator
+from linnet.network import checks
 from linnet.probability.priors import PriorSpec, make_prior
 
 Features = LinearOperator | Tensor
@@ -148,7 +148,7 @@ class TangentFeatures:
             found = u @ rows
             slope, exact_slope = _slope(found @ v, x), _slope(exact @ v, x)
         tolerance = TOLERANCE[self.lin.model_dtype]
-        return messages.close(found, exact, tolerance) and messages.close(slope, exact_slope, tolerance)
+        return checks.close(found, exact, tolerance) and checks.close(slope, exact_slope, tolerance)
 
     def _vectorized(self, x: Tensor) -> Tensor:
         found = autodiff.rows(self._forward, self.lin.theta, _batch(x), vectorize=True)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet._common import messages
 from linnet._common.progress import bar
 from linnet.data.batch import Batch, Source, move
 from linnet.jacobian.cached import cache_limit
@@ -32,6 +31,7 @@ from linnet.jacobian.passes import Pass
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
 from linnet.jacobian.rule_selection import PROBE
+from linnet.network.checks import close
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import READERS
 
@@ -167,7 +167,7 @@ class _State:
 
 
 @final
-class Frozen:
+class FrozenLayers:
     """The frozen calls of a linearization, found on a few examples.
 
     Args:
@@ -204,7 +204,7 @@ class Frozen:
                 self._mark_needed(found, probe)
                 with torch.no_grad(), self.lin.network.in_precision("highest"):
                     out = self.top.forward({}, self.with_kept(probe, self.of(found)))
-                return messages.close(out, reference, TOLERANCE[self.lin.model_dtype])
+                return close(out, reference, TOLERANCE[self.lin.model_dtype])
             except (RuntimeError, IndexError):
                 continue
         return False
@@ -224,7 +224,7 @@ class Frozen:
         recording, noted = self._recorded(batch, grad=True)
         missing = [key for key in self._state.results if key not in noted]
         if missing:
-            raise ValueError(f"Not every example calls {missing[0][0]!r}; keep the factors instead (J.cached).")
+            raise ValueError(f"Not every example calls {missing[0][0]!r}; keep the blocks instead (J.cached).")
         kept = self.of(noted)
         with self.lin.network.in_precision("highest"):
             self._check(batch, recording, kept)
@@ -262,12 +262,12 @@ class Frozen:
             tensors, spec = pytree.tree_flatten(out)
             others = pytree.tree_leaves(fewer.get(key, ()))
             if len(others) != len(tensors) or not all(isinstance(t, Tensor) for t in tensors):
-                raise ValueError(f"What {key[0]!r} returns is not made of tensors alone; keep the factors instead.")
+                raise ValueError(f"What {key[0]!r} returns is not made of tensors alone; keep the blocks instead.")
             leaves = []
             for t, other in zip(tensors, others, strict=True):
                 by_example = t.ndim > 0 and len(t) == probe.n and (probe.n == 1 or len(other) == probe.n - 1)
                 if not by_example and (t.shape != other.shape or not torch.equal(t.detach(), other.detach())):
-                    raise ValueError(f"What {key[0]!r} returns has no axis of examples; keep the factors instead.")
+                    raise ValueError(f"What {key[0]!r} returns has no axis of examples; keep the blocks instead.")
                 shape = t.shape[1:] if by_example else t.shape
                 leaves.append(Leaf(tuple(shape), t.dtype, None if by_example else t.detach()))
             results[key] = Result(tuple(leaves), spec)
@@ -310,7 +310,7 @@ class Frozen:
         top = self.top.rules.record(self.with_kept(batch, kept), NO_CHANGES)
         u = random_signs(*top.out.shape, seed=batch.start, like=top.out.detach())
         first, second = (self.lin.rules.truth(recording, u, "highest") for recording in (whole, top))
-        same = messages.close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
+        same = close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
         if not same or (first.judges and first.different(second.G)[0]):
             raise _cannot_start()
 
@@ -333,7 +333,7 @@ class SourceWithActivations(Source):
     def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
         for batch in self.base.batches(size, start, stop):
             part = [t[batch.start : batch.start + batch.n] for t in self.tensors]
-            yield Frozen.with_kept(batch, part)
+            yield FrozenLayers.with_kept(batch, part)
 
     def code(self, start: int = 0, stop: int | None = None) -> int:
         return self.base.code(start, stop)  # the activations follow from the data
@@ -341,7 +341,7 @@ class SourceWithActivations(Source):
     def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
         held = list(chunks)
         for chunk, batch in zip(held, self.base._gather(held), strict=True):
-            yield Frozen.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
+            yield FrozenLayers.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
 
 
 def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLike[str] | None) -> NetworkChunks:
@@ -359,7 +359,7 @@ def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLi
     chunks, settings = passes.chunks, passes.settings
     assert isinstance(chunks, NetworkChunks)
     few = min(PROBE, chunks.n)
-    frozen = Frozen(chunks.lin, next(iter(chunks.batches(few, 0, few))))
+    frozen = FrozenLayers(chunks.lin, next(iter(chunks.batches(few, 0, few))))
     tensors = storage(frozen, chunks.n, cache_limit(memory, chunks.lin.device), folder)
     size = passes.chunk_size()
 
@@ -375,7 +375,7 @@ def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLi
     return NetworkChunks(frozen.top, source, settings.renewed())
 
 
-def storage(frozen: Frozen, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:
+def storage(frozen: FrozenLayers, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:
     """Room for what is kept of n examples: in memory, or in a file of ``folder`` that vanishes with the tensors.
 
     Raises:
@@ -407,7 +407,7 @@ def _on_disk(leaf: Leaf, n: int, folder: str | os.PathLike[str]) -> Tensor:
 def _cannot_start() -> ValueError:
     return ValueError(
         "The network cannot be started above its frozen layers: what it computes there depends on more than "
-        "what modules return. Keep the factors instead (J.cached), or pass the top as a network of its own."
+        "what modules return. Keep the blocks instead (J.cached), or pass the top as a network of its own."
     )
 
 

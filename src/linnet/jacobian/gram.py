@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linnet._common import messages
 from linnet._common.distributed import add_up, rank_and_world, share_rows
 from linnet._common.memory import budget
 from linnet._common.progress import bar
-from linnet.jacobian.blocks.base import Factor, Rows, Scale
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
 from linnet.jacobian.blocks.composite import cut_by_layer
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
 from linnet.linalg.row_weights import weigh
+from linnet.network.checks import check_same_shapes
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian
 
-Cut = Callable[[Factor], list[tuple[str, Factor]]]
-"""A factor to its named parts."""
+Cut = Callable[[ColumnBlock], list[tuple[str, ColumnBlock]]]
+"""A block to its named parts."""
 
 Placed = tuple[slice, Piece]
 """A chunk with its rows."""
@@ -34,13 +34,13 @@ Placed = tuple[slice, Piece]
 
 def compute_gram(J: Jacobian, other: Jacobian | None, scale: Tensor | None) -> Tensor:
     """``J diag(scale) J'^T``, (n c, m c'); J' is J itself where no other is given."""
-    return _compute_grams(J, other, _diagonal(scale), [""], lambda factor: [("", factor)])[""]
+    return _compute_grams(J, other, _diagonal(scale), [""], lambda block: [("", block)])[""]
 
 
 def compute_layer_grams(J: Jacobian) -> dict[str, Tensor]:
     """Layer name to its part of ``J J^T``, (n c, n c)."""
     layout = J.lin.layout
-    return _compute_grams(J, None, Scale(), list(layout.layers), lambda factor: cut_by_layer(factor, layout))
+    return _compute_grams(J, None, Scale(), list(layout.layers), lambda block: cut_by_layer(block, layout))
 
 
 def compute_stacked_gram(all_: Sequence[Jacobian], scale: Tensor | None) -> Tensor | None:
@@ -51,7 +51,7 @@ def compute_stacked_gram(all_: Sequence[Jacobian], scale: Tensor | None) -> Tens
         return None
     for J in others:
         _check_same_columns(first, J)
-    return _symmetric(all_, _diagonal(scale), [""], lambda factor: [("", factor)])[""]
+    return _symmetric(all_, _diagonal(scale), [""], lambda block: [("", block)])[""]
 
 
 def compute_gram_normal(J: Jacobian, other: Jacobian, weight: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -66,7 +66,7 @@ def compute_gram_normal(J: Jacobian, other: Jacobian, weight: Tensor | None, sca
         for a in J.passes.pieces("gram", 1, "K^T W K"):
             K = torch.zeros(a.batch.n * J.c, m, dtype=J.dtype, device=J.device)
             for b in held:
-                for _, x, y in _matched(a.factors, b.factors, lambda factor: [("", factor)]):
+                for _, x, y in _matched(a.blocks, b.blocks, lambda block: [("", block)]):
                     x.gram(y, diagonal, K[:, b.rows])
             out += (K.T @ weigh(K, weight, a.rows)).double()
         add_up(out)
@@ -82,8 +82,8 @@ def compute_gram_diagonal(J: Jacobian, scale: Tensor | None) -> Tensor:
     def run() -> Tensor:
         out = torch.zeros(J.shape[0], dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("diag", 1, "diag J J^T"):
-            for factor in piece.factors:
-                out[piece.rows] += factor.diag(diagonal).flatten()
+            for block in piece.blocks:
+                out[piece.rows] += block.diag(diagonal).flatten()
         share_rows(out, J.n, J.c)
         return out
 
@@ -97,8 +97,8 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
     def run() -> Tensor:
         out = torch.zeros(J.n, J.c, J.c, dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("diag", 1, "blocks of J J^T"):
-            for factor in piece.factors:
-                out[piece.batch.start : piece.batch.start + piece.batch.n] += factor.blocks(diagonal)
+            for block in piece.blocks:
+                out[piece.batch.start : piece.batch.start + piece.batch.n] += block.gram_blocks(diagonal)
         share_rows(out, J.n, 1)
         return out
 
@@ -115,8 +115,8 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
             b = piece.batch
             w = weight.view(J.n, J.c) if weight is not None and weight.ndim == 1 else weight
             w = None if w is None else w[b.start : b.start + b.n]
-            for factor in piece.factors:
-                factor.squares(w, part)
+            for block in piece.blocks:
+                block.squares(w, part)
             total += part
         add_up(total)
         return total.to(J.dtype)
@@ -130,7 +130,7 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
     def run() -> Moments:
         found = Moments(J.shape[1], centered=centered, device=J.device)
         for piece in J.passes.pieces("squares", 1, "moments of J"):
-            found.add(piece.factors, piece.batch.n * J.c)
+            found.add(piece.blocks, piece.batch.n * J.c)
         found.over_ranks()
         return found
 
@@ -142,12 +142,12 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
     first, engine = J.passes.chunks.first, J.passes.settings.engine
 
     def run() -> Kronecker:
-        sample = [prepare(f, "sides", k=1, engine=engine) for f in first.factors]
+        sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
         found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
             part = None if root is None else root[b.start : b.start + b.n]
-            found.add(piece.factors, part, b.n)
+            found.add(piece.blocks, part, b.n)
         found.over_ranks()
         return found
 
@@ -159,7 +159,7 @@ def _diagonal(scale: Tensor | None) -> Scale:
 
 
 def _check_same_columns(J: Jacobian, other: Jacobian) -> None:
-    messages.check_same_shapes(J.lin.layout.shapes, other.lin.layout.shapes)
+    check_same_shapes(J.lin.layout.shapes, other.lin.layout.shapes)
     if J.passes.rotation is not other.passes.rotation:
         raise ValueError("The two Jacobians are in different coordinates; rotate both, by the same rotation.")
 
@@ -167,7 +167,7 @@ def _check_same_columns(J: Jacobian, other: Jacobian) -> None:
 def _compute_grams(
     J: Jacobian, other: Jacobian | None, scale: Scale, names: Sequence[str], parts: Cut
 ) -> dict[str, Tensor]:
-    """Gram matrices by name, from factors cut into named parts; every rank makes the same ones in one order."""
+    """Gram matrices by name, from blocks cut into named parts; every rank makes the same ones in one order."""
     if other is None and rank_and_world()[1] == 1:
         return _symmetric([J], scale, names, parts)
     right = J if other is None else other
@@ -178,9 +178,9 @@ def _compute_grams(
         grams = {name: torch.zeros(shape, dtype=J.dtype, device=J.device) for name in names}
         room, (start, stop) = budget(J.passes.settings.memory, J.device), J.passes.own
         with _pairs(J, (stop - start) * J.c * right.shape[0]) as tick:
-            for block, _ in _blocks([J], room):
+            for group, _ in _groups([J], room):
                 for columns, b in _placed([right], room, start=0, stop=right.n):
-                    for rows, a in block:
+                    for rows, a in group:
                         tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
                     del a, b  # before the next ones are formed
         for K in grams.values():
@@ -199,9 +199,9 @@ def _symmetric(all_: Sequence[Jacobian], scale: Scale, names: Sequence[str], par
         grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
         room = budget(first.passes.settings.memory, first.device)  # beside them
         with _pairs(first, m * m) as tick:
-            for block, behind in _blocks(all_, room):
-                for columns, b in chain(block, _placed(all_, room, *behind)):
-                    for rows, a in block:
+            for group, behind in _groups(all_, room):
+                for columns, b in chain(group, _placed(all_, room, *behind)):
+                    for rows, a in group:
                         if rows.start > columns.start:
                             continue
                         done = _meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()})
@@ -239,44 +239,44 @@ def _placed(
         above, start = above + part.shape[0], None
 
 
-def _blocks(all_: Sequence[Jacobian], room: int) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
-    """Runs of chunks whose factors fit in memory together, and which Jacobian and example come behind them.
+def _groups(all_: Sequence[Jacobian], room: int) -> Iterator[tuple[list[Placed], tuple[int, int]]]:
+    """Runs of chunks whose blocks fit in memory together, and which Jacobian and example come behind them.
 
     A run is emptied when the next one is asked for.
     """
     limit = int(GRAM[1] * room) >> all_[0].passes.settings.halved
-    block: list[Placed] = []
+    group: list[Placed] = []
     held = above = number = 0
     for rows, piece in _placed(all_, room):
         while rows.start >= above + all_[number].shape[0]:
             above, number = above + all_[number].shape[0], number + 1
-        size = sum(f.bytes for f in piece.factors)
-        if block and held + size > limit:
-            yield block, (number, piece.batch.start)
-            block.clear()
+        size = sum(f.bytes for f in piece.blocks)
+        if group and held + size > limit:
+            yield group, (number, piece.batch.start)
+            group.clear()
             held = 0
-        block.append((rows, piece))
+        group.append((rows, piece))
         held += size
         del piece
-    if block:
-        yield block, (len(all_), 0)
+    if group:
+        yield group, (len(all_), 0)
 
 
 def _meet(a: Piece, b: Piece, scale: Scale, parts: Cut, out: Mapping[str, Tensor]) -> int:
     """Adds the Gram matrices of two chunks, by name; how many pairs of rows they have."""
-    for name, x, y in _matched(a.factors, b.factors, parts):
+    for name, x, y in _matched(a.blocks, b.blocks, parts):
         x.gram(y, scale, out[name])
     return max((K.numel() for K in out.values()), default=0)
 
 
 def _matched(
-    left: Sequence[Factor],
-    right: Sequence[Factor],
+    left: Sequence[ColumnBlock],
+    right: Sequence[ColumnBlock],
     parts: Cut,
-) -> Iterator[tuple[str, Factor, Factor]]:
-    """Pairs of factors over the same columns, with a name; columns that one side lacks are zero there."""
-    mine = {(name, f.ranges): f for factor in left for name, f in parts(factor)}
-    theirs = {(name, f.ranges): f for factor in right for name, f in parts(factor)}
+) -> Iterator[tuple[str, ColumnBlock, ColumnBlock]]:
+    """Pairs of blocks over the same columns, with a name; columns that one side lacks are zero there."""
+    mine = {(name, f.ranges): f for block in left for name, f in parts(block)}
+    theirs = {(name, f.ranges): f for block in right for name, f in parts(block)}
     for key in mine:
         if key in theirs:
             yield key[0], mine[key], theirs[key]
@@ -289,11 +289,11 @@ def _matched(
             for (a, b), other in by_range(f):
                 low, high = max(start, a), min(stop, b)
                 if low < high:
-                    x = Rows([(low, high)], [part[..., low - start : high - start]])
-                    yield name, x, Rows([(low, high)], [other[..., low - a : high - a]])
+                    x = DenseBlock([(low, high)], [part[..., low - start : high - start]])
+                    yield name, x, DenseBlock([(low, high)], [other[..., low - a : high - a]])
 
 
-def by_range(factor: Factor) -> list[tuple[tuple[int, int], Tensor]]:
-    """The rows of a factor, range by range."""
-    rows = factor.expand()
+def by_range(block: ColumnBlock) -> list[tuple[tuple[int, int], Tensor]]:
+    """The rows of a block, range by range."""
+    rows = block.expand()
     return list(zip(rows.ranges, rows.parts, strict=True))

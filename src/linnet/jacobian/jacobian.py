@@ -25,8 +25,9 @@ from linnet._common.distributed import add_up, add_up_checksums, rank_and_world,
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch, SingleBatch, Source
+from linnet.data.checks import no_subset, targets_of
 from linnet.jacobian import gram
-from linnet.jacobian.blocks.base import Factor
+from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, gather, store, store_each
 from linnet.jacobian.chunk import ChunkSource, NetworkChunks
@@ -36,6 +37,7 @@ from linnet.jacobian.passes import Pass, Piece
 from linnet.jacobian.plan import Plan, Request, describe
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
 from linnet.linalg.row_weights import add_symmetric_, weigh
+from linnet.network.checks import check_outputs_finite
 
 T = TypeVar("T")
 
@@ -95,9 +97,9 @@ class Jacobian(LinearOperator):
         return self._network_chunks("keeps no inputs").source
 
     @property
-    def _sample(self) -> list[Factor]:
+    def _sample(self) -> list[ColumnBlock]:
         """Columns of the Jacobian of the first examples."""
-        return self.passes.chunks.first.factors
+        return self.passes.chunks.first.blocks
 
     def _network_chunks(self, why: str) -> NetworkChunks:
         """The chunks that the network makes; raise where they are in memory."""
@@ -132,7 +134,7 @@ class Jacobian(LinearOperator):
             out, first = U.new_empty(self.shape[1], U.shape[1]), True
             for piece in self.passes.pieces("rmatmul", U.shape[1], "J^T U"):
                 part = U[piece.rows].reshape(piece.batch.n, self.c, -1)
-                add_rmatmul(piece.factors, part, out, first=first)
+                add_rmatmul(piece.blocks, part, out, first=first)
                 first = False
                 del piece
             if first:  # this rank has no examples
@@ -158,7 +160,7 @@ class Jacobian(LinearOperator):
                 U = self._aligned(fn(_product(piece, V)[:, :k], piece))
                 if summed:
                     sums += U.sum(0)
-                add_rmatmul(piece.factors, U.reshape(piece.batch.n, self.c, -1), out, first=first)
+                add_rmatmul(piece.blocks, U.reshape(piece.batch.n, self.c, -1), out, first=first)
                 first = False
                 del piece
             if first:  # this rank has no examples
@@ -199,8 +201,8 @@ class Jacobian(LinearOperator):
     def _explicit(self, piece: Piece) -> Tensor:
         """The rows of a chunk, (n c, p)."""
         out = torch.zeros(piece.batch.n * self.c, self.shape[1], dtype=self.dtype, device=self.device)
-        for factor in piece.factors:
-            for (start, stop), part in gram.by_range(factor):
+        for block in piece.blocks:
+            for (start, stop), part in gram.by_range(block):
                 out[:, start:stop] = part.reshape(len(out), -1)
         return out
 
@@ -262,7 +264,7 @@ class Jacobian(LinearOperator):
                         f"Jacobian.pullback needs fn to return {tuple(piece.f.shape)} or ({piece.f.numel()},) in "
                         f"{self.dtype}; got {tuple(u.shape)} in {u.dtype}."
                     )
-                add_rmatmul(piece.factors, u.detach().reshape(*piece.f.shape, 1), out, first=first)
+                add_rmatmul(piece.blocks, u.detach().reshape(*piece.f.shape, 1), out, first=first)
                 first = False
             if first:  # this rank has no examples
                 out.zero_()
@@ -321,7 +323,7 @@ class Jacobian(LinearOperator):
                     with proved as (made, _), self.lin.network.in_precision(precision):
                         f = self.lin.network.forward(theta, batch).to(self.dtype)
                         made.append(f)
-                    messages.check_outputs_finite(f, batch.start)
+                    check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
             share_rows(out, self.n, 1)
@@ -382,7 +384,7 @@ class Jacobian(LinearOperator):
     def targets(self) -> Any:
         """What came with the inputs in the data, of all examples: a tensor, or whatever structure it has."""
         chunks = self.passes.chunks
-        return messages.targets_of(list(chunks.rests(self.passes.chunk_size())), chunks.kind)
+        return targets_of(list(chunks.rests(self.passes.chunk_size())), chunks.kind)
 
     @property
     def by_position(self) -> bool:
@@ -424,7 +426,7 @@ class Jacobian(LinearOperator):
         """Jacobians of random minibatches, one epoch; their batches' ``index`` says which examples they hold.
 
         Which examples go together is drawn once, and the order of the minibatches with every seed: a Jacobian with
-        its factors in memory copies them for the first epoch only. Each is read once, so that all products with it see
+        its blocks in memory copies them for the first epoch only. Each is read once, so that all products with it see
         the same examples, and read anew in the next epoch.
 
         Args:
@@ -473,8 +475,8 @@ class Jacobian(LinearOperator):
         """Minibatches that are read from the data, each once."""
         whole, source = self._network_chunks(""), self._source
         if not source.by_position:
-            raise messages.no_subset(source.kind)
-        checks = Deferred(lambda f, index: messages.check_outputs_finite(f, 0, index)) if late else None
+            raise no_subset(source.kind)
+        checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
         parts: Iterator[Source]
         taken = [chunks[i] for i in order]
         if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
@@ -499,7 +501,7 @@ class Jacobian(LinearOperator):
         return chunks.bytes if isinstance(chunks, StoredChunks) else estimate_size(self.passes)
 
     def cached(self, memory: float | str = "auto") -> Jacobian:
-        """The same Jacobian with its factors in memory: later products touch neither the network nor the data.
+        """The same Jacobian with its blocks in memory: later products touch neither the network nor the data.
 
         One pass keeps, for every layer and example, the layer's input and the gradients of its output, or their
         products where those are smaller; parameters without a layer rule are kept as rows. It belongs to the weights
@@ -512,7 +514,7 @@ class Jacobian(LinearOperator):
             memory: Bytes that may be kept, or "auto" for a quarter of the free memory (half of a GPU's).
 
         Raises:
-            MemoryError: Before the pass, if the factors will not fit; see `cache_size`.
+            MemoryError: Before the pass, if the blocks will not fit; see `cache_size`.
 
         Example:
             >>> import linnet
@@ -526,7 +528,7 @@ class Jacobian(LinearOperator):
         """The same Jacobian with what the frozen layers compute kept: later passes start above them.
 
         One pass keeps what the modules below the first selected parameter return, as far as the others read it; see
-        `linnet.jacobian.frozen_layers`. That is far less than the factors of `cached`, and a pass with it costs what
+        `linnet.jacobian.frozen_layers`. That is far less than the blocks of `cached`, and a pass with it costs what
         the selected layers cost. The data is still read in every pass.
 
         Args:
@@ -621,6 +623,6 @@ class Jacobian(LinearOperator):
 def _product(piece: Piece, V: Tensor) -> Tensor:
     """``J V`` of a chunk, (n c, k)."""
     total = V.new_zeros(*piece.f.shape, V.shape[1])
-    for factor in piece.factors:
-        factor.add_matmul(V, total)
+    for block in piece.blocks:
+        block.add_matmul(V, total)
     return total.flatten(0, 1)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from linnet._common import messages
 from linnet._common.distributed import add_up
-from linnet.jacobian.blocks.base import Factor, Range, Rows
-from linnet.jacobian.blocks.composite import Lazy
-from linnet.jacobian.blocks.embedding_table import Tokens
-from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
+from linnet.jacobian.blocks.convolution import LazyBlock
+from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.network.parameters import Layout
 
 EXACT = 1024
@@ -73,7 +73,7 @@ class Kronecker:
     """
 
     def __init__(
-        self, sample: Sequence[Factor], *, layout: Layout, p: int, dtype: torch.dtype, device: torch.device
+        self, sample: Sequence[ColumnBlock], *, layout: Layout, p: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layout, self.n = layout, 0
         self.pairs: dict[Range, Pair] = {}
@@ -81,36 +81,36 @@ class Kronecker:
         # Sums over all data are in float64, as everywhere.
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.squares, self.dtype = like.new_zeros(p), dtype
-        for factor in sample:
-            if isinstance(factor, Outer):
-                groups, dx, dg = factor.x.shape[1], factor.x.shape[-1], factor.g.shape[-1]
+        for block in sample:
+            if isinstance(block, OuterProductBlock):
+                groups, dx, dg = block.x.shape[1], block.x.shape[-1], block.g.shape[-1]
                 A, G = like.new_zeros(groups, dx, dx), like.new_zeros(groups, dg, dg)
-                self.pairs[factor.ranges[0]] = Pair(factor.weight, factor.bias, factor.swapped, A, G)
-            elif not isinstance(factor, Tokens):
+                self.pairs[block.ranges[0]] = Pair(block.weight, block.bias, block.swapped, A, G)
+            elif not isinstance(block, EmbeddingBlock):
                 self.exact |= {
-                    r: like.new_zeros(b - a, b - a) for a, b in factor.ranges if b - a <= EXACT for r in [(a, b)]
+                    r: like.new_zeros(b - a, b - a) for a, b in block.ranges if b - a <= EXACT for r in [(a, b)]
                 }
 
-    def add(self, factors: Sequence[Factor], root: Tensor | None, n: int) -> None:
+    def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int) -> None:
         """Take in a chunk of n examples; root L is None (the identity), (n, c) or (n, c, m)."""
-        for factor in factors:
-            if isinstance(factor, Outer) and factor.ranges[0] in self.pairs:
-                self._add_pair(self.pairs[factor.ranges[0]], factor, root)
-            elif isinstance(factor, Outer | Rows):
-                self._add_rows(factor.expand(), root)
+        for block in blocks:
+            if isinstance(block, OuterProductBlock) and block.ranges[0] in self.pairs:
+                self._add_pair(self.pairs[block.ranges[0]], block, root)
+            elif isinstance(block, OuterProductBlock | DenseBlock):
+                self._add_rows(block.expand(), root)
             else:
-                self._add_squares(factor, root)
+                self._add_squares(block, root)
         self.n += n
 
-    def _add_pair(self, pair: Pair, factor: Outer, root: Tensor | None) -> None:
-        if factor.weight is not None:
-            x = factor.x.transpose(0, 1).flatten(1, 2)  # (groups, n T, dx)
-            pair.A.add_((x.mT @ x).double() / factor.x.shape[2])
-        h = _through(root, factor.g)
+    def _add_pair(self, pair: Pair, block: OuterProductBlock, root: Tensor | None) -> None:
+        if block.weight is not None:
+            x = block.x.transpose(0, 1).flatten(1, 2)  # (groups, n T, dx)
+            pair.A.add_((x.mT @ x).double() / block.x.shape[2])
+        h = _through(root, block.g)
         h = h.permute(2, 0, 1, 3, 4).flatten(1, 3)  # (groups, n m T, dg)
         pair.G.add_((h.mT @ h).double())
 
-    def _add_rows(self, rows: Rows, root: Tensor | None) -> None:
+    def _add_rows(self, rows: DenseBlock, root: Tensor | None) -> None:
         for r, part in zip(rows.ranges, rows.parts, strict=True):
             if r in self.exact:
                 h = _through(root, part).flatten(0, 1)
@@ -118,13 +118,13 @@ class Kronecker:
             elif any(a < r[1] and r[0] < b for pair in self.pairs.values() for a, b in _ranges(pair)):
                 raise other_form(self.layout, r)
             else:
-                self._add_squares(Rows([r], [part]), root)
+                self._add_squares(DenseBlock([r], [part]), root)
 
-    def _add_squares(self, factor: Factor, root: Tensor | None) -> None:
+    def _add_squares(self, block: ColumnBlock, root: Tensor | None) -> None:
         weight = root if root is None or root.ndim == 3 else root.square()
         weight = weight @ weight.mT if weight is not None and weight.ndim == 3 else weight
         part = torch.zeros_like(self.squares, dtype=self.dtype)
-        factor.squares(weight, part)
+        block.squares(weight, part)
         self.squares += part
 
     def over_ranks(self) -> None:
@@ -194,25 +194,25 @@ class Rotation:
     def __init__(self, turns: Mapping[Range, Turn], layout: Layout) -> None:
         self.turns, self.layout = dict(turns), layout
 
-    def __call__(self, factor: Factor) -> Factor:
+    def __call__(self, block: ColumnBlock) -> ColumnBlock:
         """The same columns in the new coordinates."""
-        if isinstance(factor, Lazy):
-            factor = factor.factored()
-        if isinstance(factor, Outer):
-            turn = self._of(factor)
+        if isinstance(block, LazyBlock):
+            block = block.as_outer_product()
+        if isinstance(block, OuterProductBlock):
+            turn = self._of(block)
             if turn is not None:
-                x = factor.x if turn.Qx is None else factor.x @ turn.Qx
-                g = factor.g @ turn.Qg
-                return Outer(x, g, weight=factor.weight, bias=factor.bias, swapped=factor.swapped)
-        if not any(True for r in factor.ranges for _ in self._within(r)):
-            return factor
-        rows = factor.expand()
-        return Rows(rows.ranges, [self._turned(r, part) for r, part in zip(rows.ranges, rows.parts, strict=True)])
+                x = block.x if turn.Qx is None else block.x @ turn.Qx
+                g = block.g @ turn.Qg
+                return OuterProductBlock(x, g, weight=block.weight, bias=block.bias, swapped=block.swapped)
+        if not any(True for r in block.ranges for _ in self._within(r)):
+            return block
+        rows = block.expand()
+        return DenseBlock(rows.ranges, [self._turned(r, part) for r, part in zip(rows.ranges, rows.parts, strict=True)])
 
-    def _of(self, factor: Outer) -> Turn | None:
+    def _of(self, block: OuterProductBlock) -> Turn | None:
         """The turn of an outer product, where it is one for both its parameters."""
-        turns = [self.turns.get(r) for r in factor.ranges]
-        if any(turn is None for turn in turns) or (factor.weight is not None and turns[0].Qx is None):  # type: ignore[union-attr]
+        turns = [self.turns.get(r) for r in block.ranges]
+        if any(turn is None for turn in turns) or (block.weight is not None and turns[0].Qx is None):  # type: ignore[union-attr]
             return None
         return turns[0]
 

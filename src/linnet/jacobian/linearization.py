@@ -15,7 +15,7 @@ from linnet._common.torch_settings import Precision, check_precision
 from linnet.data.batch import Batch
 from linnet.data.sources import as_source
 from linnet.jacobian.chunk import ChunkBuilder, NetworkChunks
-from linnet.jacobian.cuda.float32_convolution import Convolving
+from linnet.jacobian.cuda.float32_convolution import ExactConvolution
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import PassSettings
 from linnet.jacobian.plan import check_engine
@@ -47,7 +47,7 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
         >>> linearize(model, "2.*").p
         27
     """
-    return Linearization(FunctionalModel.of(model, params, output=output, convolutions=Convolving))
+    return Linearization(FunctionalModel.of(model, params, output=output, convolutions=ExactConvolution))
 
 
 @final
@@ -204,4 +204,4 @@ class Linearization:
 
     def steady(self) -> Linearization:
         """The same linear model with convolutions in float64; see `linnet.jacobian.cuda.float32_convolution`."""
-        return self.with_network(replace(self.network, convolutions=partial(Convolving, steady=True)))
+        return self.with_network(replace(self.network, convolutions=partial(ExactConvolution, steady=True)))

@@ -19,9 +19,10 @@ from linnet._common.memory import budget
 from linnet._common.progress import bar
 from linnet._common.torch_settings import Precision, arithmetic
 from linnet.data.batch import Batch
-from linnet.jacobian.blocks.base import Factor
-from linnet.jacobian.blocks.composite import Lazy, pack
-from linnet.jacobian.blocks.embedding_table import Tokens
+from linnet.jacobian.blocks.base import ColumnBlock
+from linnet.jacobian.blocks.composite import pack
+from linnet.jacobian.blocks.convolution import LazyBlock
+from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.chunk import ChunkRequest, ChunkSource, Prepare
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
@@ -36,7 +37,7 @@ the examples that it is given at least."""
 
 GRAM = (0.25, 1.2)
 """Shares of a pass's memory, which is half of what is free, for a chunk of a Gram matrix and for those that it meets,
-whose factors are held: the more of these, the less often all others are formed. Beside them there are two chunks."""
+whose blocks are held: the more of these, the less often all others are formed. Beside them there are two chunks."""
 
 T = TypeVar("T")
 
@@ -81,13 +82,13 @@ class Piece:
     Attributes:
         batch: The examples.
         f: Their outputs (n, c).
-        factors: Columns of the Jacobian.
+        blocks: Columns of the Jacobian.
         rows: The rows of the Jacobian that the chunk covers.
     """
 
     batch: Batch
     f: Tensor
-    factors: list[Factor]
+    blocks: list[ColumnBlock]
     rows: slice
 
 
@@ -141,26 +142,26 @@ class Pass:
         request = ChunkRequest(kind, k, self._prepare_for(kind, k), along, self.rotation)
         with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch, chunk in self.chunks.chunks(size, first, last, request):
-                factors = pack(chunk.factors) if kind in PRODUCTS else chunk.factors
-                made = [Piece(batch, chunk.f, factors, slice(batch.start * c, (batch.start + batch.n) * c))]
-                del chunk, factors  # the caller's alone, who may be done with it when the next one is formed
+                blocks = pack(chunk.blocks) if kind in PRODUCTS else chunk.blocks
+                made = [Piece(batch, chunk.f, blocks, slice(batch.start * c, (batch.start + batch.n) * c))]
+                del chunk, blocks  # the caller's alone, who may be done with it when the next one is formed
                 yield made.pop()
                 tick(batch.n)
 
     def _prepare_for(self, kind: Request, k: int) -> Prepare:
-        """Prepares a factor for a kind of products, in the coordinates of this pass."""
+        """Prepares a block for a kind of products, in the coordinates of this pass."""
         rotation, rounds = self.rotation, kind == "gram" and self._in_tf32
 
-        def ready(factor: Factor) -> Factor:
-            factor = factor if rotation is None else rotation(factor)
-            factor = prepare(factor, kind, k=k, engine=self.settings.engine)
-            return factor.rounded() if rounds else factor
+        def ready(block: ColumnBlock) -> ColumnBlock:
+            block = block if rotation is None else rotation(block)
+            block = prepare(block, kind, k=k, engine=self.settings.engine)
+            return block.rounded() if rounds else block
 
         return ready
 
     @property
     def _in_tf32(self) -> bool:
-        """Whether products of factors are made by tensor cores, which cut off the last bits of what they are given."""
+        """Whether products of blocks are made by tensor cores, which cut off the last bits of what they are given."""
         exact = self.lin.device.type != "cuda" or self.lin.dtype != torch.float32
         return not exact and self.settings.precision in ("products", "high")
 
@@ -207,11 +208,11 @@ class Pass:
 
     @property
     def _gram_example(self) -> int:
-        """Bytes of an example in a Gram matrix's chunk: not all of its factors become rows."""
+        """Bytes of an example in a Gram matrix's chunk: not all of its blocks become rows."""
         spared, first = 0, self.chunks.first
-        for f in first.factors:
-            if choose(f, "gram", k=1, engine=self.settings.engine) == "ghost" and not isinstance(f, Tokens):
-                sides = f.size.groups * f.size.T * (f.size.dx + f.c * f.size.dg) if isinstance(f, Lazy) else 0
+        for f in first.blocks:
+            if choose(f, "gram", k=1, engine=self.settings.engine) == "ghost" and not isinstance(f, EmbeddingBlock):
+                sides = f.size.groups * f.size.T * (f.size.dx + f.c * f.size.dg) if isinstance(f, LazyBlock) else 0
                 spared += max(0, f.c * f.q - sides)
         return max(1, first.per_example - spared * self.lin.dtype.itemsize)
 

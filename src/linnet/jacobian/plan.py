@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from linnet._common.distributed import rank_and_world
 from linnet._common.memory import budget, format_bytes
-from linnet.jacobian.blocks.base import Factor, Rows
-from linnet.jacobian.blocks.composite import Lazy, Sum, cut_by_layer
-from linnet.jacobian.blocks.embedding_table import Tokens
-from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock
+from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
+from linnet.jacobian.blocks.convolution import LazyBlock
+from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
 
 if TYPE_CHECKING:
     from linnet.jacobian.passes import Pass
@@ -40,46 +41,46 @@ def check_engine(engine: str) -> None:
         raise ValueError(f"engine must be one of {', '.join(map(repr, get_args(Engine)))}; got {engine!r}.")
 
 
-def choose(factor: Factor, request: Request, *, k: int, engine: Engine = "auto") -> str:
-    """The engine for one factor: "rows", "bilinear", "ghost" or "autodiff"."""
-    if not isinstance(factor, Outer | Tokens | Lazy | Sum):
-        return "rows" if isinstance(factor, Rows) else "autodiff"
+def choose(block: ColumnBlock, request: Request, *, k: int, engine: Engine = "auto") -> str:
+    """The engine for one block: "rows", "bilinear", "ghost" or "autodiff"."""
+    if not isinstance(block, OuterProductBlock | EmbeddingBlock | LazyBlock | SumBlock):
+        return "rows" if isinstance(block, DenseBlock) else "autodiff"
     factored = "bilinear" if request in PRODUCTS else "ghost"
-    if request == "sides" and not isinstance(factor, Sum):  # the two sides of an outer product, wherever it is one
+    if request == "sides" and not isinstance(block, SumBlock):  # the two sides of an outer product, wherever it is one
         return factored
     if engine in ("rows", factored):
         return engine
-    if isinstance(factor, Sum):
-        tokens = any(isinstance(part, Tokens) for part in factor.parts)
+    if isinstance(block, SumBlock):
+        tokens = any(isinstance(part, EmbeddingBlock) for part in block.parts)
         return factored if tokens and request in PRODUCTS else "rows"
-    return factored if _factored_wins(factor, request, k) else "rows"
+    return factored if _factored_wins(block, request, k) else "rows"
 
 
-def _factored_wins(factor: Factor, request: Request, k: int) -> bool:
-    s, c = factor.size, factor.c
-    if isinstance(factor, Tokens):
-        return request != "gram" or factor.vocabulary > s.T**2
+def _factored_wins(block: ColumnBlock, request: Request, k: int) -> bool:
+    s, c = block.size, block.c
+    if isinstance(block, EmbeddingBlock):
+        return request != "gram" or block.vocabulary > s.T**2
     if request in PRODUCTS:
         return s.T * k * (s.dx + c) < c * s.dx * (s.T + k)
     if request == "gram":
         return s.T**2 * (s.dx + c**2 * s.dg) < c**2 * s.dx * s.dg
     if request == "diag":
         return s.T * (s.dx + s.dg) < s.dx * s.dg
-    return isinstance(factor, Outer) and s.T == 1
+    return isinstance(block, OuterProductBlock) and s.T == 1
 
 
-def prepare(factor: Factor, request: Request, *, k: int, engine: Engine = "auto") -> Factor:
-    """The factor in the form that its engine works on."""
-    chosen = choose(factor, request, k=k, engine=engine)
+def prepare(block: ColumnBlock, request: Request, *, k: int, engine: Engine = "auto") -> ColumnBlock:
+    """The block in the form that its engine works on."""
+    chosen = choose(block, request, k=k, engine=engine)
     if chosen == "rows":
-        if isinstance(factor, Lazy) and request in PRODUCTS:
-            return factor.for_products()
-        return factor.expand()
+        if isinstance(block, LazyBlock) and request in PRODUCTS:
+            return block.for_products()
+        return block.expand()
     if chosen == "autodiff" and request not in PRODUCTS:
-        return factor.expand()
-    if not isinstance(factor, Lazy):
-        return factor
-    return factor.for_few() if request in PRODUCTS else factor.factored()
+        return block.expand()
+    if not isinstance(block, LazyBlock):
+        return block
+    return block.for_few() if request in PRODUCTS else block.as_outer_product()
 
 
 def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
@@ -93,7 +94,7 @@ def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanLine:
     """One layer in the plan.
 
     Attributes:
@@ -132,7 +133,7 @@ class Plan:
         note: Where and how it is computed.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[PlanLine, ...]
     shape: tuple[int, int]
     n: int
     c: int
@@ -179,10 +180,10 @@ def describe(passes: Pass) -> Plan:
     first, assignment = chunks.first, lin.rules.last
     found: dict[str, tuple[int, set[str], set[str]]] = {}
     costs: dict[str, float] = {}
-    for factor in first.factors:
-        if not isinstance(factor, Rows | Outer | Tokens | Lazy | Sum):
+    for block in first.blocks:
+        if not isinstance(block, DenseBlock | OuterProductBlock | EmbeddingBlock | LazyBlock | SumBlock):
             continue  # autodiff's
-        for layer, part in cut_by_layer(factor, lin.layout):
+        for layer, part in cut_by_layer(block, lin.layout):
             uses, products, gram = found.get(layer, (0, set(), set()))
             products = products | {choose(part, "fused", k=PLAN_COLUMNS, engine=s.engine)}
             gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
@@ -199,7 +200,7 @@ def describe(passes: Pass) -> Plan:
         elif rest:
             products, gram = products | {"autodiff"}, gram | {"autodiff rows"}
         lines.append(
-            Line(
+            PlanLine(
                 layer=layer,
                 rule=" + ".join(r for r in rules if r) or ("unused" if unused else "none"),
                 parameters=sum(lin.layout.shapes[name].numel() for name in names),
@@ -224,18 +225,18 @@ def describe(passes: Pass) -> Plan:
     )
 
 
-def fused_cost(factor: Factor, *, k: int, engine: Engine = "auto") -> float:
-    """Multiply-adds per example of ``J^T J V`` in one factor, with the engine that would be chosen."""
-    s, c = factor.size, factor.c
-    if choose(factor, "fused", k=k, engine=engine) == "bilinear":
+def fused_cost(block: ColumnBlock, *, k: int, engine: Engine = "auto") -> float:
+    """Multiply-adds per example of ``J^T J V`` in one block, with the engine that would be chosen."""
+    s, c = block.size, block.c
+    if choose(block, "fused", k=k, engine=engine) == "bilinear":
         return 2 * s.groups * s.T * k * s.dg * (s.dx + c)
     return c * (s.groups * s.T * s.dx * s.dg + 2 * s.q * k)
 
 
-def gram_cost(factor: Factor) -> float:
-    """Multiply-adds of the Gram matrix of one factor for a pair of examples, with the engine that would be chosen."""
-    s, c = factor.size, factor.c
-    if choose(factor, "gram", k=1) == "ghost":
+def gram_cost(block: ColumnBlock) -> float:
+    """Multiply-adds of the Gram matrix of one block for a pair of examples, with the engine that would be chosen."""
+    s, c = block.size, block.c
+    if choose(block, "gram", k=1) == "ghost":
         return s.groups * s.T**2 * (s.dx + c**2 * s.dg)
     return c**2 * s.q
 
@@ -250,10 +251,10 @@ def chunk_size(n: int, per_example: int, limit: int) -> int:
     return -(-n // -(-n // most))
 
 
-def working_size(factors: Sequence[Factor], itemsize: int) -> int:
-    """Bytes per example of the rows of all factors and of the largest patches of a convolution."""
-    rows = sum(f.c * f.q for f in factors if not isinstance(f, Tokens))
-    patches = max((f.size.groups * f.size.T * f.size.dx for f in factors if isinstance(f, Lazy)), default=0)
+def working_size(blocks: Sequence[ColumnBlock], itemsize: int) -> int:
+    """Bytes per example of the rows of all blocks and of the largest patches of a convolution."""
+    rows = sum(f.c * f.q for f in blocks if not isinstance(f, EmbeddingBlock))
+    patches = max((f.size.groups * f.size.T * f.size.dx for f in blocks if isinstance(f, LazyBlock)), default=0)
     return itemsize * (rows + patches)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from linnet._common.torch_settings import Precision
 from linnet.data.batch import Batch
-from linnet.jacobian.blocks.base import Factor, Range
+from linnet.jacobian.blocks.base import ColumnBlock, Range
 from linnet.network.parameters import Layout
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
@@ -94,11 +94,11 @@ class Truth:
         U, G = torch.cat([self.U, other.U], 2), torch.cat([self.G, other.G], 1)
         return replace(self, U=U, G=G, tolerances=self.tolerances + other.tolerances)
 
-    def disagreeing(self, factors: Sequence[Factor], rotation: Rotates | None = None) -> list[set[str]]:
-        """Parameters whose columns in the factors, or without a factor their zeros, are not the truth; for each u."""
+    def disagreeing(self, blocks: Sequence[ColumnBlock], rotation: Rotates | None = None) -> list[set[str]]:
+        """Parameters whose columns in the blocks, or without a block their zeros, are not the truth; for each u."""
         found = torch.zeros_like(self.G)
-        for factor in factors:
-            factor.rmatmul(self.U, found)
+        for block in blocks:
+            block.rmatmul(self.U, found)
         return self.different(found, self.G if rotation is None else rotation.rows(self.G.T).T)
 
     def has_rows(self, ranges: Sequence[Range], parts: Sequence[Tensor]) -> list[bool]:
@@ -133,7 +133,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Apart:
+class OtherBatches:
     """Examples of a chunk in other batches.
 
     Attributes:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.jacobian.layers.rule import Call, Rule, Slot
-from linnet.jacobian.layers.rules import RULES
-from linnet.network.parameter_guard import Calls
+from linnet.jacobian.layers import RULES
+from linnet.jacobian.layers.rule import LayerCall, Rule, Slot
+from linnet.network.parameter_guard import CallGuard
 from linnet.network.parameters import Layout
 
 
@@ -44,7 +44,7 @@ NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)
-class Use:
+class RecordedCall:
     """One call that uses selected parameters.
 
     Attributes:
@@ -57,7 +57,7 @@ class Use:
     """
 
     rule: Rule
-    call: Call
+    call: LayerCall
     slots: dict[str, Slot]
     edge: GradientEdge
     number: int
@@ -90,10 +90,10 @@ class Recorder(TorchFunctionMode):
         *,
         n: int,
         changes: Changes,
-        calls: Calls | None,
+        calls: CallGuard | None,
     ) -> None:
         super().__init__()
-        self.uses: list[Use] = []
+        self.uses: list[RecordedCall] = []
         self._calls = calls
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._layout = layout
@@ -138,7 +138,9 @@ class Recorder(TorchFunctionMode):
             x, y = (None if t is None else _spread(t, self._n) for t in (x, y))
         if y.requires_grad:
             x = None if x is None else x.detach()
-            self.uses.append(Use(rule, Call(x, {}, call.conf), slots, get_gradient_edge(y), number, source))
+            self.uses.append(
+                RecordedCall(rule, LayerCall(x, {}, call.conf), slots, get_gradient_edge(y), number, source)
+            )
             # The output matters only if it is a view: an in-place change then replaces its gradient edge.
             view = y if y._is_view() and y._base is not None and not y._base.is_leaf else None
             self._versions.append((x, -1 if x is None else x._version, view, y._version))
@@ -154,7 +156,7 @@ class Recorder(TorchFunctionMode):
     def _known(self, t: Any) -> bool:
         return isinstance(t, Tensor) and id(_base(t)) in self._names
 
-    def _slots(self, call: Call) -> dict[str, Slot]:
+    def _slots(self, call: LayerCall) -> dict[str, Slot]:
         found = {role: self._slot(t) for role, t in call.params.items()}
         return {role: slot for role, slot in found.items() if slot is not None}
 
@@ -213,7 +215,7 @@ class Recording:
 
     out: Tensor
     leaves: dict[str, Tensor]
-    uses: list[Use]
+    uses: list[RecordedCall]
     changes: Changes
     draws: bool = False
     coarsest: torch.dtype = torch.float64
@@ -231,7 +233,7 @@ def record(
     *,
     n: int,
     changes: Changes = NO_CHANGES,
-    calls: Callable[[frozenset[int]], Calls] | None = None,
+    calls: Callable[[frozenset[int]], CallGuard] | None = None,
 ) -> Recording:
     """A forward pass at theta.
 

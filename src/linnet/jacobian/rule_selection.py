@@ -19,24 +19,24 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from linnet._common import messages
 from linnet._common.torch_settings import Precision, forward_mode
 from linnet.data.batch import Batch
 from linnet.jacobian.blocks import autodiff
-from linnet.jacobian.blocks.base import Factor
+from linnet.jacobian.blocks.base import ColumnBlock
+from linnet.jacobian.layers.elementwise import Elementwise
 from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
-from linnet.jacobian.layers.rules import Elementwise
-from linnet.jacobian.proofs import TOLERANCE, Apart, RandomState, Truth, random_signs, tolerance_of
-from linnet.jacobian.recording import NO_CHANGES, Changes, Recording, Use, record
+from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, tolerance_of
+from linnet.jacobian.recording import NO_CHANGES, Changes, RecordedCall, Recording, record
+from linnet.network import checks
 from linnet.network.functional_model import FunctionalModel
-from linnet.network.parameter_guard import DIGITS, Calls, address
+from linnet.network.parameter_guard import DIGITS, CallGuard, address
 
 PROBE = 3
 """Examples on which the rules are checked."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class ServedCall:
     """A use that its rule serves: where its examples lie, and for which parameters."""
 
     layout: str
@@ -59,7 +59,7 @@ class RuleAssignment:
         streams: Whether one backward pass reaches every use (see `streamed`); False once it has not.
     """
 
-    kept: list[Kept | None]
+    kept: list[ServedCall | None]
     rest: tuple[str, ...]
     unused: tuple[str, ...]
     batched: bool = True
@@ -72,7 +72,7 @@ class RuleAssignment:
     def without(self, names: Iterable[str]) -> RuleAssignment:
         """The same with further parameters left to autodiff."""
         gone = dict.fromkeys(names)
-        kept: list[Kept | None] = []
+        kept: list[ServedCall | None] = []
         for k in self.kept:
             slots = {} if k is None else {r: s for r, s in k.slots.items() if s.name not in gone}
             kept.append(replace(k, slots=slots) if k is not None and slots else None)
@@ -163,7 +163,7 @@ class RuleSelection:
 
     def _inspect(self, recording: Recording, probe: Batch) -> RuleAssignment:
         small = self.record(probe, recording.changes)
-        messages.check_outputs_finite(small.out, probe.start)
+        checks.check_outputs_finite(small.out, probe.start)
         self._check_independent(small, probe)
         self._check_linear(small)
         if small.signature != recording.signature:
@@ -190,7 +190,7 @@ class RuleSelection:
         except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
             return None
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
-        return trial if same and messages.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
+        return trial if same and checks.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
 
     def _check_linear(self, small: Recording) -> None:
         """Raise if gradients do not grow with their seed."""
@@ -200,20 +200,20 @@ class RuleSelection:
         truth = self.truth(small, u, "highest")
         others = [self.truth(small, 1024 * u, "highest").G / 1024, self.truth(small, u / 1024, "highest").G * 1024]
         if truth.judges and any(truth.different(g)[0] for g in others):
-            raise messages.not_linear()
+            raise checks.not_linear()
 
     def _check_independent(self, small: Recording, probe: Batch) -> None:
         """Raise if the outputs are random, or outputs or gradients change with the other examples of the batch."""
         n, tolerance, out = probe.n, self._tolerance(), small.out.detach()
         before = RandomState(self.network.device)
         with torch.no_grad():
-            if not messages.close(self.network.forward({}, probe), out, tolerance):
-                raise messages.random_output()
+            if not checks.close(self.network.forward({}, probe), out, tolerance):
+                raise checks.random_output()
             if small.draws or before.moved():
                 self._check_not_random(probe, out)
             plain = self.network.plain_outputs(probe)
-            if plain is not None and not messages.close(plain, out, tolerance):
-                raise messages.not_functional()
+            if plain is not None and not checks.close(plain, out, tolerance):
+                raise checks.not_functional()
         # As many other examples beside each one, with which kernels round alike; or each one alone.
         beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
         more = beside if self._rounds_to_half else [[i] for i in range(n)]
@@ -230,11 +230,11 @@ class RuleSelection:
         apart, out = self.apart(probe, "highest", [torch.tensor(index)]), small.out.detach()
         if not apart.outputs or apart.truth is None:
             return False
-        if not messages.close(apart.outputs[0][1], out[index], self._tolerance()):
-            raise messages.examples_interact()
+        if not checks.close(apart.outputs[0][1], out[index], self._tolerance()):
+            raise checks.examples_interact()
         truth = self.truth(small, apart.truth.U[..., 0].to(out), "highest")
         if truth.judges and apart.truth.different(truth.G)[0]:
-            raise messages.examples_interact()
+            raise checks.examples_interact()
         return True
 
     def _of_some(self, batch: Batch, index: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class RuleSelection:
         *,
         few: int = PROBE,
         derivatives: bool = True,
-    ) -> Apart:
+    ) -> OtherBatches:
         """Examples of a chunk in other batches; see `linnet.network.parameter_guard` for what is refused on the way.
 
         A small chunk is cut in two at random, and two of its examples are also run alone. Of a large chunk a sixteenth
@@ -278,7 +278,7 @@ class RuleSelection:
             for index in (*(index.sort().values if n > PROBE else index for index in indices), *alone):
                 try:
                     recording = self.record(batch.take(index), NO_CHANGES)
-                except (messages.Refusal, torch.OutOfMemoryError):
+                except (checks.Refusal, torch.OutOfMemoryError):
                     raise
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     if n > PROBE and len(index) > 1:
@@ -289,7 +289,7 @@ class RuleSelection:
                 if derivatives and len(outputs) <= len(indices):
                     found = self._truth_of_some(recording, index, batch, precision)
                     truth = found if truth is None else replace(truth, U=truth.U + found.U, G=truth.G + found.G)
-        return Apart(outputs, truth, draws)
+        return OtherBatches(outputs, truth, draws)
 
     def _truth_of_some(self, recording: Recording, index: Tensor, batch: Batch, precision: Precision) -> Truth:
         """``J^T u`` of some examples of a batch in a pass of their own, with u (n, c) zero for the others."""
@@ -306,15 +306,17 @@ class RuleSelection:
         loose = max(loose, 0.5) if precision == "bf16" else loose
         return replace(found, U=U, tolerances=(loose,))
 
-    def _calls(self, current: frozenset[int]) -> Calls:
+    def _calls(self, current: frozenset[int]) -> CallGuard:
         """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
         net = self.network
         known = [(id(t), name) for name, t in (*net.originals, *net.cast_from, *net.theta.items())]
         selected = {address(t): name for name, t in net.theta.items()}
         others = {key: name for key, name in known if key not in current}
-        return Calls(others, selected, net.storages(), current)
+        return CallGuard(others, selected, net.storages(), current)
 
-    def check_outputs(self, batch: Batch, f: Tensor, precision: Precision, apart: Apart, *, random: bool) -> None:
+    def check_outputs(
+        self, batch: Batch, f: Tensor, precision: Precision, apart: OtherBatches, *, random: bool
+    ) -> None:
         """Raise if the outputs of a chunk are random, or change with the other examples or with earlier passes.
 
         Args:
@@ -333,9 +335,9 @@ class RuleSelection:
             for index, found in apart.outputs:
                 if not self._alike(batch, f, index, found, tolerance):
                     self._check_state(batch, f, tolerance)
-                    if not messages.close(self.network.forward({}, batch).to(f), f, tolerance):
-                        raise messages.random_output()
-                    raise messages.examples_interact(batch.start, batch.n)
+                    if not checks.close(self.network.forward({}, batch).to(f), f, tolerance):
+                        raise checks.random_output()
+                    raise checks.examples_interact(batch.start, batch.n)
             if apart.outputs:
                 index, found = apart.outputs[0]
                 self._check_state(batch.take(index), found, tolerance)
@@ -344,8 +346,8 @@ class RuleSelection:
         """Raise if earlier passes have changed the outputs of a batch."""
         if not self.network.stateful:
             return
-        if not messages.close(self.network.as_at_first().forward({}, batch).to(f), f, tolerance):
-            raise messages.keeps_state()
+        if not checks.close(self.network.as_at_first().forward({}, batch).to(f), f, tolerance):
+            raise checks.keeps_state()
 
     def _alike(self, batch: Batch, f: Tensor, index: Tensor, found: Tensor, tolerance: float) -> bool:
         """Whether examples have the same outputs in another batch."""
@@ -374,7 +376,7 @@ class RuleSelection:
         bound = 1e3 * torch.finfo(self._known.coarsest).eps * float(f.abs().max())
         for _ in range(8):
             if float((self._of_some(batch, index).to(f) - f[index.to(f.device)]).abs().max()) > bound:
-                raise messages.random_output()
+                raise checks.random_output()
 
     def truth(self, recording: Recording, u: Tensor, precision: Precision) -> Truth:
         """``J^T u`` of a recorded pass for one u (n, c), by reverse mode; the recording keeps its graph."""
@@ -391,7 +393,7 @@ class RuleSelection:
         bounds = (self._tolerance(precision),)
         return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, natural)
 
-    def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: Apart) -> Truth:
+    def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: OtherBatches) -> Truth:
         """Gradients that a chunk must reproduce: of all its examples, and of some of them in other batches.
 
         Args:
@@ -501,10 +503,10 @@ class RuleSelection:
                 pairs = [(product, torch.stack(along).sum(0))]
         except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
-        return all(messages.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
+        return all(checks.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
 
 
-def factors_of(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -> list[Factor]:
+def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtype: torch.dtype) -> list[ColumnBlock]:
     """Columns of the Jacobian from one use.
 
     Args:
@@ -519,10 +521,10 @@ def factors_of(use: Use, kept: Kept, g: Tensor, *, n: int, dtype: torch.dtype) -
         x = use.rule.prepare(use.call, x.to(dtype))
     x = None if x is None else arrange(x, kept.layout, n)
     g = arrange(g.to(dtype).movedim(0, -1), kept.layout, n).movedim(-1, 1)
-    return use.rule.factors(use.call, x, g, kept.slots, kept.layout)
+    return use.rule.make_blocks(use.call, x, g, kept.slots, kept.layout)
 
 
-def gradients(out: Tensor, uses: Sequence[Use], seeds: Tensor, *, batched: bool) -> list[Tensor | None]:
+def gradients(out: Tensor, uses: Sequence[RecordedCall], seeds: Tensor, *, batched: bool) -> list[Tensor | None]:
     """Gradients of ``sum(seeds[s] * out)`` at the output of each use, stacked over s; None where there is none.
 
     Args:
@@ -549,7 +551,7 @@ def gradients(out: Tensor, uses: Sequence[Use], seeds: Tensor, *, batched: bool)
     return stacked
 
 
-def streamed(out: Tensor, uses: list[Use | None], take: Callable[[int, Use, Tensor], None]) -> bool:
+def streamed(out: Tensor, uses: list[RecordedCall | None], take: Callable[[int, RecordedCall, Tensor], None]) -> bool:
     """One backward pass of the summed output that hands over each gradient when it is known, and keeps none.
 
     The graph is freed on the way, and so is each use; a chunk then needs about the memory of a training step.
@@ -613,7 +615,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
 
     grads = gradients(out, uses, u[None], batched=False)
     trials = [_trials(use, g, leaves, n=n, dtype=dtype) for use, g in zip(uses, grads, strict=True)]
-    kept: list[Kept | None] = [None] * len(uses)
+    kept: list[ServedCall | None] = [None] * len(uses)
     served: dict[str, str] = {}
     failed: set[int] = set()
     for cluster in _clusters(uses, grads):
@@ -639,7 +641,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
         for i, layout in zip(cluster, choice, strict=True):
             slots = {role: slot for role, slot in uses[i].slots.items() if slot.name in right}
             if layout is not None and slots:
-                kept[i] = Kept(layout, slots)
+                kept[i] = ServedCall(layout, slots)
                 for slot in slots.values():
                     seen = served.get(slot.name, "")
                     known = seen.split("+")
@@ -665,7 +667,7 @@ def _autodiff(out: Tensor, leaves: Mapping[str, Tensor], u: Tensor) -> dict[str,
 
 
 def _trials(
-    use: Use, g: Tensor | None, leaves: Mapping[str, Tensor], *, n: int, dtype: torch.dtype
+    use: RecordedCall, g: Tensor | None, leaves: Mapping[str, Tensor], *, n: int, dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
     """Layout to the per-example gradients, name to (n, numel), that the rule gives with it."""
     trials: dict[str, dict[str, Tensor]] = {}
@@ -675,8 +677,8 @@ def _trials(
     for layout in use.rule.layouts:
         rows = {s.name: g.new_zeros(n, leaves[s.name].numel(), dtype=dtype) for s in slots.values()}
         try:
-            for factor in factors_of(use, Kept(layout, use.slots), g, n=n, dtype=dtype):
-                for r, part in zip(factor.ranges, factor.expand().parts, strict=True):
+            for block in build_blocks(use, ServedCall(layout, use.slots), g, n=n, dtype=dtype):
+                for r, part in zip(block.ranges, block.expand().parts, strict=True):
                     start = r[0] - slots[r].origin
                     rows[slots[r].name][:, start : start + part.shape[-1]] += part[:, 0]
         except (LayoutError, RuntimeError):  # the examples do not lie that way
@@ -685,7 +687,7 @@ def _trials(
     return trials
 
 
-def _clusters(uses: Sequence[Use], grads: Sequence[Tensor | None]) -> list[list[int]]:
+def _clusters(uses: Sequence[RecordedCall], grads: Sequence[Tensor | None]) -> list[list[int]]:
     """Numbers of the uses that share parameters, directly or through others."""
     clusters: list[tuple[set[str], list[int]]] = []
     for i, (use, g) in enumerate(zip(uses, grads, strict=True)):
@@ -714,7 +716,7 @@ def _agrees(parts: Sequence[Tensor | None], truth: Tensor, tolerance: float, big
     return error <= tolerance * max(truth.abs().max().item(), 1e-3 * biggest)
 
 
-def warn_of(structure: RuleAssignment, uses: Sequence[Use]) -> None:
+def warn_of(structure: RuleAssignment, uses: Sequence[RecordedCall]) -> None:
     """Say which parameters fall back; elementwise uses are tried on the chance and may fail in silence."""
     tried = {
         slot.name
@@ -736,7 +738,7 @@ def warn_fallback(names: Iterable[str]) -> None:
     )
 
 
-def _batches(out: Tensor, uses: Sequence[Use]) -> bool:
+def _batches(out: Tensor, uses: Sequence[RecordedCall]) -> bool:
     """Whether a batched backward pass works and needs no slow fallback."""
     if not uses or not out.requires_grad or out.shape[1] == 1:
         return True

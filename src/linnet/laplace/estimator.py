@@ -28,7 +28,7 @@ from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings, check_covariance_fits, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.output_combinations import combined
+from linnet.jacobian.output_combinations import combine_outputs
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import AtNetwork, Evidence, group_norms
@@ -54,6 +54,7 @@ from linnet.laplace.structures import (
     Subnetwork,
     kernels_of,
 )
+from linnet.network.checks import check_module
 from linnet.network.flat_output import FlatOutput
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_for
@@ -262,7 +263,7 @@ class Laplace(HubMixin, BaseEstimator):
         """The structure for a root of the curvature at noise one."""
         J, name = self._J, self.structure_
         if self.draws is not None:
-            J = combined(J, root)
+            J = combine_outputs(J, root)
             J = cached_if_fits(J) if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
         if name in ("kron", "ekfac"):
@@ -753,7 +754,7 @@ class Laplace(HubMixin, BaseEstimator):
 
 def check_options(la: Laplace) -> None:
     """Raise unless all options are of their kinds."""
-    messages.check_module(la.model)
+    check_module(la.model)
     check_prior(la.prior)
     if la.structure not in get_args(StructureName):
         known = ", ".join(map(repr, get_args(StructureName)))

@@ -30,7 +30,7 @@ from linnet.inference.evidence.log_determinants import Coupled, Dense, LogDet, S
 from linnet.inference.samples import Samples, posterior_samples
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import constant_over
-from linnet.jacobian.weighted_rows import Weighted
+from linnet.jacobian.output_combinations import WeightedRows
 from linnet.linalg.cholesky import check_conditioning, cholesky_
 from linnet.linalg.row_weights import as_weight, inner_matrix, weight_from_root
 from linnet.linalg.svd.block_krylov import orthonormalize
@@ -186,7 +186,7 @@ class LowRank(Structure):
     name = "lowrank"
 
     def __init__(self, J: Jacobian, root: Tensor, *, rank: int, **options: Any) -> None:
-        V = Weighted(J, root)
+        V = WeightedRows(J, root)
         try:
             found = low_rank(V, min(rank, *J.shape), **options)
         except ValueError:  # G has no such rank: all of it, then

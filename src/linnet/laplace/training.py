@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from linnet._common.messages import check_module
 from linnet._estimator.optimizer_steps import epoch, shuffled
 from linnet.data.sources import as_source
 from linnet.laplace.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
 from linnet.laplace.search import Method
+from linnet.network.checks import check_module
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.probability.likelihoods import Likelihood

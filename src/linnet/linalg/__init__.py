@@ -1,1 +1,60 @@
-"""Linear operators and their algebra, solves, preconditioners, SVD: knows no network and no data."""
+"""Operators and their algebra, solves, preconditioners, singular vectors: knows no network and no data."""
+
+from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.linalg.conjugate_gradients import Product, Solution, Solvable, cg
+from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
+from linnet.linalg.matrices import LowRank, Matrix, Stack
+from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
+from linnet.linalg.preconditioners import (
+    REFINED,
+    LowRankPreconditioner,
+    Preconditioner,
+    Sketch,
+    WoodburyPreconditioner,
+    draw_landmarks,
+    nystrom_preconditioner,
+    sketch,
+    woodbury_preconditioner,
+)
+from linnet.linalg.row_weights import RowIndex, add_symmetric_, as_weight, inner_matrix, weigh, weight_from_root
+from linnet.linalg.svd import Decomposition, low_rank, orthonormalize
+
+__all__ = [
+    "REFINED",
+    "Decomposition",
+    "LinearOperator",
+    "LowRank",
+    "LowRankPreconditioner",
+    "Matrix",
+    "Preconditioner",
+    "Product",
+    "RowFn",
+    "RowIndex",
+    "Sketch",
+    "Solution",
+    "Solvable",
+    "Stack",
+    "WoodburyPreconditioner",
+    "add_symmetric_",
+    "apply_to_columns",
+    "as_weight",
+    "cg",
+    "check_fn_result",
+    "check_weight",
+    "cholesky_",
+    "cholesky_solve",
+    "draw_landmarks",
+    "inner_matrix",
+    "lanczos_quadrature",
+    "log_det_from",
+    "log_det_from_tridiagonals",
+    "low_rank",
+    "nystrom_preconditioner",
+    "orthonormalize",
+    "sketch",
+    "solve_lower",
+    "solve_upper",
+    "weigh",
+    "weight_from_root",
+    "woodbury_preconditioner",
+]

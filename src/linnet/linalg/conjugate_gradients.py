@@ -26,7 +26,7 @@ products, and more coarse ones that may be in vain."""
 
 
 class Solvable(Protocol):
-    """What `cg` needs of a preconditioner P."""
+    """A preconditioner P, as far as `cg` needs it."""
 
     def solve(self, R: Tensor) -> Tensor:
         """``P^-1 R``: (m, k) to (m, k)."""
@@ -35,15 +35,15 @@ class Solvable(Protocol):
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found, and how good it is.
+    """The solution of a linear system, and how good it is.
 
     Attributes:
         value: The solution, in the shape of the right-hand side.
         converged: Whether every column has reached the tolerance.
-        iterations: How many were made.
+        iterations: Number of iterations made.
         residual: The largest ``||b - A x|| / ||b||`` over the columns.
         tridiagonals: (probes, q, q) in float64, see `cg`.
-        tolerance: What was asked for.
+        tolerance: The tolerance that was asked for.
         breakdown: Whether a direction d with ``d^T A d <= 0``, or a number that is not finite, stopped a column.
     """
 
@@ -56,7 +56,7 @@ class Solution:
     breakdown: bool = False
 
     def checked(self, what: str = "the system") -> Solution:
-        """Itself; ArithmeticError where it has not converged.
+        """This solution; raises ArithmeticError where it has not converged.
 
         >>> Solution(torch.ones(2), True, 3, 1e-9).checked().iterations
         3
@@ -91,8 +91,8 @@ def cg(
     r"""Solve ``A X = B`` by preconditioned conjugate gradients, all columns in one product per iteration.
 
     A column that has reached the tolerance is left as it is while the others go on. At the end one more product gives
-    the true residuals; where rounding has let the running ones drift below them, the iteration starts again from the
-    solution found, as long as that helps. Beside B it holds about six blocks (m, k).
+    the true residuals. Where rounding has let the running residuals drift below the true ones, the iteration starts
+    again from the solution found, as long as that helps. Beside B about six blocks (m, k) are held.
 
     The coefficients of the iteration are those of the Lanczos method: for a right-hand side z, its tridiagonal T has
     :math:`e_1^\top f(T) e_1 \approx u^\top f(P^{-1/2} A P^{-1/2}) u` with u the direction of :math:`P^{-1/2} z`.
@@ -102,15 +102,16 @@ def cg(
         B: (m,) or (m, k), finite.
         preconditioner: P, close to A; its ``solve`` takes (m, k). None means the identity.
         tolerance: Stop when ``||b - A x|| <= tolerance ||b||`` for every column b.
-        iterations: Stop after this many.
-        start: Where to start from, in the shape of B; None means zero. Zero in the columns of the probes.
-        probes: The last ``probes`` columns of B give their tridiagonals; one that converged early goes on as the
-            identity, which its first row does not see.
+        iterations: Stop after this many iterations.
+        start: The solution to start from, in the shape of B; None means zero. Zero in the columns of the probes.
+        probes: The last ``probes`` columns of B give their tridiagonals. The tridiagonal of a column that converged
+            early goes on as the identity, which its first row does not see.
         verify: Whether to spend the last product; without it the residual is the running one.
-        exact: ``V`` to ``A V`` where ``product`` is a cheaper, coarser one. It gives the first residual and the true
-            ones, which are looked at whenever the running ones have fallen by `COARSE`; where that was no progress it
-            takes the place of ``product``. Errors of ``product`` never reach the solution.
-        lengths: Gets, after each product, how far the columns move along the directions that were multiplied, (k,).
+        exact: ``V`` to ``A V`` where ``product`` is a cheaper, coarser product. ``exact`` gives the first residual and
+            the true residuals, which are computed whenever the running ones have fallen by `COARSE`. Where the true
+            residuals have not fallen, ``exact`` takes the place of ``product``. Errors of ``product`` never reach the
+            solution.
+        lengths: Gets, after each product, the length of the step of each column, (k,).
         progress: None shows a bar on a terminal only, False never, True always.
 
     Returns:

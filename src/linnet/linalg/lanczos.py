@@ -61,7 +61,7 @@ def gauss_quadrature(tridiagonals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def lanczos(product: Product, B: Tensor, *, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def lanczos_quadrature(product: Product, B: Tensor, *, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     r"""Gauss quadratures of a symmetric A from the columns b of B.
 
     .. math:: b^\top f(A) \, b \approx \|b\|^2 \sum_j w_j f(\theta_j)
@@ -79,7 +79,7 @@ def lanczos(product: Product, B: Tensor, *, steps: int) -> tuple[Tensor, Tensor,
         nodes (k, q) and weights (k, q), in float64, and the squared norms of the columns (k,), in float64;
         q is ``steps``, or less where all columns have ended. A column of zeros has the node 1.
 
-    >>> nodes, weights, norms2 = lanczos(lambda V: torch.tensor([[1.0], [3.0]]) * V, torch.ones(2), steps=5)
+    >>> nodes, weights, norms2 = lanczos_quadrature(lambda V: torch.tensor([[1.0], [3.0]]) * V, torch.ones(2), steps=5)
     >>> nodes.round().tolist(), weights.round(decimals=3).tolist(), norms2.round().tolist()
     ([[1.0, 3.0]], [[0.5, 0.5]], [2.0])
     """

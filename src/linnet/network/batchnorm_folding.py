@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from linnet._common import messages
-from linnet._common.torch_settings import network
+from linnet._common.torch_settings import network_settings
+from linnet.network import checks
 from linnet.network.call_trace import RETURNED, Step, Trace, as_arguments, find_tensors, trace
 from linnet.network.copies import copy_sharing_parameters
 
@@ -183,8 +183,8 @@ def _fold(layer: nn.Module, norm: nn.Module) -> None:
 
 def _pair_norms(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Each batch norm that can be folded with the layer it goes into, and the others with the reason."""
-    messages.check_module(model)
-    messages.check_materialized(dict(model.named_parameters()))
+    checks.check_module(model)
+    checks.check_materialized(dict(model.named_parameters()))
     modules = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if isinstance(module, _BatchNorm)}
     if not norms:
@@ -332,11 +332,11 @@ def _check_equal(model: nn.Module, new: nn.Module, example: Any) -> None:
     args, kwargs = as_arguments(example)
     copied = copy_sharing_parameters(model).eval()
     device = next(model.parameters()).device
-    with torch.no_grad(), network(copied, "highest", device):
+    with torch.no_grad(), network_settings(copied, "highest", device):
         pairs = list(zip(find_tensors(copied(*args, **kwargs)), find_tensors(new(*args, **kwargs)), strict=True))
     for a, b in pairs:
         # Half of the digits agree.
-        if a.is_floating_point() and not messages.close(a, b, torch.finfo(a.dtype).eps ** 0.5):
+        if a.is_floating_point() and not checks.close(a, b, torch.finfo(a.dtype).eps ** 0.5):
             error = float((a - b).abs().max() / a.abs().max())
             raise RuntimeError(
                 f"The folded network differs from the given one by {error:.1e} on the example. Look for code that "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from linnet._common.torch_settings import arithmetic, network
+from linnet._common.torch_settings import arithmetic, network_settings
 from linnet.data.batch import Batch
 from linnet.network.copies import copy_sharing_parameters
 
@@ -115,7 +115,7 @@ def trace(
     with (
         torch.no_grad(),
         arithmetic("highest", device),
-        network(copied, "highest", device),
+        network_settings(copied, "highest", device),
         tracer if whole else nullcontext(),
     ):
         output = copied(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from linnet._common import messages
+from linnet.network import checks
 
 
 @final
@@ -37,7 +37,7 @@ class FlatOutput:
         self.shape: tuple[int, ...] = ()
 
     def __call__(self, raw: Any) -> Tensor:
-        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
+        out = checks.output_tensor(raw) if self.output is None else self.output(raw)
         if not isinstance(out, Tensor) or out.ndim <= 2:
             return out
         self.shape = tuple(out.shape[1:])

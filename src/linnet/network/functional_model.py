@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from linnet._common import messages
-from linnet._common.torch_settings import Precision, alone, arithmetic, network, of_network
+from linnet._common.torch_settings import Precision, arithmetic, module_lock, network_precision, network_settings
 from linnet.data.batch import Batch, leaves
+from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import address
 from linnet.network.parameters import Layout, Params, select
@@ -130,31 +130,31 @@ class FunctionalModel:
         batch = batch.with_inputs(partial(_copied, dtype=self.cast))  # the network may write into its inputs
         full = {place: theta.get(name, self.theta[name]) for place, name in self.places.items()}
         try:
-            with alone(self.module):
+            with module_lock(self.module):
                 raw = functional_call(self.module, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
-            messages.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
+            checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
         return self._matrix(raw, batch.n)
 
     def _matrix(self, raw: Any, n: int) -> Tensor:
         """What the network returned, as (n, c)."""
-        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
-        return messages.output_matrix(out, n)
+        out = checks.output_tensor(raw) if self.output is None else self.output(raw)
+        return checks.output_matrix(out, n)
 
     @contextmanager
     def in_precision(self, precision: Precision) -> Iterator[None]:
         """The settings of torch in which passes of the network run."""
         with ExitStack() as stack:
-            stack.enter_context(arithmetic(of_network(precision), self.device))
-            stack.enter_context(network(self.module, precision, self.device))
+            stack.enter_context(arithmetic(network_precision(precision), self.device))
+            stack.enter_context(network_settings(self.module, precision, self.device))
             if self.convolves_exactly(precision):
                 stack.enter_context(self.convolutions())
             yield
 
     def convolves_exactly(self, precision: Precision) -> bool:
         """Whether a network that runs in this precision convolves in float32 on a GPU."""
-        exact = of_network(precision) == "highest" and self.model_dtype == torch.float32
+        exact = network_precision(precision) == "highest" and self.model_dtype == torch.float32
         return self.device.type == "cuda" and exact and self.has_convolutions
 
     # The network as it was given.
@@ -248,7 +248,7 @@ def _release_max_norm(name: str, module: nn.Module) -> None:
     """Switch off an embedding's ``max_norm``, which would write into the weights, where it has nothing to do."""
     weight, limit, kind = module.weight, float(module.max_norm), float(getattr(module, "norm_type", 2.0))  # type: ignore[arg-type]
     if bool((weight.detach().norm(p=kind, dim=1) > limit).any()):  # type: ignore[operator]
-        raise messages.renormalizes(name)
+        raise checks.renormalizes(name)
     module.max_norm = None  # type: ignore[assignment]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common import messages
+from linnet.network import checks
 
 READERS = frozenset(
     getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__")
@@ -32,7 +32,7 @@ EMBEDDINGS = (F.embedding, F.embedding_bag)
 """Functions whose arguments 3 and 5 are ``max_norm`` and ``scale_grad_by_freq``."""
 
 
-class Calls:
+class CallGuard:
     """Checks the calls of torch functions in a pass, one by one.
 
     Args:
@@ -63,12 +63,12 @@ class Calls:
         if _writes(func):
             for t in _tensors((*args[:1], kwargs.get("out"))):
                 if (name := self._storages.get(address(t))) is not None:
-                    raise messages.parameter_is_written(name)
+                    raise checks.parameter_is_written(name)
         if func in EMBEDDINGS:
             if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
-                raise messages.renormalizes("F.embedding")
+                raise checks.renormalizes("F.embedding")
             if args[5] if len(args) > 5 else kwargs.get("scale_grad_by_freq"):
-                raise messages.scaled_by_frequency()
+                raise checks.scaled_by_frequency()
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Raise if a call read a parameter past its attribute; asking for a shape or a device is no reading."""
@@ -77,7 +77,7 @@ class Calls:
         for t in _tensors((*args, *kwargs.values())):
             name = self._name(t)
             if name is not None and (func in READERS or next(_tensors((result,)), None) is not None):
-                raise messages.original_is_read(name)
+                raise checks.original_is_read(name)
 
     def _name(self, t: Tensor) -> str | None:
         if id(t) in self._originals:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from linnet._common import messages
+from linnet.network import checks
 
 Params = str | Sequence[str] | Callable[[str, Tensor], bool] | None
 
@@ -38,24 +38,24 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         >>> list(select(model, lambda name, tensor: tensor.ndim == 2))
         ['0.weight', '2.weight']
     """
-    messages.check_module(model)
-    messages.check_params_argument(params)
+    checks.check_module(model)
+    checks.check_params_argument(params)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    messages.check_materialized(parameters)
-    messages.check_one_device(parameters)
+    checks.check_materialized(parameters)
+    checks.check_one_device(parameters)
     floating = {name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}
 
     if params is None:
         selected = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
-        messages.check_not_complex(selected)
+        checks.check_not_complex(selected)
     elif callable(params):
         selected = {name: tensor for name, tensor in floating.items() if params(name, tensor)}
     else:
         chosen = _match_globs(model, floating, [params] if isinstance(params, str) else list(params))
         selected = {name: tensor for name, tensor in floating.items() if name in chosen}
 
-    messages.check_selected(selected, parameters)
-    messages.check_one_dtype(selected)
+    checks.check_selected(selected, parameters)
+    checks.check_one_dtype(selected)
     return selected
 
 
@@ -72,7 +72,7 @@ def _match_globs(model: nn.Module, floating: Mapping[str, Tensor], globs: Sequen
     for glob in globs:
         # A full name is meant as it is, also where it contains a bracket (ParameterDict keys).
         matched = [glob] if glob in aliases else [alias for alias in aliases if fnmatchcase(alias, glob)]
-        messages.check_glob_matched(glob, matched, list(aliases), modules)
+        checks.check_glob_matched(glob, matched, list(aliases), modules)
         chosen.update(aliases[alias] for alias in matched)
     return chosen
 
@@ -114,7 +114,7 @@ class Layout:
     p: int = field(compare=False)
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        messages.check_not_empty(tensors)
+        checks.check_not_empty(tensors)
         offsets: dict[str, int] = {}
         slices: dict[str, slice] = {}
         layers: dict[str, list[str]] = {}
@@ -150,7 +150,7 @@ class Layout:
             >>> layout.flatten({"a": torch.zeros(2, 2, 7), "b": torch.zeros(7)}).shape
             torch.Size([5, 7])
         """
-        messages.check_tree(tree, self.shapes)
+        checks.check_tree(tree, self.shapes)
         first = self.names[0]
         columns = tree[first].shape[len(self.shapes[first]) :]
         return torch.cat([tree[name].reshape(self.shapes[name].numel(), *columns) for name in self.names])
@@ -169,7 +169,7 @@ class Layout:
             >>> layout.unflatten(torch.zeros(5, 7))["b"].shape
             torch.Size([7])
         """
-        messages.check_flat(vector, self.p)
+        checks.check_flat(vector, self.p)
         columns = vector.shape[1:]
         parts = vector.split([shape.numel() for shape in self.shapes.values()])
         return {

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet._common import messages
 from linnet._common.checksums import tensor_code, text_code
+from linnet.network import checks
 
 Code = tuple[str, tuple[int, ...], int]
 
@@ -46,13 +46,13 @@ class Watch:
         """Raise if a tensor has changed, by the counts of changes, or by the bytes also where these have not moved."""
         for name, (t, version) in self._versions.items():
             if t._version != version:
-                raise messages.changed_parameter(name, parameter=isinstance(t, nn.Parameter))
+                raise checks.changed_parameter(name, parameter=isinstance(t, nn.Parameter))
         if not contents:
             return
         now, parameters = _codes(self.model), dict(self.model.named_parameters())
         for name in self._codes | now:
             if self._codes.get(name) != now.get(name):
-                raise messages.changed_parameter(name, parameter=name in parameters)
+                raise checks.changed_parameter(name, parameter=name in parameters)
 
     @property
     def code(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet import metrics
-from linnet._common.versions import versions
+from linnet._common.versions import find_versions
 from linnet._estimator.linearity import Linearity
 from linnet.jacobian.plan import Plan
 from linnet.laplace.estimator import Laplace
@@ -124,7 +124,7 @@ def write(
         lede,
         show_inputs(X, columns=columns, texts=texts),
         show_inputs(None if train is None else train[0], columns=columns),
-        record={"seed": estimator.seed, "device": str(lin.device), "versions": versions()},
+        record={"seed": estimator.seed, "device": str(lin.device), "versions": find_versions()},
         names=names,
     )
     page.save(path, assemble(estimator, about, outcome, X=X, train=train))
@@ -275,11 +275,7 @@ def to_array(x: Any) -> np.ndarray:
 def compare_models(estimator: Any, X: Any, outcome: Any = None, *, what: str = "test example") -> Linear | Missing:
     """Compare the linear model and the network at the adapted weights, or at weights drawn from a Laplace posterior.
 
-    Args:
-        estimator: The fitted estimator.
-        X: Inputs at which the models are compared: at most 1,000 of them are used.
-        outcome: Predictions for these inputs. Their metrics are compared too.
-        what: Name of one input.
+    At most 1,000 of the inputs X are used. The metrics of ``outcome``, the predictions for X, are compared too.
     """
     few, index = _thin(X, 1000)
     if isinstance(estimator, Laplace):
@@ -394,13 +390,7 @@ def find_influential(
 ) -> Group | Missing:
     """The training examples with the largest influence on the predictions at X.
 
-    Args:
-        estimator: The fitted estimator.
-        X: Inputs of the predictions.
-        train: Inputs and targets that the estimator was fitted to.
-        inputs: How the training examples are shown.
-        labels: Targets of the training examples, as text.
-        what: Name of one input of X.
+    ``inputs`` and ``labels`` say how the training examples are shown; ``what`` is the name of one input of X.
     """
 
     def make() -> Group:

@@ -13,32 +13,20 @@ from linnet.jacobian.plan import Plan
 
 @dataclass(frozen=True)
 class Missing:
-    """A part that is left out.
+    """A part that is left out."""
 
-    Attributes:
-        why: The reason, in a sentence.
-    """
-
-    why: str
+    why: str  # the reason, in a sentence
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Predicted classes of test examples.
+    """Predicted classes of test examples."""
 
-    Attributes:
-        probabilities: Class probabilities (n, c).
-        labels: Class of each example (n,), as a number.
-        names: Names of the c classes.
-        before: Probabilities (n, c) of the network alone, or None.
-        what: Name of one example.
-    """
-
-    probabilities: np.ndarray
-    labels: np.ndarray
-    names: Sequence[str]
-    before: np.ndarray | None = None
-    what: str = "test example"
+    probabilities: np.ndarray  # class probabilities (n, c)
+    labels: np.ndarray  # class of each example (n,), as a number
+    names: Sequence[str]  # names of the c classes
+    before: np.ndarray | None = None  # probabilities (n, c) of the network alone, or None
+    what: str = "test example"  # name of one example
 
     @property
     def right(self) -> np.ndarray:
@@ -48,146 +36,89 @@ class Classes:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Predicted numbers of test examples.
+    """Predicted numbers of test examples."""
 
-    Attributes:
-        mean: Predictions (n, c).
-        std: Standard deviations (n, c) of an observation.
-        target: True values (n, c).
-        names: Names of the c numbers.
-        before: Predictions (n, c) of the network alone, or None.
-        what: Name of one example.
-    """
-
-    mean: np.ndarray
-    std: np.ndarray
-    target: np.ndarray
-    names: Sequence[str]
-    before: np.ndarray | None = None
-    what: str = "test example"
+    mean: np.ndarray  # predictions (n, c)
+    std: np.ndarray  # standard deviations (n, c) of an observation
+    target: np.ndarray  # true values (n, c)
+    names: Sequence[str]  # names of the c numbers
+    before: np.ndarray | None = None  # predictions (n, c) of the network alone, or None
+    what: str = "test example"  # name of one example
 
 
 @dataclass(frozen=True)
 class Points:
-    """Examples on the first two components of an embedding.
+    """Examples on the first two components of an embedding."""
 
-    Attributes:
-        xy: Positions (n, 2).
-        groups: Label of each example, or None.
-    """
-
-    xy: np.ndarray
-    groups: Sequence[str] | None = None
+    xy: np.ndarray  # positions (n, 2)
+    groups: Sequence[str] | None = None  # label of each example, or None
 
 
 @dataclass(frozen=True)
 class Linear:
-    """The linear model beside the network itself with the same weights.
+    """The linear model beside the network itself with the same weights."""
 
-    Attributes:
-        step: Changes (k,) of some outputs in the linear model.
-        real: Changes (k,) of the same outputs in the network.
-        error: Distance of both over all outputs, relative to the step.
-        n: Number of examples that were compared.
-        agreement: Share of these examples for which both predict the same class; None for numbers.
-        drawn: Number of weights that were drawn from the posterior; 0 for the adapted weights.
-        scores: Metrics of the network with the adapted weights, and of the linear model on the same examples.
-        what: Name of one example.
-        whole: Whether the network's own outputs are part of the linear model. Otherwise the model is the step alone.
-    """
-
-    step: np.ndarray
-    real: np.ndarray
-    error: float
-    n: int
-    agreement: float | None = None
-    drawn: int = 0
+    step: np.ndarray  # changes (k,) of some outputs in the linear model
+    real: np.ndarray  # changes (k,) of the same outputs in the network
+    error: float  # distance of both over all outputs, relative to the step
+    n: int  # number of examples that were compared
+    agreement: float | None = None  # share of these examples for which both predict the same class; None for numbers
+    drawn: int = 0  # number of weights that were drawn from the posterior; 0 for the adapted weights
+    # metrics of the network with the adapted weights, and of the linear model on the same examples
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    what: str = "test example"
+    what: str = "test example"  # name of one example
+    # Whether the network's own outputs are part of the linear model. Otherwise the model is the step alone.
     whole: bool = True
 
 
 @dataclass(frozen=True)
 class Shown:
-    """How an example looks: a picture, a text, or the cells of a row.
+    """How an example looks: a picture, a text, or the cells of a row."""
 
-    Attributes:
-        name: Name of its file, or its number.
-        picture: A data: address.
-        text: Beginning of the text.
-        cells: Names of columns and numbers.
-    """
-
-    name: str
-    picture: str = ""
-    text: str = ""
-    cells: Sequence[tuple[str, str]] = ()
+    name: str  # name of its file, or its number
+    picture: str = ""  # a data: address
+    text: str = ""  # beginning of the text
+    cells: Sequence[tuple[str, str]] = ()  # names of columns and numbers
 
 
 @dataclass(frozen=True)
 class Item:
-    """An example and statements about it.
+    """An example and statements about it."""
 
-    Attributes:
-        shown: The example.
-        said: Titles and values of the statements.
-        wrong: Whether the prediction is wrong.
-    """
-
-    shown: Shown
-    said: Sequence[tuple[str, str]]
-    wrong: bool = False
+    shown: Shown  # the example
+    said: Sequence[tuple[str, str]]  # titles and values of the statements
+    wrong: bool = False  # whether the prediction is wrong
 
 
 @dataclass(frozen=True)
 class Group:
-    """Examples that have something in common.
+    """Examples that have something in common."""
 
-    Attributes:
-        title: The headline.
-        note: What the examples have in common, in a sentence.
-        items: The examples.
-    """
-
-    title: str
-    note: str
-    items: Sequence[Item]
+    title: str  # the headline
+    note: str  # what the examples have in common, in a sentence
+    items: Sequence[Item]  # the examples
 
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    """Eigenvalues, descending.
+    """Eigenvalues, descending."""
 
-    Attributes:
-        values: Eigenvalues (k,).
-        n: Number of examples.
-        noise: Whether the unit is the noise. Data and prior then have equal weight at 1.
-        explained: Share (k,) of the trace up to each eigenvalue, or None.
-    """
-
-    values: np.ndarray
-    n: int
-    noise: bool = True
-    explained: np.ndarray | None = None
+    values: np.ndarray  # eigenvalues (k,)
+    n: int  # number of examples
+    noise: bool = True  # Whether the unit is the noise. Data and prior then have equal weight at 1.
+    explained: np.ndarray | None = None  # share (k,) of the trace up to each eigenvalue, or None
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How the prior was chosen.
+    """How the prior was chosen."""
 
-    Attributes:
-        path: Log evidence after each step of the search.
-        value: Log evidence of the chosen prior.
-        blocks: Log evidence by the number of blocks that adapt, where several numbers were tried.
-        chosen: The chosen number of blocks.
-        scales: Prior scales by name.
-    """
-
-    path: Sequence[float]
-    value: float | None
+    path: Sequence[float]  # log evidence after each step of the search
+    value: float | None  # log evidence of the chosen prior
+    # log evidence by the number of blocks that adapt, where several numbers were tried
     blocks: Mapping[int, float] = field(default_factory=dict)
-    chosen: int | None = None
-    scales: Mapping[str, float] = field(default_factory=dict)
+    chosen: int | None = None  # the chosen number of blocks
+    scales: Mapping[str, float] = field(default_factory=dict)  # prior scales by name
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,13 @@ from linnet.tangent.base import Tangent
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit and its training data.
+    """A fit and its training data."""
 
-    Attributes:
-        J: Jacobian of the training data.
-        posterior: Posterior over the displacement.
-        variance: Prior variances S, (p,).
-        root: L at the posterior mean, (n c,) or (n, c, c).
-        residual: Gradient of log p(y | f) at the posterior mean, (n, c).
-    """
-
-    J: Jacobian
-    posterior: Posterior
-    variance: Tensor
-    root: Tensor
-    residual: Tensor
+    J: Jacobian  # jacobian of the training data
+    posterior: Posterior  # posterior over the displacement
+    variance: Tensor  # prior variances S, (p,)
+    root: Tensor  # L at the posterior mean, (n c,) or (n, c, c)
+    residual: Tensor  # gradient of log p(y | f) at the posterior mean, (n, c)
 
 
 def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:

@@ -17,21 +17,13 @@ from linnet.report.formatting import number
 
 @dataclass(frozen=True)
 class Inputs:
-    """Examples, and how they are shown.
+    """Examples, and how they are shown."""
 
-    Attributes:
-        names: Names of the examples; by default their numbers.
-        pictures: Pixels (n, 1 or 3, height, width) from 0 to 1, or None.
-        texts: Texts of the examples.
-        cells: Rows (n, d) of a table, or None.
-        columns: Names of the columns of ``cells``.
-    """
-
-    names: Sequence[str] = ()
-    pictures: np.ndarray | None = None
-    texts: Sequence[str] = ()
-    cells: np.ndarray | None = None
-    columns: Sequence[str] = ()
+    names: Sequence[str] = ()  # names of the examples; by default their numbers
+    pictures: np.ndarray | None = None  # pixels (n, 1 or 3, height, width) from 0 to 1, or None
+    texts: Sequence[str] = ()  # texts of the examples
+    cells: np.ndarray | None = None  # rows (n, d) of a table, or None
+    columns: Sequence[str] = ()  # names of the columns of ``cells``
 
     def show(self, i: int) -> Shown:
         """Example i: a picture, the first 280 letters of a text, or the first 8 cells of a row."""

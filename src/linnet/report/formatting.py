@@ -11,21 +11,13 @@ DASH = "\u2013"
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a metric says.
+    """What a metric says."""
 
-    Attributes:
-        title: Name of the metric.
-        words: Meaning of the metric, in a sentence.
-        better: "higher", "lower", or "closer" to 95 %.
-        percent: Whether the metric is a share.
-        short: A shorter form of ``words``.
-    """
-
-    title: str
-    words: str
-    better: str = "lower"
-    percent: bool = False
-    short: str = ""
+    title: str  # name of the metric
+    words: str  # meaning of the metric, in a sentence
+    better: str = "lower"  # "higher", "lower", or "closer" to 95 %
+    percent: bool = False  # whether the metric is a share
+    short: str = ""  # a shorter form of ``words``
 
     def format(self, x: float) -> str:
         return percent(x) if self.percent else number(x)
@@ -34,8 +26,7 @@ class Meaning:
 MEANINGS = {
     "accuracy": Meaning("Accuracy", "The share of test examples whose class is predicted correctly.", "higher", True),
     "nll": Meaning(
-        "Log loss",
-        "Minus the log probability of the true class, in nats. 0 is perfect; confident mistakes cost most.",
+        "Log loss", "Minus the log probability of the true class, in nats. 0 is perfect; confident mistakes cost most."
     ),
     "brier": Meaning("Brier score", "The squared distance between the probabilities and the truth, from 0 to 2."),
     "ece": Meaning("Calibration error", "The average distance between confidence and accuracy.", percent=True),

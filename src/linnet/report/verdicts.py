@@ -24,19 +24,12 @@ roughly."""
 
 @dataclass(frozen=True)
 class Check:
-    """A question and its answer.
+    """A question and its answer."""
 
-    Attributes:
-        question: The question of the reader.
-        state: "good", "fair", "bad", or "open" if the answer is not known.
-        answer: The answer, in a few words.
-        why: The evidence for the answer.
-    """
-
-    question: str
-    state: State
-    answer: str
-    why: str
+    question: str  # the question of the reader
+    state: State  # "good", "fair", "bad", or "open" if the answer is not known
+    answer: str  # the answer, in a few words
+    why: str  # the evidence for the answer
 
 
 def check_report(report: Report) -> list[Check]:

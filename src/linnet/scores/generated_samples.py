@@ -14,6 +14,7 @@ from linnet.data.batch import Batch, Source, check_finite, leaves
 from linnet.data.forward_signature import Signature
 from linnet.data.sources import as_source
 from linnet.jacobian.linearization import Linearization, linearize
+from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
 
 Generator = nn.Module | Callable[[Tensor], Any]
@@ -182,10 +183,10 @@ def check_logits(model: nn.Module, lin: Linearization, source: Source, *, read: 
                 stacklevel=5,
             )
         return
-    whole = linearize(model, list(lin.theta), lambda raw: read(messages.output_tensor(raw))).to(lin.dtype)
+    whole = linearize(model, list(lin.theta), lambda raw: read(checks.output_tensor(raw))).to(lin.dtype)
     with torch.no_grad(), whole.network.in_precision("highest"):
         p = whole.forward({}, batch)[:, 0]
-    if not messages.close(z.sigmoid(), p, 1e-3):
+    if not checks.close(z.sigmoid(), p, 1e-3):
         raise ValueError(
             "The discriminator contains an nn.Sigmoid at the end of its modules, and its output is not the sigmoid of "
             "what comes before. Say how to read the output before the sigmoid with output=, such as output=torch.logit."

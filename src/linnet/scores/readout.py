@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet.network import checks
 from linnet.network.functional_model import Output
 
 
@@ -42,11 +43,11 @@ class ScoreOutput:
     fn: Output | None
 
     def __call__(self, raw: Any) -> Tensor:
-        return check_score(messages.output_tensor(raw) if self.fn is None else self.fn(raw))
+        return check_score(checks.output_tensor(raw) if self.fn is None else self.fn(raw))
 
 
 def log_sum_exp(raw: Any) -> Tensor:
-    logits = messages.output_tensor(raw)
+    logits = checks.output_tensor(raw)
     if logits.ndim > 2:
         raise ValueError(
             f"linnet.scores.classifier() reads class logits (n, c); got {tuple(logits.shape)}. A score is one number "
@@ -71,7 +72,7 @@ class TokenLikelihood:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         labels = kwargs.pop("labels", None)  # with them, a language model would also compute its mean loss
-        logits = _promote(messages.output_tensor(module.forward(*args, **kwargs))).movedim(self.axis, -1)
+        logits = _promote(checks.output_tensor(module.forward(*args, **kwargs))).movedim(self.axis, -1)
         tokens = labels if labels is not None else args[0] if args else next(iter(kwargs.values()))
         mask = kwargs.get("attention_mask")
         if self.targets is not None:

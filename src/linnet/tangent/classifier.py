@@ -16,7 +16,6 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
-from linnet._common.messages import check_module
 from linnet._estimator.behavior import drawn_inputs
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import at_hand, default_network, like, plain_options
@@ -28,6 +27,7 @@ from linnet.inference.mode.adam import Training, check_only_map
 from linnet.inference.mode.newton import Mode
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
+from linnet.network.checks import check_module
 from linnet.network.parameters import Params
 from linnet.probability.expectations import predictive
 from linnet.probability.likelihoods import LIKELIHOODS, Categorical, likelihood_for

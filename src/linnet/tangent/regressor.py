@@ -14,9 +14,7 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree
-from linnet._common.messages import check_module
 from linnet._estimator.behavior import drawn_inputs
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import as_targets, at_hand, default_network, like, plain_options
@@ -27,6 +25,8 @@ from linnet.inference.problem import Fit, Noise, Task, check_covariance_fits, ch
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.matrices import Stack
+from linnet.network import checks
+from linnet.network.checks import check_module
 from linnet.network.parameters import Params
 from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
 from linnet.tangent import files
@@ -460,7 +460,7 @@ class _Half:
         self.output, self.second = output, second
 
     def __call__(self, raw: Any) -> Tensor:
-        out = messages.output_tensor(raw) if self.output is None else self.output(raw)
+        out = checks.output_tensor(raw) if self.output is None else self.output(raw)
         if out.ndim != 2 or out.shape[1] % 2:
             raise ValueError(
                 "noise='heteroscedastic' needs a network with as many log variances as means, in this order: outputs "

@@ -72,11 +72,7 @@ def call(model: Callable[..., Any], data: Any, *, output: Callable[[Any], Tensor
 
 
 def dense_jacobian(
-    model: nn.Module,
-    data: Any,
-    *,
-    output: Callable[[Any], Tensor] | None = None,
-    names: Iterable[str] | None = None,
+    model: nn.Module, data: Any, *, output: Callable[[Any], Tensor] | None = None, names: Iterable[str] | None = None
 ) -> Tensor:
     """The Jacobian as one dense matrix `(n*c, p)`, by plain reverse mode, example by example: slow, the reference.
 
@@ -103,9 +99,9 @@ def dense_jacobian(
     if not theta:
         raise ValueError("dense_jacobian needs at least one parameter to differentiate by; got none.")
     # A model that differentiates inside its forward needs attention kernels with a second derivative.
-    with differentiable(theta), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+    with enable_gradients(theta), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         try:
-            ones = [_rows(model, one, theta, output) for one in examples(data)]
+            ones = [_rows(model, one, theta, output) for one in split_examples(data)]
             alone = all(len(one) == 1 for one in ones)
         except Exception:  # whatever the model raises for one example alone
             alone = False
@@ -115,7 +111,7 @@ def dense_jacobian(
 
 def _rows(model: nn.Module, data: Any, theta: Sequence[Tensor], output: Callable[[Any], Tensor] | None) -> Tensor:
     """The Jacobian `(n, c, p)` of a batch: one backward pass for each number that the model returns."""
-    with preserved(model):
+    with preserve_values(model):
         f = call(model, data, output=output)
         rows = []
         for value in f.flatten() if f.requires_grad else ():
@@ -126,11 +122,11 @@ def _rows(model: nn.Module, data: Any, theta: Sequence[Tensor], output: Callable
     return torch.stack(rows).view(*f.shape, p) if rows else theta[0].detach().new_zeros(*f.shape, p)
 
 
-def examples(data: Any) -> list[Any]:
+def split_examples(data: Any) -> list[Any]:
     """Each example alone, as a batch of one with memory of its own.
 
     Example:
-        >>> [one.shape for one in examples(torch.ones(2, 3))]
+        >>> [one.shape for one in split_examples(torch.ones(2, 3))]
         [torch.Size([1, 3]), torch.Size([1, 3])]
     """
     leaves, spec = pytree.tree_flatten(data)
@@ -148,7 +144,7 @@ def _copied(data: Any) -> Any:
 
 
 @contextlib.contextmanager
-def differentiable(theta: Iterable[Tensor]) -> Iterator[None]:
+def enable_gradients(theta: Iterable[Tensor]) -> Iterator[None]:
     """Make tensors ask for gradients inside the block."""
     frozen = [t for t in theta if not t.requires_grad]
     try:
@@ -161,7 +157,7 @@ def differentiable(theta: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def preserve_values(model: nn.Module) -> Iterator[None]:
     """Leave the values of parameters and buffers after the block as they were before the block."""
     state = [(t, t.detach().clone(), t._version) for t in (*model.parameters(), *model.buffers())]
     try:
@@ -174,7 +170,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def fix_seed(seed: int) -> Iterator[None]:
     """Seed the CPU's random numbers inside the block and leave them outside as they were."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -195,7 +191,7 @@ def case(
     """
 
     def build() -> nn.Module:
-        with seeded(zlib.crc32(name.encode())), torch.no_grad():
+        with fix_seed(zlib.crc32(name.encode())), torch.no_grad():
             model = factory().double().eval()
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -72,14 +72,7 @@ def check_operator(
         return x.to(op.device, op.dtype)
 
     # Operands by name, and the same numbers in float64 for the references.
-    x = {
-        "v": draw(cols),
-        "V": draw(3, cols).T,
-        "u": draw(rows),
-        "U": draw(rows, 3),
-        "w": draw(rows),
-        "s": draw(cols),
-    }
+    x = {"v": draw(cols), "V": draw(3, cols).T, "u": draw(rows), "U": draw(rows, 3), "w": draw(rows), "s": draw(cols)}
     if blocks is not None:
         x["W"] = draw(rows // blocks, blocks, blocks)
     exact = {name: tensor.to("cpu", torch.float64, copy=True) for name, tensor in x.items()}
@@ -177,10 +170,7 @@ class _Check:
             _require(same, f"{what} changed an operand of shape {tuple(operand.shape)} in place")
         dtype = self.operands["v"].dtype
         _require(got.dtype == dtype, f"{what} has dtype {got.dtype}, needed {dtype}")
-        _require(
-            got.shape == reference.shape,
-            f"{what} has shape {tuple(got.shape)}, needed {tuple(reference.shape)}",
-        )
+        _require(got.shape == reference.shape, f"{what} has shape {tuple(got.shape)}, needed {tuple(reference.shape)}")
         got = got.detach().to("cpu", torch.float64)
         # A reference of zeros has no scale of its own; one is then as good as any.
         distance = (got - reference).abs() / (float(reference.abs().max()) or 1.0)

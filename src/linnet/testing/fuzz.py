@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,17 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import linnet
-from linnet.testing.case import call, dense_jacobian, examples, seeded
-from linnet.testing.products import difference, products
+from linnet.testing.case import call, dense_jacobian, fix_seed, split_examples
+from linnet.testing.products import make_products, measure_difference
 
 Step = Callable[["Network", Tensor, Tensor], Tensor]
 """From the network, the current tensor and the input to the next tensor."""
 
 Shape = tuple[int, ...]
 """Shape of one example: (d,) for features, (T, d) for sequences, (C, H, W) for images."""
+
+Add = Callable[["Builder"], None]
+"""Adds a step to the network of a builder."""
 
 ENGINES = ("auto", "auto", "auto", "rows", "bilinear", "ghost", "autodiff")
 RTOL = 1e-7
@@ -56,23 +60,14 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Fuzzed:
-    """A random network with its data, and what is asked about it.
+    """A random network with its data, and what is asked about it."""
 
-    Attributes:
-        model: The network, float64, in eval mode.
-        data: Its examples.
-        params: The selected parameters, as `linnet.linearize` takes them.
-        batch_size: Examples per chunk.
-        engine: The engine.
-        asked: Names of the products.
-    """
-
-    model: Network
-    data: Tensor
-    params: list[str] | None
-    batch_size: int | str
-    engine: str
-    asked: list[str]
+    model: Network  # the network, float64, in eval mode
+    data: Tensor  # its examples
+    params: list[str] | None  # the selected parameters, as `linnet.linearize` takes them
+    batch_size: int | str  # examples per chunk
+    engine: str  # the engine
+    asked: list[str]  # names of the products
 
     def __str__(self) -> str:
         chosen = "all parameters" if self.params is None else ", ".join(self.params)
@@ -131,7 +126,76 @@ class Builder:
         self.then(f"head({d}, {c})", lambda m, h, x: m.parts[i](h), (c,))
 
 
+# Steps of three kinds: with raw parameters, along a random axis, and from one width to another.
+
+
+def weigh(name: str, shapes: Any, function: Any, shape: Any = None) -> Add:
+    """A step h -> function(h, *weights), with raw parameters of these shapes; `shapes` and `shape` are functions."""
+
+    def add(b: Builder) -> None:
+        index = [b.weight(*size) for size in shapes(b.shape)]
+        b.then(name, lambda m, h, x: function(h, *(m.weights[i] for i in index)), shape and shape(b.shape))
+
+    return add
+
+
+def along(name: str, function: Any) -> Add:
+    """A step h -> function(h, axis) along a random axis of the examples."""
+
+    def add(b: Builder) -> None:
+        axis = b.rng.randrange(1, len(b.shape) + 1)
+        b.then(f"{name}({axis})", lambda m, h, x: function(h, axis))
+
+    return add
+
+
+def widen(name: str, stop: int, function: Any, start: int = 2) -> Add:
+    """A step h -> function(layer, h) with a linear layer from the features to a random number of outputs."""
+
+    def add(b: Builder) -> None:
+        d, out = b.shape[-1], b.rng.randrange(start, stop)
+        i = b.linear(d, out)
+        width = d + out if name.startswith("concat") else out
+        label = name.format(d=d, out=out)
+        b.then(label, lambda m, h, x: function(m.parts[i], h), (*b.shape[:-1], width))
+
+    return add
+
+
+def plainly(name: str, function: Any, shape: Any = None) -> Add:
+    """A step h -> function(h) without parameters."""
+    return lambda b: b.then(name, lambda m, h, x: function(h), shape and shape(b.shape))
+
+
+def square(shape: Shape) -> list[Shape]:
+    return [(shape[-1], shape[-1])]
+
+
+def sort_batch(h: Tensor, w: Tensor) -> Tensor:
+    order = h.flatten(1)[:, 0].argsort()
+    return (h[order] @ w)[order.argsort()]
+
+
+def standardize_features(h: Tensor) -> Tensor:
+    return (h - h.mean(-1, keepdim=True)) / (h.var(-1, keepdim=True, unbiased=False) + 0.1).sqrt()
+
+
 # Any shape: the last axis has the features.
+gain = weigh("gain", lambda s: [s[-1:]], lambda h, w: h * w)
+shift = weigh("shift", lambda s: [s], lambda h, w: h + w)
+scalar = weigh("scalar", lambda s: [()], lambda h, w: h * w.exp() + w)
+softmax = along("softmax", lambda h, axis: h.softmax(axis))
+cumsum = along("cumsum", lambda h, axis: h.cumsum(axis) / h.shape[axis])
+sort = along("sort", lambda h, axis: h.sort(axis).values)
+flip = along("flip", lambda h, axis: h.flip(axis))
+where_positive = weigh("where_positive", lambda s: [s[-1:]], lambda h, w: torch.where(h > 0, h * w, h.sin()))
+batch_flip = weigh("batch_flip", square, lambda h, w: (h.flip(0) @ w).flip(0))
+batch_sort = weigh("batch_sort", square, sort_batch)
+detached = weigh("detached", lambda s: [s[-1:]], lambda h, w: h * w + h.detach())
+standardize = plainly("standardize", standardize_features)
+low_rank = weigh("low_rank", lambda s: [(s[-1], 2), (2, s[-1])], lambda h, a, b: h @ (a @ b))
+buffered = plainly("times_two_in_place", lambda h: (h + 0).mul_(2.0))
+roll_examples = weigh("roll_examples", square, lambda h, w: (h.roll(1, 0) @ w).roll(-1, 0))
 
 
 def activation(b: Builder) -> None:
@@ -140,43 +204,8 @@ def activation(b: Builder) -> None:
     b.then(name, lambda m, h, x: function(h))
 
 
-def gain(b: Builder) -> None:
-    i = b.weight(b.shape[-1])
-    b.then("gain", lambda m, h, x: h * m.weights[i])
-
-
-def shift(b: Builder) -> None:
-    i = b.weight(*b.shape)
-    b.then("shift", lambda m, h, x: h + m.weights[i])
-
-
-def scalar(b: Builder) -> None:
-    i = b.weight()
-    b.then("scalar", lambda m, h, x: h * m.weights[i].exp() + m.weights[i])
-
-
 def layer_norm(b: Builder) -> None:
     b.layer("layer_norm", nn.LayerNorm(b.shape[-1:] if b.rng.random() < 0.5 else b.shape))
-
-
-def softmax(b: Builder) -> None:
-    axis = b.rng.randrange(1, len(b.shape) + 1)
-    b.then(f"softmax({axis})", lambda m, h, x: h.softmax(axis))
-
-
-def cumsum(b: Builder) -> None:
-    axis = b.rng.randrange(1, len(b.shape) + 1)
-    b.then(f"cumsum({axis})", lambda m, h, x: h.cumsum(axis) / h.shape[axis])
-
-
-def sort(b: Builder) -> None:
-    axis = b.rng.randrange(1, len(b.shape) + 1)
-    b.then(f"sort({axis})", lambda m, h, x: h.sort(axis).values)
-
-
-def flip(b: Builder) -> None:
-    axis = b.rng.randrange(1, len(b.shape) + 1)
-    b.then(f"flip({axis})", lambda m, h, x: h.flip(axis))
 
 
 def select(b: Builder) -> None:
@@ -189,47 +218,14 @@ def residual(b: Builder) -> None:
     b.then("residual", lambda m, h, x: h + scale * torch.tanh(h @ m.weights[i]))
 
 
-def where_positive(b: Builder) -> None:
-    i = b.weight(b.shape[-1])
-    b.then("where_positive", lambda m, h, x: torch.where(h > 0, h * m.weights[i], h.sin()))
-
-
 def where_flag(b: Builder) -> None:
     """Examples with a large first input use a parameter that the others do not use."""
     i = b.weight(b.shape[-1])
     b.then("where_flag", lambda m, h, x: torch.where(_flag(x, h), h * m.weights[i] + m.weights[i].square(), h))
 
 
-def batch_flip(b: Builder) -> None:
-    i = b.weight(b.shape[-1], b.shape[-1])
-    b.then("batch_flip", lambda m, h, x: (h.flip(0) @ m.weights[i]).flip(0))
-
-
-def batch_sort(b: Builder) -> None:
-    i = b.weight(b.shape[-1], b.shape[-1])
-
-    def step(m: Network, h: Tensor, x: Tensor) -> Tensor:
-        order = h.flatten(1)[:, 0].argsort()
-        return (h[order] @ m.weights[i])[order.argsort()]
-
-    b.then("batch_sort", step)
-
-
-def detached(b: Builder) -> None:
-    i = b.weight(b.shape[-1])
-    b.then("detached", lambda m, h, x: h * m.weights[i] + h.detach())
-
-
-def standardize(b: Builder) -> None:
-    def step(m: Network, h: Tensor, x: Tensor) -> Tensor:
-        return (h - h.mean(-1, keepdim=True)) / (h.var(-1, keepdim=True, unbiased=False) + 0.1).sqrt()
-
-    b.then("standardize", step)
-
-
-def low_rank(b: Builder) -> None:
-    i, j = b.weight(b.shape[-1], 2), b.weight(2, b.shape[-1])
-    b.then("low_rank", lambda m, h, x: h @ (m.weights[i] @ m.weights[j]))
+def _flag(x: Tensor, h: Tensor) -> Tensor:
+    return (x.flatten(1)[:, 0] > 0.5).view(len(h), *[1] * (h.ndim - 1))
 
 
 def lookup(b: Builder) -> None:
@@ -243,22 +239,10 @@ def lookup(b: Builder) -> None:
     b.then("lookup", step)
 
 
-def buffered(b: Builder) -> None:
-    b.then("times_two_in_place", lambda m, h, x: (h + 0).mul_(2.0))
-
-
-def roll_examples(b: Builder) -> None:
-    i = b.weight(b.shape[-1], b.shape[-1])
-    b.then("roll_examples", lambda m, h, x: (h.roll(1, 0) @ m.weights[i]).roll(-1, 0))
-
-
 # Features.
-
-
-def linear(b: Builder) -> None:
-    d, out = b.shape[-1], b.rng.randrange(2, 7)
-    i = b.linear(d, out)
-    b.then(f"linear({d}, {out})", lambda m, h, x: m.parts[i](h), (*b.shape[:-1], out))
+linear = widen("linear({d}, {out})", 7, lambda layer, h: layer(h))
+concat = widen("concat({out})", 4, lambda layer, h: torch.cat([h, layer(h).tanh()], 1), start=1)
+one_by_one = widen("one_by_one", 5, lambda layer, h: torch.stack([layer(row) for row in h]))
 
 
 def tied(b: Builder) -> None:
@@ -296,18 +280,11 @@ def bilinear(b: Builder) -> None:
     b.then("einsum", lambda m, h, x: torch.einsum("ni,oij,nj->no", h, m.weights[i], h.tanh()), (out,))
 
 
-def concat(b: Builder) -> None:
-    d, out = b.shape[0], b.rng.randrange(1, 4)
-    i = b.linear(d, out)
-    b.then(f"concat({out})", lambda m, h, x: torch.cat([h, m.parts[i](h).tanh()], 1), (d + out,))
-
-
 def scatter(b: Builder) -> None:
     out = b.rng.randrange(2, 6)
 
     def step(m: Network, h: Tensor, x: Tensor) -> Tensor:
-        index = (h.detach().abs() * 3).long() % out
-        return h.new_zeros(len(h), out).scatter_add(1, index, h)
+        return h.new_zeros(len(h), out).scatter_add(1, (h.detach().abs() * 3).long() % out, h)
 
     b.then(f"scatter({out})", step, (out,))
 
@@ -337,12 +314,6 @@ def experts(b: Builder) -> None:
     b.then("experts", step)
 
 
-def one_by_one(b: Builder) -> None:
-    d, out = b.shape[0], b.rng.randrange(2, 5)
-    i = b.linear(d, out)
-    b.then("one_by_one", lambda m, h, x: torch.stack([m.parts[i](row) for row in h]), (out,))
-
-
 def transposed_batch(b: Builder) -> None:
     d, out = b.shape[0], b.rng.randrange(2, 5)
     i = b.weight(out, d)
@@ -356,12 +327,13 @@ def to_sequence(b: Builder) -> None:
 
 
 # Sequences.
+transpose = plainly("transpose", lambda h: h.transpose(1, 2), lambda s: (s[1], s[0]))
 
 
 def convolution1d(b: Builder) -> None:
     T, d = b.shape
-    i, out = b.part(nn.Conv1d(d, 3, 3, padding=1)), 3
-    b.then("conv1d", lambda m, h, x: m.parts[i](h.transpose(1, 2)).transpose(1, 2), (T, out))
+    i = b.part(nn.Conv1d(d, 3, 3, padding=1))
+    b.then("conv1d", lambda m, h, x: m.parts[i](h.transpose(1, 2)).transpose(1, 2), (T, 3))
 
 
 def attention(b: Builder) -> None:
@@ -398,10 +370,6 @@ def pool_sequence(b: Builder) -> None:
     b.then(f"pool({way})", lambda m, h, x: h[:, -1] if way == "last" else getattr(h, way)(1), b.shape[1:])
 
 
-def transpose(b: Builder) -> None:
-    b.then("transpose", lambda m, h, x: h.transpose(1, 2), (b.shape[1], b.shape[0]))
-
-
 def tokens_first(b: Builder) -> None:
     T, d = b.shape
     i = b.linear(d, 3)
@@ -409,6 +377,10 @@ def tokens_first(b: Builder) -> None:
 
 
 # Images.
+channels = weigh("channels", lambda s: [(s[0], 1, 1)], lambda h, w: h * w)
+pool_image = plainly("mean(2, 3)", lambda h: h.mean((2, 3)), lambda s: s[:1])
+to_tokens = plainly("to_tokens", lambda h: h.flatten(2).transpose(1, 2), lambda s: (s[1] * s[2], s[0]))
+flatten = plainly("flatten", lambda h: h.flatten(1), lambda s: (torch.Size(s).numel(),))
 
 
 def convolution2d(b: Builder) -> None:
@@ -442,31 +414,8 @@ def pool2d(b: Builder) -> None:
 
 
 def resize(b: Builder) -> None:
-    C = b.shape[0]
     mode = b.rng.choice(["nearest", "bilinear"])
-    b.then(f"resize({mode})", lambda m, h, x: F.interpolate(h, size=(3, 4), mode=mode), (C, 3, 4))
-
-
-def channels(b: Builder) -> None:
-    i = b.weight(b.shape[0], 1, 1)
-    b.then("channels", lambda m, h, x: h * m.weights[i])
-
-
-def pool_image(b: Builder) -> None:
-    b.then("mean(2, 3)", lambda m, h, x: h.mean((2, 3)), b.shape[:1])
-
-
-def to_tokens(b: Builder) -> None:
-    C, H, W = b.shape
-    b.then("to_tokens", lambda m, h, x: h.flatten(2).transpose(1, 2), (H * W, C))
-
-
-def flatten(b: Builder) -> None:
-    b.then("flatten", lambda m, h, x: h.flatten(1), (torch.Size(b.shape).numel(),))
-
-
-def _flag(x: Tensor, h: Tensor) -> Tensor:
-    return (x.flatten(1)[:, 0] > 0.5).view(len(h), *[1] * (h.ndim - 1))
+    b.then(f"resize({mode})", lambda m, h, x: F.interpolate(h, size=(3, 4), mode=mode), (b.shape[0], 3, 4))
 
 
 ANY = (
@@ -490,15 +439,15 @@ SEQUENCES = (
 IMAGES = [convolution2d] * 6 + [transposed2d, norm2d, norm2d, pool2d, resize, channels, pool_image, to_tokens, flatten]
 
 
-def fuzzed(seed: int) -> Fuzzed:
+def make_fuzzed(seed: int) -> Fuzzed:
     """A random network with its data, the same one for the same seed.
 
     Example:
-        >>> fuzzed(0).model(fuzzed(0).data).ndim
+        >>> make_fuzzed(0).model(make_fuzzed(0).data).ndim
         2
     """
     rng = random.Random(seed)
-    with seeded(seed), torch.no_grad():
+    with fix_seed(seed), torch.no_grad():
         n, c = rng.randrange(4, 12), rng.choice([1, 1, 2, 3])
         kind = rng.choice(["features", "features", "sequence", "image", "tokens"])
         shapes: dict[str, Shape] = {"sequence": (3, 4), "image": (2, 4, 4), "tokens": (4,)}
@@ -524,7 +473,7 @@ def fuzzed(seed: int) -> Fuzzed:
             t.add_(0.1 * torch.randn_like(t))
     names = [name for name, _ in model.named_parameters()]
     params = None if rng.random() < 0.5 else rng.sample(names, rng.randrange(1, len(names) + 1))
-    asked = rng.sample([*products(torch.zeros(1, 1), torch.zeros(1, 1))], 4)
+    asked = rng.sample([*make_products(torch.zeros(1, 1), torch.zeros(1, 1))], 4)
     sizes: tuple[int | str, ...] = ("auto", "auto", 1, 2, 3, 5)
     return Fuzzed(model, data, params, rng.choice(sizes), rng.choice(ENGINES), asked)
 
@@ -536,19 +485,19 @@ def check(seed: int) -> str:
         >>> check(0)
         ''
     """
-    case = fuzzed(seed)
-    with seeded(seed), warnings.catch_warnings():
+    case = make_fuzzed(seed)
+    with fix_seed(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.no_grad():
-            f = torch.cat([call(case.model, one) for one in examples(case.data)])
+            f = torch.cat([call(case.model, one) for one in split_examples(case.data)])
         names = [name for name, _ in case.model.named_parameters() if case.params is None or name in case.params]
-        known = products(dense_jacobian(case.model, case.data, names=names), f)
+        known = make_products(dense_jacobian(case.model, case.data, names=names), f)
         found = []
         try:
             J = linnet.linearize(case.model, case.params).jacobian(case.data, case.batch_size, engine=case.engine)
             for name in case.asked:
                 ask, truth = known[name]
-                off = difference(ask(J).detach(), truth)
+                off = measure_difference(ask(J).detach(), truth)
                 if off > RTOL:
                     found.append(f"{name} is off by {off:.1e}")
         except Exception as error:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.testing.case import seeded
+from linnet.testing.case import fix_seed
 
 Products = dict[str, tuple[Callable[[Any], Tensor], Tensor]]
 """Products by name: how to ask a Jacobian for a product, and the truth."""
 
 
-def products(J: Tensor, f: Tensor) -> Products:
+def make_products(J: Tensor, f: Tensor) -> Products:
     """Products of a Jacobian with random matrices, Gram matrices, norms and outputs.
 
     Args:
@@ -25,11 +25,11 @@ def products(J: Tensor, f: Tensor) -> Products:
     Example:
         >>> from linnet import linearize
         >>> model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
-        >>> ask, truth = products(torch.kron(torch.ones(4, 1), torch.eye(2)), torch.zeros(4, 2))["J.gram_diag()"]
+        >>> ask, truth = make_products(torch.kron(torch.ones(4, 1), torch.eye(2)), torch.zeros(4, 2))["J.gram_diag()"]
         >>> torch.equal(ask(linearize(model, "bias").jacobian(x)), truth)
         True
     """
-    with seeded(2):
+    with fix_seed(2):
         V = torch.randn(J.shape[1], 3, dtype=torch.float64).to(J)
         U = torch.randn(J.shape[0], 3, dtype=torch.float64).to(J)
     return {
@@ -47,11 +47,11 @@ def products(J: Tensor, f: Tensor) -> Products:
     }
 
 
-def difference(value: Tensor, truth: Tensor) -> float:
+def measure_difference(value: Tensor, truth: Tensor) -> float:
     """The largest error relative to the largest entry of the truth; infinite where only one of the two is finite.
 
     Example:
-        >>> round(difference(torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0])), 6)
+        >>> round(measure_difference(torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0])), 6)
         0.1
     """
     finite = truth.isfinite()

@@ -117,7 +117,7 @@ def test_figures_of_several_splits(few_digits):
         for method in demo.METHODS:
             p = torch.rand(30, 10, dtype=torch.float64, generator=generator).softmax(1)
             scores = {**metrics.classification(p, few_digits.test[1]), "seconds": 1.0}
-            results[method] = demo.Result(p, scores, {})
+            results[method] = (p, scores, {})
         splits.append(replace(few_digits, results=results))
     before = dict(matplotlib.rcParams)
     for draw in (demo.draw_adaptation, demo.draw_confidence):
@@ -162,10 +162,10 @@ def test_baselines_leave_the_network_as_it_is(few_digits, method):
     result = demo.adapt(method, few_digits, longest=2)
     for name, value in few_digits.model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert result.probabilities.shape == (30, 10)
-    torch.testing.assert_close(result.probabilities.sum(1), torch.ones(30, dtype=torch.float64))
+    assert result[0].shape == (30, 10)
+    torch.testing.assert_close(result[0].sum(1), torch.ones(30, dtype=torch.float64))
     again = demo.adapt(method, few_digits, longest=2)
-    assert torch.equal(again.probabilities, result.probabilities)
+    assert torch.equal(again[0], result[0])
 
 
 def test_fine_tuning_is_chosen_without_the_test_digits(few_digits):

@@ -1,8 +1,6 @@
-"""`linnet embed`, `spectrum`, `similarity` and `info`, and texts for Hugging Face models."""
+"""`linnet embed` and `linnet spectrum`, and texts for Hugging Face models."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 import linnet
 from linnet.cli import model_source
-from tests.support.command_cases import diabetes, digits, done, networks, read_table, refused
+from tests.support.command_cases import digits, done, networks, read_table, refused
 
 CPU = torch.device("cpu")
 
@@ -79,51 +77,6 @@ def test_spectrum(tmp_path, nets):
     done(*line, "--out", tmp_path / "s.npz", "--force", "--kernel", "ntk")
     with np.load(tmp_path / "s.npz") as file:
         assert not np.allclose(file["eigenvalues"], values)
-
-
-def test_similarity(tmp_path, nets):
-    train, _ = digits(tmp_path)
-    for seed in (1, 2):
-        torch.save(
-            model_source.load_network(f"{nets}:digits", None, seed=seed, device=CPU).state_dict(),
-            tmp_path / f"{seed}.pt",
-        )
-    line = ["similarity", "--model", f"{nets}:digits", "--data", train]
-    weights = ["--weights", tmp_path / "1.pt", "--weights", tmp_path / "2.pt"]
-    done(*line, *weights, "--out", tmp_path / "s.json")
-    found = json.loads((tmp_path / "s.json").read_text())
-    a, b = (model_source.load_network(f"{nets}:digits", tmp_path / f"{seed}.pt", seed=0, device=CPU) for seed in (1, 2))
-    X = torch.tensor(np.load(train)["x"], dtype=torch.float32)
-    assert found["similarity"][0][1] == pytest.approx(linnet.similarity(a, b, X), rel=1e-6)
-    assert found["similarity"][0][0] == 1
-    done(*line, *weights, "--space", "parameters")
-    assert "give --model twice" in refused(*line)
-    assert "--space must be" in refused(*line, *weights, "--space", "weights")
-    assert "Give --weights once for each --model" in refused(
-        *line, "--model", f"{nets}:digits", "--weights", tmp_path / "1.pt"
-    )
-    assert "shapes cannot be multiplied" in refused(*line, "--model", f"{nets}:numbers")
-
-
-def test_info(tmp_path, nets):
-    train, _ = diabetes(tmp_path)
-    said = done("info", "--model", f"{nets}:numbers")
-    assert "37 parameters, 37 of them selected" in said and "blocks that --top counts, from bottom to top: 0" in said
-    said = done("info", "--model", f"{nets}:numbers", "--data", train, "--target", "y", "--params", "2.*")
-    assert "7 of them selected" in said and "Jacobian (60 x 7)" in said
-    assert "--top needs --data" in refused("info", "--model", f"{nets}:numbers", "--top", 0)
-    out = tmp_path / "run"
-    done("adapt", "--model", f"{nets}:numbers", "--train", train, "--target", "y", "--out", out)
-    said = done("info", out)
-    for part in ("linnet adapt, regression", "columns: age, bmi, bp, s5", "command: ", "TangentRegressor"):
-        assert part in said
-    said = done("info", out / "adapter.safetensors")
-    assert "posterior: " in said and "posterior.delta" in said
-    assert "needs a saved file, a run folder, or --model" in refused("info")
-    assert "need --model" in refused("info", out, "--data", train)
-    (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    assert "not a complete safetensors file" in refused("info", tmp_path / "x.safetensors")
-    assert "does not exist" in refused("info", tmp_path / "none.safetensors")
 
 
 def bert(folder):

@@ -167,8 +167,7 @@ def test_an_output_folder_that_exists(tmp_path, line):
 
 
 @pytest.mark.parametrize("where", ["json", "safetensors"])
-def test_a_full_disk_leaves_what_there_was(tmp_path, line, monkeypatch, where):
-    done(*line)
+def test_a_full_disk_leaves_what_there_was(tmp_path, line, copied, monkeypatch, where):
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     error = OSError(errno.ENOSPC, "No space left on device")
 
@@ -219,14 +218,13 @@ def test_failures_on_the_way(tmp_path, line, monkeypatch):
     assert isinstance(result.exception, ArithmeticError)
 
 
-def test_runs_that_are_none(tmp_path, line):
+def test_runs_that_are_none(tmp_path, line, copied):
     train = line[4]
     for folder in (tmp_path, tmp_path / "none", tmp_path / "no" / "where"):
         said = refused("predict", "--run", folder, "--data", train, "--out", tmp_path / "p.csv")
         assert "--run needs a folder" in said
     (tmp_path / "run.json").write_text("{")
     assert "is damaged" in refused("predict", "--run", tmp_path, "--data", train, "--out", tmp_path / "p.csv")
-    done(*line)
-    path = tmp_path / "run" / "run.json"
+    path = copied[0] / "run.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
     assert "format 99" in refused("predict", "--run", path.parent, "--data", train, "--out", tmp_path / "p.csv")

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentRegressor, linearize
-from linnet.inference.evidence.gaussian import Choice, best, exact_spectrum
-from linnet.inference.evidence.search import Problem, best_dense, best_weight, dense_gradient
+from linnet.inference.evidence.gaussian import (
+    Choice,
+    KernelTask,
+    choose_by_kernels,
+    choose_by_moments,
+    choose_one,
+    exact_spectrum,
+    kernel_terms,
+)
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 from tests.support.reference import dense_posterior
@@ -106,19 +113,20 @@ def test_searches_of_several_scales_know_the_prior(weight: bool) -> None:
     parts = [normal(10, q, seed=q) for q in (7, 8)]
     r = parts[0] @ normal(7, seed=1) + 0.3 * parts[1] @ normal(8, seed=2)
     group = torch.repeat_interleave(torch.arange(2), torch.tensor([7, 8]))
-    problem = Problem({"a": parts[0] @ parts[0].T, "b": parts[1] @ parts[1].T}, r, torch.zeros(10, dtype=torch.long))
+    problem = KernelTask({"a": parts[0] @ parts[0].T, "b": parts[1] @ parts[1].T}, r, torch.zeros(10, dtype=torch.long))
     Phi, start, a = torch.cat(parts, 1), Choice((1.0, 1.0), (1.0,), math.nan), 0.05
     if weight:
-        found = best_weight([[(Phi.T @ Phi, Phi.T @ r, float(r @ r), 10)]], group, start=start, assumed=[a])
+        found = choose_by_moments([[(Phi.T @ Phi, Phi.T @ r, float(r @ r), 10)]], group, start=start, assumed=[a])
     else:
-        found = best_dense([problem], start=start, assumed=[a])
-    value, ds, dv = dense_gradient(problem, found.scales, found.noise)
+        found = choose_by_kernels([problem], start=start, assumed=[a])
+    value, by_scale, by_noise = kernel_terms(problem, found.scales, found.noise)
+    ds, dv = ([slope.value for slope in slopes] for slopes in (by_scale, by_noise))
     assert found.log_evidence == pytest.approx(value, rel=1e-9)
     assert max(abs(x) for x in ds) < 1e-3
     assert dv[0] == pytest.approx(-0.5 * a / found.noise[0], abs=1e-3)
     assert found.path[-1] == pytest.approx(value - 0.5 * a / found.noise[0], rel=1e-6)
-    given = best_dense([problem], start=start, noise=(0.2,), assumed=[a])
-    assert given == best_dense([problem], start=start, noise=(0.2,))
+    given = choose_by_kernels([problem], start=start, noise=(0.2,), assumed=[a])
+    assert given == choose_by_kernels([problem], start=start, noise=(0.2,))
 
 
 # Laws.
@@ -130,12 +138,12 @@ def test_the_noise_stays_above_the_floor_in_any_units(seed: int, m: int, share: 
     Phi = normal(m, 25, seed=seed)
     r = Phi @ normal(25, seed=seed + 1)
     spectrum, mean = exact_spectrum(Phi @ Phi.T, r), float(r.square().mean())
-    found = best(spectrum, assumed=share * mean)
+    found = choose_one(spectrum, assumed=share * mean)
     assert found.noise[0] >= (1 - 1e-9) * share * mean / m
-    assert found.noise[0] >= best(spectrum).noise[0] * (1 - 1e-6)
+    assert found.noise[0] >= choose_one(spectrum).noise[0] * (1 - 1e-6)
     assert found.log_evidence == pytest.approx(spectrum.log_evidence(found.scales[0], found.noise[0]), rel=1e-12)
     factor = 10.0**unit
-    other = best(exact_spectrum(Phi @ Phi.T, factor * r), assumed=share * mean * factor**2)
+    other = choose_one(exact_spectrum(Phi @ Phi.T, factor * r), assumed=share * mean * factor**2)
     assert other.log_evidence == pytest.approx(found.log_evidence - m * math.log(factor), abs=1e-6)
 
 

@@ -113,12 +113,11 @@ def test_a_part_first_finds_what_all_say(
     likelihood: Likelihood, c: int, space: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scales, "PART", 16)
-    monkeypatch.setattr(spaces, "NEAR", 1)
     Phi, mean, y = many(likelihood, c, seed=seed)
     given: dict[str, Any] = {"mean": mean, "likelihood": likelihood}
     t, value = by_maximizer(Phi, y, **given)
     made = []
-    for kind in (spaces.Function, spaces.Weights):
+    for kind in (spaces.FunctionSpace, spaces.WeightSpace):
         plain = kind.factor
         monkeypatch.setattr(kind, "factor", lambda self, r, plain=plain: made.append(r.shape[0]) or plain(self, r))
     choice, mode = best_mode(Phi @ Phi.T if space == "function" else Phi, y, space=space, **given)

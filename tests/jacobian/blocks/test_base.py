@@ -1,4 +1,4 @@
-"""Factors of the Jacobian: every product against the dense columns, written as the definition says."""
+"""Blocks of the Jacobian: every product against the dense columns, written as the definition says."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.jacobian.blocks import tiling
-from linnet.jacobian.blocks.base import Rows, Scale, Size, as_tf32
-from linnet.jacobian.blocks.composite import Lazy, Sum, Taps, add_rmatmul, combine, pack
-from linnet.jacobian.blocks.embedding_table import Tokens
-from linnet.jacobian.blocks.outer_product import Outer
+from linnet.jacobian.blocks import base
+from linnet.jacobian.blocks.base import DenseBlock, Scale, Size, as_tf32
+from linnet.jacobian.blocks.composite import SumBlock, add_rmatmul, combine, pack
+from linnet.jacobian.blocks.convolution import ChannelsLastBlock, LazyBlock
+from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
+from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from tests.support.drawn import normal
 
-P = 40  # columns of the whole Jacobian; factors cover some of them
+P = 40  # columns of the whole Jacobian; blocks cover some of them
 N, C = 5, 3
 
 
@@ -47,13 +48,13 @@ def outer(n, c, seed, *, T=1, groups=1, dx=3, dg=2, weight=None, bias=None, swap
         "weight": None if weight is None else (weight, weight + q),
         "bias": None if bias is None else (bias, bias + groups * dg),
     }
-    return Outer(x, g, **ranges, swapped=swapped), placed(n, c, *blocks)
+    return OuterProductBlock(x, g, **ranges, swapped=swapped), placed(n, c, *blocks)
 
 
 def rows(n, c, seed, *, starts=(2, 20), sizes=(4, 3)):
     parts = [normal(n, c, q, seed=seed + i) for i, q in enumerate(sizes)]
     ranges = [(a, a + q) for a, q in zip(starts, sizes, strict=True)]
-    return Rows(ranges, parts), placed(n, c, *zip(starts, parts, strict=True))
+    return DenseBlock(ranges, parts), placed(n, c, *zip(starts, parts, strict=True))
 
 
 def tokens(n, c, seed, *, padding=False, start=4, vocabulary=5, T=4, d=3):
@@ -67,12 +68,12 @@ def tokens(n, c, seed, *, padding=False, start=4, vocabulary=5, T=4, d=3):
             if ids[i, t] >= 0:
                 J[i, :, ids[i, t]] += g[i, :, t]
     table = (start, start + vocabulary * d)
-    return Tokens(ids, g, table), placed(n, c, (start, J.flatten(2)))
+    return EmbeddingBlock(ids, g, table), placed(n, c, (start, J.flatten(2)))
 
 
 def lazy(n, c, seed, *, factored=True):
     found, J = outer(n, c, seed, T=4, groups=2, weight=3, bias=30)
-    return Lazy(
+    return LazyBlock(
         found.ranges,
         lambda: found.expand().parts,
         n=n,
@@ -88,7 +89,7 @@ def summed(n, c, seed):
     table, A = tokens(n, c, seed)
     layer, B = outer(n, c, seed + 7, T=2, dx=3, dg=5, weight=4)
     direct, D = rows(n, c, seed + 9, starts=(4,), sizes=(15,))
-    return Sum([table, layer, direct]), A + B + D
+    return SumBlock([table, layer, direct]), A + B + D
 
 
 MAKE = {
@@ -110,7 +111,7 @@ MAKE = {
     "tokens_padding": lambda *a: tokens(*a, padding=True),
     "lazy": lazy,
     "lazy_rows_only": lambda *a: lazy(*a, factored=False),
-    "lazy_factored": lambda *a: (lazy(*a)[0].factored(), lazy(*a)[1]),
+    "lazy_factored": lambda *a: (lazy(*a)[0].as_outer_product(), lazy(*a)[1]),
     "sum": summed,
 }
 
@@ -119,7 +120,7 @@ MAKE = {
 def temporary(request, monkeypatch):
     """The largest intermediate: as it is, one entry, a few."""
     if request.param is not None:
-        monkeypatch.setattr(tiling, "TEMPORARY", request.param)
+        monkeypatch.setattr(base, "TEMPORARY", request.param)
 
 
 @pytest.fixture(params=list(MAKE))
@@ -127,23 +128,23 @@ def make(request):
     return MAKE[request.param]
 
 
-def scales(factor):
+def scales(block):
     level = torch.full((P,), 0.7, dtype=torch.float64)
-    for i, (start, stop) in enumerate(factor.ranges):
+    for i, (start, stop) in enumerate(block.ranges):
         level[start:stop] = 1.5 + i
     ramp = torch.linspace(-1.0, 2.0, P, dtype=torch.float64)
     zero = level.clone()
-    zero[slice(*factor.ranges[0])] = 0.0
+    zero[slice(*block.ranges[0])] = 0.0
     return {"none": None, "constant": level, "zero on a range": zero, "varying": ramp}
 
 
 def test_expand(make):
-    factor, J = make(N, C, 0)
-    expanded = factor.expand()
+    block, J = make(N, C, 0)
+    expanded = block.expand()
     close(placed(N, C, *((r[0], part) for r, part in zip(expanded.ranges, expanded.parts, strict=True))), J)
-    assert factor.ranges == expanded.ranges
-    assert factor.q == factor.size.q == sum(stop - start for start, stop in factor.ranges)
-    assert factor.bytes == sum(t.numel() * t.element_size() for t in factor.tensors()) > 0
+    assert block.ranges == expanded.ranges
+    assert block.q == block.size.q == sum(stop - start for start, stop in block.ranges)
+    assert block.bytes == sum(t.numel() * t.element_size() for t in block.tensors()) > 0
 
 
 def test_uses_without_gradients_are_left_out():
@@ -157,42 +158,42 @@ def test_uses_without_gradients_are_left_out():
         [True] * 4,
     ]
     assert outer(N, C, 0, T=4, weight=4)[0]._used is None
-    factor = outer(N, C, 0, T=4, weight=4)[0]
-    factor.g[0, :, :, -1] = 0.0  # one of 20
-    assert factor._used is None
+    block = outer(N, C, 0, T=4, weight=4)[0]
+    block.g[0, :, :, -1] = 0.0  # one of 20
+    assert block._used is None
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_matmul(make, temporary, k):
-    factor, J = make(N, C, 0)
+    block, J = make(N, C, 0)
     V = normal(P, k, seed=5)
-    close(factor.matmul(V), (J @ V).view(N, C, k))
+    close(block.matmul(V), (J @ V).view(N, C, k))
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_products_add_to_what_is_there_and_write_over_it(make, temporary, k):
-    factor, J = make(N, C, 0)
+    block, J = make(N, C, 0)
     V, U, before = normal(P, k, seed=5), normal(N, C, k, seed=6), normal(N, C, k, seed=7)
     out = before.clone()
-    factor.add_matmul(V, out)
+    block.add_matmul(V, out)
     close(out, before + (J @ V).view(N, C, k))
     out = normal(P, k, seed=8)
-    for start, stop in factor.ranges:
+    for start, stop in block.ranges:
         out[start:stop] = torch.nan
     expected = out.nan_to_num(0.0) + J.T @ U.flatten(0, 1)
-    factor.write_rmatmul(U, out)
+    block.write_rmatmul(U, out)
     close(out, expected)
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_rmatmul_adds_to_its_columns_only(make, temporary, k):
-    factor, J = make(N, C, 0)
+    block, J = make(N, C, 0)
     U, before = normal(N, C, k, seed=5), normal(P, k, seed=6)
     out = before.clone()
-    factor.rmatmul(U, out)
+    block.rmatmul(U, out)
     close(out, before + J.T @ U.flatten(0, 1))
     covered = torch.zeros(P, dtype=torch.bool)
-    for start, stop in factor.ranges:
+    for start, stop in block.ranges:
         covered[start:stop] = True
     assert torch.equal(out[~covered], before[~covered])
 
@@ -202,31 +203,31 @@ def test_gram_adds(make, temporary, scale):
     (a, A), (b, B) = make(N, C, 0), make(4, 2, 10)  # other examples, another number of outputs
     d = scales(a)[scale]
     S = torch.ones(P, dtype=torch.float64) if d is None else d
-    for factor, matrix in ((a, A), (b, B)):
+    for block, matrix in ((a, A), (b, B)):
         before = normal(len(A), len(matrix), seed=8)
         out = before.clone()
-        a.gram(factor, Scale(d), out)
+        a.gram(block, Scale(d), out)
         close(out, before + (A * S) @ matrix.T)
 
 
 @pytest.mark.parametrize("scale", ["none", "constant", "zero on a range", "varying"])
 def test_diag(make, scale):
-    factor, J = make(N, C, 0)
-    d = scales(factor)[scale]
+    block, J = make(N, C, 0)
+    d = scales(block)[scale]
     S = torch.ones(P, dtype=torch.float64) if d is None else d
-    close(factor.diag(Scale(d)), (J * J @ S).view(N, C))
+    close(block.diag(Scale(d)), (J * J @ S).view(N, C))
 
 
 @pytest.mark.parametrize("weight", [None, (N, C), (N, C, C)])
 def test_squares_add(make, weight):
-    factor, J = make(N, C, 0)
+    block, J = make(N, C, 0)
     w = None if weight is None else normal(*weight, seed=3)
     W = torch.eye(N * C, dtype=torch.float64)
     if w is not None:
         W = torch.diag(w.flatten()) if w.ndim == 2 else torch.block_diag(*w)
     before = normal(P, seed=4)
     out = before.clone()
-    factor.squares(w, out)
+    block.squares(w, out)
     close(out, before + (J * (W @ J)).sum(0))
 
 
@@ -266,10 +267,10 @@ def test_lazy_rows_are_made_when_asked_for():
         asked.append(1)
         return [normal(N, C, 4)]
 
-    factor = Lazy([(0, 4)], make_rows, n=N, c=C, size=Size(4), held=())
-    assert factor.factored() is factor
+    block = LazyBlock([(0, 4)], make_rows, n=N, c=C, size=Size(4), held=())
+    assert block.as_outer_product() is block
     assert not asked
-    factor.expand()
+    block.expand()
     assert asked
 
 
@@ -277,34 +278,34 @@ def test_lazy_rows_are_made_when_asked_for():
 
 
 def check_combined(pairs, *, kinds=None):
-    """The factors cover disjoint columns and add up to the dense sum, also where products are not linear."""
-    found = combine([factor for factor, _ in pairs])
+    """The blocks cover disjoint columns and add up to the dense sum, also where products are not linear."""
+    found = combine([block for block, _ in pairs])
     J = sum(matrix for _, matrix in pairs)
-    ranges = sorted(r for factor in found for r in factor.ranges)
+    ranges = sorted(r for block in found for r in block.ranges)
     assert all(a[1] <= b[0] for a, b in pairwise(ranges))
     if kinds is not None:
-        assert [type(factor) for factor in found] == kinds
+        assert [type(block) for block in found] == kinds
     K = torch.zeros(len(J), len(J), dtype=torch.float64)
     V, U, X = normal(P, 2), normal(N, C, 2), torch.zeros(P, 2, dtype=torch.float64)
-    for factor in found:
-        factor.gram(factor, Scale(), K)
-        factor.rmatmul(U, X)
+    for block in found:
+        block.gram(block, Scale(), K)
+        block.rmatmul(U, X)
     close(K, J @ J.T)
     close(X, J.T @ U.flatten(0, 1))
-    close(sum(factor.matmul(V) for factor in found).flatten(0, 1), J @ V)
-    close(sum(factor.diag(Scale()) for factor in found).flatten(), (J * J).sum(1))
+    close(sum(block.matmul(V) for block in found).flatten(0, 1), J @ V)
+    close(sum(block.diag(Scale()) for block in found).flatten(), (J * J).sum(1))
     return found
 
 
 def test_disjoint_factors_stay_as_they_are():
     pairs = [outer(N, C, 0, weight=20, bias=30), tokens(N, C, 1), rows(N, C, 2, starts=(0,), sizes=(4,))]
-    assert check_combined(pairs) == [factor for factor, _ in pairs]
+    assert check_combined(pairs) == [block for block, _ in pairs]
     assert combine([]) == []
 
 
 def test_repeated_calls_lie_side_by_side():
     pairs = [outer(N, C, i, T=T, weight=4, bias=20) for i, T in enumerate((1, 3, 2))]
-    (found,) = check_combined(pairs, kinds=[Outer])
+    (found,) = check_combined(pairs, kinds=[OuterProductBlock])
     assert found.size.T == 6
 
 
@@ -313,26 +314,28 @@ def test_repeated_calls_lie_side_by_side():
     [
         pytest.param(
             [outer(N, C, 0, weight=4, dx=3, dg=3), outer(N, C, 1, weight=4, dx=3, dg=3, swapped=True)],
-            [Sum],
+            [SumBlock],
             id="transposed",
         ),
-        pytest.param([outer(N, C, 0, weight=4, dx=3, dg=5), tokens(N, C, 1)], [Sum], id="embedding and output layer"),
+        pytest.param(
+            [outer(N, C, 0, weight=4, dx=3, dg=5), tokens(N, C, 1)], [SumBlock], id="embedding and output layer"
+        ),
         pytest.param(
             [outer(N, C, 0, weight=4, dx=1, dg=3), outer(N, C, 1, bias=4, dx=1, dg=3)],
-            [Sum],
+            [SumBlock],
             id="weight and bias",
         ),
         pytest.param(
             [outer(N, C, 0, weight=4, dx=3, dg=1), outer(N, C, 1, bias=4, dx=3, dg=3)],
-            [Sum],
+            [SumBlock],
             id="weight and bias of other shapes",
         ),
         pytest.param(
-            [outer(N, C, 0, bias=4, dx=3), outer(N, C, 1, bias=4, dx=2)], [Sum], id="biases of frozen weights"
+            [outer(N, C, 0, bias=4, dx=3), outer(N, C, 1, bias=4, dx=2)], [SumBlock], id="biases of frozen weights"
         ),
         pytest.param(
             [outer(N, C, 0, weight=4, bias=20), outer(N, C, 1, weight=4, bias=22)],
-            [Outer, Rows, Rows],
+            [OuterProductBlock, DenseBlock, DenseBlock],
             id="one weight, two biases",
         ),
         pytest.param(
@@ -341,10 +344,10 @@ def test_repeated_calls_lie_side_by_side():
             id="two weights, one bias",
         ),
         pytest.param([lazy(N, C, 0), outer(N, C, 1, weight=3, dx=3, dg=4)], None, id="convolution's weight read alone"),
-        pytest.param([lazy(N, C, 0), lazy(N, C, 5)], [Sum], id="convolution called twice"),
+        pytest.param([lazy(N, C, 0), lazy(N, C, 5)], [SumBlock], id="convolution called twice"),
         pytest.param(
             [outer(N, C, i, weight=4 + 6 * i) for i in range(3)] + [rows(N, C, 9, starts=(4,), sizes=(18,))],
-            [Rows],
+            [DenseBlock],
             id="thirds and the whole",
         ),
         pytest.param(
@@ -372,19 +375,19 @@ def taps(n, c, seed, *, bias=None):
     shift = normal(n, c, out, seed=seed + 1)
     blocks = [(1, weight)] if bias is None else [(1, weight), (bias, shift)]
     where = None if bias is None else ((bias, bias + out), shift)
-    return Taps((1, 25), stored, n=n, bias=where), placed(n, c, *blocks)
+    return ChannelsLastBlock((1, 25), stored, n=n, bias=where), placed(n, c, *blocks)
 
 
 @pytest.mark.parametrize("bias", [None, 30])
 def test_taps(bias) -> None:
-    factor, J = taps(N, C, 3, bias=bias)
+    block, J = taps(N, C, 3, bias=bias)
     V, U = normal(P, 6, seed=8), normal(N * C, 6, seed=9)
-    close(factor.matmul(V).flatten(0, 1), J @ V)
+    close(block.matmul(V).flatten(0, 1), J @ V)
     out = normal(P, 6, seed=10)
     expected = out + J.T @ U
-    factor.rmatmul(U.view(N, C, -1), out)
+    block.rmatmul(U.view(N, C, -1), out)
     close(out, expected)
-    expand = factor.expand()
+    expand = block.expand()
     close(placed(N, C, *[(r[0], part) for r, part in zip(expand.ranges, expand.parts, strict=True)]), J)
 
 
@@ -392,7 +395,7 @@ def test_packed_rows_are_the_same_rows() -> None:
     made = [rows(N, C, seed, starts=(start,), sizes=(size,)) for seed, start, size in
             ((1, 0, 4), (2, 6, 5), (3, 14, 1), (4, 20, 7), (5, 33, 2))]  # fmt: skip
     J = sum(dense for _, dense in made)
-    packed = pack([factor for factor, _ in made])
+    packed = pack([block for block, _ in made])
     assert len(packed) == 1
     V, U = normal(P, 6, seed=8), normal(N * C, 6, seed=9)
     close(packed[0].matmul(V).flatten(0, 1), J @ V)
@@ -405,7 +408,7 @@ def test_packed_rows_are_the_same_rows() -> None:
 
 def test_packed_rows_add_and_write() -> None:
     made = [rows(N, C, i, starts=(a, a + 4), sizes=(3, 2)) for i, a in enumerate((12, 1, 24, 33))]
-    packed, J = pack([factor for factor, _ in made])[0], sum(dense for _, dense in made)
+    packed, J = pack([block for block, _ in made])[0], sum(dense for _, dense in made)
     V, U, before = normal(P, 2, seed=5), normal(N, C, 2, seed=6), normal(N, C, 2, seed=7)
     out = before.clone()
     packed.add_matmul(V, out)
@@ -429,16 +432,16 @@ def test_the_first_chunk_is_written_over_whatever_was_there() -> None:
     J = sum(dense for _, dense in made)
     U = normal(N * C, 6, seed=9)
     out = torch.full((P, 6), torch.nan, dtype=torch.float64)
-    add_rmatmul([factor for factor, _ in made], U.view(N, C, -1), out, first=True)
+    add_rmatmul([block for block, _ in made], U.view(N, C, -1), out, first=True)
     close(out, J.T @ U)
-    add_rmatmul([factor for factor, _ in made], U.view(N, C, -1), out, first=False)
+    add_rmatmul([block for block, _ in made], U.view(N, C, -1), out, first=False)
     close(out, 2 * (J.T @ U))
 
 
 def taps_at_end():
     stored = normal(N * C, 2, 2, 3, seed=5)
     dense = placed(N, C, (P - 12, stored.transpose(2, 3).reshape(N, C, -1)))
-    return Taps((P - 12, P), stored, n=N), dense
+    return ChannelsLastBlock((P - 12, P), stored, n=N), dense
 
 
 def test_long_rows_on_the_cpu_are_cut_and_add_up() -> None:
@@ -446,7 +449,7 @@ def test_long_rows_on_the_cpu_are_cut_and_add_up() -> None:
     V = normal(8200, 3, seed=2)
     out = normal(2, 1, 3, seed=3)
     expected = out[:, 0] + part[:, 0] @ V[4:8196]
-    Rows([(4, 8196)], [part]).add_matmul(V, out)
+    DenseBlock([(4, 8196)], [part]).add_matmul(V, out)
     assert (out[:, 0] - expected).abs().max() < 1e-10
 
 
@@ -466,14 +469,14 @@ def test_tf32_is_the_nearest():
 @pytest.mark.parametrize("kind", ["rows", "outer", "tokens"])
 def test_rounded_factors_hold_numbers_of_tf32(kind):
     if kind == "rows":
-        factor = Rows([(3, 10)], [torch.randn(N, C, 7)])
+        block = DenseBlock([(3, 10)], [torch.randn(N, C, 7)])
     elif kind == "outer":
-        factor = Outer(torch.randn(N, 1, 2, 3), torch.randn(N, C, 1, 2, 2), weight=(4, 10), bias=(10, 12))
+        block = OuterProductBlock(torch.randn(N, 1, 2, 3), torch.randn(N, C, 1, 2, 2), weight=(4, 10), bias=(10, 12))
     else:
-        factor = Tokens(torch.randint(0, 4, (N, 3)), torch.randn(N, C, 3, 2), (4, 12))
-    found = factor.rounded()
-    assert found is not factor and type(found) is type(factor) and found.ranges == factor.ranges
-    for old, new in zip(factor.tensors(), found.tensors(), strict=True):
+        block = EmbeddingBlock(torch.randint(0, 4, (N, 3)), torch.randn(N, C, 3, 2), (4, 12))
+    found = block.rounded()
+    assert found is not block and type(found) is type(block) and found.ranges == block.ranges
+    for old, new in zip(block.tensors(), found.tensors(), strict=True):
         if old.is_floating_point():
             assert torch.equal(new, as_tf32(old)) and not torch.equal(new, old)
-    torch.testing.assert_close(found.expand().parts, factor.expand().parts, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found.expand().parts, block.expand().parts, rtol=1e-2, atol=1e-2)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 import linnet
 from linnet.jacobian.cuda import float32_convolution
-from linnet.jacobian.output_combinations import combined
+from linnet.jacobian.output_combinations import combine_outputs
 from linnet.network.functional_model import FunctionalModel
 from tests.support.drawn import normal
 
@@ -126,7 +126,7 @@ def test_small_calls_and_other_precisions_are_the_library_s(monkeypatch):
     monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
     monkeypatch.setattr(float32_convolution, "convolve", lambda *_, **__: pytest.fail("not worth it"))
     x, w = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
-    with float32_convolution.Convolving():
+    with float32_convolution.ExactConvolution():
         torch.conv2d(x, w)
         monkeypatch.setattr(float32_convolution, "WORTH", 0)
         torch.conv2d(x.double(), w.double())
@@ -184,7 +184,7 @@ def test_steady_passes_see_the_same_network_however_they_are_cut(monkeypatch, on
         assert torch.equal(cut.outputs(), wanted)
         torch.testing.assert_close(cut.normal(V), J.normal(V), rtol=1e-4, atol=1e-2)
     root = torch.eye(3).expand(7, 3, 3)
-    assert is_steady(combined(steady, root)) and not is_steady(combined(J, root))
+    assert is_steady(combine_outputs(steady, root)) and not is_steady(combine_outputs(J, root))
 
 
 def test_other_networks_are_steady_as_they_are():

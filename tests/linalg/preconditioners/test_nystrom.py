@@ -16,7 +16,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners import low_rank
 from linnet.linalg.preconditioners import nystrom as precondition
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from tests.support.counted import Counted
 from tests.support.drawn import double, normal
 
@@ -125,7 +125,7 @@ def test_what_is_no_preconditioner() -> None:
 def test_nystrom_in_function_space(kind: str) -> None:
     A, root, index = decaying(ROWS, COLS), roots(kind), torch.tensor([0, 2, 3, 7, 11, 20])
     L = as_matrix(root)
-    P = nystrom(Matrix(A), landmarks=Matrix(A[index]), root=root, space="function")
+    P = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[index]), root=root, space="function")
     K = A @ A.T
     wanted = L.T @ K[:, index] @ torch.linalg.pinv(K[index][:, index], hermitian=True) @ K[index] @ L
     close(matrix(P) - torch.eye(ROWS), wanted, rtol=1e-8)
@@ -135,7 +135,7 @@ def test_nystrom_in_function_space(kind: str) -> None:
 def test_nystrom_in_weight_space(kind: str) -> None:
     A, root, index = decaying(ROWS, COLS), roots(kind), torch.tensor([0, 2, 3, 7, 11, 20])
     W = as_matrix(root) @ as_matrix(root).T
-    P = nystrom(Matrix(A), landmarks=Matrix(A[index]), root=root)
+    P = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[index]), root=root)
     Q = torch.linalg.qr(A[index].T).Q
     close(matrix(P) - torch.eye(COLS), Q @ Q.T @ A.T @ W @ A @ Q @ Q.T, rtol=1e-8)
 
@@ -145,18 +145,21 @@ def test_weights_are_squared_roots(space: str) -> None:
     A, landmarks = Matrix(decaying(ROWS, COLS)), Matrix(decaying(ROWS, COLS)[:7])
     rows, blocks = roots("rows"), roots("blocks")
     assert rows is not None and blocks is not None
-    by_root = nystrom(A, landmarks=landmarks, root=rows, space=space)
-    close(matrix(nystrom(A, landmarks=landmarks, weight=rows.square(), space=space)), matrix(by_root))
+    by_root = nystrom_preconditioner(A, landmarks=landmarks, root=rows, space=space)
+    close(matrix(nystrom_preconditioner(A, landmarks=landmarks, weight=rows.square(), space=space)), matrix(by_root))
     if space == "weight":
-        by_root = nystrom(A, landmarks=landmarks, root=blocks, space=space)
-        close(matrix(nystrom(A, landmarks=landmarks, weight=blocks @ blocks.mT, space=space)), matrix(by_root))
+        by_root = nystrom_preconditioner(A, landmarks=landmarks, root=blocks, space=space)
+        close(
+            matrix(nystrom_preconditioner(A, landmarks=landmarks, weight=blocks @ blocks.mT, space=space)),
+            matrix(by_root),
+        )
 
 
 @pytest.mark.parametrize("shape", [(10, 30), (30, 10)])
 def test_all_rows_give_the_matrix_itself(shape: tuple[int, int]) -> None:
     A = normal(*shape)
     for space, wanted in (("weight", A.T @ A), ("function", A @ A.T)):
-        P = nystrom(Matrix(A), landmarks=Matrix(A), space=space)
+        P = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A), space=space)
         assert P.rank == 10
         close(matrix(P) - torch.eye(P.m), wanted)
         close(P.log_det, torch.logdet(torch.eye(10) + (A @ A.T if shape[0] == 10 else A.T @ A)))
@@ -167,7 +170,7 @@ def test_all_rows_give_the_matrix_itself(shape: tuple[int, int]) -> None:
 def test_directions_are_orthonormal(dtype: torch.dtype, space: str) -> None:
     # Singular values down to 1e-13, and the same rows twice: most directions are rounding.
     A = torch.cat([decaying(60, 80, rate=0.5), decaying(60, 80, rate=0.5)[:10]]).to(dtype)
-    P = nystrom(Matrix(A), landmarks=Matrix(A), space=space)
+    P = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A), space=space)
     off = (P.U.double().T @ P.U.double() - torch.eye(P.rank)).abs().max()
     assert float(off) < (1e-5 if dtype == torch.float32 else 1e-10)
     assert 10 < P.rank < 60
@@ -178,14 +181,16 @@ def test_directions_are_orthonormal(dtype: torch.dtype, space: str) -> None:
 
 def test_both_spaces_have_the_same_eigenvalues() -> None:
     A, root = decaying(ROWS, COLS), roots("blocks")
-    spaces = [nystrom(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=s) for s in ("weight", "function")]
+    spaces = [
+        nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=s) for s in ("weight", "function")
+    ]
     close(spaces[0].lam, spaces[1].lam)
     close(spaces[0].log_det, spaces[1].log_det)
 
 
 def test_rank_keeps_the_largest() -> None:
     A = decaying(ROWS, COLS)
-    full, cut = (nystrom(Matrix(A), landmarks=Matrix(A[:9]), rank=rank) for rank in (None, 4))
+    full, cut = (nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[:9]), rank=rank) for rank in (None, 4))
     assert full.rank == 9 and cut.rank == 4
     close(cut.lam, full.lam[:4])
     assert (full.lam.diff() <= 0).all()
@@ -194,16 +199,16 @@ def test_rank_keeps_the_largest() -> None:
 @pytest.mark.parametrize("space", ["weight", "function"])
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, space: str) -> None:
     A, root = decaying(ROWS, COLS), roots("blocks")
-    whole = nystrom(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=space)
+    whole = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=space)
     for module in (precondition, low_rank, float64):
         monkeypatch.setattr(module, "TEMPORARY", 50)
-    close(matrix(nystrom(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=space)), matrix(whole))
+    close(matrix(nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[:7]), root=root, space=space)), matrix(whole))
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
 def test_nothing_to_explain(space: str) -> None:
     zero = Matrix(torch.zeros(6, 4))
-    P = nystrom(zero, landmarks=zero, space=space)
+    P = nystrom_preconditioner(zero, landmarks=zero, space=space)
     assert P.rank == 0 and P.m == (4 if space == "weight" else 6)
     assert torch.equal(matrix(P), torch.eye(P.m))
 
@@ -234,9 +239,9 @@ def test_with_a_jacobian(jacobian: linnet.Jacobian, space: str) -> None:
     d = normal(jacobian.shape[1], seed=3).abs()
     Phi, A = jacobian.scaled(d), jacobian.dense() * d
     index = torch.tensor([1, 4, 6])
-    P = nystrom(Phi, landmarks=jacobian.subset(index).scaled(d), space=space)
+    P = nystrom_preconditioner(Phi, landmarks=jacobian.subset(index).scaled(d), space=space)
     rows = (2 * index[:, None] + torch.arange(2)).flatten()
-    close(matrix(P), matrix(nystrom(Matrix(A), landmarks=Matrix(A[rows]), space=space)), rtol=1e-8)
+    close(matrix(P), matrix(nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[rows]), space=space)), rtol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -251,7 +256,7 @@ def test_preconditioners_speed_up_cg_in_both_spaces(dtype: torch.dtype) -> None:
 
         B = normal(op.shape[1], 2).to(dtype)
         plain = cg(product, B, tolerance=1e-4).checked()
-        P = nystrom(Phi, landmarks=landmarks, space=space)
+        P = nystrom_preconditioner(Phi, landmarks=landmarks, space=space)
         found = cg(product, B, tolerance=1e-4, preconditioner=P).checked()
         assert found.iterations < plain.iterations / 2
         close(found.value, plain.value, rtol=1e-2)
@@ -267,11 +272,11 @@ def test_laws(rows: int, cols: int, count: int, seed: int) -> None:
     A = normal(rows, cols, seed=seed)
     count = min(count, rows)
     for space, wanted in (("weight", A.T @ A), ("function", A @ A.T)):
-        low = nystrom(Matrix(A), landmarks=Matrix(A[:count]), space=space)
+        low = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[:count]), space=space)
         scale = float(wanted.trace())
         assert low.rank <= min(count, cols)
         assert float(low.lam.sum()) <= scale * (1 + 1e-9)
-        more = nystrom(Matrix(A), landmarks=Matrix(A), space=space)
+        more = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A), space=space)
         assert float(low.log_det) <= float(more.log_det) + 1e-9
         if space == "function":
             left = wanted - (matrix(low) - torch.eye(rows))
@@ -281,21 +286,21 @@ def test_laws(rows: int, cols: int, count: int, seed: int) -> None:
 def test_wrong_arguments() -> None:
     A = Matrix(decaying(6, 4))
     with pytest.raises(ValueError, match="space must be 'weight' or 'function'; got 'kernel'"):
-        nystrom(A, landmarks=A, space="kernel")
+        nystrom_preconditioner(A, landmarks=A, space="kernel")
     with pytest.raises(ValueError, match="rank must be at least 1; got 0"):
-        nystrom(A, landmarks=A, rank=0)
+        nystrom_preconditioner(A, landmarks=A, rank=0)
     with pytest.raises(ValueError, match="weight W or its root L, not both"):
-        nystrom(A, landmarks=A, weight=normal(6), root=normal(6))
+        nystrom_preconditioner(A, landmarks=A, weight=normal(6), root=normal(6))
     with pytest.raises(ValueError, match=r"6 rows, so weight needs shape \(6,\), or"):
-        nystrom(A, landmarks=A, weight=normal(5))
+        nystrom_preconditioner(A, landmarks=A, weight=normal(5))
     with pytest.raises(ValueError, match="Blocks of weights in function space need root="):
-        nystrom(A, landmarks=A, weight=normal(3, 2, 2), space="function")
+        nystrom_preconditioner(A, landmarks=A, weight=normal(3, 2, 2), space="function")
     with pytest.raises(ValueError, match="weight must not be negative; got -"):
-        nystrom(A, landmarks=A, weight=normal(6))
+        nystrom_preconditioner(A, landmarks=A, weight=normal(6))
     with pytest.raises(TypeError, match=r"Phi is torch.float64 on cpu, so landmarks must be too; got torch.float32"):
-        nystrom(A, landmarks=Matrix(A.A.float()))
+        nystrom_preconditioner(A, landmarks=Matrix(A.A.float()))
     with pytest.raises(ValueError, match="4 columns, so gram needs another operator with as many"):
-        nystrom(A, landmarks=Matrix(A.A[:, :2]))
+        nystrom_preconditioner(A, landmarks=Matrix(A.A[:, :2]))
 
 
 def test_products_that_are_not_finite() -> None:
@@ -308,9 +313,9 @@ def test_products_that_are_not_finite() -> None:
 
     op = Broken(decaying(6, 4))
     for space in ("weight", "function"):
-        nystrom(op, landmarks=Matrix(op.A), space=space)
+        nystrom_preconditioner(op, landmarks=Matrix(op.A), space=space)
     with pytest.raises(ArithmeticError, match="products with the operator hold NaN or infinity"):
-        nystrom(op, landmarks=op)
+        nystrom_preconditioner(op, landmarks=op)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -320,8 +325,8 @@ def test_on_a_gpu(dtype: torch.dtype, space: str) -> None:
     A = decaying(200, 150, rate=0.05)
     Phi = Matrix(A.to("cuda", dtype))
     rtol = 1e-4 if dtype == torch.float32 else 1e-8
-    found = nystrom(Phi, landmarks=Matrix(Phi.A[:50]), space=space)
-    wanted = nystrom(Matrix(A), landmarks=Matrix(A[:50]), space=space)
+    found = nystrom_preconditioner(Phi, landmarks=Matrix(Phi.A[:50]), space=space)
+    wanted = nystrom_preconditioner(Matrix(A), landmarks=Matrix(A[:50]), space=space)
     assert found.U.device.type == "cuda" and found.U.dtype == dtype
     close(matrix(found).double().cpu(), matrix(wanted), rtol=rtol)
     assert found.sample(2, torch.Generator().manual_seed(0)).device.type == "cuda"
@@ -331,10 +336,10 @@ def test_on_a_gpu(dtype: torch.dtype, space: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "blocks"])
 def test_directions_below_the_least_eigenvalue_are_left_out(space: str, kind: str) -> None:
     A, root = Matrix(decaying(ROWS, COLS)), roots(kind)
-    whole = nystrom(A, landmarks=A, root=root, space=space)
+    whole = nystrom_preconditioner(A, landmarks=A, root=root, space=space)
     assert whole.rank > 6 and bool((whole.lam.diff() <= 0).all())
     least = float((whole.lam[3] * whole.lam[4]).sqrt())
-    some = nystrom(A, landmarks=A, root=root, space=space, least=least)
+    some = nystrom_preconditioner(A, landmarks=A, root=root, space=space, least=least)
     assert some.rank == 4
     close(some.lam, whole.lam[:4])
-    assert nystrom(A, landmarks=A, root=root, space=space, least=2 * float(whole.lam[0])).rank == 0
+    assert nystrom_preconditioner(A, landmarks=A, root=root, space=space, least=2 * float(whole.lam[0])).rank == 0

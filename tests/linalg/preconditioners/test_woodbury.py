@@ -8,9 +8,9 @@ import torch
 from linnet.inference import sampling_system
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury
+from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury_preconditioner
 from linnet.sampling import posterior_samples
-from tests.jacobian.test_informative_rows import sure
+from tests.jacobian.test_output_combinations import sure
 from tests.support.drawn import normal
 
 
@@ -19,7 +19,7 @@ def made(
 ) -> tuple[torch.Tensor, WoodburyPreconditioner]:
     """Phi dense, and the preconditioner of its rows under a prior."""
     R, S = size * normal(m, p), normal(p, seed=1).square()
-    P = woodbury(Matrix(R), S, generator=torch.Generator().manual_seed(0), coarse=coarse)
+    P = woodbury_preconditioner(Matrix(R), S, generator=torch.Generator().manual_seed(0), coarse=coarse)
     assert P is not None
     return R * S.sqrt(), P
 
@@ -54,7 +54,7 @@ def test_what_is_not_finite_is_said():
     R = normal(3, 5)
     R[0, 0] = float("nan")
     with pytest.raises(ArithmeticError, match="NaN or infinity"):
-        woodbury(Matrix(R), torch.ones(5).double(), generator=torch.Generator())
+        woodbury_preconditioner(Matrix(R), torch.ones(5).double(), generator=torch.Generator())
 
 
 def test_no_factor_is_no_preconditioner():
@@ -77,7 +77,7 @@ def test_no_factor_is_no_preconditioner():
         def _rmatmul(self, U):
             return R.T @ U
 
-    found = woodbury(Matrix(R), torch.ones(m).double(), generator=torch.Generator(), coarse=Wrong())
+    found = woodbury_preconditioner(Matrix(R), torch.ones(m).double(), generator=torch.Generator(), coarse=Wrong())
     assert found is None
 
 
@@ -105,7 +105,7 @@ def test_samples_by_way_of_it(probes):
 def test_a_sketch_where_it_costs_less(monkeypatch):
     J, L = sure(4)
     S = torch.full((J.shape[1],), 0.5).double()
-    monkeypatch.setattr(sampling_system, "woodbury", lambda *given, **more: None)
+    monkeypatch.setattr(sampling_system, "woodbury_preconditioner", lambda *given, **more: None)
     exact = posterior_samples(J, S, L, 3, space="function")
     for how in ({}, {"preconditioner": "sketch"}, {"rank": 8}):
         found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9, **how)

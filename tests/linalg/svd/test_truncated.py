@@ -26,7 +26,14 @@ from linnet.linalg.float64 import orthonormality
 from linnet.linalg.matrices import LowRank, Matrix, Stack
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd import block_krylov, truncated
-from linnet.linalg.svd.block_krylov import State, combine, expected_error, multiply_both, orthonormalize, shared_inner
+from linnet.linalg.svd.block_krylov import (
+    KrylovSpace,
+    combine,
+    expected_error,
+    multiply_both,
+    orthonormalize,
+    shared_inner,
+)
 from linnet.linalg.svd.truncated import (
     Decomposition,
     choose_method,
@@ -284,7 +291,7 @@ def test_a_basis_beyond_memory_is_restarted():
 
 def test_restarted_residuals_are_right():
     A = with_values(lenet_values(300), 300, 320)
-    state = State.start(orthonormalize(normal(320, 20)))
+    state = KrylovSpace.start(orthonormalize(normal(320, 20)))
     for _ in range(3):
         found = state.step(Matrix(A))
     state.restart(found, 25)
@@ -711,7 +718,7 @@ def test_bad_operators():
 def test_what_the_next_step_should_leave():
     A = with_values(torch.logspace(0, -2, 300, dtype=torch.float64), 300, 400)
     exact = torch.linalg.svdvals(A).square()[:10]
-    state = State.start(mixed_block(Matrix(A), 30, seed=0, memory=2**40))
+    state = KrylovSpace.start(mixed_block(Matrix(A), 30, seed=0, memory=2**40))
     before = math.inf
     for step in range(4):
         found = state.step(Matrix(A))
@@ -729,11 +736,11 @@ def test_the_full_precision_continues_from_the_coarse_space():
     rough = Matrix(
         A * (1 - 1e-3 * torch.rand(400, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     )
-    state = State.start(mixed_block(rough, 30, seed=0, memory=2**40))
+    state = KrylovSpace.start(mixed_block(rough, 30, seed=0, memory=2**40))
     for _ in range(3):
         found = state.step(rough)
-    alone = State.start(orthonormalize(combine(state.Q, found.Y[:, :30]))).step(Matrix(A), grow=False)
-    both_ = state.refined(found, 30).step(Matrix(A), grow=False)
+    alone = KrylovSpace.start(orthonormalize(combine(state.Q, found.Y[:, :30]))).step(Matrix(A), grow=False)
+    both_ = state.refine(found, 30).step(Matrix(A), grow=False)
     errors = [float((one.theta[:10] / s[:10].square() - 1).abs().max()) for one in (alone, both_)]
     assert errors[1] < 0.1 * errors[0]
     assert errors[1] <= float(both_.errors[:10].max()) < 100 * errors[1] + 1e-9
@@ -801,15 +808,15 @@ def test_a_file_of_another_computation_is_refused(tmp_path):
         J = lin.jacobian(data)
         V = fisher_statistics(J, centered=True).vectors(J)
         if stop:
-            step = State.step
+            step = KrylovSpace.step
 
-            def third(self: State, *args: object, **kwargs: object) -> object:
+            def third(self: KrylovSpace, *args: object, **kwargs: object) -> object:
                 if self.passes == 2:
                     raise Stops
                 return step(self, *args, **kwargs)
 
             with pytest.MonkeyPatch.context() as patch, pytest.raises(Stops):
-                patch.setattr(State, "step", third)
+                patch.setattr(KrylovSpace, "step", third)
                 run_on(V, seed)
         return run_on(V, seed) if not stop else None
 

@@ -13,15 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MultipleLocator
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from matplotlib.ticker import LogLocator, MultipleLocator, PercentFormatter
+from rich.progress import track
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
@@ -39,53 +38,25 @@ METHODS = (NONE, LAST, TUNED, *TANGENT)
 SCORES = {"accuracy": ("accuracy", ".1%"), "nll": ("NLL", ".2f"), "ece": ("ECE", ".3f"), "seconds": ("seconds", ".1f")}
 BLUE, RED, GRAY = "#1f4e79", "#b5473c", "#9aa0a6"
 COLORS = {NONE: GRAY, LAST: RED, TUNED: RED, MAP: BLUE, LAPLACE: BLUE, VI: BLUE}
-STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e6e9",
-}
 ANGLE = 30
 """Degrees by which the digits of the new task are turned, counterclockwise."""
 
 Labeled = tuple[Tensor, Tensor]
 """Images (n, 1, 8, 8) between 0 and 1, and labels (n,)."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Split:
-    """One random split of the digits, its network, and the results of each method.
+    """A random split of the digits, its network, and the results by method. No digit is in two sets."""
 
-    Attributes:
-        seed: Seed of the split, the network and its training.
-        source: Upright digits, on which the network is trained.
-        few: Turned digits with labels, to adapt the network: the same number of each class.
-        test: Turned digits, on which predictions are compared. No digit is in two of these sets.
-        upright: The images of ``test`` before they were turned.
-        model: The network.
-        results: Results by method.
-    """
-
-    seed: int
-    source: Labeled
-    few: Labeled
-    test: Labeled
-    upright: Tensor
-    model: nn.Sequential
-    results: dict[str, Result] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Predictions of one method for the test digits: probabilities (m, 10), scores, and what the method chose."""
-
-    probabilities: Tensor
-    scores: dict[str, float]
-    details: dict[str, Any]
+    seed: int  # seed of the split, the network and its training
+    source: Labeled  # upright digits, on which the network is trained
+    few: Labeled  # turned digits with labels, to adapt the network: the same number of each class
+    test: Labeled  # turned digits, on which predictions are compared; ``upright`` has them before they were turned
+    upright: Tensor  # see ``test``
+    model: nn.Sequential  # the network
+    # probabilities (m, 10) of the test digits, scores, and what the method chose; by method
+    results: dict[str, tuple[Tensor, dict[str, float], dict[str, Any]]] = field(default_factory=dict)
 
 
 def run(given: Mapping[str, Any]) -> None:
@@ -98,7 +69,17 @@ def run(given: Mapping[str, Any]) -> None:
     Raises:
         OSError: If the folder cannot be written to. No work has been done then.
     """
-    folder, threads = _make_folder(Path(given["out"])), torch.get_num_threads()
+    folder, threads = Path(given["out"]), torch.get_num_threads()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{secrets.token_hex(4)}.tmp"
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"linnet demo needs a folder it can write to, but it cannot write to {str(folder)!r} ({error.strerror}). "
+            "Choose another folder with --out."
+        ) from error
     torch.set_num_threads(1)  # such small networks are slower on several threads
     try:
         with threadpool_limits(1):  # the threads of numpy and scikit-learn
@@ -111,9 +92,10 @@ def _run(folder: Path, *, seed: int, quick: bool) -> None:
     printer = Printer()
     say, seeds = printer.console.print, range(1000 * seed, 1000 * seed + (1 if quick else 3))
     each, test, epochs, longest = (4, 200, 6, 10) if quick else (5, None, 15, 30)
+    bars: Any = {"console": printer.console, "transient": True, "disable": not printer.console.is_terminal}
     with printer.step("1/3 Train a small CNN on upright digits: scikit-learn's, 8 x 8 pixels"):
         splits = [split_digits(each, test, seed=s) for s in seeds]
-        for split in _track(printer.console, "network", splits):
+        for split in track(splits, "networks", **bars):
             train(split.model, split.source, epochs=epochs, seed=split.seed)
         first = splits[0]
         sizes = {"source": len(first.source[0]), "labels": len(first.few[0]), "test": len(first.test[0])}
@@ -123,16 +105,16 @@ def _run(folder: Path, *, seed: int, quick: bool) -> None:
         say(f"accuracy on {sizes['test']} other upright digits: [bold]{_average(upright, '.1%')}[/bold]")
 
     with printer.step(f"2/3 New task: digits turned by {ANGLE} degrees, {sizes['labels']} labels; adapt"):
-        for split, method in _track(printer.console, "adaptation", [(s, m) for s in splits for m in METHODS]):
+        for split, method in track([(s, m) for s in splits for m in METHODS], "adaptations", **bars):
             split.results[method] = adapt(method, split, longest=longest)
         rows = [[m, *(_average(_collect(splits, m, k), form) for k, (_, form) in SCORES.items())] for m in METHODS]
         printer.print_table(["method", *(title for title, _ in SCORES.values())], rows)
         spread = f", ± standard deviation over {len(seeds)} splits" if len(seeds) > 1 else ""
         say(f"[dim]{sizes['test']} test digits{spread}; NLL in nats. The seconds include all tuning:[/dim]")
-        say("[dim]cross-validation on the labels for two methods, the evidence for the tangent methods[/dim]")
+        say("[dim]cross-validation for two methods, the evidence for the tangent methods[/dim]")
 
     with printer.step("3/3 Look closer at the tangent model, and draw"):
-        mode, laplace, vi = (first.results[method].details for method in TANGENT)
+        mode, laplace, vi = (first.results[method][2] for method in TANGENT)
         say(f"scale of the prior, chosen by the evidence: {mode['prior_variance']:.2g}")
         say(f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}")
         say("share of each layer: " + ", ".join(f"{layer} {share:.0%}" for layer, share in mode["layers"].items()))
@@ -142,37 +124,50 @@ def _run(folder: Path, *, seed: int, quick: bool) -> None:
         write(folder / ADAPTATION, draw_adaptation(splits))
         write(folder / CONFIDENCE, draw_confidence(splits))
 
-    found = {
+    found: dict[str, Any] = {
         "linnet": __version__,
         "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
+        "threads": 1,
         "seed": seed,
         "quick": quick,
-        "seconds": time.perf_counter() - printer.began,
-        "parameters": parameters,
-        "digits": sizes,
-        "upright_accuracy": upright,
-        "methods": {
-            method: {name: _collect(splits, method, name) for name in first.results[method].scores}
-            | {"details": [s.results[method].details for s in splits]}
-            for method in METHODS
-        },
     }
+    found |= {"seconds": time.perf_counter() - printer.began, "parameters": parameters, "digits": sizes}
+    found |= {"upright_accuracy": upright, "methods": {}}
+    for method in METHODS:
+        found["methods"][method] = {name: _collect(splits, method, name) for name in first.results[method][1]}
+        found["methods"][method]["details"] = [split.results[method][2] for split in splits]
     write(folder / METRICS, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
     printer.print_written(folder, FILES)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a complete file or no file at all."""
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _collect(splits: Sequence[Split], method: str, name: str) -> list[float]:
+    return [split.results[method][1][name] for split in splits]
+
+
+def _average(values: Sequence[float], form: str) -> str:
+    """A mean over splits, with the standard deviation where there are several splits.
+
+    >>> _average([0.5], ".2f"), _average([1.0, 2.0, 3.0], ".1f")
+    ('0.50', '2.0 ± 1.0')
+    """
+    mean = format(statistics.fmean(values), form)
+    if len(values) == 1:
+        return mean
+    spread = format(statistics.stdev(values), form).removesuffix("%")
+    return f"{mean.removesuffix('%')} ± {spread}{'%' if form.endswith('%') else ''}"
 
 
 # The digits, the network, and six ways to adapt the network.
 
 
 def split_digits(each: int, test: int | None = None, *, seed: int) -> Split:
-    """Split scikit-learn's handwritten digits at random, and draw a network.
-
-    Args:
-        each: Number of labels of each class of the new task.
-        test: Number of digits to test on; None for all digits that are left.
-        seed: Seed of the split and of the network.
-    """
+    """Split scikit-learn's digits into ``each`` labels of a class, ``test`` or all other digits, and a source."""
     from sklearn.datasets import load_digits
 
     images, target = load_digits(return_X_y=True)
@@ -210,26 +205,23 @@ def build_network(seed: int) -> nn.Sequential:
             model.add_module(f"gelu{i}", nn.GELU())
         model.add_module("flatten", nn.Flatten())
         model.add_module("head", nn.Linear(256, 10))
-    return model
+    return model.eval()
 
 
 def train(model: nn.Module, data: Labeled, *, epochs: int, seed: int) -> None:
     """Train with Adam. The learning rate first rises and then falls."""
-    optimizer = torch.optim.Adam(model.parameters())
-    steps = -(-len(data[0]) // 50)
+    optimizer, steps = torch.optim.Adam(model.parameters()), -(-len(data[0]) // 50)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs=epochs, steps_per_epoch=steps)
-    trained = _train_epochs(model, data, optimizer, 50, seed, schedule)
-    for _ in range(epochs):
-        next(trained)
-    model.eval()
+    for _ in _train_epochs(model, data, optimizer, epochs, 50, seed, schedule):
+        pass
 
 
 def _train_epochs(
-    model: nn.Module, data: Labeled, optimizer: torch.optim.Optimizer, size: int, seed: int, schedule: Any = None
+    model: nn.Module, data: Labeled, optimizer: Any, epochs: int, size: int, seed: int, schedule: Any = None
 ) -> Iterator[nn.Module]:
-    """Train on and on in batches of ``size``, and yield the model after each epoch."""
+    """Train in batches of ``size``, and yield the model after each epoch."""
     (x, y), order = data, torch.Generator().manual_seed(seed)
-    while True:
+    for _ in range(epochs):
         for index in torch.randperm(len(x), generator=order).split(size):
             optimizer.zero_grad()
             cross_entropy(model(x[index]), y[index]).backward()
@@ -246,18 +238,13 @@ def predict_classes(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def fit_last_layer(split: Split, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Logistic regression on the frozen features, with the penalty that is best in cross-validation.
-
-    Returns the probabilities (m, c) at x, and the penalty.
-    """
+    """Probabilities (m, c) at x of logistic regression on the frozen features, with the best penalty by 4 folds."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
 
-    body = split.model[:-1]
     with torch.no_grad():
-        features, new = body(split.few[0]).double().numpy(), body(x).double().numpy()
-    folds = StratifiedKFold(4, shuffle=True, random_state=split.seed)
-    penalties = {"C": [1e-3, 1e-2, 1e-1, 1.0, 10.0]}
+        features, new = (split.model[:-1](images).double().numpy() for images in (split.few[0], x))
+    folds, penalties = StratifiedKFold(4, shuffle=True, random_state=split.seed), {"C": [1e-3, 1e-2, 1e-1, 1.0, 10.0]}
     model = LogisticRegression(max_iter=5000)
     search = GridSearchCV(model, penalties, scoring="neg_log_loss", cv=folds, error_score="raise")
     search.fit(features, split.few[1].numpy())
@@ -265,16 +252,13 @@ def fit_last_layer(split: Split, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def fine_tune(split: Split, x: Tensor, *, longest: int) -> tuple[Tensor, dict[str, Any]]:
-    """Train a copy of the network on the labels, with the rate and the epochs that are best in cross-validation.
-
-    Returns the probabilities (m, c) at x, and the learning rate and the number of epochs, at most ``longest``.
-    """
+    """Probabilities (m, c) at x of the network trained further, with the best rate and epochs by 4 folds."""
     from sklearn.model_selection import StratifiedKFold
 
-    def tune(images: Tensor, labels: Tensor, rate: float) -> Iterator[nn.Module]:
+    def tune(images: Tensor, labels: Tensor, rate: float, epochs: int) -> Iterator[nn.Module]:
         model = copy.deepcopy(split.model)
         optimizer = torch.optim.Adam(model.parameters(), rate)
-        return _train_epochs(model, (images, labels), optimizer, 25, split.seed)
+        return _train_epochs(model, (images, labels), optimizer, epochs, 25, split.seed)
 
     images, labels = split.few
     folds = StratifiedKFold(4, shuffle=True, random_state=split.seed)
@@ -283,22 +267,19 @@ def fine_tune(split: Split, x: Tensor, *, longest: int) -> tuple[Tensor, dict[st
     for rate in (1e-3, 3e-3, 1e-2, 3e-2):
         losses = torch.zeros(longest, dtype=torch.float64)
         for kept, left in parts:
-            for epoch, model in zip(range(longest), tune(images[kept], labels[kept], rate), strict=False):
+            for epoch, model in enumerate(tune(images[kept], labels[kept], rate, longest)):
                 with torch.no_grad():
                     losses[epoch] += cross_entropy(model(images[left]), labels[left], reduction="sum").item()
         choices.append((losses.min().item(), rate, int(losses.argmin()) + 1))
     _, rate, epochs = min(choices)
-    *_, (_, model) = zip(range(epochs), tune(images, labels, rate), strict=False)
+    *_, model = tune(images, labels, rate, epochs)
     return predict_classes(model, x), {"rate": rate, "epochs": epochs}
 
 
-def adapt(method: str, split: Split, *, longest: int) -> Result:
-    """Adapt a copy of a split's network to its turned digits, and score the predictions.
+def adapt(method: str, split: Split, *, longest: int) -> tuple[Tensor, dict[str, float], dict[str, Any]]:
+    """Probabilities of the test digits by one of `METHODS`, their scores, and what the method chose.
 
-    Args:
-        method: One of `METHODS`.
-        split: The digits and the network.
-        longest: Largest number of epochs of fine-tuning.
+    The network of the split stays as it is. Fine-tuning takes at most ``longest`` epochs.
     """
     (x, y), start = split.test, time.perf_counter()
     classifier, details = None, dict[str, Any]()
@@ -313,46 +294,11 @@ def adapt(method: str, split: Split, *, longest: int) -> Result:
         p = classifier.fit(*split.few).predict_proba(x)
     seconds = time.perf_counter() - start
     if classifier is not None:
-        linearity = classifier.linearity(x)
-        details = {
-            "prior_variance": classifier.scales_["all"],
-            "log_evidence": classifier.log_evidence_,
-            "elbo": classifier.elbo_,
-            "layers": classifier.layer_relevance_,
-            "linearity": {"relative_error": linearity.relative_error, "agreement": linearity.agreement},
-        }
-    return Result(p, {**metrics.classification(p, y), "seconds": seconds}, details)
-
-
-# Printing.
-
-
-def _track(console: Console, what: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield the items beside a progress bar on terminals. The bar is drawn between two items, never during one."""
-    columns = TextColumn(what + " {task.completed:.0f} of {task.total:.0f}"), BarColumn(), TimeElapsedColumn()
-    silent = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=silent) as progress:
-        bar = progress.add_task(what, total=len(items))
-        for i, item in enumerate(items):
-            progress.update(bar, completed=i + 1, refresh=True)
-            yield item
-
-
-def _collect(splits: Sequence[Split], method: str, name: str) -> list[float]:
-    return [split.results[method].scores[name] for split in splits]
-
-
-def _average(values: Sequence[float], form: str) -> str:
-    """A mean over splits, with the standard deviation where there are several splits.
-
-    >>> _average([0.5], ".2f"), _average([1.0, 2.0, 3.0], ".1f")
-    ('0.50', '2.0 ± 1.0')
-    """
-    mean = format(statistics.fmean(values), form)
-    if len(values) == 1:
-        return mean
-    spread = format(statistics.stdev(values), form).removesuffix("%")
-    return f"{mean.removesuffix('%')} ± {spread}{'%' if form.endswith('%') else ''}"
+        details = {"prior_variance": classifier.scales_["all"], "log_evidence": classifier.log_evidence_}
+        details |= {"elbo": classifier.elbo_, "layers": classifier.layer_relevance_}
+        found = classifier.linearity(x)
+        details["linearity"] = {"relative_error": found.relative_error, "agreement": found.agreement}
+    return p, {**metrics.classification(p, y), "seconds": seconds}, details
 
 
 # Figures.
@@ -361,9 +307,11 @@ def _average(values: Sequence[float], form: str) -> str:
 @contextmanager
 def _open_figure(height: float, title: str, note: str) -> Iterator[tuple[Any, io.BytesIO]]:
     """An empty figure, and the PNG that it becomes; the user's matplotlib settings are neither used nor changed."""
+    style = {"font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "grid.color": "#e4e6e9"}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
+        matplotlib.rcParams.update(style)
         fig, png = Figure(figsize=(12.5, height), layout="constrained"), io.BytesIO()
         FigureCanvasAgg(fig)
         fig.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
@@ -373,13 +321,14 @@ def _open_figure(height: float, title: str, note: str) -> Iterator[tuple[Any, io
 
 
 def draw_adaptation(splits: Sequence[Split]) -> bytes:
-    """The task and the scores of every method, as a PNG."""
-    note = "" if len(splits) == 1 else f"; small dots: {len(splits)} random splits, large dots: their means"
-    few, test = len(splits[0].few[0]), len(splits[0].test[0])
-    note = f"turned by {ANGLE} degrees; {few} labels to adapt with, {test} digits to test on{note}"
+    """One digit of each class with its readings, and the scores of every method, as a PNG."""
+    few, test, dots = len(splits[0].few[0]), len(splits[0].test[0]), ""
+    if len(splits) > 1:
+        dots = f"; small dots: {len(splits)} random splits, large dots: their means"
+    note = f"turned by {ANGLE} degrees; {few} labels to adapt with, {test} digits to test on{dots}"
     with _open_figure(7.2, "A network of upright digits meets turned ones", note) as (fig, png):
         top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.35])
-        _draw_task(top, splits[0])
+        _draw_task(top.subplots(2, 10), splits[0])
         axes = bottom.subplots(1, len(SCORES), sharey=True)
         for ax, (name, (title, form)) in zip(axes, SCORES.items(), strict=True):
             _draw_scores(ax, splits, name, form)
@@ -389,47 +338,21 @@ def draw_adaptation(splits: Sequence[Split]) -> bytes:
     return png.getvalue()
 
 
-def draw_confidence(splits: Sequence[Split]) -> bytes:
-    """Confidence against accuracy, and the digits with the lowest confidence, as a PNG."""
-    note = "above: the area of a dot shows the number of digits; bins with fewer than 5 digits are left out"
-    with _open_figure(7.4, "How far confidence can be trusted", note) as (fig, png):
-        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.2])
-        axes = top.subplots(1, len(METHODS) - 1, sharey=True)
-        for ax, method in zip(axes, METHODS[1:], strict=True):
-            _draw_reliability(ax, splits, method)
-        axes[0].set_ylabel("accuracy")
-        left, right = bottom.subfigures(1, 2, width_ratios=[1, 1.7])
-        _draw_rejection(left.subplots(), splits)
-        _draw_unsure(right, splits[0])
-    return png.getvalue()
-
-
-def _draw_task(fig: Any, split: Split) -> None:
-    """One test digit of each class, upright and turned, with its predicted class before and after adaptation."""
-    (x, y), axes = split.test, fig.subplots(2, 10)
-    before, turned, after = (
-        p.argmax(1)
-        for p in (
-            predict_classes(split.model, split.upright),
-            split.results[NONE].probabilities,
-            split.results[VI].probabilities,
-        )
-    )
-    places = (
-        (0, 1.0, before, "upright: the network reads"),
-        (1, 1.0, turned, "turned: the network reads"),
-        (1, -0.34, after, f"turned: {VI} reads"),
-    )
-    for label in range(10):
-        i = int((y == label).nonzero()[0])
-        for ax, image in zip(axes[:, label], (split.upright[i, 0], x[i, 0]), strict=True):
-            _draw_digit(ax, image)
-        for row, at, read, _ in places:
-            ax, color = axes[row, label], BLUE if read[i] == label else RED
-            ax.text(0.5, at, str(int(read[i])), transform=ax.transAxes, ha="center", va="bottom", color=color)
-    for row, at, _, text in places:
-        ax = axes[row, 0]
-        ax.text(-0.3, at, text, transform=ax.transAxes, ha="right", va="bottom", fontsize=10)
+def _draw_task(axes: Any, split: Split) -> None:
+    upright = predict_classes(split.model, split.upright)
+    for row, at, p, text in (
+        (0, 1.0, upright, "upright: the network reads"),
+        (1, 1.0, split.results[NONE][0], "turned: the network reads"),
+        (1, -0.34, split.results[VI][0], f"turned: {VI} reads"),
+    ):
+        images, under = (split.upright, split.test[0])[row], {"va": "bottom"}
+        axes[row, 0].text(-0.3, at, text, transform=axes[row, 0].transAxes, ha="right", fontsize=10, **under)
+        for label in range(10):
+            i, ax = int((split.test[1] == label).nonzero()[0]), axes[row, label]
+            read = int(p[i].argmax())
+            color = BLUE if read == label else RED
+            ax.text(0.5, at, str(read), transform=ax.transAxes, ha="center", color=color, **under)
+            _draw_digit(ax, images[i, 0])
 
 
 def _draw_digit(ax: Any, image: Tensor) -> None:
@@ -439,20 +362,18 @@ def _draw_digit(ax: Any, image: Tensor) -> None:
 
 
 def _draw_scores(ax: Any, splits: Sequence[Split], name: str, form: str) -> None:
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}
     for row, method in enumerate(METHODS):
         values, color = _collect(splits, method, name), COLORS[method]
-        mean = statistics.fmean(values)
+        mean, box = statistics.fmean(values), {"facecolor": "white", "edgecolor": "none", "pad": 0.2}
         ax.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=5, markeredgewidth=0)
         ax.plot(mean, row, "o", color=color, markersize=8)
         text = {"textcoords": "offset points", "ha": "center", "color": color, "bbox": box}
         ax.annotate(format(mean, form), (mean, row), (0, 8), **text)
+    ax.margins(x=0.18)
     if name == "accuracy":
         ax.set_xlim(-0.05, 1.1)
-        ax.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    else:
-        ax.margins(x=0.18)
-    if name in ("nll", "ece"):
+        ax.xaxis.set_major_formatter(PercentFormatter(1, 0))
+    elif name != "seconds":
         ax.set_xscale("log")
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
@@ -461,75 +382,54 @@ def _draw_scores(ax: Any, splits: Sequence[Split], name: str, form: str) -> None
     ax.tick_params(axis="y", length=0)
 
 
-def _draw_reliability(ax: Any, splits: Sequence[Split], method: str) -> None:
-    """Accuracy against confidence in bins, for the digits of all splits."""
-    found = metrics.reliability(*_join(splits, method), bins=10)
+def draw_confidence(splits: Sequence[Split]) -> bytes:
+    """Accuracy against confidence, accuracy of confident digits, and the digits of low confidence, as a PNG."""
+    note = "above: the area of a dot shows the number of digits; bins with fewer than 5 digits are left out"
+    with _open_figure(7.4, "How far confidence can be trusted", note) as (fig, png):
+        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.2])
+        left, right = bottom.subfigures(1, 2, width_ratios=[1, 1.7])
+        axes, ax = top.subplots(1, len(METHODS) - 1, sharey=True), left.subplots()
+        axes[0].set_ylabel("accuracy")
+        lines = {LAST: ":", TUNED: "-", MAP: ":", LAPLACE: "--", VI: "-"}
+        for small, (method, line) in zip(axes, lines.items(), strict=True):
+            p, y = (
+                torch.cat(parts) for parts in zip(*((s.results[method][0], s.test[1]) for s in splits), strict=True)
+            )
+            _draw_reliability(small, metrics.reliability(p, y, bins=10), method, _collect(splits, method, "ece"))
+            kept = metrics.kept_accuracy(p, y)
+            share = torch.arange(1, len(kept) + 1) / len(kept)
+            shown = share >= 0.2
+            ax.plot(share[shown], kept[shown], line, color=COLORS[method], linewidth=1.8, label=method)
+        ax.set(title="Accuracy of confident answers", xlabel="share of the digits that are answered")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(PercentFormatter(1, 0))
+        ax.yaxis.set_major_locator(MultipleLocator(0.05))
+        ax.legend(frameon=False, loc="lower left", fontsize=10)
+        ax.grid()
+        _draw_unsure(right, splits[0])
+    return png.getvalue()
+
+
+def _draw_reliability(ax: Any, found: Any, method: str, ece: Sequence[float]) -> None:
     for x, y, count in zip(found.confidence, found.accuracy, found.count, strict=True):
         if count >= 5:
             ax.plot([x, x], [x, y], color=COLORS[method], linewidth=1)
             ax.scatter(x, y, s=20 + 500 * count / found.count.sum(), color=COLORS[method], alpha=0.85, linewidths=0)
     ax.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=0)
-    ece = statistics.fmean(_collect(splits, method, "ece"))
-    ax.text(0.96, 0.04, f"ECE {ece:.3f}", transform=ax.transAxes, ha="right")
+    ax.text(0.96, 0.04, f"ECE {statistics.fmean(ece):.3f}", transform=ax.transAxes, ha="right")
     ax.set(title=method, xlabel="confidence", xlim=(0, 1.06), ylim=(0, 1.06), aspect="equal")
     ax.set(xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
     ax.grid()
 
 
-def _draw_rejection(ax: Any, splits: Sequence[Split]) -> None:
-    """Accuracy on the digits with the highest confidence."""
-    for method, line in {LAST: ":", TUNED: "-", MAP: ":", LAPLACE: "--", VI: "-"}.items():
-        kept = metrics.kept_accuracy(*_join(splits, method))
-        share = torch.arange(1, len(kept) + 1) / len(kept)
-        shown = share >= 0.2
-        ax.plot(share[shown], kept[shown], line, color=COLORS[method], linewidth=1.8, label=method)
-    ax.set(title="Accuracy on the digits with the highest confidence", xlabel="share of the digits that are read")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    ax.yaxis.set_major_locator(MultipleLocator(0.05))
-    ax.legend(frameon=False, loc="lower left", fontsize=10)
-    ax.grid()
-
-
 def _draw_unsure(fig: Any, split: Split, count: int = 6) -> None:
-    """The test digits with the lowest confidence, and their probabilities."""
-    p, (x, y) = split.results[VI].probabilities, split.test
+    p, (x, y) = split.results[VI][0], split.test
     fig.suptitle(f"The digits with the lowest confidence of {VI}", fontsize=12, x=0.02, ha="left")
     axes = fig.subplots(2, count, sharey="row", height_ratios=[1.1, 1])
     for (picture, bars), i in zip(axes.T, p.amax(1).argsort(stable=True)[:count].tolist(), strict=True):
         _draw_digit(picture, x[i, 0])
         picture.set_title(f"a {int(y[i])}", loc="center", fontsize=11, color=BLUE)
-        colors = [BLUE if label == int(y[i]) else GRAY for label in range(10)]
-        bars.bar(range(10), p[i].tolist(), color=colors, width=0.8)
+        bars.bar(range(10), p[i].tolist(), color=[BLUE if k == int(y[i]) else GRAY for k in range(10)], width=0.8)
         bars.set(xticks=range(0, 10, 3), ylim=(0, 0.5), yticks=[0, 0.25, 0.5])
         bars.tick_params(axis="x", length=0)
     axes[1, 0].set_ylabel("probability")
-
-
-def _join(splits: Sequence[Split], method: str) -> tuple[Tensor, Tensor]:
-    """Probabilities and labels of the test digits of all splits."""
-    return torch.cat([s.results[method].probabilities for s in splits]), torch.cat([s.test[1] for s in splits])
-
-
-# Files.
-
-
-def _make_folder(folder: Path) -> Path:
-    """Create the folder if it is missing, and try to write a file into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{secrets.token_hex(4)}.tmp"
-        probe.touch(exist_ok=False)
-        probe.unlink()
-    except OSError as error:
-        raise OSError(
-            f"linnet demo needs a folder it can write to, but it cannot write to {str(folder)!r} ({error.strerror}). "
-            "Choose another folder with --out."
-        ) from error
-    return folder
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a complete file or no file at all."""
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(content)

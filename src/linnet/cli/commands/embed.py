@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import linnet
 from linnet import scores
-from linnet.cli import model_source, publishing, run_folder, run_report
+from linnet.cli import model_source, publishing, run_folder, run_report, terminal
 from linnet.cli.data_files import Examples, Reading, read_for_network
-from linnet.cli.options import ParameterChoice, check_choice, parse_parameters, parse_reading, print_plan
-from linnet.cli.terminal import (
-    Printer,
-    UsageError,
-    blame_input,
-    choose_device,
-    describe_run,
-    is_first_process,
-    join_processes,
-)
+from linnet.cli.options import check_choice, parse_parameters, parse_reading, print_plan
+from linnet.cli.terminal import Printer, UsageError
 from linnet.fisher import probes
 
 SCORES = {
@@ -35,78 +24,23 @@ SCORES = {
 }
 
 
-@dataclass(frozen=True)
-class EmbedOptions:
-    """Options of `linnet embed` and `linnet spectrum`; see `linnet.FisherEmbedding`.
-
-    Attributes:
-        model: The value of --model.
-        weights: A file with weights, or None.
-        data: The data.
-        reading: How the data are read.
-        components: Number of components, or the share of the variance that they explain; None for all eigenvalues.
-        score: A key of `SCORES`.
-        kernel: "nfk" or "ntk".
-        method: How the components are found.
-        parameters: The parameters that are used.
-        standardize: Whether the columns are standardized.
-        seed: Seed of everything that is drawn.
-        device: The device of the network and the data.
-    """
-
-    model: str
-    weights: Path | None
-    data: Path
-    reading: Reading
-    components: int | float | None
-    score: str
-    kernel: str
-    method: str
-    parameters: ParameterChoice
-    standardize: bool
-    seed: int
-    device: torch.device
-
-
-def _parse(given: Mapping[str, Any]) -> EmbedOptions:
-    method, components = given.get("method", "auto"), given["components"]
-    check_choice("--method", method, ("auto", "krylov", "power", "nystrom", "exact"))
-    check_choice("--score", given["score"], tuple(SCORES))
-    check_choice("--kernel", given["kernel"], ("nfk", "ntk"))
-    if components == "all" and "method" not in given:  # linnet spectrum
-        count = None
-    else:
-        try:
-            count = int(components) if components.isdigit() else float(components)
-        except ValueError:
-            count = 0
-        if not (count >= 1 if isinstance(count, int) else 0 < count < 1):
-            raise UsageError(
-                f"--components must be a number of components, or a share of the variance below 1; got {components!r}."
-            )
-    same = {name: given[name] for name in ("model", "weights", "data", "score", "kernel", "standardize", "seed")}
-    parameters, device = parse_parameters(given), choose_device(given["device"])
-    reading = parse_reading(given)
-    return EmbedOptions(**same, reading=reading, components=count, method=method, parameters=parameters, device=device)
-
-
 def run(given: Mapping[str, Any]) -> None:
     """Read, plan, find the components, write embedding.npz and the saved embedding."""
-    options, out = _parse(given), given["out"]
-    with join_processes(options.device), publishing.publish_folder(out, force=given["force"]) as folder:
+    model, out, seed = given["model"], given["out"], given["seed"]
+    device, count = _check(given)
+    with terminal.join_processes(device), publishing.publish_folder(out, force=given["force"]) as folder:
         printer = Printer()
-        embedding, data, reading = _prepare(options, printer)
+        embedding, data, reading = _prepare(given, count, device, printer)
         with printer.step("Embed"):
             E = embedding.fit_transform(data.X)
             spectrum = probes.spectrum(embedding)
             _print_spectrum(printer, spectrum)
             unused = f"the kernel does not depend on {embedding.dropped_columns_:,} parameters"
             printer.say(f"{embedding.passes_} passes by {embedding.method_!r}; {unused}")
-        files, seed, device = (options.model, options.data), options.seed, options.device
         page = run_report.report_embedding(
-            printer, embedding, E, files, data, reading, spectrum, seed=seed, device=device
+            printer, embedding, E, (model, given["data"]), data, reading, spectrum, seed=seed, device=device
         )
-        if not is_first_process():
+        if not terminal.is_first_process():
             return
         arrays = {"embedding": E.cpu().numpy(), "eigenvalues": spectrum.eigenvalues, "explained": spectrum.explained}
         if data.y is not None:
@@ -122,64 +56,79 @@ def run(given: Mapping[str, Any]) -> None:
             "explained": float(spectrum.explained[-1]),
             "effective_rank": spectrum.effective_rank,
             "passes": embedding.passes_,
-            "score": options.score,
-            "kernel": options.kernel,
+            "score": given["score"],
+            "kernel": given["kernel"],
         }
-        run_folder.write_json(folder / "metrics.json", describe_run(seed, device, **details))
-        run = run_folder.make_run(
-            "embed", "embedding.safetensors", options.model, options.weights, reading, seed=options.seed
-        )
-        written = run_report.finish(folder, run, page)
+        run_folder.write_json(folder / "metrics.json", terminal.describe_run(seed, device, **details))
+        made = run_folder.make_run("embed", "embedding.safetensors", model, given["weights"], reading, seed=seed)
+        written = run_report.finish(folder, made, page)
     printer.print_written(out, written)
 
 
 def show_spectrum(given: Mapping[str, Any]) -> None:
     """Print the eigenvalues of the kernel: all of them, or the leading ones."""
-    options, out = _parse(given), given["out"]
+    out = given["out"]
+    device, count = _check(given)
     if out is not None and out.suffix != ".npz":
         raise UsageError(f"--out must be a .npz file; got {out}.")
-    with join_processes(options.device), publishing.publish_file(out, force=given["force"]):
+    with terminal.join_processes(device), publishing.publish_file(out, force=given["force"]):
         printer = Printer()
-        embedding, data, _ = _prepare(options, printer)
+        embedding, data, _ = _prepare(given, count, device, printer)
         with printer.step("Spectrum"):
-            if options.components is None:
+            if count is None:
                 values = torch.as_tensor(embedding.exact_eigenvalues(data.X)).cpu()
                 spectrum = probes.spectrum(values.clamp(min=0.0))  # values below zero are rounding errors
             else:
                 spectrum = probes.spectrum(embedding.fit(data.X))
             _print_spectrum(printer, spectrum)
-        if out is not None and is_first_process():
+        if out is not None and terminal.is_first_process():
             run_folder.write_arrays(out, {"eigenvalues": spectrum.eigenvalues, "explained": spectrum.explained})
             printer.print_written(out.parent, [out.name])
 
 
-def _prepare(options: EmbedOptions, printer: Printer) -> tuple[linnet.FisherEmbedding, Examples, Reading]:
-    """Read the network and the data, make the embedding, and print the plan."""
-    with printer.step("Read"):
-        model = model_source.load_network(options.model, options.weights, seed=options.seed, device=options.device)
-        data, reading = read_for_network(
-            options.data, options.reading, model, labeled=False, standardize=options.standardize
+def _check(given: Mapping[str, Any]) -> tuple[torch.device, int | float | None]:
+    """The device, and the number of components or the share that they explain; None for all eigenvalues."""
+    components, is_spectrum = given["components"], "method" not in given
+    check_choice("--method", given.get("method", "auto"), ("auto", "krylov", "power", "nystrom", "exact"))
+    check_choice("--score", given["score"], tuple(SCORES))
+    check_choice("--kernel", given["kernel"], ("nfk", "ntk"))
+    device = terminal.choose_device(given["device"])
+    if components == "all" and is_spectrum:
+        return device, None
+    try:
+        count = int(components) if components.isdigit() else float(components)
+    except ValueError:
+        count = 0
+    if not (count >= 1 if isinstance(count, int) else 0 < count < 1):
+        raise UsageError(
+            f"--components must be a number of components, or a share of the variance below 1; got {components!r}."
         )
-        printer.say(f"{options.data}: {data.what}")
-        count = options.components or 1
+    return device, count
+
+
+def _prepare(
+    given: Mapping[str, Any], count: int | float | None, device: torch.device, printer: Printer
+) -> tuple[linnet.FisherEmbedding, Examples, Reading]:
+    """Read the network and the data, make the embedding, and print the plan."""
+    parameters, reading, seed = parse_parameters(given), parse_reading(given), given["seed"]
+    with printer.step("Read"):
+        model = model_source.load_network(given["model"], given["weights"], seed=seed, device=device)
+        standardize = given["standardize"]
+        data, reading = read_for_network(given["data"], reading, model, labeled=False, standardize=standardize)
+        printer.say(f"{given['data']}: {data.what}")
+        count = count or 1
         if count > data.n:
             raise UsageError(f"--components {count} is more than the number of examples. Ask for at most {data.n}.")
-    embedding = _make_embedding(options, model, data, count)
+    with terminal.blame_input():
+        score, params = SCORES[given["score"]](), parameters.resolve(model, data)
+    how: Any = {"kernel": given["kernel"], "method": given.get("method", "auto"), "seed": seed}
+    embedding = linnet.FisherEmbedding(model, count, score, params=params, **how)
     with printer.step("Plan"):
-        with blame_input("The network does not take these data: "):
+        with terminal.blame_input("The network does not take these data: "):
             embedding._attach(scores.as_score(embedding.score))
             J = embedding.lin_.jacobian(data.X, progress=False)
         print_plan(printer, model, J)
     return embedding, data, reading
-
-
-def _make_embedding(
-    options: EmbedOptions, model: nn.Module, data: Examples, count: int | float
-) -> linnet.FisherEmbedding:
-    how: Any = {"kernel": options.kernel, "method": options.method, "seed": options.seed}
-    with blame_input():
-        score, params = SCORES[options.score](), options.parameters.resolve(model, data)
-    return linnet.FisherEmbedding(model, count, score, params=params, **how)
 
 
 def _print_spectrum(printer: Printer, spectrum: probes.Spectrum) -> None:
@@ -191,6 +140,5 @@ def _print_spectrum(printer: Printer, spectrum: probes.Spectrum) -> None:
     printer.print_table(["eigenvalue", "size", "explained so far", ""], rows)
     reached = [share for share in (0.5, 0.9, 0.95, 0.99) if explained[-1] >= share]
     counts = ", ".join(f"{share:.0%} by {spectrum.components(share):,}" for share in reached)
-    printer.say(
-        f"effective rank {spectrum.effective_rank:.1f}; of the trace: {counts or f'{explained[-1]:.1%} by all'}"
-    )
+    rank, last = spectrum.effective_rank, f"{explained[-1]:.1%} by all"
+    printer.say(f"effective rank {rank:.1f}; of the trace: {counts or last}")

@@ -10,21 +10,13 @@ import numpy as np
 from torch import nn
 
 import linnet
-from linnet.cli import publishing, run_folder, run_report
+from linnet.cli import publishing, run_folder, run_report, terminal
 from linnet.cli.commands.predict import Predictions, predict
 from linnet.cli.data_files.tables import write_csv
 from linnet.cli.options import FitOptions, check_parameters, make_jacobian, parse_fit, print_plan, print_solver
 from linnet.cli.run_report import Evaluation
 from linnet.cli.task import FitData, index_labels, load
-from linnet.cli.terminal import (
-    Printer,
-    UsageError,
-    blame_input,
-    collect_notes,
-    describe_run,
-    is_first_process,
-    join_processes,
-)
+from linnet.cli.terminal import Printer, UsageError
 from linnet.heads.attach import head_of
 from linnet.report.build import make_classes, make_numbers, score_outcome
 from linnet.report.content import Classes, Numbers
@@ -47,7 +39,7 @@ def add_error_bars(given: Mapping[str, Any]) -> None:
 def _run(command: str, options: FitOptions) -> None:
     """Read, plan, fit, test, write."""
     adapts = command == "adapt"
-    with join_processes(options.device), publishing.publish_folder(options.out, force=options.force) as folder:
+    with terminal.join_processes(options.device), publishing.publish_folder(options.out, force=options.force) as folder:
         printer = Printer()
         with printer.step("Read"):
             data = load(options, printer)
@@ -64,7 +56,7 @@ def _run(command: str, options: FitOptions) -> None:
             if adapts or options.structure in ("auto", "full", "function"):
                 kind = data.task.kind if adapts else "laplace"
                 print_solver(printer, J, kind, options.prior, inference=options.inference)
-        with printer.step("Adapt" if adapts else "Error bars"), collect_notes() as notes:
+        with printer.step("Adapt" if adapts else "Error bars"), terminal.collect_notes() as notes:
             fit = _fit_tangent if adapts else _fit_laplace
             estimator = fit(options, model, data, classes, y)
             tell = _print_adaptation if adapts else _print_error_bars
@@ -75,7 +67,7 @@ def _run(command: str, options: FitOptions) -> None:
         page = run_report.report_fit(
             printer, command, estimator, options, data, result, J.plan, (data.train.X, y), notes=notes
         )
-        if not is_first_process():
+        if not terminal.is_first_process():
             return
         run = run_folder.make_run(
             command,
@@ -95,7 +87,7 @@ def _run(command: str, options: FitOptions) -> None:
             write_csv(folder / "predictions.csv", told.columns)
         run_folder.save_head(folder, run, model)
         details = {"test": result.scores, "examples": data.train.n, **_describe(estimator)}
-        run_folder.write_json(folder / "metrics.json", describe_run(options.seed, options.device, **details))
+        run_folder.write_json(folder / "metrics.json", terminal.describe_run(options.seed, options.device, **details))
         written = run_report.finish(folder, run, page)
     printer.print_written(options.out, written)
 
@@ -140,7 +132,7 @@ def _outline(options: FitOptions, data: FitData) -> nn.Module:
     y, kind = data.y, data.task.kind
     index = np.array([0, np.flatnonzero(y != y[0])[0]]) if data.task.classes else np.arange(min(2, data.train.n))
     how: Any = {"features": options.features, "task": kind, "penalty": 1.0}
-    with blame_input():
+    with terminal.blame_input():
         return linnet.attach_head(data.model, data.train.take(index), y[index], **how)
 
 
@@ -212,11 +204,7 @@ def _describe(found: Any) -> dict[str, Any]:
     if isinstance(found, linnet.Laplace):
         more = {"structure": found.structure_, "effective_dimension": found.effective_dimension_, "noise": noise}
         return details | {"log_evidence": found.log_evidence()} | more
-    details |= {
-        "log_evidence": found.log_evidence_,
-        "solver": found.solver_,
-        "layer_relevance": found.layer_relevance_,
-    }
+    details |= {"log_evidence": found.log_evidence_, "solver": found.solver_, "layer_relevance": found.layer_relevance_}
     if isinstance(found, linnet.TangentRegressor):
         return details | {"noise": noise}
     return details | {"inference": found.inference, "elbo": found.elbo_}

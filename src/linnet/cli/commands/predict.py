@@ -64,19 +64,12 @@ def _can_score(y: np.ndarray, kept: run_folder.Run) -> bool:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for a file.
+    """Predictions for a file."""
 
-    Attributes:
-        columns: Columns of the table that is written.
-        probabilities: Class probabilities (n, classes), for classes.
-        mean: Predicted numbers (n,) or (n, c), for numbers.
-        std: Standard deviations of an observation, in the shape of ``mean``.
-    """
-
-    columns: dict[str, np.ndarray]
-    probabilities: np.ndarray | None = None
-    mean: np.ndarray | None = None
-    std: np.ndarray | None = None
+    columns: dict[str, np.ndarray]  # columns of the table that is written
+    probabilities: np.ndarray | None = None  # class probabilities (n, classes), for classes
+    mean: np.ndarray | None = None  # predicted numbers (n,) or (n, c), for numbers
+    std: np.ndarray | None = None  # standard deviations of an observation, in the shape of ``mean``
 
     def score(self, y: np.ndarray, classes: list[Any], what: str) -> dict[str, float]:
         """Metrics against the targets of ``what``."""

@@ -9,28 +9,20 @@ from typing import Any
 import torch
 
 import linnet
-from linnet.cli import model_source, publishing
+from linnet.cli import model_source, publishing, terminal
 from linnet.cli.data_files import cast_for_network, read_for_network
 from linnet.cli.options import check_choice, parse_parameters, parse_reading
 from linnet.cli.run_folder import write_json
-from linnet.cli.terminal import (
-    Printer,
-    UsageError,
-    blame_input,
-    choose_device,
-    describe_run,
-    is_first_process,
-    join_processes,
-)
+from linnet.cli.terminal import Printer, UsageError
 
 
 def run(given: Mapping[str, Any]) -> None:
     """Compare every two networks. One network with several files of weights counts as several networks."""
     check_choice("--space", given["space"], ("function", "parameters"))
     pairs = _pair_weights(given["model"], given["weights"] or [])
-    parameters, reading, device = parse_parameters(given), parse_reading(given), choose_device(given["device"])
+    parameters, reading, device = parse_parameters(given), parse_reading(given), terminal.choose_device(given["device"])
     seed, out, space = given["seed"], given["out"], given["space"]
-    with join_processes(device), publishing.publish_file(out, force=given["force"]):
+    with terminal.join_processes(device), publishing.publish_file(out, force=given["force"]):
         printer = Printer()
         with printer.step("Read"):
             networks = [model_source.load_network(spec, path, seed=seed, device=device) for spec, path in pairs]
@@ -40,7 +32,7 @@ def run(given: Mapping[str, Any]) -> None:
         with printer.step("Compare"):
             n = len(networks)
             values = torch.eye(n, dtype=torch.float64)
-            with blame_input():
+            with terminal.blame_input():
                 inputs = [cast_for_network(data, network) for network in networks]
                 lins = [linnet.linearize(m, parameters.resolve(m, x)) for m, x in zip(networks, inputs, strict=True)]
                 for i in range(n):
@@ -50,9 +42,9 @@ def run(given: Mapping[str, Any]) -> None:
             rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(names, values.tolist(), strict=True)]
             printer.print_table(["", *(str(i + 1) for i in range(n))], rows)
             printer.say("1: the same; 0: orthogonal")
-        if out is not None and is_first_process():
+        if out is not None and terminal.is_first_process():
             more = {"models": names, "space": space, "examples": data.n, "similarity": values.tolist()}
-            write_json(out, describe_run(seed, device, **more))
+            write_json(out, terminal.describe_run(seed, device, **more))
             printer.print_written(out.parent, [out.name])
 
 

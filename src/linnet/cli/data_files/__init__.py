@@ -21,60 +21,36 @@ from linnet.cli.terminal import UsageError
 
 @dataclass(frozen=True)
 class Reading:
-    """How data files are read. A run keeps its reading, so that new data are read in the same way.
+    """How data files are read. A run keeps its reading, so that new data are read in the same way."""
 
-    Attributes:
-        targets: Columns to predict; for .npz the name of their array.
-        columns: Columns that the network takes, in order; None for all others, before the training data are read.
-        drop: Columns to leave out.
-        task: "auto", "classification" or "regression".
-        size: Height and width of images.
-        channels: Number of channels of images.
-        pixel_mean: One number for each channel, which is subtracted from the pixels.
-        pixel_std: One number for each channel, by which the pixels are divided.
-        strict: Whether an image that cannot be read is an error.
-        tokenizer: Tokenizer of texts.
-        max_length: Largest number of tokens of a text; None for 128.
-        center: Mean of each column, where the columns are standardized.
-        spread: Standard deviation of each column, where the columns are standardized.
-        text: Whether the targets of the training data are text. Labels such as 10 are then text in other files too.
-    """
-
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # columns to predict; for .npz the name of their array
+    # columns that the network takes, in order; None for all others, before the training data are read
     columns: tuple[str, ...] | None = None
-    drop: tuple[str, ...] = ()
-    task: str = "auto"
-    size: tuple[int, int] | None = None
-    channels: int = 3
-    pixel_mean: tuple[float, ...] | None = None
-    pixel_std: tuple[float, ...] | None = None
-    strict: bool = False
-    tokenizer: str | None = None
-    max_length: int | None = None
-    center: tuple[float, ...] | None = None
-    spread: tuple[float, ...] | None = None
+    drop: tuple[str, ...] = ()  # columns to leave out
+    task: str = "auto"  # "auto", "classification" or "regression"
+    size: tuple[int, int] | None = None  # height and width of images
+    channels: int = 3  # number of channels of images
+    pixel_mean: tuple[float, ...] | None = None  # one number for each channel, which is subtracted from the pixels
+    pixel_std: tuple[float, ...] | None = None  # one number for each channel, by which the pixels are divided
+    strict: bool = False  # whether an image that cannot be read is an error
+    tokenizer: str | None = None  # tokenizer of texts
+    max_length: int | None = None  # largest number of tokens of a text; None for 128
+    center: tuple[float, ...] | None = None  # mean of each column, where the columns are standardized
+    spread: tuple[float, ...] | None = None  # standard deviation of each column, where the columns are standardized
+    # Whether the targets of the training data are text. Labels such as 10 are then text in other files too.
     text: bool = False
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Data that were read.
+    """Data that were read."""
 
-    Attributes:
-        X: A tensor (n, ...), or a dict of tensors.
-        y: Targets (n,) or (n, c), or None.
-        what: The data in words.
-        names: Names of the examples, where they are files.
-        columns: Names of the columns of a table.
-        texts: The texts from which the inputs were made.
-    """
-
-    X: Any
-    y: np.ndarray | None
-    what: str
-    names: list[str] = field(default_factory=list)
-    columns: tuple[str, ...] | None = None
-    texts: list[str] = field(default_factory=list)
+    X: Any  # a tensor (n, ...), or a dict of tensors
+    y: np.ndarray | None  # targets (n,) or (n, c), or None
+    what: str  # the data in words
+    names: list[str] = field(default_factory=list)  # names of the examples, where they are files
+    columns: tuple[str, ...] | None = None  # names of the columns of a table
+    texts: list[str] = field(default_factory=list)  # the texts from which the inputs were made
 
     @property
     def n(self) -> int:

@@ -20,17 +20,11 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Images:
-    """Images in memory.
+    """Images in memory."""
 
-    Attributes:
-        X: Pixels (n, channels, height, width) from 0 to 1, float32.
-        y: The folder of each image, or None where the images are in no folders.
-        names: Paths of the images below the folder.
-    """
-
-    X: np.ndarray
-    y: np.ndarray | None
-    names: list[str]
+    X: np.ndarray  # pixels (n, channels, height, width) from 0 to 1, float32
+    y: np.ndarray | None  # the folder of each image, or None where the images are in no folders
+    names: list[str]  # paths of the images below the folder
 
 
 def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3, strict: bool = False) -> Images:

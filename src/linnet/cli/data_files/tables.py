@@ -32,18 +32,13 @@ full-width forms of = + - @."""
 
 @dataclass(frozen=True)
 class Table:
-    """Columns by name.
+    """Columns by name."""
 
-    Attributes:
-        path: The file.
-        columns: Columns (n,): text as it stands in the file, or values of the type that the file says.
-        first: Line of the first row, for messages.
-        typed: Whether the file says which columns are text. Otherwise all columns are text, and some hold numbers.
-    """
-
-    path: Path
+    path: Path  # the file
+    # columns (n,): text as it stands in the file, or values of the type that the file says
     columns: dict[str, np.ndarray]
-    first: int = 1
+    first: int = 1  # line of the first row, for messages
+    # Whether the file says which columns are text. Otherwise all columns are text, and some hold numbers.
     typed: bool = False
 
     @property

@@ -154,7 +154,7 @@ class _Evidence:
             at, x = min(known, key=lambda known: abs(known[0] - t))
             start = x * math.exp((at - t) * (1.0 if self.space == "function" else 0.5))  # from the same f
         if self.last is not None and abs(self.last[0] - t) <= NEARBY:
-            near = self.last[1].factor
+            near = self.last[1]
         try:
             mode = self.solve(
                 self.A,

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linnet.inference.evidence import gaussian, search
+from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import cached_if_fits, lanczos_spectrum
@@ -135,8 +135,8 @@ def _one(
             spectra.append(gaussian.exact_spectrum(K, r))
         else:
             spectra.append(lanczos_spectrum(lambda V, K=K: K @ V, r, settings))  # type: ignore[misc]
-    return gaussian.best(
-        gaussian.joined(spectra),
+    return gaussian.choose_one(
+        gaussian.join_spectra(spectra),
         scale=fixed[0] if fixed else None,
         noise=noise.value[0] if noise.value else None,
         floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
@@ -157,8 +157,8 @@ def _several(
         return Choice(fixed, noise.value, math.nan)
     spectra = [gaussian.exact_spectrum(sum(parts.values()), r) for parts, r in zip(kernels, residuals, strict=True)]  # type: ignore[arg-type]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    start = gaussian.best(
-        gaussian.joined(spectra),
+    start = gaussian.choose_one(
+        gaussian.join_spectra(spectra),
         scale=fixed[0] if fixed else None,
         noise=given,
         floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
@@ -167,10 +167,11 @@ def _several(
     count = max(1, len(prior.scales))
     start = Choice(start.scales * count, start.noise * noise.count, start.log_evidence)
     problems = [
-        search.Problem(parts, r, task.noise.group) for task, parts, r in zip(tasks, kernels, residuals, strict=True)
+        gaussian.KernelTask(parts, r, task.noise.group)
+        for task, parts, r in zip(tasks, kernels, residuals, strict=True)
     ]
     assumed = assumed_noise(tasks)
-    return search.best_dense(problems, start=start, scales=fixed or None, noise=noise.value, assumed=assumed)
+    return gaussian.choose_by_kernels(problems, start=start, scales=fixed or None, noise=noise.value, assumed=assumed)
 
 
 # Dense weight space.
@@ -217,7 +218,7 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit
     return fits
 
 
-def _weight_choice(tasks: Sequence[Task], moments: list[list[search.Moments]], prior: Prior) -> Choice:
+def _weight_choice(tasks: Sequence[Task], moments: list[list[gaussian.Moments]], prior: Prior) -> Choice:
     noise, assumed = tasks[0].noise, assumed_noise(tasks)
     fixed = () if prior.scales else (1.0,)
     if fixed and noise.value is not None:
@@ -229,8 +230,8 @@ def _weight_choice(tasks: Sequence[Task], moments: list[list[search.Moments]], p
     spectra = [gaussian.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
     floor = gaussian.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
-    start = gaussian.best(
-        gaussian.joined(spectra),
+    start = gaussian.choose_one(
+        gaussian.join_spectra(spectra),
         scale=fixed[0] if fixed else None,
         noise=given,
         floor=floor,
@@ -239,6 +240,6 @@ def _weight_choice(tasks: Sequence[Task], moments: list[list[search.Moments]], p
     if len(prior.scales) <= 1 and noise.count == 1:
         return start
     start = Choice(start.scales * max(1, len(prior.scales)), start.noise * noise.count, start.log_evidence)
-    return search.best_weight(
+    return gaussian.choose_by_moments(
         moments, prior.group, start=start, scales=fixed or None, noise=noise.value, assumed=assumed
     )

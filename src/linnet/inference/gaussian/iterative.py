@@ -11,16 +11,16 @@ from torch import Tensor
 
 from linnet._common.memory import dense_budget
 from linnet.inference.evidence import gaussian
-from linnet.inference.evidence.gaussian import LOG_2PI, Choice, Spectrum
+from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise
-from linnet.jacobian.blocks.autodiff import Autodiff
+from linnet.jacobian.blocks.autodiff import AutodiffBlock
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import fused_cost, gram_cost
 from linnet.linalg.conjugate_gradients import cg
-from linnet.linalg.lanczos import lanczos, log_det_from_tridiagonals
+from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.probability.posteriors import SamplePosterior
 from linnet.probability.priors import Prior
 
@@ -35,8 +35,8 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space:
         choice = Choice(fixed, noise.value, math.nan)
     else:
         spectra = [_streamed_spectrum(task, prior, settings) for task in tasks]
-        choice = gaussian.best(
-            gaussian.joined(spectra),
+        choice = gaussian.choose_one(
+            gaussian.join_spectra(spectra),
             scale=fixed[0] if fixed else None,
             noise=noise.value[0] if noise.value else None,
             floor=64 * torch.finfo(tasks[0].J.dtype).eps,
@@ -47,7 +47,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space:
     return [solve(task, variance, choice, settings) for task in tasks]
 
 
-def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> Spectrum:
+def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> KernelSpectrum:
     r"""By Lanczos in weight space, one pass a step, started at ``Phi^T r`` and at ``Phi^T z`` of random probes z.
 
     The nodes of ``Phi^T Phi`` are those of the kernel, and the energy of r at an eigenvalue is that of ``Phi^T r``
@@ -57,7 +57,7 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> Spectrum
     Phi, m = J.scaled(prior.base.sqrt()), J.shape[0]
     z = torch.randn(m, settings.probes, dtype=J.dtype, generator=settings.generator(1)).to(J.device)
     B = torch.cat([(root * task.r)[:, None], z], 1)
-    found = lanczos(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
+    found = lanczos_quadrature(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
     nodes, weights, norms2 = (x.double().cpu() for x in found)
     real = nodes > 1e3 * torch.finfo(J.dtype).eps * nodes.max()
     energies = torch.where(real, weights * norms2[:, None] / nodes, 0.0)
@@ -66,7 +66,7 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> Spectrum
     nodes = torch.cat([nodes, nodes.new_zeros(len(nodes), 1)], 1)
     energies = torch.cat([energies, (total - energies.sum(1)).clamp_min(0)[:, None]], 1)
     counts = energies[1:] / energies[1:].sum(1, keepdim=True) * (m / settings.probes)
-    return Spectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], energies[0])
+    return KernelSpectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], energies[0])
 
 
 def preconditioner_of(
@@ -87,7 +87,7 @@ def preconditioner_of(
     index = draw_landmarks(J.n, rank, settings.generator(2))
     scale = Phi.d  # type: ignore[attr-defined]
     # An eigenvalue far below one changes nothing beside the identity.
-    return nystrom(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
+    return nystrom_preconditioner(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
 
 
 def _worthwhile(J: Jacobian) -> int:
@@ -96,7 +96,7 @@ def _worthwhile(J: Jacobian) -> int:
     That bounds nothing where kernels are cheap (dense layers), and a lot where they are not (convolutions).
     """
     passes = 400 if J.device.type == "cuda" else 40  # a GPU is at its best with kernels
-    factors = [f for f in J._sample if not isinstance(f, Autodiff)]
+    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
     each = sum(fused_cost(f, k=1) for f in factors)
     pair = sum(gram_cost(f) for f in factors)
     return max(1, int(passes * each / pair)) if pair > 0 and len(factors) == len(J._sample) else J.n
@@ -184,11 +184,11 @@ def cached_if_fits(J: Jacobian) -> Jacobian:
 
 def lanczos_spectrum(
     product: Callable[[Tensor], Tensor], r: Tensor, settings: Settings, *, steps: int = 100
-) -> Spectrum:
+) -> KernelSpectrum:
     """From Lanczos steps on the kernel, started at r and at random probes."""
     z = torch.randn(len(r), settings.probes, dtype=r.dtype, generator=settings.generator(1)).to(r.device)
-    nodes, weights, norms2 = lanczos(product, torch.cat([r[:, None], z], 1), steps=steps)
+    nodes, weights, norms2 = lanczos_quadrature(product, torch.cat([r[:, None], z], 1), steps=steps)
     nodes, weights, norms2 = (x.double().cpu() for x in (nodes, weights, norms2))
     nodes = nodes.clamp_min(0)
     counts = weights[1:] * (len(r) / settings.probes)
-    return Spectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], weights[0] * norms2[0])
+    return KernelSpectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], weights[0] * norms2[0])

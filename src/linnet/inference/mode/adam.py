@@ -22,7 +22,9 @@ from linnet._common.deferred import Deferred
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
 from linnet._common.progress import bar
 from linnet.data.batch import Batch, move
-from linnet.inference.mode.newton import FLOOR, Line, Mode, check_concave
+from linnet.inference.mode.line_search import LineSearch
+from linnet.inference.mode.newton import FLOOR, Mode
+from linnet.inference.mode.spaces import check_concave
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Likelihood
@@ -206,8 +208,8 @@ class _Task:
                 known = self.likelihood
                 return weight * known.log_prob(f, y), weight * known.residual(f, y), weight * known.curvature(f)
 
-            line = Line(terms, f, df=df, products=(0.0, 0.0, float(direction @ direction)))
-            lengths.append(line.search())
+            line = LineSearch(terms, f, df=df, products=(0.0, 0.0, float(direction @ direction)))
+            lengths.append(line.find_length())
         found = sorted(t for t in lengths if t > 0)
         if not found:
             raise ValueError(

@@ -1,12 +1,17 @@
-r"""Coordinates for Newton's method on ``f = m + Phi u``: where its steps come from, and what they cost.
+r"""Coordinates in which the mode is searched, and what a gradient and a preconditioner cost in each of them.
 
-`Function` has alpha with ``u = Phi^T alpha`` and a dense kernel, `Weights` has u and dense features, `Products` has u
-and products with J alone. In the dense ones a step takes a Cholesky decomposition, of
+All of them hold the whitened weights u of ``f = m + Phi u``. They differ in what they have of Phi.
+
+- `FunctionSpace`: ``u = Phi^T alpha``, with a dense kernel ``K = Phi Phi^T``.
+- `WeightSpace`: u itself, with dense features Phi.
+- `PassSpace`: u itself, with products only. A gradient is one pass over the data.
+
+The two dense spaces precondition with a Cholesky factor of
 
 .. math:: M = I + L^\top K L \quad (n c \times n c) \qquad \text{or} \qquad H = I + \Phi^\top B \Phi
-          \quad (p \times p),
+          \quad (p \times p), \qquad B = L L^\top,
 
-or, where the factor of a matrix nearby is at hand, a few products: conjugate gradients with it as preconditioner.
+which makes the step at that curvature a Newton step.
 """
 
 from __future__ import annotations
@@ -20,174 +25,104 @@ from torch import Tensor
 
 from linnet._common.distributed import add_up
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.linalg.conjugate_gradients import Product, Solvable, cg
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import RowIndex, add_symmetric_, inner_matrix, weigh, weight_from_root
+from linnet.linalg.row_weights import RowIndex, add_symmetric_, inner_matrix, weigh
 from linnet.probability.likelihoods import Heteroscedastic, Likelihood
 
 Residual = Callable[[Tensor, slice], Tensor]
-"""From some rows of ``Phi u`` to the gradient of log p in f, both (r,); the rows are those of whole examples."""
+"""From some rows of ``Phi u`` to the gradient of log p in f there, both (r,). The rows are rows of whole examples."""
 
+Solve = Callable[[Tensor], Tensor]
+"""From a vector of a space to a vector that is about ``H^-1`` times it."""
 
-class Renewed(Protocol):
-    """A preconditioner for the curvature at one place and for those nearby.
-
-    Attributes:
-        passes: Over the data that it took; those over some of the examples are parts of one.
-    """
-
-    passes: float
-
-    def at(self, root: Tensor) -> Solvable:
-        """The one for a curvature with this root, without a pass over the data."""
-
-
-Renew = Callable[[Tensor, int], Renewed]
-"""From a root of the curvature, and how many better ones than the first have been asked for, to a preconditioner."""
+MakeSolve = Callable[[Tensor], "Solve | None"]
+"""From a root L of the curvature to a solve that fits it; None where no better solve than the last can be had."""
 
 BLOCK = 2**24
-"""Entries of a kernel, or of features, that are weighed at once."""
-
-NEAR = 300
-"""Rows from which a step may take products with a factor nearby: smaller matrices are decomposed as fast."""
-
-PRODUCTS = 15
-"""At most as many for a step; a decomposition takes about as long."""
-
-STALE = 2.0
-"""A preconditioner is made anew where the trace of the curvature has changed by more than this factor."""
-
-LAGGING = 1.15
-"""The same where the last steps were slow."""
-
-NEAR_MODE = 0.3
-"""The relative gradient below which that is worth its passes."""
-
-FOLLOWED = 1.02
-"""Its weights are renewed, without a pass, where the trace has changed by more than this factor."""
-
-SLOW = 40
-"""It is made anew, or a better one is, after a step that took more passes."""
-
-BETTER = 2
-"""How often a better one is asked for; after that, steps take as many passes as they need."""
+"""Entries of a kernel, or of features, that are weighed at once: more take more memory, fewer take more calls."""
 
 
 class Space(Protocol):
-    """Coordinates x of u: alpha or u itself."""
+    """Coordinates of u. A vector is a tensor of any shape whose linear combinations are vectors too.
 
-    size: int
-
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """The inner product of two u."""
-
-    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """``Phi u`` (n c,), which may be known but for rounding, the residual there, coordinates of
-        ``u - Phi^T residual``, and whether ``Phi u`` was computed anew."""
-
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-        """Coordinates of a step ``-H^-1 g``, where the norm of g is ``ratio`` times the reference, and Phi times it."""
-
-
-class Nearby:
-    """Solves with a factor that is kept from one matrix to the next.
-
-    Args:
-        factor: The lower Cholesky factor of a matrix that may be close to those that come, or None.
-        tolerance: Of the relative gradient that the steps are to reach.
+    Attributes:
+        size: Number of coordinates.
+        longest: A preconditioner serves only while the best step is at most this many times as long as it says.
     """
 
-    def __init__(self, factor: Tensor | None, tolerance: float) -> None:
-        self.factor, self.tolerance = factor, tolerance
+    size: int
+    longest: float
 
-    def solve(self, R: Tensor) -> Tensor:
-        assert self.factor is not None
-        return cholesky_solve(self.factor, R)
+    def vector(self, coordinates: Tensor) -> Tensor:
+        """The vector with these coordinates, (size,)."""
 
-    def solved(
-        self, product: Product, b: Tensor, ratio: float, make: Callable[[], Tensor], *, more: float = 1.0
-    ) -> Tensor:
-        """x of ``A x = b``: by products with A, as accurate as the step needs it, or by its factor that ``make`` makes.
-
-        A solution that conjugate gradients leave early, from zero, still gives a direction of descent. ``more`` is how
-        much smaller the residual has to be than the gradient that it leaves.
-        """
-        if self.factor is not None and len(b) >= NEAR:
-            limits = {"tolerance": more * forcing(ratio, self.tolerance), "iterations": PRODUCTS}
-            found = cg(product, b[:, None], preconditioner=self, verify=False, progress=False, **limits)  # type: ignore[arg-type]
-            if found.converged:
-                return found.value[:, 0]
-        self.factor = None  # its memory first
-        self.factor = make()
-        return cholesky_solve(self.factor, b)
-
-
-def forcing(ratio: float, tolerance: float) -> float:
-    """How accurate a step should be: superlinear in the end, cheap at first, never more than the last step needs."""
-    return max(min(0.25, math.sqrt(ratio)), min(0.25, 0.5 * tolerance / ratio))
-
-
-class Function:
-    r"""``u = Phi^T alpha``: alpha is a coordinate up to the null space of K, which no inner product sees."""
-
-    def __init__(self, K: Tensor, scale: float, near: Nearby) -> None:
-        self.K, self.scale, self.near, self.size = K, scale, near, len(K)
-
-    def push(self, x: Tensor) -> Tensor:
-        return self.scale * (self.K @ x)
+    def coordinates(self, x: Tensor) -> Tensor:
+        """The coordinates of a vector, (size,)."""
 
     def dot(self, a: Tensor, b: Tensor) -> float:
-        return float(a @ self.push(b))
+        """The inner product of two vectors: of their u."""
 
-    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
-        there = self.push(x) if shift is None else shift
-        r = residual(there, slice(0, len(there)))
-        return there, r, x - r, shift is None
+    def evaluate(self, x: Tensor, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, ``Phi u`` (n c,), the residual there (n c,), and the vector of the gradient ``u - Phi^T residual``."""
 
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-        # H^-1 Phi^T g = Phi^T (g - L M^-1 L^T K g), the matrix inversion lemma.
-        pushed = self.push(g)
-        inner = weigh(pushed, root, transpose=True)
 
-        def product(V: Tensor) -> Tensor:
-            return V + weigh(self.push(weigh(V, root)), root, transpose=True)
+class FunctionSpace:
+    r"""``u = Phi^T alpha``, for ``scale * K``. A vector is the pair of alpha and ``K alpha``, (2, n c).
 
-        # A residual r leaves the gradient Phi^T L r, and inner is L^T Phi times that of g: both may grow by the root of
-        # the largest eigenvalue, of which this is a lower bound.
-        more = min(1.0, float(g @ pushed) / max(float(inner @ inner), 1e-300))
-        d = weigh(self.near.solved(product, inner, ratio, lambda: self.factor(root), more=more), root) - g
-        return d, self.push(d)
+    Inner products of such pairs need no product with K. They do not see the part of alpha in the null space of K, which
+    steps of more than twice the preconditioner's length make larger and larger: `longest` is two.
+    """
+
+    def __init__(self, K: Tensor, scale: float) -> None:
+        self.K, self.scale, self.size, self.longest = K, scale, len(K), 2.0
+
+    def vector(self, coordinates: Tensor) -> Tensor:
+        return torch.stack([coordinates, self.scale * (self.K @ coordinates)])
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        return x[0]
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        return float(a[0] @ b[1])
+
+    def evaluate(self, x: Tensor, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = self.vector(x[0])  # x[1] carries the rounding of the step
+        r = residual(x[1], slice(0, self.size))
+        return x, x[1], r, self.vector(x[0] - r)
 
     def factor(self, root: Tensor) -> Tensor:
+        """The lower Cholesky factor of M."""
         return cholesky_(inner_matrix(self.K, root, scale=self.scale))
 
+    def solve(self, q: Tensor, factor: Tensor, root: Tensor, scale: float) -> Tensor:
+        """``H^-1 q`` by the factor of M for a root and a scale of K: of this kernel, or of one nearby."""
+        # H^-1 Phi^T q = Phi^T (q - L M^-1 L^T K q), the matrix inversion lemma.
+        inside = cholesky_solve(factor, weigh(q[1], root, transpose=True))
+        return q - self.vector(scale / self.scale * weigh(inside, root))
 
-class Weights:
-    """u itself, with dense features."""
 
-    def __init__(self, Phi: Tensor, scale: float, near: Nearby) -> None:
-        self.Phi, self.scale, self.near, self.size = Phi, scale, near, Phi.shape[1]
+class WeightSpace:
+    """u itself, with dense features ``sqrt(scale) * Phi``."""
 
-    def push(self, x: Tensor) -> Tensor:
-        return math.sqrt(self.scale) * (self.Phi @ x)
+    def __init__(self, Phi: Tensor, scale: float) -> None:
+        self.Phi, self.scale, self.size, self.longest = Phi, scale, Phi.shape[1], math.inf
+
+    def vector(self, coordinates: Tensor) -> Tensor:
+        return coordinates
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        return x
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
 
-    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
-        there = self.push(x) if shift is None else shift
-        r = residual(there, slice(0, len(there)))
-        return there, r, x - math.sqrt(self.scale) * (self.Phi.T @ r), shift is None
-
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-        def product(V: Tensor) -> Tensor:
-            pushed = weigh(weigh(self.Phi @ V, root, transpose=True), root)
-            return V + self.scale * (self.Phi.T @ pushed)
-
-        d = -self.near.solved(product, g, ratio, lambda: self.factor(root))
-        return d, self.push(d)
+    def evaluate(self, x: Tensor, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        shift = math.sqrt(self.scale) * (self.Phi @ x)
+        r = residual(shift, slice(0, len(shift)))
+        return x, shift, r, x - math.sqrt(self.scale) * (self.Phi.T @ r)
 
     def factor(self, root: Tensor) -> Tensor:
+        """The lower Cholesky factor of H."""
         H, c = self.Phi.new_zeros(self.size, self.size), 1 if root.ndim == 1 else root.shape[1]
         step = max(1, BLOCK // (c * self.size))
         for start in range(0, len(self.Phi) // c, step):
@@ -196,141 +131,49 @@ class Weights:
         H.diagonal().add_(1)
         return cholesky_(H)
 
-
-class Refresh:
-    """When another preconditioner is worth its passes, and the last one at the curvature of now.
-
-    Another one is made near the mode, where the curvature has changed by the factor `STALE` since the last (what a sure
-    network has left of it lies elsewhere than at the start) or, where steps lag, by `LAGGING`, and, up to `BETTER`
-    times, where they are slow.
-
-    Args:
-        renew: Makes it; None for never.
-
-    Attributes:
-        passes: Over the data that those made so far took.
-        another: Whether the last one that was given is another, not the one before with other weights.
-    """
-
-    def __init__(self, renew: Renew | None) -> None:
-        self.passes, self.another = 0.0, False
-        self._renew = renew
-        self._last: Renewed | None = None
-        self._made = self._weighed = math.nan  # the trace of the curvature for which it was made, and weighed
-        self._better = -1  # how often slow steps have asked for a better one
-
-    @property
-    def may_be_better(self) -> bool:
-        """Whether one can be had that is better, not only newer."""
-        return self._renew is not None and self._better < BETTER
-
-    def __call__(self, root: Tensor, ratio: float, *, slow: bool, lags: bool = False) -> Solvable | None:
-        """One for a root of the curvature, where the relative gradient is ``ratio``; None to keep the last."""
-        size = float(root.square().sum())
-        if math.isnan(self._made):
-            self._made = self._weighed = size
-        stale = ratio <= NEAR_MODE and _apart(size, self._made) > (LAGGING if lags else STALE)
-        if self._renew is not None and (stale or (slow and self.may_be_better)):
-            self._better = self._better + 1 if slow and not stale else max(self._better, 0)
-            self._last = None  # its memory first
-            self._last = self._renew(root, self._better)
-            self.passes, self.another = self.passes + self._last.passes, True
-            self._made = self._weighed = size
-            return self._last.at(root)
-        if self._last is not None and _apart(size, self._weighed) > FOLLOWED:
-            self._weighed, self.another = size, False
-            return self._last.at(root)
-        return None
+    def solve(self, q: Tensor, factor: Tensor, root: Tensor, scale: float) -> Tensor:
+        """``H^-1 q`` by the factor of H: of these features, or of others nearby."""
+        return cholesky_solve(factor, q)
 
 
-def _apart(a: float, b: float) -> float:
-    """The factor between two numbers that are not negative."""
-    low, high = sorted((a, b))
-    return high / max(low, 1e-300)
-
-
-class Products:
+class PassSpace:
     """u itself, with products only.
 
     Args:
         Phi: (n c, p).
-        preconditioner: Of H at the start; None for none.
-        tolerance: Of the relative gradient.
-        iterations: Of conjugate gradients, at most.
-        renew: To the preconditioner elsewhere; None for never. `Refresh` says when; slow is a step of more than `SLOW`
-            passes, and it ends early while a better one is to be had.
+
+    Attributes:
+        passes: Passes over the data so far.
     """
 
-    def __init__(
-        self,
-        Phi: LinearOperator,
-        preconditioner: Solvable | None,
-        tolerance: float,
-        iterations: int,
-        renew: Renew | None = None,
-    ) -> None:
-        self.Phi, self.preconditioner, self.tolerance, self.iterations = Phi, preconditioner, tolerance, iterations
-        self.size, self.read = Phi.shape[1], 0
-        self.refresh, self._last = Refresh(renew), 0  # and the passes of the last step
+    def __init__(self, Phi: LinearOperator) -> None:
+        self.Phi, self.size, self.longest, self.passes = Phi, Phi.shape[1], math.inf, 0
 
-    @property
-    def passes(self) -> int:
-        """Over the data, those that preconditioners took included."""
-        return self.read + math.ceil(self.refresh.passes)
+    def vector(self, coordinates: Tensor) -> Tensor:
+        return coordinates
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        return x
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         return float(a @ b)
 
-    def at(self, x: Tensor, shift: Tensor | None, residual: Residual) -> tuple[Tensor, Tensor, Tensor, bool]:
-        # Phi u comes with the gradient, in the same pass, so that it need not be known.
-        there, r, pulled = self._pass(residual, x)
-        return there, r, x - pulled, True
+    def evaluate(self, x: Tensor, residual: Residual) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As the other spaces, in one pass over the data."""
+        self.passes += 1
+        shift, r, seen = x.new_zeros(3, self.Phi.shape[0]).unbind()
 
-    def _pass(self, fn: Residual, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``Phi x``, ``fn(Phi x)`` and ``Phi^T fn(Phi x)`` in one pass over the data."""
-        self.read += 1
-        there, found, seen = x.new_zeros(3, self.Phi.shape[0]).unbind()
-
-        def note(out: Tensor, rows: RowIndex) -> Tensor:
+        def pull(out: Tensor, rows: RowIndex) -> Tensor:
             assert isinstance(rows, slice)
-            there[rows], found[rows], seen[rows] = out[:, 0], fn(out[:, 0], rows), 1
-            return found[rows][:, None]
+            shift[rows], r[rows], seen[rows] = out[:, 0], residual(out[:, 0], rows), 1
+            return r[rows][:, None]
 
-        pulled = self.Phi.fused(note, x[:, None])[:, 0]
-        add_up(there, found, seen)  # each rank has seen its own rows, or all of them
-        return there / seen, found / seen, pulled
+        pulled = self.Phi.fused(pull, x[:, None])[:, 0]
+        add_up(shift, r, seen)  # each rank has seen its own rows, or all of them
+        return x, shift / seen, r / seen, x - pulled
 
-    def step(self, g: Tensor, root: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-        fresh = self.refresh(root, ratio, slow=self._last > SLOW)
-        self.preconditioner = self.preconditioner if fresh is None else fresh
-        before = self.read
-        B = weight_from_root(root)
-        df, lengths = g.new_zeros(self.Phi.shape[0]), list[Tensor]()
-        ahead = df  # Phi times the direction that was multiplied last
 
-        def product(V: Tensor) -> Tensor:
-            nonlocal ahead
-            if lengths:  # of the direction before, which is known by now
-                df.addcmul_(ahead, lengths[-1])
-            ahead, _, pulled = self._pass(lambda out, rows: weigh(out[:, None], B, rows)[:, 0], V[:, 0])
-            return V + pulled[:, None]
-
-        # CG stopped early still gives a direction of descent.
-        early = self.refresh.may_be_better
-        found = cg(
-            product,
-            -g[:, None],
-            preconditioner=self.preconditioner,
-            tolerance=forcing(ratio, self.tolerance),
-            iterations=min(self.iterations, SLOW + 1) if early else self.iterations,
-            verify=False,
-            lengths=lengths,
-            progress=False,
-        )
-        if lengths:
-            df.addcmul_(ahead, lengths[-1])
-        self._last = self.read - before
-        return found.value[:, 0], df
+# Roots and weights of rows.
 
 
 def check_concave(likelihood: Likelihood) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import final
+from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import jacrev, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet._common import messages
 from linnet._common.torch_settings import dual_level
 from linnet.data.batch import Batch
-from linnet.jacobian.blocks.base import Factor, Rows, Size
-from linnet.jacobian.blocks.shared_outputs import Shared
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Size
 from linnet.jacobian.proofs import Disproved, Truth
+from linnet.network import checks
 from linnet.network.parameters import Layout
 
 Forward = Callable[..., Tensor]
@@ -28,7 +31,7 @@ third."""
 
 
 @final
-class Autodiff(Factor):
+class AutodiffBlock(ColumnBlock):
     """The columns of some parameters, differentiated by torch each time they are needed.
 
     Products go column by column, forward mode for ``J V`` and reverse mode for ``J^T U``; rows come from reverse
@@ -37,7 +40,7 @@ class Autodiff(Factor):
     Args:
         forward: See `Forward`.
         theta: The selected parameters.
-        names: Those that this factor covers.
+        names: Those that this block covers.
         layout: Places in the flat vector.
         batch: The chunk.
         c: Outputs.
@@ -70,7 +73,7 @@ class Autodiff(Factor):
         deny: Callable[[str], None] = lambda ability: None,
         graph: tuple[Tensor, Mapping[str, Tensor]] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
-        shared: Shared | None = None,
+        shared: SharedOutputs | None = None,
     ) -> None:
         ranges = [(layout.slices[name].start, layout.slices[name].stop) for name in names]
         super().__init__(ranges, n=batch.n, c=c)
@@ -79,7 +82,7 @@ class Autodiff(Factor):
         self._dtype, self._vectorize, self._columns = dtype, vectorize, columns
         self._judge, self._seed, self._deny = judge, seed, deny
         self._graph, self._known, self._shared = graph, known, shared
-        self._rows: Rows | None = None
+        self._rows: DenseBlock | None = None
 
     @property
     def size(self) -> Size:
@@ -88,17 +91,17 @@ class Autodiff(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return () if self._rows is None else self._rows.parts
 
-    def expand(self) -> Rows:
+    def expand(self) -> DenseBlock:
         if self._rows is None:
             parts = self._vectorized() if self._vectorize() else None
-            self._rows = Rows(self.ranges, self._one_by_one() if parts is None else parts)
+            self._rows = DenseBlock(self.ranges, self._one_by_one() if parts is None else parts)
         return self._rows
 
     def _one_by_one(self) -> list[Tensor]:
         """The rows of each example alone, by reverse mode."""
         parts = self._parts(vectorize=False)
         if not all(self._judged(lambda truth: truth.has_rows(self.ranges, parts))):
-            raise messages.not_linear()
+            raise checks.not_linear()
         return parts
 
     def _parts(self, *, vectorize: bool) -> list[Tensor]:
@@ -131,7 +134,7 @@ class Autodiff(Factor):
             return V.new_zeros(self.n, self.c, 0)
         products = [] if self._known is None or V is not self._known[0] else [self._known[1]]
         columns = V.unbind(1)[len(products) :]
-        shared = Shared() if self._shared is None and len(columns) > 1 else self._shared
+        shared = SharedOutputs() if self._shared is None and len(columns) > 1 else self._shared
 
         def f(th: dict[str, Tensor]) -> Tensor:
             return self._forward(th, self._batch, nullcontext() if shared is None else shared.begin())
@@ -150,7 +153,7 @@ class Autodiff(Factor):
         if not all(right[:1]):
             raise Disproved("forward_mode")
         if not all(right):
-            raise messages.examples_interact(self._batch.start, self._batch.n)
+            raise checks.examples_interact(self._batch.start, self._batch.n)
         return out
 
     def rmatmul(self, U: Tensor, out: Tensor) -> None:
@@ -189,7 +192,7 @@ class Autodiff(Factor):
         for (start, stop), g in zip(self.ranges, grads, strict=True):
             found[start:stop, 0] = 0.0 if g is None else g.to_dense().flatten().to(found)
         if seed.judges and found.isfinite().all() and seed.different(found)[0]:
-            raise messages.examples_interact(self._batch.start, self._batch.n)
+            raise checks.examples_interact(self._batch.start, self._batch.n)
 
     def _recorded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Outputs and the parameters that they depend on, to be differentiated once."""
@@ -267,3 +270,126 @@ def dual(
             duals = {name: forward_ad.make_dual(t, tangent[name]) for name, t in theta.items()}
             value, derivative = forward_ad.unpack_dual(f(duals))
     return value, torch.zeros_like(value) if derivative is None else derivative
+
+
+# Forward-mode passes over the same examples, one for each column: layers give their outputs once, not every time. The
+# derivative of a convolution or a linear layer takes two products of its own, ``W x' + W' x``. Torch makes the third
+# product, ``W x``, again with every column.
+
+LAYERS: frozenset[Callable[..., Any]] = frozenset({torch.conv1d, torch.conv2d, torch.conv3d, F.linear})
+"""Functions of an input, a weight and a bias that are linear in each of the first two."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a call gave: ``y`` as it was at a version, and what it was given."""
+
+    y: Tensor
+    version: int
+    given: tuple[Any, ...]
+
+
+@final
+class SharedOutputs(TorchFunctionMode):
+    """While it is active, `LAYERS` are differentiated here, and their outputs kept for the next pass.
+
+    Passes must be over the same examples with the same parameters; `begin` starts each. An output that the network
+    overwrites in place is not used again, nor is one whose call is another than it was.
+
+    >>> layer, x = torch.nn.Linear(2, 1, bias=False), torch.ones(3, 2)
+    >>> shared, found = SharedOutputs(), []
+    >>> for column in torch.eye(2):
+    ...     with torch.no_grad(), forward_ad.dual_level(), shared.begin():
+    ...         weight = forward_ad.make_dual(layer.weight, column[None])
+    ...         found.append(forward_ad.unpack_dual(F.linear(x, weight)).tangent.sum().item())
+    >>> found, len(shared)
+    ([3.0, 3.0], 1)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outputs: list[_Output] = []
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def begin(self) -> SharedOutputs:
+        """The mode, for another pass."""
+        self._at = 0
+        return self
+
+    def __torch_function__(
+        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in LAYERS:
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "weight", "bias"), args, strict=False))
+        rest, named = args[3:], {name: value for name, value in kwargs.items() if name not in _SIDES}
+        x, w, b = (unpacked(given.get(name, kwargs.get(name))) for name in _SIDES)
+
+        def layer(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return func(x, w, b, *rest, **named)
+
+        y = self._once((func, x[0].shape, w[0].data_ptr(), w[0].shape), layer, x[0], w[0], b[0])
+        return with_tangent(y, layer, x, w, b)
+
+    def _once(
+        self, given: tuple[Any, ...], layer: Callable[..., Tensor], x: Tensor, w: Tensor, b: Tensor | None
+    ) -> Tensor:
+        """The output, kept from an earlier pass unless it needs a graph of its own."""
+        at, self._at = self._at, self._at + 1
+        graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, b))
+        if at < len(self._outputs) and not graph:
+            known = self._outputs[at]
+            if known.given == given and known.y._version == known.version:
+                return known.y
+        y = layer(x, w, b)
+        kept = y.detach()
+        self._outputs[at : at + 1] = [_Output(kept, kept._version, given)]
+        return y
+
+
+_SIDES = ("input", "weight", "bias")
+
+
+_of_tangents: ContextVar[bool] = ContextVar("linnet_tangents", default=False)
+
+
+@contextmanager
+def _tangents() -> Iterator[None]:
+    before = _of_tangents.set(True)
+    try:
+        yield
+    finally:
+        _of_tangents.reset(before)
+
+
+def in_tangents() -> bool:
+    """Whether what a layer is asked for is a part of its derivative."""
+    return _of_tangents.get()
+
+
+def unpacked(t: Tensor | None) -> tuple[Any, Tensor | None]:
+    """A tensor and its tangent, None where it has none."""
+    return (None, None) if t is None else tuple(forward_ad.unpack_dual(t))
+
+
+def with_tangent(
+    y: Tensor,
+    layer: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: tuple[Tensor, Tensor | None],
+    w: tuple[Tensor, Tensor | None],
+    b: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """A layer's output with its tangent, which has no graph, from its input, weight and bias with theirs."""
+    with torch.no_grad(), _tangents():
+        parts = [] if x[1] is None else [layer(x[1], w[0], None)]
+        if w[1] is not None:
+            parts.append(layer(x[0], w[1], b[1]))
+        elif b[1] is not None:
+            parts.append(layer(torch.zeros_like(x[0]), w[0], b[1]))
+    if not parts:
+        return y
+    return forward_ad.make_dual(y, parts[0] if len(parts) == 1 else parts[0].add_(parts[1]))

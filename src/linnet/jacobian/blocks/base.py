@@ -1,14 +1,14 @@
 r"""Blocks of the Jacobian of one chunk of examples, in the form in which a layer gives them.
 
-A chunk has n examples and c outputs; a `Factor` holds the columns of its Jacobian that belong to one or two
-contiguous ranges of the flat parameter vector (a weight and its bias). `Rows` holds them as they are;
-`linnet.jacobian.blocks.outer_product.Outer` and `linnet.jacobian.blocks.embedding_table.Tokens` hold the two small
-sides of the outer product they are,
+A chunk has n examples and c outputs; a `ColumnBlock` holds the columns of its Jacobian that belong to one or two
+contiguous ranges of the flat parameter vector (a weight and its bias). `DenseBlock` holds them as they are;
+`linnet.jacobian.blocks.outer_product.OuterProductBlock` and
+`linnet.jacobian.blocks.embedding_table.EmbeddingBlock` hold the two small sides of the outer product they are,
 
 .. math:: G_{iu} = \sum_t g_{iut} \, x_{it}^\top ,
 
-so that products (*bilinear*) and Gram matrices (*ghost*) never form the rows. Every factor can be expanded into
-`Rows`, which is what the tests compare it with.
+so that products (*bilinear*) and Gram matrices (*ghost*) never form the rows. Every block can be expanded into
+`DenseBlock`, which is what the tests compare it with.
 
 Letters: ``n`` examples, ``c`` outputs, ``T`` uses of the weight per example (tokens, pixels), ``k`` columns.
 """
@@ -16,7 +16,7 @@ Letters: ``n`` examples, ``c`` outputs, ``T`` uses of the weight per example (to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,7 +29,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Size:
-    """What a factor costs, in numbers: see `linnet.jacobian.plan`.
+    """What a block costs, in numbers: see `linnet.jacobian.plan`.
 
     Attributes:
         q: Columns, i.e. parameters.
@@ -48,17 +48,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a factor is made from its tensors; it holds none itself, so that it can outlive them.
+    """How a block is made from its tensors; it holds none itself, so that it can outlive them.
 
-    Recipes that are equal make alike factors, whose tensors can be joined along the examples.
+    Recipes that are equal make alike blocks, whose tensors can be joined along the examples.
 
     Attributes:
         make: Called with the tensors and the settings.
-        settings: What the factor is beside its tensors.
+        settings: What the block is beside its tensors.
         last: Of each tensor the axis that its copy has last, where products want it so; None leaves all as they are.
     """
 
-    make: Callable[..., Factor]
+    make: Callable[..., ColumnBlock]
     settings: tuple[Any, ...]
     last: tuple[int, ...] | None = None
 
@@ -68,7 +68,7 @@ class Recipe:
             return tuple(tensors)
         return tuple(t.movedim(axis, -1) for t, axis in zip(tensors, self.last, strict=True))
 
-    def __call__(self, copies: Sequence[Tensor]) -> Factor:
+    def __call__(self, copies: Sequence[Tensor]) -> ColumnBlock:
         if self.last is not None:
             copies = [t.movedim(-1, axis) for t, axis in zip(copies, self.last, strict=True)]
         return self.make(copies, *self.settings)
@@ -95,7 +95,7 @@ class Scale:
         return self._known[r]
 
 
-class Factor(ABC):
+class ColumnBlock(ABC):
     """Columns ``ranges`` of the Jacobian of n examples and c outputs.
 
     Args:
@@ -129,14 +129,14 @@ class Factor(ABC):
 
     @property
     def recipe(self) -> Recipe | None:
-        """Makes a factor like this one from other `tensors`, whose first axis are the examples; None: expand it."""
+        """Makes a block like this one from other `tensors`, whose first axis are the examples; None: expand it."""
         return None
 
     @abstractmethod
-    def expand(self) -> Rows:
+    def expand(self) -> DenseBlock:
         """The same columns as explicit rows."""
 
-    def rounded(self) -> Factor:
+    def rounded(self) -> ColumnBlock:
         """The same in the nearest numbers of tf32, where Gram matrices are made of them; see `as_tf32`."""
         return self
 
@@ -158,7 +158,7 @@ class Factor(ABC):
             out[start:stop].zero_()
         self.rmatmul(U, out)
 
-    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+    def gram(self, other: ColumnBlock, scale: Scale, out: Tensor) -> None:
         """Adds ``J diag(scale) J'^T`` over these columns into ``out`` (n c, m c')."""
         self.expand().gram(other.expand(), scale, out)
 
@@ -166,9 +166,9 @@ class Factor(ABC):
         """Squared row norms over these columns, (n, c)."""
         return self.expand().diag(scale)
 
-    def blocks(self, scale: Scale) -> Tensor:
+    def gram_blocks(self, scale: Scale) -> Tensor:
         """``J_i diag(scale) J_i^T`` over these columns for each example i, (n, c, c)."""
-        return self.expand().blocks(scale)
+        return self.expand().gram_blocks(scale)
 
     def squares(self, weight: Tensor | None, out: Tensor) -> None:
         """Adds the diagonal of ``J^T W J`` into these columns of ``out`` (p,); weight (n, c) or (n, c, c)."""
@@ -176,7 +176,7 @@ class Factor(ABC):
 
 
 @final
-class Rows(Factor):
+class DenseBlock(ColumnBlock):
     """Columns held as explicit per-example gradients.
 
     Args:
@@ -193,13 +193,13 @@ class Rows(Factor):
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(_rows_again, (self.ranges,))
+        return Recipe(_dense_again, (self.ranges,))
 
-    def expand(self) -> Rows:
+    def expand(self) -> DenseBlock:
         return self
 
-    def rounded(self) -> Rows:
-        return Rows(self.ranges, [as_tf32(part) for part in self.parts])
+    def rounded(self) -> DenseBlock:
+        return DenseBlock(self.ranges, [as_tf32(part) for part in self.parts])
 
     def matmul(self, V: Tensor) -> Tensor:
         out = V.new_zeros(self.n, self.c, V.shape[1])
@@ -228,7 +228,7 @@ class Rows(Factor):
         for (start, stop), part in zip(self.ranges, self.parts, strict=True):
             out[start:stop].addmm_(part.reshape(self.n * self.c, -1).T, flat, beta=beta)
 
-    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+    def gram(self, other: ColumnBlock, scale: Scale, out: Tensor) -> None:
         right = other.expand()
         for r, a, b in zip(self.ranges, self.parts, right.parts, strict=True):
             flat, constant = a.reshape(self.n * self.c, -1), scale.constant(r)
@@ -244,7 +244,7 @@ class Rows(Factor):
             out += squared.sum(-1) if scale.vector is None else squared @ scale.vector[slice(*r)]
         return out
 
-    def blocks(self, scale: Scale) -> Tensor:
+    def gram_blocks(self, scale: Scale) -> Tensor:
         out = self.parts[0].new_zeros(self.n, self.c, self.c)
         for r, part in zip(self.ranges, self.parts, strict=True):
             out.baddbmm_(part if scale.vector is None else part * scale.vector[slice(*r)], part.mT)
@@ -276,5 +276,76 @@ def as_tf32(t: Tensor) -> Tensor:
     return bits.bitwise_and_(-0x2000).view(torch.float32)
 
 
-def _rows_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Factor:
-    return Rows(ranges, tensors)
+def _dense_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> ColumnBlock:
+    return DenseBlock(ranges, tensors)
+
+
+# Work over examples, cut so that intermediates stay small.
+
+TEMPORARY = 1 << 26
+"""Entries that an intermediate may have before a product is cut into pieces."""
+
+Inner = Callable[[slice, slice, int], Tensor]
+"""Inner products (n', T, m', T') of the sides that outputs share, for slices of examples and a group."""
+
+
+def fits(entries: int) -> bool:
+    """Whether an intermediate of so many entries need not be cut.
+
+    >>> fits(10), fits(1 << 30)
+    (True, False)
+    """
+    return entries <= TEMPORARY
+
+
+def pieces(n: int, each: int) -> Iterator[slice]:
+    """Slices of n examples with at most TEMPORARY entries each, for ``each`` entries per example."""
+    step = max(1, min(n, TEMPORARY // max(1, each)))
+    return (slice(i, min(i + step, n)) for i in range(0, n, step))
+
+
+def tiles(n: int, m: int, each: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles of an n by m grid with ``each`` entries per cell and about TEMPORARY entries per tile."""
+    side = max(1, int((TEMPORARY / max(1, each)) ** 0.5))
+    step = max(side, TEMPORARY // max(1, each * min(m, side)))
+    for a in range(0, n, step):
+        for b in range(0, m, side):
+            yield slice(a, min(a + step, n)), slice(b, min(b + side, m))
+
+
+def add_products(out: Tensor, g: Tensor, h: Tensor) -> None:
+    """Adds each example's ``g h`` into ``out``: g (n, c, m) and h (n, m, k) into (n, c, k).
+
+    >>> out = torch.ones(2, 3, 1)
+    >>> add_products(out, torch.ones(2, 3, 4), torch.ones(2, 4, 1))
+    >>> out.flatten().tolist()
+    [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+    """
+    if g.is_cpu and h.shape[2] == 1:
+        # Read as a matrix right of one row, g comes at the speed of the CPU's memory; left of one column it does not.
+        out += torch.bmm(h.mT, g.mT).mT
+    else:
+        out.baddbmm_(g, h)
+
+
+def ghost(g: Tensor, h: Tensor, inner: Inner, out: Tensor) -> None:
+    r"""Adds ``sum_{groups,t,s} inner[i,t,j,s] (g_iut . h_jvs)`` into out (n c, m c'), tile by tile.
+
+    Args:
+        g: (n, c, groups, T, d).
+        h: (m, c', groups, T', d).
+        inner: Gives the (n', T, m', T') inner products of the other sides, for slices of examples and a group.
+        out: (n c, m c').
+    """
+    n, c, groups, T, d = g.shape
+    m, e, _, S, _ = h.shape
+    for a, b in tiles(n, m, c * T * e * S):
+        K = out[a.start * c : a.stop * c, b.start * e : b.stop * e]
+        for j in range(groups):
+            left, right = g[a, :, j].reshape(-1, d), h[b, :, j].reshape(-1, d)
+            G, A = left @ right.T, inner(a, b, j)
+            if c == T == e == S == 1:
+                K.addcmul_(G, A[:, 0, :, 0])
+            else:
+                G = G.view(-1, c, T, b.stop - b.start, e, S).mul_(A[:, None, :, :, None, :])
+                K += G.sum((2, 5)).view(K.shape)

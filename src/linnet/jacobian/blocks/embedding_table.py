@@ -8,12 +8,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet.jacobian.blocks.base import Factor, Range, Recipe, Rows, Scale, Size, as_tf32
-from linnet.jacobian.blocks.tiling import ghost, pieces
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe, Scale, Size, as_tf32, ghost, pieces
 
 
 @final
-class Tokens(Factor):
+class EmbeddingBlock(ColumnBlock):
     r"""An embedding table's columns: :math:`G_{iu} = \sum_t e_{\mathrm{id}_{it}} g_{iut}^\top`.
 
     Args:
@@ -41,18 +40,18 @@ class Tokens(Factor):
     def recipe(self) -> Recipe:
         return Recipe(_tokens_again, self.ranges)
 
-    def rounded(self) -> Tokens:
-        return Tokens(self.ids, as_tf32(self.g), self.ranges[0], dropped=False)
+    def rounded(self) -> EmbeddingBlock:
+        return EmbeddingBlock(self.ids, as_tf32(self.g), self.ranges[0], dropped=False)
 
     def _view(self, flat: Tensor) -> Tensor:
         start, stop = self.ranges[0]
         return flat[start:stop].view(self.vocabulary, -1)
 
-    def expand(self) -> Rows:
+    def expand(self) -> DenseBlock:
         d = self.g.shape[-1]
         rows = self.g.new_zeros(self.n, self.c, self.vocabulary, d)
         index = self.ids[:, None, :, None].expand_as(self.g)
-        return Rows(self.ranges, [rows.scatter_add_(2, index, self.g).flatten(2)])
+        return DenseBlock(self.ranges, [rows.scatter_add_(2, index, self.g).flatten(2)])
 
     def matmul(self, V: Tensor) -> Tensor:
         k, table = V.shape[1], self._view(V)
@@ -67,9 +66,9 @@ class Tokens(Factor):
             h = self.g[s].flatten(2).mT @ U[s]
             table.index_add_(0, self.ids[s].flatten(), h.view(-1, self.g.shape[-1] * k))
 
-    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+    def gram(self, other: ColumnBlock, scale: Scale, out: Tensor) -> None:
         constant = scale.constant(self.ranges[0])
-        if not isinstance(other, Tokens) or constant is None:
+        if not isinstance(other, EmbeddingBlock) or constant is None:
             return self.expand().gram(other.expand(), scale, out)
         mine, theirs = self.ids, other.ids
 
@@ -86,7 +85,7 @@ class Tokens(Factor):
             squared = squared * self._view(scale.vector)[token][:, None]
         return squared.new_zeros(self.n, self.c).index_add_(0, example, squared.sum(-1))
 
-    def blocks(self, scale: Scale) -> Tensor:
+    def gram_blocks(self, scale: Scale) -> Tensor:
         example, joined, token = self._coalesced()
         left = joined if scale.vector is None else joined * self._view(scale.vector)[token][:, None]
         return joined.new_zeros(self.n, self.c, self.c).index_add_(0, example, left @ joined.mT)
@@ -110,6 +109,6 @@ class Tokens(Factor):
         self._view(out).index_add_(0, token, (weighted * joined).sum(1))
 
 
-def _tokens_again(tensors: Sequence[Tensor], table: Range) -> Factor:
+def _tokens_again(tensors: Sequence[Tensor], table: Range) -> ColumnBlock:
     ids, g = tensors
-    return Tokens(ids, g, table, dropped=False)
+    return EmbeddingBlock(ids, g, table, dropped=False)

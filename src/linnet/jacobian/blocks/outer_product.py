@@ -13,15 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.jacobian.blocks.base import Factor, Range, Recipe, Rows, Scale, Size, as_tf32
-from linnet.jacobian.blocks.tiling import Inner, add_products, fits, ghost, pieces
+from linnet.jacobian.blocks.base import (
+    ColumnBlock,
+    DenseBlock,
+    Inner,
+    Range,
+    Recipe,
+    Scale,
+    Size,
+    add_products,
+    as_tf32,
+    fits,
+    ghost,
+    pieces,
+)
 
 PADDED = 0.2
 """The share of uses without gradients from which on products leave them out."""
 
 
 @final
-class Outer(Factor):
+class OuterProductBlock(ColumnBlock):
     r"""Outer products :math:`G_{iu} = \sum_t g_{iut} x_{it}^\top` of a weight, and :math:`\sum_t g_{iut}` of its bias.
 
     Args:
@@ -51,16 +63,16 @@ class Outer(Factor):
     def recipe(self) -> Recipe:
         return Recipe(_outer_again, (self.weight, self.bias, self.swapped))
 
-    def rounded(self) -> Outer:
+    def rounded(self) -> OuterProductBlock:
         x, g = as_tf32(self.x), as_tf32(self.g)
-        return Outer(x, g, weight=self.weight, bias=self.bias, swapped=self.swapped)
+        return OuterProductBlock(x, g, weight=self.weight, bias=self.bias, swapped=self.swapped)
 
     @property
     def joined(self) -> Tensor:
         """The gradient summed over uses, (n, c, groups * dg): the bias's rows."""
         return self.g.sum(-2).flatten(2)
 
-    def expand(self) -> Rows:
+    def expand(self) -> DenseBlock:
         parts = []
         if self.weight is not None:
             x, g = self.x[:, None], self.g
@@ -68,7 +80,7 @@ class Outer(Factor):
             parts.append(G.flatten(2))
         if self.bias is not None:
             parts.append(self.joined)
-        return Rows(self.ranges, parts)
+        return DenseBlock(self.ranges, parts)
 
     def _columns(self, V: Tensor) -> Tensor:
         """The weight's part of V (p, k) as (groups, dx, dg, k)."""
@@ -162,17 +174,17 @@ class Outer(Factor):
                 x, h = _of_used(x, h, self._used_of(s))
                 columns[j] += (x.T @ h).view(x.shape[-1], -1, k)
 
-    def gram(self, other: Factor, scale: Scale, out: Tensor) -> None:
+    def gram(self, other: ColumnBlock, scale: Scale, out: Tensor) -> None:
         constants = scale.constant(self.weight), scale.constant(self.bias)
-        if not isinstance(other, Outer) or None in constants or not self._alike(other):
+        if not isinstance(other, OuterProductBlock) or None in constants or not self._alike(other):
             return self.expand().gram(other.expand(), scale, out)
         ghost(self.g, other.g, self._inner(other, *constants), out)  # type: ignore[arg-type]
 
-    def _alike(self, other: Outer) -> bool:
+    def _alike(self, other: OuterProductBlock) -> bool:
         mine, theirs = ((f.weight, f.bias, f.swapped, f.x.shape[1], f.x.shape[3]) for f in (self, other))
         return mine == theirs
 
-    def _inner(self, other: Outer, weight: float, bias: float) -> Inner:
+    def _inner(self, other: OuterProductBlock, weight: float, bias: float) -> Inner:
         def inner(a: slice, b: slice, j: int) -> Tensor:
             x, y = self.x[a, j], other.x[b, j]
             left, right = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
@@ -197,7 +209,7 @@ class Outer(Factor):
         inner = weight * (self.x @ self.x.mT) + bias
         return ((self.g @ self.g.mT) * inner[:, None]).sum((2, 3, 4))
 
-    def blocks(self, scale: Scale) -> Tensor:
+    def gram_blocks(self, scale: Scale) -> Tensor:
         weight, bias = scale.constant(self.weight), scale.constant(self.bias)
         T, dx, dg = self.x.shape[2], self.x.shape[3], self.g.shape[-1]
         factored = T * (T * dx + self.c * (T + self.c) * dg)
@@ -206,7 +218,7 @@ class Outer(Factor):
             g = self.g.squeeze(3)
             return (g * self._spread(scale)[:, None]).flatten(2) @ g.flatten(2).mT
         if weight is None or bias is None or self.weight is None or dear:
-            return self.expand().blocks(scale)
+            return self.expand().gram_blocks(scale)
         out = self.g.new_empty(self.n, self.c, self.c)
         for s in pieces(self.n, self.x.shape[1] * T * max(T, self.c * dg)):
             x, g = self.x[s], self.g[s]
@@ -264,6 +276,6 @@ def _of_used(x: Tensor, h: Tensor, used: Tensor | None) -> tuple[Tensor, Tensor]
     return flat.index_select(0, index), h.index_select(0, index)
 
 
-def _outer_again(tensors: Sequence[Tensor], weight: Range | None, bias: Range | None, swapped: bool) -> Factor:
+def _outer_again(tensors: Sequence[Tensor], weight: Range | None, bias: Range | None, swapped: bool) -> ColumnBlock:
     x, g = tensors
-    return Outer(x, g, weight=weight, bias=bias, swapped=swapped)
+    return OuterProductBlock(x, g, weight=weight, bias=bias, swapped=swapped)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from linnet.jacobian.blocks.shared_outputs import LAYERS, in_tangents, unpacked, with_tangent
+from linnet.jacobian.blocks.autodiff import LAYERS, in_tangents, unpacked, with_tangent
 from linnet.jacobian.layers.rule import CONVOLUTION, named
 
 Pair = tuple[int, int]
@@ -43,7 +43,7 @@ ENTRIES = 2**27
 
 
 @final
-class Convolving(TorchFunctionMode):
+class ExactConvolution(TorchFunctionMode):
     """While it is active, large 2-d convolutions of CUDA tensors in float32 are made by `convolve`.
 
     Args:

@@ -1,7 +1,7 @@
 """GPU kernels for the three sums that torch has no fast call for; everywhere else torch's own operations serve.
 
 They are written in Triton, which CUDA builds of torch bring along. They compute exactly the sums of their torch
-counterparts in `linnet.jacobian.blocks.convolution`, `linnet.jacobian.layers.rules` and
+counterparts in `linnet.jacobian.blocks.convolution`, `linnet.jacobian.layers` and
 `linnet.jacobian.column_moments`, and ``tests/jacobian/cuda/test_triton_kernels.py`` compares them on a GPU.
 """
 

@@ -5,10 +5,9 @@ tied weights and weights that are views of a parameter (``w.t()``, ``w.chunk(3)`
 A `Rule` says two things:
 
 * `Rule.read`: which arguments are the input, the weight and the bias;
-* `Rule.factors`: the columns of the Jacobian as `linnet.jacobian.blocks.base.Factor`, from the input ``x`` (n, r, ...)
-and
-  the gradients ``g`` (n, c, r, ...) of the c outputs, example axis first. ``r`` counts how often an example
-  occurs along the batch axis (windows, flattened time), and is summed over.
+* `Rule.make_blocks`: the columns of the Jacobian as `linnet.jacobian.blocks.base.ColumnBlock`, from the input ``x``
+  (n, r, ...) and the gradients ``g`` (n, c, r, ...) of the c outputs, example axis first. ``r`` counts how often an
+  example occurs along the batch axis (windows, flattened time), and is summed over.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linnet.jacobian.blocks.base import Factor, Range
+from linnet.jacobian.blocks.base import ColumnBlock, Range
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -49,8 +48,12 @@ class Slot:
     swapped: bool = False
 
 
+Slots = Mapping[str, Slot]
+"""Role ("weight", "bias") to the place of the parameter that plays it."""
+
+
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a torch function, read by a rule.
 
     Attributes:
@@ -75,15 +78,15 @@ class Rule(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def read(self, args: Args, kwargs: Kwargs, known: Known) -> Call | None:
+    def read(self, args: Args, kwargs: Kwargs, known: Known) -> LayerCall | None:
         """The call's input and parameters, or None if the rule does not apply; ``known`` tells parameters."""
 
-    def prepare(self, call: Call, x: Tensor) -> Tensor:
+    def prepare(self, call: LayerCall, x: Tensor) -> Tensor:
         """What stands beside the gradient, computed from the input before its axes are arranged."""
         return x
 
     @abstractmethod
-    def factors(self, call: Call, x: Tensor | None, g: Tensor, slots: Mapping[str, Slot], layout: str) -> list[Factor]:
+    def make_blocks(self, call: LayerCall, x: Tensor | None, g: Tensor, slots: Slots, layout: str) -> list[ColumnBlock]:
         """Columns of the parameters in ``slots``; x (n, r, ...), g (n, c, r, ...)."""
 
 
@@ -122,5 +125,5 @@ def tensors_of(**params: Any) -> dict[str, Tensor]:
     return {role: t for role, t in params.items() if isinstance(t, Tensor)}
 
 
-def range_of(slots: Mapping[str, Slot], role: str) -> Range | None:
+def range_of(slots: Slots, role: str) -> Range | None:
     return slots[role].range if role in slots else None

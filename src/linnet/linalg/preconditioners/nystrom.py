@@ -30,7 +30,7 @@ def draw_landmarks(n: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def nystrom(
+def nystrom_preconditioner(
     Phi: LinearOperator,
     *,
     landmarks: LinearOperator,
@@ -58,7 +58,7 @@ def nystrom(
 
     >>> from linnet.linalg.matrices import Matrix
     >>> Phi = Matrix(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
-    >>> nystrom(Phi, landmarks=Phi).multiply(torch.ones(2))
+    >>> nystrom_preconditioner(Phi, landmarks=Phi).multiply(torch.ones(2))
     tensor([ 2., 10.])
     """
     _check_options(Phi, landmarks, weight, root, space, rank)

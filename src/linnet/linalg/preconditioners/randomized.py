@@ -7,7 +7,7 @@ The randomized Nystrom approximation (Halko, Martinsson and Tropp 2011; Frangell
           Q = \mathrm{orth}(\Phi^\top L E), \quad E \sim N(0, 1), \quad B = L L^\top
 
 takes one product with ``Phi^T`` and one fused pass, both with r columns. The approximation sees all rows, where
-`linnet.linalg.preconditioners.nystrom.nystrom` sees the rows of a few examples, and it keeps the coupling of Q to the
+`linnet.linalg.preconditioners.nystrom` sees the rows of a few examples, and it keeps the coupling of Q to the
 rest of the space: for the samples of a small convolutional classifier 64 columns take conjugate gradients from 56
 iterations to 6, where 50 landmarks, 500 rows, take them to 19. With many outputs an example is many rows, and r columns
 stay r columns.
@@ -116,7 +116,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a sketch has seen of G.
+    """The part of G that a sketch has seen.
 
     Attributes:
         Y: ``G Q``, (cols, r).

@@ -29,7 +29,7 @@ class WoodburyPreconditioner(Preconditioner):
     Args:
         Phi: (m, p).
         factor: Lower, of ``tau I + Phi Phi^T``.
-        tau: At least 1. The eigenvalues of ``P^-1 (I + Phi^T Phi)`` lie between 1 and it.
+        tau: At least 1. The eigenvalues of ``P^-1 (I + Phi^T Phi)`` lie between 1 and tau.
     """
 
     def __init__(self, Phi: LinearOperator, factor: Tensor, tau: float) -> None:
@@ -61,7 +61,7 @@ class WoodburyPreconditioner(Preconditioner):
 
 
 @torch.no_grad()
-def woodbury(
+def woodbury_preconditioner(
     R: LinearOperator, S: Tensor, *, generator: torch.Generator, coarse: LinearOperator | None = None
 ) -> WoodburyPreconditioner | None:
     """The preconditioner for ``I + S^(1/2) R^T R S^(1/2)``; None where rounding leaves no Cholesky factor.
@@ -77,7 +77,7 @@ def woodbury(
         coarse: R in a cheaper precision, for the Gram matrix alone.
 
     >>> from linnet.linalg.matrices import Matrix
-    >>> P = woodbury(Matrix(torch.tensor([[3.0, 0.0]])), torch.ones(2), generator=torch.Generator())
+    >>> P = woodbury_preconditioner(Matrix(torch.tensor([[3.0, 0.0]])), torch.ones(2), generator=torch.Generator())
     >>> P.solve(torch.ones(2, 1)).T
     tensor([[0.1000, 1.0000]])
     """

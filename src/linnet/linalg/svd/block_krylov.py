@@ -28,7 +28,8 @@ from linnet.linalg.float64 import eigh, orthonormality
 from linnet.linalg.operator import LinearOperator
 
 ROUNDING = 8
-"""Products are trusted to this many eps of the largest: sums in blocks leave one or two, however long they are."""
+"""Products are trusted to this many eps of the largest: fewer would take rounding for components, more would lose small
+components. Sums in blocks leave one or two eps, however long they are."""
 
 
 # Pieces.
@@ -60,7 +61,7 @@ def own_rows(m: int) -> slice:
 
 
 def gather_rows(X: Tensor, m: int) -> Tensor:
-    """All m rows, from the ranks' own ones."""
+    """All m rows, from the rows of each rank."""
     if rank_and_world()[1] == 1:
         return X
     out = X.new_zeros(m, X.shape[1])
@@ -92,22 +93,23 @@ def combine(blocks: Sequence[Tensor], Y: Tensor) -> Tensor:
 
 
 def _project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
-    """Take from X what lies in the span of orthonormal blocks, in place; of all, each rank's own rows."""
+    """Subtract from X its projection on orthonormal blocks, in place; each rank has its own rows of all of them."""
     for block in blocks:
         X.addmm_(block, _inner(block, X).to(X.dtype), alpha=-1)
 
 
 def orthonormalize(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
-    """An orthonormal basis of what X (m, b) has outside the span of ``against``, without directions of no length.
+    """An orthonormal basis of the part of X (m, b) outside the span of ``against``, without directions of no length.
 
     Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor of about 1e6 in the
-    lengths of directions; a few rounds serve any X. They are products of matrices, fast where a QR decomposition is
-    not, and each rank makes those of its share of the rows.
+    lengths of directions; a few rounds serve any X. A round is products of matrices, fast where a QR decomposition is
+    slow, and each rank multiplies its share of the rows.
 
     Args:
         X: (m, b); overwritten.
         against: Orthonormal blocks, orthogonal to one another.
-        noise: Directions up to this length are rounding and left out; those of a few eps of the longest always are.
+        noise: Directions up to this length are rounding and left out. Directions shorter than a few eps of the longest
+            are always left out.
 
     >>> orthonormalize(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).abs()
     tensor([[1.],
@@ -118,7 +120,7 @@ def orthonormalize(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 
 
 
 def _orthonormalize(X: Tensor, against: Sequence[Tensor], noise: float, m: int) -> Tensor:
-    """`orthonormalize`, of and with each rank's own rows out of m."""
+    """`orthonormalize` for each rank's own rows of X and of ``against``, out of m rows."""
     eps, fine = torch.finfo(X.dtype).eps, torch.finfo(torch.float64).eps
     off, limit, settled = math.inf, 0.0, False
     shortest = noise
@@ -141,7 +143,7 @@ def _orthonormalize(X: Tensor, against: Sequence[Tensor], noise: float, m: int) 
             shortest = max(shortest, ROUNDING * eps * longest)
         floor = (64 * fine * m**0.5) ** 0.5 * longest  # entries of G are rounded by about sqrt(m) eps of the largest
         length = g.clamp_min(0).sqrt()
-        # What float64 does not resolve in this round is left for the next one, lengthened as far as is known.
+        # Directions that float64 does not resolve in this round are left for the next one, and lengthened until then.
         kept = (length > shortest) | (length <= floor) if shortest < floor else length > shortest
         X = combine([X], E[:, kept] / length[kept].clamp_min(floor))
         shortest = shortest / floor if shortest < floor else 0.5
@@ -156,15 +158,15 @@ def _orthonormalize(X: Tensor, against: Sequence[Tensor], noise: float, m: int) 
 
 
 @dataclass(frozen=True)
-class Ritz:
+class RitzPairs:
     """Eigenpairs of ``A`` restricted to the span of a basis.
 
     Attributes:
-        theta: (m,) in float64, descending.
-        Y: (m, m) in float64, the vectors in the basis.
+        theta: Eigenvalues, (m,) in float64, descending.
+        Y: Eigenvectors in the coordinates of the basis, (m, m) in float64.
         residuals: (m,), ``||A p - theta p||``.
         rest: An estimate of the largest eigenvalue that A has outside the span.
-        eps: Of the products.
+        eps: Rounding unit of the products.
     """
 
     theta: Tensor
@@ -175,7 +177,7 @@ class Ritz:
 
     @property
     def rank(self) -> int:
-        """How many values are more than rounding."""
+        """Number of eigenvalues that are more than rounding."""
         least = max((4 * ROUNDING * self.eps) ** 2, 64 * torch.finfo(torch.float64).eps * len(self.theta) ** 0.5)
         return int((self.theta > least * self.theta[:1].clamp_min(0)).sum())
 
@@ -185,8 +187,8 @@ class Ritz:
 
         .. math:: \min\left(\frac{\rho}{\theta}, \frac{2 \rho^2}{\theta (\theta - c)}\right)
 
-        with the residual norms rho and c = ``rest``: the first is a bound, the second would be one with the true c even
-        without the factor 2.
+        with the residual norms rho and c = ``rest``. The first is a bound. With the true c, half of the second would be
+        a bound too.
         """
         theta = self.theta.clamp_min(torch.finfo(torch.float64).tiny)
         gap = (theta - self.rest).clamp_min(torch.finfo(torch.float64).tiny)
@@ -194,31 +196,31 @@ class Ritz:
         return torch.minimum(bound, 2 * bound * (self.residuals / gap))
 
     def converged(self, wanted: int, tolerance: float) -> bool:
-        """Whether the first values' errors have reached a tolerance, or their residuals the rounding of products."""
+        """Whether the errors of wanted values have reached a tolerance, or their residuals the rounding of products."""
         rounding = ROUNDING * self.eps * float(self.theta[0].clamp_min(0))
         return bool(((self.errors <= tolerance) | (self.residuals <= rounding))[:wanted].all())
 
 
-def rayleigh_ritz(T: Tensor, G: Tensor, *, rest: float, eps: float) -> Ritz:
-    """Rayleigh-Ritz from ``T = (V Q)^T V Q`` and ``G = R^T R``, with R what the last product has outside of the basis.
+def rayleigh_ritz(T: Tensor, G: Tensor, *, rest: float, eps: float) -> RitzPairs:
+    """Rayleigh-Ritz from ``T = (V Q)^T V Q`` and ``G = R^T R``, with R the part of the last product outside the basis.
 
     Args:
         T: (m, m) in float64.
         G: (b, b) in float64, for the last b columns of Q.
         rest: An estimate of the largest eigenvalue outside.
-        eps: Of the products.
+        eps: Rounding unit of the products.
     """
     theta, Y = eigh(T)
     y = Y[len(Y) - len(G) :]
     residuals = (y * (G @ y)).sum(0).clamp_min(0).sqrt()
-    return Ritz(theta, Y, residuals, rest, eps)
+    return RitzPairs(theta, Y, residuals, rest, eps)
 
 
 # Block Krylov.
 
 
 @dataclass
-class State:
+class KrylovSpace:
     """A Krylov space between two passes.
 
     Attributes:
@@ -226,7 +228,7 @@ class State:
         Q: Blocks of the basis.
         U: ``V Q``, block by block.
         T: ``U^T U`` in float64.
-        passes: Made so far.
+        passes: Number of passes made so far.
         coarse: Whether products are still made in a cheaper precision.
         rest: For a first block, an estimate of the largest eigenvalue outside; None where nothing is known.
     """
@@ -240,17 +242,17 @@ class State:
     rest: float | None = None
 
     @staticmethod
-    def start(X: Tensor, *, passes: int = 0, coarse: bool = False) -> State:
-        """From orthonormal columns."""
-        return State(X, [], [], torch.zeros(0, 0, dtype=torch.float64, device=X.device), passes, coarse)
+    def start(X: Tensor, *, passes: int = 0, coarse: bool = False) -> KrylovSpace:
+        """A space whose first block is X, with orthonormal columns."""
+        return KrylovSpace(X, [], [], torch.zeros(0, 0, dtype=torch.float64, device=X.device), passes, coarse)
 
     @property
     def columns(self) -> int:
-        """Of the basis."""
+        """Number of columns of the basis."""
         return len(self.T)
 
-    def step(self, V: LinearOperator, *, grow: bool = True) -> Ritz:
-        """One pass: the block joins the basis, and what it leads out to is the next one, unless there is none."""
+    def step(self, V: LinearOperator, *, grow: bool = True) -> RitzPairs:
+        """One pass: the block X joins the basis; the part of its product outside the basis becomes the next block."""
         X, m, eps = self.X, self.columns, torch.finfo(self.X.dtype).eps
         U, R = multiply_both(V, X)
         noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
@@ -262,37 +264,37 @@ class State:
         self.T[:, m:], self.T[m:] = side, side.T
         rows = own_rows(len(R))
         basis, R = [block[rows] for block in self.Q], R[rows]
-        for _ in range(2):  # once leaves rounding of what is taken away
+        for _ in range(2):  # one projection leaves rounding of the part that it subtracts
             _project_out(R, basis)
-        # What a Krylov space leads to is smaller than where it comes from; of a first block, only the end is small.
+        # Later blocks have smaller eigenvalues than earlier ones; of a first block, only the last eigenvalue is small.
         values = eigh(side[m:])[0]
         rest = float(values[0 if m else -1]) if m or self.rest is None else self.rest
         found = rayleigh_ritz(self.T, _inner(R, R), rest=rest, eps=eps)
         self.X = gather_rows(_orthonormalize(R, basis, noise, len(X)), len(X)) if grow else X[:, :0]
         return found
 
-    def restart(self, found: Ritz, keep: int) -> None:
+    def restart(self, found: RitzPairs, keep: int) -> None:
         """Replace the basis by its leading ``keep`` Ritz vectors: their residuals still lie in the next block."""
         Y = found.Y[:, :keep]
         self.Q, self.U = [combine(self.Q, Y)], [combine(self.U, Y)]
         self.T = torch.diag(found.theta[:keep])
 
-    def refined(self, found: Ritz, keep: int) -> State:
-        """A new space for products in full precision: the leading vectors of this one, and where it leads to next.
+    def refine(self, found: RitzPairs, keep: int) -> KrylovSpace:
+        """A new space for products in full precision, from the leading vectors of this one and its next block.
 
-        Its first pass does the work of two: it makes the products of the old vectors anew, and the step beyond them.
+        The first pass of the new space does the work of two: it multiplies the old vectors again, and the next block.
         """
         X = torch.cat([combine(self.Q, found.Y[:, :keep]), self.X], 1)
         rest = float(found.theta[keep]) if keep < len(found.theta) else 0.0
-        return replace(State.start(orthonormalize(X), passes=self.passes), rest=rest)
+        return replace(KrylovSpace.start(orthonormalize(X), passes=self.passes), rest=rest)
 
 
-def expected_error(found: Ritz, wanted: int, block: int) -> float:
-    r"""The largest error that one step more should leave, from that after the last one.
+def expected_error(found: RitzPairs, wanted: int, block: int) -> float:
+    r"""The largest error to expect after one more step, from the largest error now.
 
     A step divides errors by :math:`(z + \sqrt{z^2 - 1})^2` in the long run, with z = 2 theta_k / theta_(b + 1) - 1 for
-    k wanted values and blocks of b columns (Saad 1980), and a factor 4 is for safety. Infinite while a block is all
-    there is, which says nothing of what follows it.
+    k wanted values and blocks of b columns (Saad 1980), and a factor 4 is for safety. Infinite while the space is
+    one block, which says nothing of later blocks.
     """
     if len(found.theta) <= block or wanted > block:
         return math.inf
@@ -302,23 +304,24 @@ def expected_error(found: Ritz, wanted: int, block: int) -> float:
 
 def grow_krylov_space(
     V: LinearOperator,
-    state: State,
+    state: KrylovSpace,
     count: Callable[[Tensor], int | None],
     *,
     tolerance: float,
     limit: int,
     capacity: int,
-    after: Callable[[State, Ritz], None],
+    after: Callable[[KrylovSpace, RitzPairs], None],
     ahead: bool = False,
-) -> tuple[Ritz, int, bool]:
+) -> tuple[RitzPairs, int, bool]:
     """Grow a Krylov space until enough eigenvalues have converged.
 
     Args:
         V: The operator.
-        state: Where to start; it is changed.
-        count: From the Ritz values, descending, to how many are wanted; None while there are not enough.
-        tolerance: Largest relative error of the wanted ones, as `Ritz.errors` estimates it.
-        limit: Passes at most.
+        state: The space to start from; it is changed.
+        count: Says how many of the Ritz values, which are given in descending order, are wanted; None while there are
+            not enough.
+        tolerance: Largest relative error of the wanted values, as `RitzPairs.errors` estimates it.
+        limit: Largest number of passes.
         capacity: Columns that the basis may have before it is restarted.
         after: Called after each pass that is not the last, when the next can start.
         ahead: Stop one step early, when the next one can be expected to bring the errors to the tolerance.

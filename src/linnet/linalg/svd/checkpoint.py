@@ -1,4 +1,4 @@
-"""The state of a subspace method in a file: saved after each pass, found again after an interruption."""
+"""The state of a subspace method in a file: saved after each pass, loaded after an interruption."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from linnet._common import files
 from linnet._common.distributed import add_up, rank_and_world
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.svd.block_krylov import State
+from linnet.linalg.svd.block_krylov import KrylovSpace
 
 
 class Resumable:
-    """Saves and loads a `State`; one rank writes, all read.
+    """Saves and loads a `KrylovSpace`; one rank writes, all ranks read.
 
-    Settings, weights and data must be the same to the bit: all parameters and buffers, and all examples. What was
-    computed from the data, such as Fisher statistics, must agree to rounding on a few examples: sums over other chunks
-    differ in the last digits.
+    The settings and all that the operator says about itself (`LinearOperator.fingerprint` and
+    `LinearOperator.checksums`) must be the same to the bit. Numbers computed from the data, such as Fisher statistics,
+    must agree to rounding on a few examples: sums over other chunks differ in the last digits.
 
     Args:
         V: The operator.
@@ -33,8 +33,8 @@ class Resumable:
         mark = "" if path is None else f"{identity} {V.shape} {V.dtype} {V.fingerprint()}"
         self.file = files.Checkpoint(path, kind="low rank", fingerprint=hashlib.sha256(mark.encode()).hexdigest())
 
-    def save(self, state: State) -> None:
-        """Replace what was saved."""
+    def save(self, state: KrylovSpace) -> None:
+        """Replace the saved state."""
         if self.file.path is None:
             return
         probe, codes = self._probe, self._checksums  # by all ranks
@@ -44,8 +44,8 @@ class Resumable:
             kept = {name: getattr(state, name) for name in ("passes", "coarse", "rest")}
             self.file.save(tensors, {"blocks": len(state.Q), **kept, "codes": codes})
 
-    def load(self) -> State | None:
-        """What was saved last, or None."""
+    def load(self) -> KrylovSpace | None:
+        """The state that was saved last, or None."""
         found = self.file.load(device=self.V.device)
         self._agree(found is not None)
         if found is None:
@@ -65,7 +65,7 @@ class Resumable:
                 "or the statistics have changed; remove the file or name another."
             )
         Q, U = ([tensors[f"{name}{i}"] for i in range(meta["blocks"])] for name in "QU")
-        return State(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"], meta["rest"])
+        return KrylovSpace(tensors["X"], Q, U, tensors["T"], meta["passes"], meta["coarse"], meta["rest"])
 
     def remove(self) -> None:
         """Remove the file."""

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
-from linnet._common.distributed import smallest
+from linnet._common.distributed import smallest_over_ranks
 from linnet._common.memory import dense_budget
 from linnet._common.progress import bar
 from linnet._common.torch_settings import full_precision
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks
-from linnet.linalg.svd.block_krylov import Ritz, State, combine, grow_krylov_space, orthonormalize
+from linnet.linalg.svd.block_krylov import KrylovSpace, RitzPairs, combine, grow_krylov_space, orthonormalize
 from linnet.linalg.svd.checkpoint import Resumable
 
 Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
@@ -59,7 +59,7 @@ class Decomposition:
         errors: (k,), estimates of the eigenvalues' relative errors, about the squares of the residuals.
         method: The method used.
         trace: ``||V||_F^2``, the sum of all eigenvalues.
-        tolerance: What was asked for.
+        tolerance: The tolerance that was asked for.
     """
 
     U: Tensor
@@ -80,7 +80,7 @@ class Decomposition:
         return self.eigenvalues / self.trace
 
     def checked(self) -> Decomposition:
-        """Itself; ArithmeticError where it has not converged."""
+        """This decomposition; raises ArithmeticError where it has not converged."""
         if self.converged:
             return self
         worst = int(self.errors.argmax())
@@ -94,18 +94,18 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class _Settings:
-    """How to go about it.
+    """Options of a decomposition, with all defaults filled in.
 
     Attributes:
         k: Components asked for; None for a share of the trace.
-        share: That share; None for k components.
+        share: The share of the trace; None for k components.
         trace: ``||V||_F^2``; None if it is not known, as the exact method allows.
-        tolerance: Of the eigenvalues' errors.
+        tolerance: Largest relative error of the eigenvalues.
         block: Columns of a product.
-        passes: Limit given, or None.
-        seed: Of the start.
-        memory: Bytes.
-        progress: Of bars.
+        passes: Largest number of passes; None where none was given.
+        seed: Seed of the first block.
+        memory: Bytes that the basis, or a dense V V^T, may take.
+        progress: Whether to show progress bars.
     """
 
     k: int | None
@@ -119,7 +119,7 @@ class _Settings:
     progress: bool | None
 
     def wanted(self, theta: Tensor) -> int | None:
-        """How many of these eigenvalues, descending, are wanted; None if there are not enough of them."""
+        """Number of wanted eigenvalues among these, which are descending; None if there are not enough of them."""
         if self.k is not None:
             return self.k
         assert self.share is not None and self.trace is not None
@@ -131,7 +131,7 @@ class _Settings:
 class _Found:
     """A space, and the Ritz pairs in it."""
 
-    ritz: Ritz
+    ritz: RitzPairs
     wanted: int
     Q: list[Tensor]
     U: list[Tensor]
@@ -160,17 +160,18 @@ def low_rank(
 
     Args:
         V: (n, p), any operator; a Jacobian, or Fisher vectors made of one.
-        k: How many; or, as a number between 0 and 1, as many as explain that share of the trace.
+        k: Number of components; or, as a number between 0 and 1, the share of the trace that they explain together.
         method: See the module; "auto" is exact or krylov, whichever costs less.
         tolerance: Relative error of the eigenvalues at which krylov stops, or the rounding of V's products where that
             is larger; default 1e-7 in float64 and 1e-5 in float32.
         block: Columns of a product; default 3 k, fewer where memory is short, and k + 10 for power.
-        passes: At most so many; what they find is returned, converged or not. Default: as many as it takes, and an
-            error if that is more than 12; for power 12, its 10 iterations and a product before and after.
-        seed: Of random starts, and of which examples a start is made from.
+        passes: Largest number of passes; the components found by then are returned, converged or not. Default: as many
+            passes as it takes, and an error if that is more than 12; for power 12, its 10 iterations and a product
+            before and after.
+        seed: Seed of the first block: of its random columns, and of the examples that it is made from.
         checkpoint: A file for the state after each pass of krylov and power. A call with the same arguments goes on
-            from it; it is removed at the end, but stays where krylov gives up, so that a call with a larger tolerance
-            or more passes can go on, too. With several ranks, all must see it.
+            from the file. The file is removed at the end, but stays where krylov gives up, so that a call with a larger
+            tolerance or more passes can go on, too. With several ranks, all must see the file.
         progress: As in `linnet.Linearization.jacobian`.
         trace: ``||V||_F^2`` where it is known, as for Fisher vectors (`linnet.fisher.statistics.Statistics.trace`);
             otherwise it takes one more pass.
@@ -195,12 +196,12 @@ def low_rank(
         >>> low_rank(V, 0.6).s
         tensor([3.])
     """
-    _check(V, k, method, tolerance, block, passes, trace, coarse)
     messages.check_seed(seed)
     if checkpoint is not None:
         messages.check_writable(checkpoint, "checkpoint")
+    _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
-    limit = int(smallest(dense_budget(memory, V.device), V.device))
+    limit = int(smallest_over_ranks(dense_budget(memory, V.device), V.device))
     columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))
     chosen = choose_method(V, columns, memory=limit) if method == "auto" else method
     with full_precision(V.device):
@@ -220,7 +221,7 @@ def low_rank(
 
 
 def _columns(V: LinearOperator, k: int | None, method: str, memory: int, coarse: bool) -> int:
-    """Columns of a block where none are given."""
+    """Number of columns of a block where none is given."""
     most = min(V.shape)
     if method == "power":
         return min(most, (k or 128) + OVERSAMPLES)
@@ -270,11 +271,11 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
     state = resumable.load()
     if state is None:
         first = V if coarse is None else coarse
-        state = State.start(mixed_block(first, s.block, seed=s.seed, memory=s.memory), coarse=coarse is not None)
+        state = KrylovSpace.start(mixed_block(first, s.block, seed=s.seed, memory=s.memory), coarse=coarse is not None)
     limit = s.passes or (LIMIT if s.k is not None else LIMIT * LIMIT)
     with bar(None, "low rank", progress=s.progress, unit="passes") as tick:
 
-        def after(state: State, found: Ritz) -> None:
+        def after(state: KrylovSpace, found: RitzPairs) -> None:
             resumable.save(state)
             tick(1, lambda: f"error {float(found.errors[: s.wanted(found.theta)].max()):.1e}")
 
@@ -294,7 +295,7 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
             )
             if not state.coarse:
                 break
-            state = state.refined(found, max(wanted + OVERSAMPLES, s.block))
+            state = state.refine(found, max(wanted + OVERSAMPLES, s.block))
             after(state, found)
     if wanted > state.columns and state.X.shape[1]:
         raise ArithmeticError(
@@ -337,7 +338,7 @@ def _power(V: LinearOperator, s: _Settings, resumable: Resumable) -> _Found:
     state = resumable.load()
     if state is None:
         Omega = V._rmatmul(random_normal(V.shape[0], s.block, V, seed=s.seed))  # lines 2 and 3
-        state = State.start(Omega)
+        state = KrylovSpace.start(Omega)
         state.passes = 1
         resumable.save(state)
     passes = s.passes or LIMIT
@@ -366,7 +367,7 @@ def _exact(V: LinearOperator, s: _Settings) -> _Found:
     s = replace(s, trace=trace) if s.trace is None else s
     theta, E = eigh(K)
     del K
-    dense = Ritz(theta, E, torch.zeros_like(theta), 0.0, torch.finfo(V.dtype).eps)
+    dense = RitzPairs(theta, E, torch.zeros_like(theta), 0.0, torch.finfo(V.dtype).eps)
     wanted = s.wanted(theta.clamp_min(0)) or len(theta)
     if dense.rank < wanted:
         return _Found(dense, wanted, [], [], 1, False)
@@ -379,7 +380,7 @@ def _single(V: LinearOperator, X: Tensor, s: _Settings, *, passes: int, rest: fl
     """Rayleigh-Ritz in the span of X, by one pass."""
     if X.shape[1] == 0:
         raise _too_few(V, 0, s.k or 1)
-    state = State.start(X)
+    state = KrylovSpace.start(X)
     found = state.step(V, grow=False)
     found = found if rest is None else replace(found, rest=rest)
     wanted, m = s.wanted(found.theta), len(found.theta)

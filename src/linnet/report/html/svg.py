@@ -71,21 +71,14 @@ def _format(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """One axis.
+    """One axis."""
 
-    Attributes:
-        low: Beginning of the axis.
-        high: End of the axis.
-        title: Title of the axis.
-        form: How its numbers are written; by default with enough digits to tell them apart.
-        log: Whether the axis is logarithmic.
-    """
-
-    low: float
-    high: float
-    title: str
+    low: float  # beginning of the axis
+    high: float  # end of the axis
+    title: str  # title of the axis
+    # how its numbers are written; by default with enough digits to tell them apart
     form: Callable[[float], str] | None = None
-    log: bool = False
+    log: bool = False  # whether the axis is logarithmic
 
     def at(self, x: float) -> float:
         """Position of a number along the axis, from 0 to 1."""

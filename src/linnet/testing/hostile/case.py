@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from linnet.testing.case import case
+from linnet.testing.case import Net, case, parameter
 
 Expected = Literal["right", "refused", "either"]
 """The honest answers to a case: right numbers, a refusal by an error that linnet raises, or any of the two."""
@@ -17,33 +17,21 @@ Expected = Literal["right", "refused", "either"]
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """An unusual network with its data.
+    """An unusual network with its data."""
 
-    Attributes:
-        name: Name of the case in `linnet.testing.hostile.judge.cases()`.
-        kind: The class of unusual networks that the case belongs to.
-        build: Makes the model, the same one every time.
-        data: Makes the data, the same every time. Where the class says so, the first examples are harmless.
-        expects: The honest answers.
-        output: From the model's raw output to `(n, c)` or `(n,)`; None where the raw output already is.
-        params: The selected parameters, as `linnet.linearize` takes them.
-        frozen: Whether the case is also tried with the results of its frozen layers kept.
-        predicts: Whether the predictions of a regressor are tried too.
-        rtol: The largest relative error of a right number.
-        needs: An optional package without which `build` fails, or None.
-    """
-
-    name: str
-    kind: str
-    build: Callable[[], nn.Module]
+    name: str  # name of the case in `linnet.testing.hostile.judge.list_cases()`
+    kind: str  # the class of unusual networks that the case belongs to
+    build: Callable[[], nn.Module]  # makes the model, the same one every time
+    # Makes the data, the same every time. Where the class says so, the first examples are harmless.
     data: Callable[[], Any]
-    expects: Expected = "right"
+    expects: Expected = "right"  # the honest answers
+    # from the model's raw output to `(n, c)` or `(n,)`; None where the raw output already is
     output: Callable[[Any], Tensor] | None = None
-    params: Any = None
-    frozen: bool = False
-    predicts: bool = False
-    rtol: float = 1e-7
-    needs: str | None = None
+    params: Any = None  # the selected parameters, as `linnet.linearize` takes them
+    frozen: bool = False  # whether the case is also tried with the results of its frozen layers kept
+    predicts: bool = False  # whether the predictions of a regressor are tried too
+    rtol: float = 1e-7  # the largest relative error of a right number
+    needs: str | None = None  # an optional package without which `build` fails, or None
 
     def __str__(self) -> str:
         return self.name
@@ -54,7 +42,7 @@ class Register:
 
     Example:
         >>> add = Register("an example")
-        >>> add("plain", lambda: nn.Linear(3, 2), lambda: torch.ones(4, 3))
+        >>> add("plain", lambda: nn.Linear(4, 2))
         >>> [case.name for case in add.cases]
         ['plain']
     """
@@ -67,7 +55,7 @@ class Register:
         self,
         name: str,
         factory: Callable[[], nn.Module],
-        data: Callable[[], Any],
+        data: Callable[[], Any] | None = None,
         *,
         dtype: torch.dtype = torch.float64,
         train: bool = False,
@@ -78,17 +66,47 @@ class Register:
         Args:
             name: Name of the case.
             factory: Makes the model, which is then seeded, moved away from special values and put in eval mode.
-            data: Makes the data.
+            data: Makes the data; by default `normal(4)`.
             dtype: Dtype of the model.
             train: Whether the model that linnet gets is in training mode.
             **fields: Other fields of `Hostile`.
         """
-        made = case(name, factory, lambda n, seed: data())
+        made, given = case(name, factory, lambda n, seed: None), normal(4) if data is None else data
 
         def build() -> nn.Module:
             return made.build().to(dtype).train(train)
 
-        self.cases.append(Hostile(name, self.kind, build, data, **{**self.defaults, **fields}))
+        self.cases.append(Hostile(name, self.kind, build, given, **{**self.defaults, **fields}))
+
+    def each(
+        self,
+        prefix: str,
+        make: Callable[[Any], Callable[[], nn.Module]],
+        ways: Mapping[str, Any],
+        *data: Any,
+        **fields: Any,
+    ) -> None:
+        """Add a case for each way: its name is the prefix and the key, its factory is `make` of the value."""
+        for name, way in ways.items():
+            self(prefix + name, make(way), *data, **fields)
+
+
+def net(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
+    """A factory of a `Net`. A pair of sizes stands for a linear layer; other parts are made when the factory runs.
+
+    Without parts, the network has the layers a (4, 5) and head (5, 2).
+
+    Example:
+        >>> net(lambda m, x: m.head(m.a(x)), a=(3, 4), head=(4, 2))()(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
+    """
+    given = parts or {"a": (4, 5), "head": (5, 2)}
+    return lambda: Net(function, **{k: nn.Linear(*p) if isinstance(p, tuple) else p() for k, p in given.items()})
+
+
+def weight(*shape: int) -> Callable[[], nn.Parameter]:
+    """A part of `net`: a raw parameter with standard normal entries."""
+    return lambda: parameter(*shape)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor, nn
 from linnet.testing.case import Case, Net, case, normal, parameter
 
 
-def pooled(conv: Callable[[], nn.Module], channels: int) -> Callable[[], nn.Module]:
+def pooled(name: str, data: Any, kind: Any, *args: Any, **options: Any) -> Case:
     """A convolution, a smooth activation, a 1-wide convolution of the same rank, a position-aware sum."""
 
     def factory() -> nn.Module:
-        first = conv()
-        rank = first.weight.ndim - 2  # type: ignore[operator]
-        head = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](channels, 2, 1)
+        first = kind(*args, **options)
+        head = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[first.weight.ndim - 3](args[1], 2, 1)
 
         def forward(m: Any, x: Tensor) -> Tensor:
             with warnings.catch_warnings():  # torch warns once that padding="same" may copy
@@ -30,7 +28,7 @@ def pooled(conv: Callable[[], nn.Module], channels: int) -> Callable[[], nn.Modu
 
         return Net(forward, conv=first, head=head)
 
-    return factory
+    return case(name, factory, data)
 
 
 class Residual(nn.Module):
@@ -128,102 +126,52 @@ def pyramid() -> nn.Module:
     )
 
 
-def flat(raw: Tensor) -> Tensor:
-    return raw.flatten(1)
+IMAGE, VOLUME, SIGNAL, SMALL, CUBE = (
+    normal(4, 6, 5),
+    normal(2, 4, 3, 5),
+    normal(4, 9),
+    normal(4, 3, 4),
+    normal(2, 2, 3, 2),
+)
 
-
-IMAGE, VOLUME, SIGNAL = normal(4, 6, 5), normal(2, 4, 3, 5), normal(4, 9)
+# Several dimensions at once.
+UNEVEN: Any = {"stride": (2, 3), "padding": (1, 0), "output_padding": (0, 2), "groups": 2, "dilation": (1, 2)}
+UNEVEN3: Any = {"stride": (2, 1, 2), "padding": (0, 1, 0), "output_padding": (1, 0, 1)}
 
 CASES: list[Case] = [
-    case("conv1d", pooled(lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), 6), SIGNAL),
-    case(
-        "conv1d_circular",
-        pooled(lambda: nn.Conv1d(4, 6, 4, stride=3, padding=2, padding_mode="circular"), 6),
-        SIGNAL,
-    ),
-    case("conv1d_grouped", pooled(lambda: nn.Conv1d(4, 6, 2, dilation=3, groups=2, bias=False), 6), SIGNAL),
-    case("conv1d_same", pooled(lambda: nn.Conv1d(4, 6, 4, dilation=2, padding="same"), 6), SIGNAL),
-    case(
-        "conv1d_same_reflect",
-        pooled(lambda: nn.Conv1d(4, 6, 4, padding="same", padding_mode="reflect"), 6),
-        SIGNAL,
-    ),
-    case("conv2d", pooled(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), 6), IMAGE),
-    case("conv2d_no_bias", pooled(lambda: nn.Conv2d(4, 6, 3, bias=False), 6), IMAGE),
-    case("conv2d_pointwise", pooled(lambda: nn.Conv2d(4, 6, 1), 6), IMAGE),
-    case("conv2d_even", pooled(lambda: nn.Conv2d(4, 6, 2, stride=2, padding=1), 6), IMAGE),
-    case(
-        "conv2d_asymmetric",
-        pooled(lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(0, 2), dilation=(1, 2)), 6),
-        IMAGE,
-    ),
-    case("conv2d_reflect", pooled(lambda: nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="reflect"), 6), IMAGE),
-    case(
-        "conv2d_replicate",
-        pooled(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=2, padding_mode="replicate"), 6),
-        IMAGE,
-    ),
-    case(
-        "conv2d_circular",
-        pooled(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2, padding_mode="circular"), 6),
-        IMAGE,
-    ),
-    case("conv2d_same", pooled(lambda: nn.Conv2d(4, 6, (4, 3), padding="same"), 6), IMAGE),
-    case("conv2d_valid", pooled(lambda: nn.Conv2d(4, 6, 3, stride=(3, 2), padding="valid"), 6), IMAGE),
-    case("conv2d_dilated", pooled(lambda: nn.Conv2d(4, 6, 3, padding=2, dilation=2), 6), IMAGE),
-    case("conv2d_grouped", pooled(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), 6), IMAGE),
-    case("conv2d_depthwise", pooled(lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4), 8), IMAGE),
-    case("conv3d", pooled(lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1), 4), VOLUME),
-    case(
-        "conv3d_grouped",
-        pooled(lambda: nn.Conv3d(2, 4, (2, 1, 3), dilation=(2, 1, 2), groups=2, bias=False), 4),
-        VOLUME,
-    ),
-    case("conv3d_replicate", pooled(lambda: nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate"), 4), VOLUME),
-    case("conv3d_circular", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="circular"), 4), VOLUME),
-    case("conv3d_reflect", pooled(lambda: nn.Conv3d(2, 4, 2, padding=1, padding_mode="reflect"), 4), VOLUME),
-    case("conv3d_same", pooled(lambda: nn.Conv3d(2, 4, (2, 3, 4), padding="same"), 4), VOLUME),
-    case(
-        "conv_transpose1d",
-        pooled(lambda: nn.ConvTranspose1d(4, 6, 4, stride=3, padding=1, output_padding=2), 6),
-        SIGNAL,
-    ),
-    case(
-        "conv_transpose1d_grouped",
-        pooled(lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, dilation=2, bias=False), 6),
-        SIGNAL,
-    ),
-    case(
-        "conv_transpose2d",
-        pooled(lambda: nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1), 3),
-        normal(4, 3, 4),
-    ),
-    case(
-        "conv_transpose2d_grouped",
-        pooled(
-            lambda: nn.ConvTranspose2d(
-                4, 6, (3, 2), stride=(2, 3), padding=(1, 0), output_padding=(0, 2), groups=2, dilation=(1, 2)
-            ),
-            6,
-        ),
-        normal(4, 3, 4),
-    ),
-    case(
-        "conv_transpose3d",
-        pooled(
-            lambda: nn.ConvTranspose3d(2, 4, (2, 3, 1), stride=(2, 1, 2), padding=(0, 1, 0), output_padding=(1, 0, 1)),
-            4,
-        ),
-        normal(2, 2, 3, 2),
-    ),
-    case(
-        "conv_transpose3d_grouped",
-        pooled(lambda: nn.ConvTranspose3d(2, 4, 2, stride=2, dilation=2, groups=2), 4),
-        normal(2, 2, 3, 2),
-    ),
+    pooled("conv1d", SIGNAL, nn.Conv1d, 4, 6, 3, stride=2, padding=1),
+    pooled("conv1d_circular", SIGNAL, nn.Conv1d, 4, 6, 4, stride=3, padding=2, padding_mode="circular"),
+    pooled("conv1d_grouped", SIGNAL, nn.Conv1d, 4, 6, 2, dilation=3, groups=2, bias=False),
+    pooled("conv1d_same", SIGNAL, nn.Conv1d, 4, 6, 4, dilation=2, padding="same"),
+    pooled("conv1d_same_reflect", SIGNAL, nn.Conv1d, 4, 6, 4, padding="same", padding_mode="reflect"),
+    pooled("conv2d", IMAGE, nn.Conv2d, 4, 6, 3, stride=2, padding=1),
+    pooled("conv2d_no_bias", IMAGE, nn.Conv2d, 4, 6, 3, bias=False),
+    pooled("conv2d_pointwise", IMAGE, nn.Conv2d, 4, 6, 1),
+    pooled("conv2d_even", IMAGE, nn.Conv2d, 4, 6, 2, stride=2, padding=1),
+    pooled("conv2d_asymmetric", IMAGE, nn.Conv2d, 4, 6, (3, 2), stride=(2, 1), padding=(0, 2), dilation=(1, 2)),
+    pooled("conv2d_reflect", IMAGE, nn.Conv2d, 4, 6, 3, padding=(2, 1), padding_mode="reflect"),
+    pooled("conv2d_replicate", IMAGE, nn.Conv2d, 4, 6, 3, stride=2, padding=2, padding_mode="replicate"),
+    pooled("conv2d_circular", IMAGE, nn.Conv2d, 4, 6, 3, padding=1, groups=2, padding_mode="circular"),
+    pooled("conv2d_same", IMAGE, nn.Conv2d, 4, 6, (4, 3), padding="same"),
+    pooled("conv2d_valid", IMAGE, nn.Conv2d, 4, 6, 3, stride=(3, 2), padding="valid"),
+    pooled("conv2d_dilated", IMAGE, nn.Conv2d, 4, 6, 3, padding=2, dilation=2),
+    pooled("conv2d_grouped", IMAGE, nn.Conv2d, 4, 6, 3, padding=1, groups=2),
+    pooled("conv2d_depthwise", IMAGE, nn.Conv2d, 4, 8, 3, stride=2, padding=1, groups=4),
+    pooled("conv3d", VOLUME, nn.Conv3d, 2, 4, 2, stride=(1, 2, 1), padding=1),
+    pooled("conv3d_grouped", VOLUME, nn.Conv3d, 2, 4, (2, 1, 3), dilation=(2, 1, 2), groups=2, bias=False),
+    pooled("conv3d_replicate", VOLUME, nn.Conv3d, 2, 4, 3, padding=1, padding_mode="replicate"),
+    pooled("conv3d_circular", VOLUME, nn.Conv3d, 2, 4, 2, padding=1, padding_mode="circular"),
+    pooled("conv3d_reflect", VOLUME, nn.Conv3d, 2, 4, 2, padding=1, padding_mode="reflect"),
+    pooled("conv3d_same", VOLUME, nn.Conv3d, 2, 4, (2, 3, 4), padding="same"),
+    pooled("conv_transpose1d", SIGNAL, nn.ConvTranspose1d, 4, 6, 4, stride=3, padding=1, output_padding=2),
+    pooled("conv_transpose1d_grouped", SIGNAL, nn.ConvTranspose1d, 4, 6, 3, groups=2, dilation=2, bias=False),
+    pooled("conv_transpose2d", SMALL, nn.ConvTranspose2d, 4, 3, 3, stride=2, padding=1, output_padding=1),
+    pooled("conv_transpose2d_grouped", SMALL, nn.ConvTranspose2d, 4, 6, (3, 2), **UNEVEN),
+    pooled("conv_transpose3d", CUBE, nn.ConvTranspose3d, 2, 4, (2, 3, 1), **UNEVEN3),
+    pooled("conv_transpose3d_grouped", CUBE, nn.ConvTranspose3d, 2, 4, 2, stride=2, dilation=2, groups=2),
     case("resnet", Residual, normal(2, 6, 6)),
     case("densenet", Concatenating, normal(2, 5, 5)),
-    case("unet", UNet, normal(1, 4, 4), flat),
+    case("unet", UNet, normal(1, 4, 4), lambda raw: raw.flatten(1)),
     case("convnext", convnext, normal(2, 6, 6)),
     case("frames", frames, normal(3, 2, 5, 5)),
     case("pyramid", pyramid, normal(2, 6, 6)),

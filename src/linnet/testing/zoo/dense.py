@@ -175,28 +175,12 @@ CASES: list[Case] = [
         lambda: Net(lambda m, x: m.temperature * m.body(x), body=mlp(4, 8, 3), temperature=parameter()),
         normal(4),
     ),
-    case(
-        "weight_norm",
-        lambda: nn.Sequential(weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)),
-        normal(4),
-    ),
-    case(
-        "spectral_norm",
-        lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)),
-        normal(4),
-    ),
+    case("weight_norm", lambda: nn.Sequential(weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)), normal(4)),
+    case("spectral_norm", lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)), normal(4)),
     case("subclassed_linear", lambda: nn.Sequential(Scaled(4, 6), nn.Tanh(), nn.Linear(6, 3)), normal(4)),
-    case(
-        "frozen_layers",
-        lambda: frozen(mlp(4, 8, 6, 3), "0.weight", "0.bias", "2.bias", "4.weight"),
-        normal(4),
-    ),
+    case("frozen_layers", lambda: frozen(mlp(4, 8, 6, 3), "0.weight", "0.bias", "2.bias", "4.weight"), normal(4)),
     case("lora", lambda: nn.Sequential(LoRA(6, 8, 2), nn.GELU(), LoRA(8, 4, 2)), normal(6)),
-    case(
-        "unused_layer",
-        lambda: Net(lambda m, x: m.body(x), body=mlp(4, 6, 3), spare=nn.Linear(4, 3)),
-        normal(4),
-    ),
+    case("unused_layer", lambda: Net(lambda m, x: m.body(x), body=mlp(4, 6, 3), spare=nn.Linear(4, 3)), normal(4)),
     case(
         "stop_gradient",
         lambda: Net(

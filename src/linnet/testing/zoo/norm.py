@@ -31,13 +31,7 @@ def features(norm: Callable[[], nn.Module], tokens: int = 3) -> Callable[[], nn.
     return lambda: Net(forward, a=nn.Linear(4, 6), norm=norm(), fc=nn.Linear(6 * tokens, 3))
 
 
-SIGNAL, IMAGE, VOLUME, FLAT, SEQUENCE = (
-    normal(2, 6),
-    normal(2, 4, 5),
-    normal(2, 3, 3, 4),
-    normal(4),
-    normal(3, 4),
-)
+SIGNAL, IMAGE, VOLUME, FLAT, SEQUENCE = (normal(2, 6), normal(2, 4, 5), normal(2, 3, 3, 4), normal(4), normal(3, 4))
 
 CASES: list[Case] = [
     case("batch_norm1d", features(lambda: nn.BatchNorm1d(6), tokens=1), FLAT),
@@ -55,9 +49,7 @@ CASES: list[Case] = [
     case("instance_norm1d", channels(lambda: nn.InstanceNorm1d(6, affine=True), rank=1), SIGNAL),
     case("instance_norm2d", channels(lambda: nn.InstanceNorm2d(6, affine=True)), IMAGE),
     case(
-        "instance_norm2d_tracked",
-        channels(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)),
-        IMAGE,
+        "instance_norm2d_tracked", channels(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)), IMAGE
     ),
     case("instance_norm3d", channels(lambda: nn.InstanceNorm3d(6, affine=True), rank=3), VOLUME),
     case("rms_norm", features(lambda: nn.RMSNorm(6)), SEQUENCE),

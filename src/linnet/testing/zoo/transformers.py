@@ -10,61 +10,34 @@ from torch import Tensor, nn
 
 from linnet.testing.case import Case, case, normal
 
+SIZES: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
 
-def bert(attention: str) -> Callable[[], nn.Module]:
+
+def make(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    """A factory of a model from its configuration."""
+
     def factory() -> nn.Module:
-        from transformers import BertConfig, BertForSequenceClassification
+        import transformers
 
-        config = BertConfig(
-            vocab_size=12,
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=12,
-            max_position_embeddings=8,
-            num_labels=3,
-            attn_implementation=attention,
-        )
-        return BertForSequenceClassification(config)
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
 
     return factory
+
+
+def bert(attention: str) -> Callable[[], nn.Module]:
+    options: Any = {"vocab_size": 12, "max_position_embeddings": 8, "num_labels": 3, "attn_implementation": attention}
+    return make("BertForSequenceClassification", "BertConfig", **SIZES, **options)
 
 
 def gpt2(attention: str) -> Callable[[], nn.Module]:
-    def factory() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            vocab_size=12,
-            n_positions=8,
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-            attn_implementation=attention,
-        )
-        return GPT2LMHeadModel(config)
-
-    return factory
+    options: Any = {"vocab_size": 12, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
+    options |= {"eos_token_id": 0, "use_cache": False, "attn_implementation": attention}
+    return make("GPT2LMHeadModel", "GPT2Config", **options)
 
 
 def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-        image_size=8,
-        patch_size=4,
-        num_channels=2,
-        num_labels=3,
-        attn_implementation="sdpa",
-    )
-    return ViTForImageClassification(config)
+    options: Any = {"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "attn_implementation": "sdpa"}
+    return make("ViTForImageClassification", "ViTConfig", **SIZES, **options)()
 
 
 class RootMeanSquare(nn.Module):
@@ -79,22 +52,11 @@ class RootMeanSquare(nn.Module):
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    config = LlamaConfig(
-        vocab_size=12,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8,
-        pad_token_id=0,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config)
+    options: Any = {"vocab_size": 12, "num_key_value_heads": 1, "max_position_embeddings": 8, "pad_token_id": 0}
+    options |= {"use_cache": False, "attn_implementation": "sdpa"}
+    model = make("LlamaForCausalLM", "LlamaConfig", **SIZES, **options)()
     for name, module in list(model.named_modules()):
         if isinstance(module, LlamaRMSNorm):
             model.set_submodule(name, RootMeanSquare(module.weight, module.variance_epsilon))

@@ -9,9 +9,8 @@ from torch.utils.data import IterableDataset
 
 import linnet
 from linnet.jacobian.chunk import NetworkChunks
-from linnet.jacobian.informative_rows import _groups, reduced
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.output_combinations import combined
+from linnet.jacobian.output_combinations import _groups, combine_outputs, informative_rows
 from linnet.linalg.matrices import Stack
 from linnet.probability.likelihoods import Categorical
 from linnet.sampling import posterior_samples
@@ -23,7 +22,7 @@ SMALL = 24
 
 @pytest.fixture(autouse=True)
 def _few_outputs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linnet.jacobian.informative_rows.SMALL", SMALL)
+    monkeypatch.setattr("linnet.jacobian.output_combinations.SMALL", SMALL)
 
 
 def sure(c: int, n: int = 40, *, unsure: int = 5) -> tuple[Jacobian, Tensor]:
@@ -46,7 +45,7 @@ def test_little_is_left_out(c):
     exact = curvature(J, L)
     errors, rows = [], []
     for share in (1e-1, 1e-3, 1e-6):
-        R = reduced(J, L, share=share)
+        R = informative_rows(J, L, share=share)
         assert R is not None and R.shape[1] == J.shape[1]
         A = R.dense()
         left = exact - A.T @ A
@@ -59,29 +58,29 @@ def test_little_is_left_out(c):
 
 def test_no_more_rows_than_there_is_memory_for():
     J, L = sure(4)
-    wanted = reduced(J, L, share=1e-6)
+    wanted = informative_rows(J, L, share=1e-6)
     assert wanted is not None
-    fewer = reduced(J, L, share=1e-6, most=wanted.shape[0] - 1)
+    fewer = informative_rows(J, L, share=1e-6, most=wanted.shape[0] - 1)
     assert fewer is not None and 0 < fewer.shape[0] < wanted.shape[0]
     kept = float(curvature(J, L).trace()) - float(fewer.dense().square().sum())
     assert kept <= 0.3 * float(curvature(J, L).trace())
-    assert reduced(J, L, share=1e-6, most=wanted.shape[0] - 1, largest=1e-6) is None
-    assert reduced(J, L, most=1) is None  # which leaves out too much
+    assert informative_rows(J, L, share=1e-6, most=wanted.shape[0] - 1, largest=1e-6) is None
+    assert informative_rows(J, L, most=1) is None  # which leaves out too much
 
 
 def test_where_there_is_nothing_to_gain():
     J, L = sure(4)
-    assert reduced(J, Categorical().root(normal(40, 4))) is None  # unsure of every example
-    assert reduced(J, torch.zeros_like(L)) is None
-    assert reduced(J, L[:, :, 0]) is None  # a diagonal root
-    assert reduced(J.cached(), L) is None
+    assert informative_rows(J, Categorical().root(normal(40, 4))) is None  # unsure of every example
+    assert informative_rows(J, torch.zeros_like(L)) is None
+    assert informative_rows(J, L[:, :, 0]) is None  # a diagonal root
+    assert informative_rows(J.cached(), L) is None
 
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(normal(40, 6))
 
     assert (
-        reduced(
+        informative_rows(
             J.lin.jacobian(linnet.data.sources.as_source(torch.utils.data.DataLoader(Stream(), 8), J.lin.module)), L
         )
         is None
@@ -99,7 +98,7 @@ def test_few_rows_of_a_trained_network():
     x, _ = cifar10(DATA, "train_1", count=200)
     J = linnet.linearize(resnet(DATA / "weights", 20)).jacobian(x, progress=False)
     L = Categorical().root(J.outputs())
-    counts = [R.shape[0] for share in (1e-2, 1e-4) if (R := reduced(J, L, share=share)) is not None]
+    counts = [R.shape[0] for share in (1e-2, 1e-4) if (R := informative_rows(J, L, share=share)) is not None]
     assert len(counts) == 2 and counts[0] < 0.06 * J.shape[0] and counts[1] < 0.2 * J.shape[0]
 
 
@@ -108,14 +107,14 @@ def test_few_rows_of_a_trained_network():
 def test_samples_are_those_of_all_rows(c, probes, monkeypatch):
     J, L = sure(c)
     S = torch.full((J.shape[1],), 0.5).double()
-    assert reduced(J, L) is not None
+    assert informative_rows(J, L) is not None
     exact = posterior_samples(J, S, L, 3, space="function")
     found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9, probes=probes, rank=20)
     torch.testing.assert_close(found.Z, exact.Z, rtol=1e-7, atol=1e-7)
     if probes:
         assert found.log_det == pytest.approx(exact.log_det, abs=6 * found.log_det_error + 1e-6)
     calls = []
-    monkeypatch.setattr("linnet.inference.sampling_system.reduced", lambda J, L, **how: calls.append(J.n))
+    monkeypatch.setattr("linnet.inference.sampling_system.informative_rows", lambda J, L, **how: calls.append(J.n))
     posterior_samples(J, S, L, 3, space="weight", preconditioner="none")
     assert not calls
     again = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)
@@ -130,7 +129,7 @@ def test_the_gram_matrix_of_all_parts_is_one_pass(monkeypatch, memory):
     net = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(12, 4))
     J = linnet.linearize(net.double()).jacobian(normal(11, 1, 4, 4), memory=memory)
     parts = [
-        combined(J.subset(index), normal(len(index), 4, q, seed=q))
+        combine_outputs(J.subset(index), normal(len(index), 4, q, seed=q))
         for q, index in ((1, torch.arange(5)), (3, torch.arange(5, 7)), (2, torch.arange(6, 11)))
     ]
     stack, S = Stack(parts), normal(J.shape[1], seed=9).square()

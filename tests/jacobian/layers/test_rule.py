@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.jacobian.blocks.convolution import Convolution
-from linnet.jacobian.layers.rule import Call, LayoutError, Slot, arrange
-from linnet.jacobian.layers.rules import RULES
-from linnet.jacobian.recording import Use
-from linnet.jacobian.rule_selection import Kept, factors_of
+from linnet.jacobian.layers import RULES
+from linnet.jacobian.layers.rule import LayerCall, LayoutError, Slot, arrange
+from linnet.jacobian.recording import RecordedCall
+from linnet.jacobian.rule_selection import ServedCall, build_blocks
 
 N, C = 3, 2
 
@@ -166,11 +166,11 @@ def test_rule_gives_autograd_s_rows(layer, layout, r):
     reference = by_autograd(y, g, params, layout)
     for selected in ({*slots}, *({role} for role in slots)):  # also with the other parameter frozen
         mine = {role: slots[role] for role in selected}
-        use = Use(rule, Call(call.x, {}, call.conf), mine, None, 0)
+        use = RecordedCall(rule, LayerCall(call.x, {}, call.conf), mine, None, 0)
         found = {}
-        for factor in factors_of(use, Kept(layout, mine), g, n=N, dtype=torch.float64):
-            assert (factor.n, factor.c) == (N, C)
-            for where, part in zip(factor.ranges, factor.expand().parts, strict=True):
+        for block in build_blocks(use, ServedCall(layout, mine), g, n=N, dtype=torch.float64):
+            assert (block.n, block.c) == (N, C)
+            for where, part in zip(block.ranges, block.expand().parts, strict=True):
                 assert where not in found
                 found[where] = part
         assert set(found) == {slot.range for slot in mine.values()}
@@ -188,9 +188,9 @@ def test_expand_gives_autograd_s_rows(layout):
     call = rule.read((token, *shape), {}, lambda t: t is token)
     y = token.expand(shape)
     g = normal(C, *shape, seed=1)
-    use = Use(rule, Call(None, {}, call.conf), {"weight": slot}, None, 0)
-    (factor,) = factors_of(use, Kept(layout, use.slots), g, n=N, dtype=torch.float64)
-    close(factor.expand().parts[0], by_autograd(y, g, {"weight": token}, layout)["weight"])
+    use = RecordedCall(rule, LayerCall(None, {}, call.conf), {"weight": slot}, None, 0)
+    (block,) = build_blocks(use, ServedCall(layout, use.slots), g, n=N, dtype=torch.float64)
+    close(block.expand().parts[0], by_autograd(y, g, {"weight": token}, layout)["weight"])
 
 
 def test_every_function_with_a_rule_has_a_case():
@@ -206,10 +206,10 @@ def test_transposed_views_of_a_parameter(function):
     y = function(x, stored.t())
     slot = Slot("W", (2, 22), (4, 5), 2, swapped=True)
     rule = RULES[function]
-    use = Use(rule, rule.read((x, stored.t()), {}, lambda t: False), {"weight": slot}, None, 0)
+    use = RecordedCall(rule, rule.read((x, stored.t()), {}, lambda t: False), {"weight": slot}, None, 0)
     g = normal(C, *y.shape, seed=3)
-    (factor,) = factors_of(use, Kept("major", use.slots), g, n=N, dtype=torch.float64)
-    close(factor.expand().parts[0], by_autograd(y, g, {"weight": stored}, "major")["weight"])
+    (block,) = build_blocks(use, ServedCall("major", use.slots), g, n=N, dtype=torch.float64)
+    close(block.expand().parts[0], by_autograd(y, g, {"weight": stored}, "major")["weight"])
 
 
 PLAIN = torch.zeros(3, 4)
@@ -248,8 +248,8 @@ def test_a_rule_refuses_what_it_does_not_know(function, args, kwargs):
 def test_a_parameter_with_an_axis_of_examples_has_no_elementwise_rows(shape):
     """Not broadcast over the examples, or not broadcast into the output at all."""
     rule, slot = RULES[torch.add], Slot("b", (0, 4), shape, 0)
-    use = Use(rule, Call(None, {}), {"weight": slot}, None, 0)
-    assert factors_of(use, Kept("major", use.slots), normal(C, N, 4), n=N, dtype=torch.float64) == []
+    use = RecordedCall(rule, LayerCall(None, {}), {"weight": slot}, None, 0)
+    assert build_blocks(use, ServedCall("major", use.slots), normal(C, N, 4), n=N, dtype=torch.float64) == []
 
 
 def test_arrange():

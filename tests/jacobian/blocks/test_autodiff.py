@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import linnet
-from linnet.jacobian.blocks import shared_outputs
-from linnet.jacobian.blocks.shared_outputs import Shared
+from linnet.jacobian.blocks import autodiff
+from linnet.jacobian.blocks.autodiff import SharedOutputs
 from tests.support.drawn import normal
 
 
@@ -32,10 +32,10 @@ class Layers(nn.Module):
         return self.out(h.sin())
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[Shared]:
-    made: list[Shared] = []
-    own = Shared.__init__
-    monkeypatch.setattr(Shared, "__init__", lambda self: (made.append(self), own(self))[1])
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[SharedOutputs]:
+    made: list[SharedOutputs] = []
+    own = SharedOutputs.__init__
+    monkeypatch.setattr(SharedOutputs, "__init__", lambda self: (made.append(self), own(self))[1])
     return made
 
 
@@ -62,9 +62,9 @@ def test_a_layer_gives_its_output_once(monkeypatch):
         calls.append(1)
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(shared_outputs, "LAYERS", frozenset({conv2d}))
+    monkeypatch.setattr(autodiff, "LAYERS", frozenset({conv2d}))
     x, w = normal(2, 1, 3, 3), normal(1, 1, 2, 2, seed=1)
-    mode = Shared()
+    mode = SharedOutputs()
     for _ in range(3):
         with mode.begin():
             y = mode.__torch_function__(conv2d, (), (x, w))

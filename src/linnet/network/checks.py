@@ -1,0 +1,372 @@
+"""Checks of networks: parameters, outputs, and reasons to refuse a network.
+
+Each check raises a built-in exception that says what was needed, what came and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet._common.messages import kind, listing
+
+# Parameters.
+
+
+def check_module(model: object) -> None:
+    """The model is an ``nn.Module`` whose code Python runs."""
+    if isinstance(model, type):
+        raise TypeError(
+            f"linnet needs a model that is a torch.nn.Module; got the class {model.__name__}. Make a network of the "
+            f"class first, as in {model.__name__}(...), and load its weights."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.")
+    if type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            "linnet looks at each call inside the network, and torch.compile hides the calls. Pass the module that was "
+            "compiled: model._orig_mod."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"submodule {name!r}" if name else "model"
+            raise TypeError(
+                f"linnet swaps parameters inside the network, and the {what} is a torch.jit script, which does not "
+                "allow it. Pass the module that was scripted or traced."
+            )
+
+
+def check_params_argument(params: object) -> None:
+    """``params`` is None, a glob, globs, or a callable."""
+    globs = isinstance(params, list | tuple | set | frozenset)
+    if globs and all(isinstance(glob, str) for glob in params):  # type: ignore[attr-defined]
+        return
+    if params is None or isinstance(params, str) or (callable(params) and not isinstance(params, nn.Module)):
+        return
+    raise TypeError(
+        "params must be None (every trainable parameter), a glob such as 'layer4.*', a list of globs, or a "
+        f"callable (name, tensor) -> bool; got {kind(params)}."
+    )
+
+
+def check_materialized(parameters: Mapping[str, Tensor]) -> None:
+    """No parameter waits for its shape (lazy modules) or for its values (the meta device)."""
+    for name, tensor in parameters.items():
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Call the model once on a batch, "
+                "load or train its weights, then linearize it."
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Load the weights onto a real "
+                "device, then linearize the model."
+            )
+
+
+def check_one_device(parameters: Mapping[str, Tensor]) -> None:
+    """All parameters of the model share a device."""
+    first = next(iter(parameters), "")
+    for name, tensor in parameters.items():
+        if tensor.device != parameters[first].device:
+            raise ValueError(
+                f"linnet needs the whole model on one device; {first!r} is on {parameters[first].device} and "
+                f"{name!r} on {tensor.device}. Move it with model.to(device)."
+            )
+
+
+def check_one_dtype(parameters: Mapping[str, Tensor]) -> None:
+    """All selected parameters share a dtype."""
+    first = next(iter(parameters), "")
+    for name, tensor in parameters.items():
+        if tensor.dtype != parameters[first].dtype:
+            raise ValueError(
+                f"The selected parameters need one dtype; {first!r} is {parameters[first].dtype} and "
+                f"{name!r} {tensor.dtype}. Convert the model with model.to(dtype), or select parameters of "
+                "one dtype with params=."
+            )
+
+
+def check_glob_matched(glob: str, matched: Sequence[str], names: Sequence[str], modules: Sequence[str]) -> None:
+    """A glob has matched a parameter; ``names`` and ``modules`` serve to suggest one that does."""
+    if matched:
+        return
+    inside = f"{glob}.*"
+    if any(fnmatchcase(module, glob) for module in modules) and any(fnmatchcase(n, inside) for n in names):
+        hint = f"It names a module; for the parameters inside it use {inside!r}."
+    elif near := get_close_matches(glob, names, n=3, cutoff=0.4):
+        hint = f"The nearest names: {listing(near)}."
+    else:
+        hint = f"The parameters are {listing(names)}."
+    raise ValueError(f"params={glob!r} matches none of the model's {len(names)} floating parameters. {hint}")
+
+
+def check_not_complex(parameters: Mapping[str, Tensor]) -> None:
+    """No selected parameter is complex."""
+    for name, tensor in parameters.items():
+        if tensor.is_complex():
+            raise ValueError(
+                f"linnet differentiates real parameters; {name!r} is {tensor.dtype}. Leave it out with "
+                "params=, or store it as two real tensors."
+            )
+
+
+def check_selected(selected: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Something is selected from the model's ``parameters``."""
+    if selected:
+        return
+    frozen = sum(not tensor.requires_grad for tensor in parameters.values())
+    if not parameters:
+        hint = "There is nothing to linearize in it."
+    elif frozen:
+        hint = "Set requires_grad_(True), or name parameters with params= (globs also select frozen ones)."
+    else:
+        hint = "Name some with params=, such as params='*' for all."
+    raise ValueError(
+        f"No parameter is selected: linnet needs at least one floating parameter, and the model has "
+        f"{len(parameters)} parameters, {frozen} of them frozen. {hint}"
+    )
+
+
+def check_not_empty(tensors: Mapping[str, Tensor]) -> None:
+    """A layout has at least one tensor."""
+    if not tensors:
+        raise ValueError("A Layout needs at least one named tensor; got an empty dict.")
+
+
+def check_tree(tree: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """A tree has the layout's names, its shapes (all plain, or all with one trailing axis) and one dtype."""
+    missing = [name for name in shapes if name not in tree]
+    unknown = [name for name in tree if name not in shapes]
+    wrong = [f"{word} {listing(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
+    if wrong:
+        raise ValueError(f"flatten needs one tensor for each of the layout's {len(shapes)} names; {', '.join(wrong)}.")
+    first = next(iter(shapes))
+    columns = tree[first].shape[len(shapes[first]) :]
+    columns = columns if len(columns) <= 1 else torch.Size()
+    for name, shape in shapes.items():
+        if tree[name].shape != shape + columns:
+            axes = ", ".join(str(size) for size in (*shape, "k"))
+            beside = f", while {first!r} has {tuple(tree[first].shape)}" if name != first else ""
+            raise ValueError(
+                f"flatten needs {name!r} of shape {tuple(shape)} or, for all names alike, ({axes}); "
+                f"got {tuple(tree[name].shape)}{beside}."
+            )
+        if tree[name].dtype != tree[first].dtype:
+            # Concatenation would cast them in silence.
+            raise ValueError(
+                f"flatten needs tensors of one dtype; {first!r} is {tree[first].dtype} and {name!r} "
+                f"{tree[name].dtype}. Convert them with tensor.to(dtype)."
+            )
+
+
+def check_flat(vector: Tensor, p: int) -> None:
+    """A flat vector or block of columns has p rows."""
+    if vector.ndim not in (1, 2) or vector.shape[0] != p:
+        raise ValueError(
+            f"The layout has p = {p} entries, so unflatten needs shape ({p},) or ({p}, k); got {tuple(vector.shape)}."
+        )
+
+
+def check_same_shapes(mine: Mapping[str, torch.Size], theirs: Mapping[str, torch.Size]) -> None:
+    """Two models have parameters of the same shapes in the same order."""
+    for (a, shape), (b, other) in zip(mine.items(), theirs.items(), strict=False):
+        if shape != other:
+            raise ValueError(
+                f"A Gram matrix between two models needs parameters of the same shapes; {a!r} is {tuple(shape)} and "
+                f"the other's {b!r} {tuple(other)}."
+            )
+    if len(mine) != len(theirs):
+        raise ValueError(
+            f"A Gram matrix between two models needs as many parameters in both; got {len(mine)} and {len(theirs)}."
+        )
+
+
+# Outputs.
+
+
+def output_tensor(raw: Any) -> Tensor:
+    """The default reading of what a model returns: a tensor, or the ``logits`` of a model output or dict."""
+    if isinstance(raw, Tensor):
+        return raw
+    logits = raw.get("logits") if isinstance(raw, Mapping) else getattr(raw, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise TypeError(
+        f"linnet needs a tensor of outputs (n, c), or an object with logits; the model returned {kind(raw)}. "
+        "Say how to read it with output=, such as output=lambda out: out[0]."
+    )
+
+
+def output_matrix(out: object, n: int) -> Tensor:
+    """The output as (n, c)."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"output= must return a tensor (n, c) or (n,); it returned {kind(out)}.")
+    if not out.is_floating_point():
+        raise TypeError(
+            f"linnet differentiates floating outputs; got {out.dtype} of shape {tuple(out.shape)}. Return logits or "
+            "means rather than labels, for example with output=."
+        )
+    if out.layout is not torch.strided:
+        raise TypeError(
+            f"linnet needs dense outputs; the model's have layout {out.layout}. Use output=lambda out: out.to_dense()."
+        )
+    if out.ndim == 0 or len(out) != n or out.ndim > 2 or out.shape[-1] == 0:
+        hint = (
+            "For outputs with more axes use output=lambda out: out.flatten(1)."
+            if out.ndim > 2 and len(out) == n
+            else "There must be one row of outputs per example; say how to read it with output=."
+        )
+        raise ValueError(
+            f"linnet needs outputs of shape (n, c) or (n,), with n = {n} examples here; got {tuple(out.shape)}. {hint}"
+        )
+    return out if out.ndim == 2 else out[:, None]
+
+
+def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: Mapping[str, Tensor]) -> None:
+    """Add a note to an error of the model's forward where dtypes explain it; refuse what cannot run in linnet's way."""
+    if "is not an nn.Parameter" in str(error):
+        raise not_functional() from error
+    if "does not require grad" in str(error):
+        raise differentiates_itself() from error
+    first, parameter = next(iter(theta.items()))
+    inputs = list(inputs)
+    for name, leaf in inputs:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype:
+            error.add_note(
+                f"linnet: {name} are {leaf.dtype} and the model's parameters {parameter.dtype} ({first!r}); nothing is "
+                f"cast in silence. Convert the data with .to({parameter.dtype}), or the model."
+            )
+            return
+    for name, leaf in inputs:
+        whole = isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
+        if whole and re.search(r"dtype|scalar type|\b(Long|Int|Short|Char|Byte|Bool)\b", str(error)):
+            error.add_note(
+                f"linnet: {name} are whole numbers ({leaf.dtype}), and the model's parameters are {parameter.dtype} "
+                f"({first!r}); nothing is cast in silence. Convert the data with .to({parameter.dtype})."
+            )
+            return
+
+
+def check_outputs_finite(f: Tensor, start: int, positions: Tensor | None = None) -> None:
+    """No output is NaN or infinite; the error names the first example whose output is.
+
+    Args:
+        f: (n, c).
+        start: Position of the first example.
+        positions: Those of all, (n,), where they are not consecutive.
+    """
+    if bool(torch.isfinite(f).all()):
+        return
+    bad = ~torch.isfinite(f).all(1)
+    row = int(bad.nonzero()[0])
+    example = start + row if positions is None else int(positions[row])
+    raise ValueError(
+        f"The model's output is not finite for example {example}: {f[row].tolist()[:4]}. Look at that input and at "
+        "the model's parameters (an overflow in half precision is a common cause: use model.float())."
+    )
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether two tensors agree relative to their largest entry."""
+    scale = max(float(a.detach().abs().max()), float(b.detach().abs().max()))
+    return float((a.detach() - b.detach()).abs().max()) <= tolerance * scale
+
+
+# Reasons to refuse a network.
+
+
+def changed_parameter(name: str, *, parameter: bool = True) -> RuntimeError:
+    """The error of weights that are not what they were when the model was linearized."""
+    eval_mode = "" if parameter else " Forward passes in training mode change a buffer: use model.eval()."
+    return RuntimeError(
+        f"{'Parameter' if parameter else 'Buffer'} {name!r} has changed since the model was linearized, so f(x; "
+        "theta0) and the Jacobian would belong to different weights. Call linnet.linearize(model) again after "
+        f"training, and fit again.{eval_mode}"
+    )
+
+
+class Refusal(ValueError):
+    """A network that has no Jacobian by examples, or that linnet cannot run without doing harm."""
+
+
+def original_is_read(name: str) -> Refusal:
+    return Refusal(
+        f"The forward pass reads the parameter {name!r} past the attribute that holds it: through a closure, a "
+        "hook, a replaced forward or a list. Its derivative would be lost. Read the parameter as an attribute of the "
+        "module that is called (self.weight), or leave it out with params=."
+    )
+
+
+def renormalizes(name: str) -> Refusal:
+    return Refusal(
+        f"The embedding {name!r} has rows longer than its max_norm, and its forward pass would shorten them in place. "
+        "linnet changes no weights: shorten the rows first (torch.renorm), or build the embedding without max_norm."
+    )
+
+
+def scaled_by_frequency() -> Refusal:
+    return Refusal(
+        "An embedding with scale_grad_by_freq=True divides gradients by the number of times that a token occurs in the "
+        "batch. Such gradients are no derivatives of the outputs. Build the embedding without scale_grad_by_freq."
+    )
+
+
+def not_functional() -> Refusal:
+    return Refusal(
+        "The model gives other outputs when tensors stand in the places of its parameters: its forward pass asks for "
+        "nn.Parameter by type or by get_parameter, or looks at how a parameter is stored. Use parameters as tensors."
+    )
+
+
+def differentiates_itself() -> Refusal:
+    return Refusal(
+        "The forward pass of the model differentiates something with respect to the parameters of the model, which "
+        "works only while gradients are recorded. linnet cannot linearize a model that trains itself in its forward."
+    )
+
+
+def keeps_state() -> Refusal:
+    return Refusal(
+        "The outputs of the model depend on its earlier calls: the forward pass leaves something behind in a buffer or "
+        "an attribute (a running statistic, a counter, a cache), and later calls read it. Switch it off in eval mode, "
+        "or run the model once before it is linearized if it only prepares itself."
+    )
+
+
+def not_linear() -> Refusal:
+    return Refusal(
+        "The backward pass of the model is not linear in the gradient that it is given, or mixes examples: a hook or "
+        "an autograd.Function clips, scales or normalizes gradients. Such gradients are no derivatives of the outputs. "
+        "Remove what changes gradients."
+    )
+
+
+def parameter_is_written(name: str) -> Refusal:
+    return Refusal(
+        f"The forward pass writes into the parameter {name!r}, so the network is not a function of its parameters. "
+        "Write into a copy of the parameter instead."
+    )
+
+
+def random_output() -> Refusal:
+    return Refusal(
+        "The model gives different outputs for the same input, even in eval mode, so it has no Jacobian. Remove what "
+        "is random in its forward (functional dropout without training=self.training, sampled noise), or fix the seed."
+    )
+
+
+def examples_interact(start: int = 0, n: int = 0) -> Refusal:
+    where = f" (examples {start} to {start + n - 1})" if n else ""
+    return Refusal(
+        f"The output of an example changes with the other examples of its batch{where}, so the Jacobian has no rows by "
+        "example. Look for statistics over the batch (batch norm without running ones, normalization over axis 0), "
+        "for time or attention along the batch axis (batch_first=False), for capacities shared by the batch and for "
+        "padding to its longest example."
+    )
