@@ -98,6 +98,7 @@ def test_a_mistake_is_told_before_any_pass(name, monkeypatch):
 
 def test_a_checkpoint_of_low_rank_is_looked_at_first(monkeypatch, tmp_path):
     J = linnet.linearize(THREE).jacobian(X)
+    assert J.c == 3  # which takes the first examples
     monkeypatch.setattr(Counting, "seen", 0)
     for checkpoint, error in ((tmp_path, IsADirectoryError), (tmp_path / "no" / "file", FileNotFoundError)):
         with pytest.raises(error, match="checkpoint names"):

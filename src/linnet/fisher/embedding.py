@@ -194,8 +194,11 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 f"n_components={at_least}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
                 "components. Ask for no more than that."
             )
-        self.statistics_, trace = self._statistics(score, source, J)
-        return source, self._fisher_vectors(J), trace
+        # Passes after the first one touch neither the network nor the data, where the factors fit memory. A checkpoint
+        # is of the data itself, and a cheaper precision makes factors of its own.
+        kept = J.cached_if_fits() if self.checkpoint is None and self.precision == "highest" else J
+        self.statistics_, trace = self._statistics(score, source, J, kept)
+        return source, self._fisher_vectors(kept), trace
 
     def _fit(self, X: Any) -> Tensor:
         source, V, trace = self._vectors(X, at_least=_asked(self.n_components))
@@ -247,13 +250,17 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             )
         return self._fisher_vectors(self._jacobian(source, self.precision))
 
-    def _statistics(self, score: scores.Score, source: Source, J: Jacobian) -> tuple[Statistics | None, float | None]:
-        """Z and I, and the trace of V V^T where it follows from them."""
+    def _statistics(
+        self, score: scores.Score, source: Source, J: Jacobian, kept: Jacobian
+    ) -> tuple[Statistics | None, float | None]:
+        """Z and I, and the trace of V V^T where it follows from them; ``kept`` is J, perhaps in memory."""
         if self.kernel == "ntk":
             return None, None
         reference = score.reference(self.model, self.lin_, source)
-        found = fisher_statistics(J if reference is None else self._jacobian(reference), centered=score.centered)
-        return found, found.trace if reference is None else None
+        if reference is None:
+            found = fisher_statistics(J, centered=score.centered, kept=kept)
+            return found, found.trace
+        return fisher_statistics(self._jacobian(reference), centered=score.centered), None
 
     def _fisher_vectors(self, J: Jacobian) -> LinearOperator:
         return J if self.statistics_ is None else self.statistics_.vectors(J)

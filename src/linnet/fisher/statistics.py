@@ -67,7 +67,7 @@ class Statistics:
         return float(self.n) * (len(self.kept) - self.dropped)
 
 
-def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
+def fisher_statistics(J: Jacobian, *, centered: bool, kept: Jacobian | None = None) -> Statistics:
     r"""Center and diagonal Fisher information of a score, in one pass over the data.
 
     Sums are in float64 and of squares about the mean, so that nothing cancels. Two kinds of columns are dropped:
@@ -88,6 +88,7 @@ def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
         centered: Whether Z is the mean of J; else it is zero.
+        kept: J with its factors in memory, where they are.
 
     Example:
         >>> import linnet
@@ -104,11 +105,11 @@ def fisher_statistics(J: Jacobian, *, centered: bool) -> Statistics:
             f"Fisher statistics need one score per example; the Jacobian has {J.c} outputs for each of {J.n} examples. "
             "Reduce them to one number with output=, as the scores of linnet.scores do."
         )
-    Z, I = J.moments(centered=centered)  # noqa: E741
+    Z, I = (J if kept is None else kept).moments(centered=centered)  # noqa: E741
     layout = J.lin.layout
     check_finite(Z, I, layout)
-    kept = (I > 0) & ~rounding(J, I, centered=centered)
-    return Statistics(Z, I, kept, int((~kept).sum()), J.n)
+    columns = (I > 0) & ~rounding(J, I, centered=centered)
+    return Statistics(Z, I, columns, int((~columns).sum()), J.n)
 
 
 def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linnet.inference import kernel_vi, variational
+from linnet.inference import variational
 from linnet.inference.evidence import layer_scales, scales
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
@@ -388,8 +388,8 @@ def _variational(
         "K": K,
     }
     if K is not None and how.family in ("auto", "full"):
-        given |= {"start": alpha, "samples": max(given["samples"], kernel_vi.DRAWS)}
-        return kernel_vi.full(data.J, data.y, **given).checked()
+        given |= {"start": alpha, "samples": max(given["samples"], variational.SAMPLES)}
+        return variational.full(data.J, data.y, **given).checked()
     if how.family == "full":
         raise NotImplementedError(
             "family='full' has a covariance in function space, which takes solver='function'. Use family='lowrank', or "

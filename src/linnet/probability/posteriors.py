@@ -115,7 +115,8 @@ class Posterior(ABC):
         return PredictiveMoments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _ask(self, J: Jacobian, answer: Callable[[Any], Tensor]) -> PredictiveMoments:
-        return PredictiveMoments(J.outputs(), self.shift(J), answer(J))
+        f = J.outputs()
+        return PredictiveMoments(f, self.shift(J) if bool(self.delta.any()) else torch.zeros_like(f), answer(J))
 
     def shift(self, J: Any) -> Tensor:
         """``J delta``, (n, c): the displacement's part in the mean."""

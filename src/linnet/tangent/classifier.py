@@ -55,7 +55,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             rises.
         inference: "vi" (the best Gaussian, which is close to the exact posterior), "map" (the mode alone: sharper, and
             no error bars) or "laplace" (a Gaussian at the mode). With few labels the mode is far from the mean and its
-            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.kernel_vi`).
+            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.variational`).
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
         solver: "auto", "function", "weight" or "cg-weight"; see `linnet.inference.gaussian.closed_form`. With

@@ -16,7 +16,7 @@ from linnet.inference.mode.newton import pass_space, weight_space
 from linnet.inference.problem import Settings
 from linnet.linalg.conjugate_gradients import cg
 from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.low_rank import Preconditioner
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from linnet.linalg.preconditioners.randomized import sketch
 from linnet.linalg.row_weights import as_weight
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -39,7 +39,7 @@ def problem(likelihood: Likelihood, c: int, *, spread: float = 1.0) -> tuple[Ten
     return A, variance, mean, likelihood.sample(f, torch.Generator().manual_seed(0))
 
 
-def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, rank: int = 10) -> Preconditioner:
+def at_mean(A: Tensor, variance: Tensor, mean: Tensor, likelihood: Likelihood, rank: int = 10) -> LowRankPreconditioner:
     root = likelihood.root(mean)
     generator = torch.Generator().manual_seed(3)
     return sketch(
@@ -80,7 +80,7 @@ def test_preconditioners_are_made_where_steps_lag(monkeypatch: pytest.MonkeyPatc
     y = (J.dense() @ (10 * normal(J.shape[1], seed=5))).view(N, C).argmax(1)  # the features tell them all
     made: list[tuple[float, int]] = []
 
-    def noted(Phi: Any, root: Tensor, *, rank: int, generator: torch.Generator) -> Preconditioner:
+    def noted(Phi: Any, root: Tensor, *, rank: int, generator: torch.Generator) -> LowRankPreconditioner:
         made.append((float(root.square().sum()), rank))
         return sketch(Phi, root, rank=rank, generator=generator)
 
@@ -122,7 +122,7 @@ def test_rounding_ends_it() -> None:
     given: dict[str, Any] = {"likelihood": Categorical(), "tolerance": 1e-13}
     given |= {"variance": variance.float(), "mean": mean.float()}
     P = at_mean(A, variance, mean, Categorical())
-    mode = pass_space(Matrix(A.float()), y, solve=Preconditioner(P.U.float(), P.lam.float()).solve, **given)
+    mode = pass_space(Matrix(A.float()), y, solve=LowRankPreconditioner(P.U.float(), P.lam.float()).solve, **given)
     assert not mode.converged
     assert mode.gradient < 1e-4
     assert mode.passes < 150
