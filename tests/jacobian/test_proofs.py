@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian.proofs import Proofs, RandomState, Truth, random_signs
+from linnet.jacobian.chunk import Proofs
+from linnet.jacobian.proofs import RandomState, Truth, random_signs
 from linnet.jacobian.rule_selection import RuleSelection
 from linnet.network.functional_model import FunctionalModel
 from linnet.testing import dense_jacobian

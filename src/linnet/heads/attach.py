@@ -28,7 +28,7 @@ from linnet.jacobian.linearization import linearize
 from linnet.network import checks
 from linnet.network.call_trace import Trace, trace
 from linnet.network.copies import copy_sharing_parameters
-from linnet.network.weight_watch import Watch
+from linnet.network.functional_model import Watch
 
 
 class Head(nn.Linear):

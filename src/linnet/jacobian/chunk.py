@@ -6,6 +6,7 @@ A `ChunkBuilder` makes the blocks of one batch, by layer rules where they serve 
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule, Slot
 from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
-from linnet.jacobian.proofs import OtherBatches, Proofs, RandomState, Truth
+from linnet.jacobian.proofs import OtherBatches, RandomState, Truth
 from linnet.jacobian.recording import RecordedCall, Recording
 from linnet.jacobian.rule_selection import (
     PROBE,
@@ -296,6 +297,32 @@ def _lazy_again(
     return rule.make_blocks(LayerCall(None, {}, conf), x, g, slots, layout)[0]
 
 
+class Proofs:
+    """Which chunks have been compared, and by which way they were made."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def claim(self, way: str, batch: Batch) -> bool:
+        """Whether a chunk made in this way is new; from then on it is not."""
+        key = (way, *_composition(batch))
+        new = key not in self._seen
+        self._seen.add(key)
+        return new
+
+    def forget(self) -> None:
+        """All chunks are new again: a pass broke off, and its claims were not all met."""
+        self._seen.clear()
+
+
+def _composition(batch: Batch) -> tuple[Any, ...]:
+    """Which examples a batch holds, in which order."""
+    if batch.positions is None:
+        return batch.start, batch.n
+    positions = batch.positions.cpu().contiguous().numpy()
+    return batch.n, hashlib.blake2b(positions.tobytes(), digest_size=16).digest()
+
+
 @dataclass(frozen=True)
 class FirstExamples:
     """What the first examples of a data set show.
@@ -523,7 +550,7 @@ class NetworkChunks(ChunkSource):
         """Batches of at most ``size`` examples on the device of the network."""
         self.lin.network.check_unchanged()
         if stop > start:
-            for batch in self.source.batches(size, start, stop):
+            for batch in self.source._batches(size, start, stop):  # the range is that of a shard
                 yield batch.to(self.lin.device)
 
     def rests(self, size: int) -> Iterator[Any]:
@@ -535,10 +562,10 @@ class NetworkChunks(ChunkSource):
             f = made[0].f
             yield batch, made.pop()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
-            if self.late is None:
-                check_outputs_finite(f, batch.start, batch.positions)
-            else:
+            if self.late is not None:
                 self.late.add(f, batch.index)
+            elif not bool(f.isfinite().all()):
+                check_outputs_finite(f, batch.start, batch.positions)  # says which example it is
 
     def by_columns(self, kind: Request, k: int) -> bool:
         if self.settings.engine != "auto" or kind not in PRODUCTS or not autodiff_wins(kind, k=k, c=self.first.c):

@@ -20,9 +20,8 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import PassSettings
 from linnet.jacobian.plan import check_engine
 from linnet.jacobian.rule_selection import RuleSelection
-from linnet.network.functional_model import FunctionalModel, Output
+from linnet.network.functional_model import FunctionalModel, Output, Watch
 from linnet.network.parameters import Params
-from linnet.network.weight_watch import Watch
 
 
 def linearize(model: nn.Module, params: Params = None, output: Output | None = None) -> Linearization:
@@ -30,7 +29,7 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
 
     The module is never modified: linnet works on a copy of its structure that shares the parameters and is in eval
     mode. Parameters and buffers that change afterwards (more training) are noticed, and refused: here and wherever data
-    is first used, the bytes of all weights are compared (see `linnet.network.weight_watch`).
+    is first used, the bytes of all weights are compared (see `linnet.network.functional_model.Watch`).
 
     Args:
         model: Any module.
@@ -96,7 +95,7 @@ class Linearization:
 
         Args:
             contents: Whether to compare the bytes of all weights, which reads them once; see
-                `linnet.network.weight_watch`.
+                `linnet.network.functional_model.Watch`.
         """
         self.network.check_unchanged(contents=contents)
 

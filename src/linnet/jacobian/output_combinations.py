@@ -24,9 +24,9 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.matrices import Stack
 from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.linalg.row_weights import as_weight, inner_matrix, weigh
-from linnet.network.checks import output_matrix, output_tensor
+from linnet.network.checks import output_tensor
 from linnet.network.copies import with_forward
-from linnet.network.functional_model import FunctionalModel
+from linnet.network.functional_model import FunctionalModel, output_matrix
 
 NAME = "linnet_root"
 """The keyword under which the combinations travel with the inputs."""

@@ -12,7 +12,6 @@ for the others, must be the same. Where they are not, the network is refused.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from linnet._common.torch_settings import Precision
-from linnet.data.batch import Batch
 from linnet.jacobian.blocks.base import ColumnBlock, Range
 from linnet.network.parameters import Layout
 
@@ -145,32 +143,6 @@ class OtherBatches:
     outputs: list[tuple[Tensor, Tensor]]
     truth: Truth | None
     draws: bool
-
-
-class Proofs:
-    """Which chunks have been compared, and by which way they were made."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[Any, ...]] = set()
-
-    def claim(self, way: str, batch: Batch) -> bool:
-        """Whether a chunk made in this way is new; from then on it is not."""
-        key = (way, *_composition(batch))
-        new = key not in self._seen
-        self._seen.add(key)
-        return new
-
-    def forget(self) -> None:
-        """All chunks are new again: a pass broke off, and its claims were not all met."""
-        self._seen.clear()
-
-
-def _composition(batch: Batch) -> tuple[Any, ...]:
-    """Which examples a batch holds, in which order."""
-    if batch.positions is None:
-        return batch.start, batch.n
-    positions = batch.positions.cpu().contiguous().numpy()
-    return batch.n, hashlib.blake2b(positions.tobytes(), digest_size=16).digest()
 
 
 class RandomState:

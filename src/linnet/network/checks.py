@@ -204,31 +204,6 @@ def output_tensor(raw: Any) -> Tensor:
     )
 
 
-def output_matrix(out: object, n: int) -> Tensor:
-    """The output as (n, c)."""
-    if not isinstance(out, Tensor):
-        raise TypeError(f"output= must return a tensor (n, c) or (n,); it returned {kind(out)}.")
-    if not out.is_floating_point():
-        raise TypeError(
-            f"linnet differentiates floating outputs; got {out.dtype} of shape {tuple(out.shape)}. Return logits or "
-            "means rather than labels, for example with output=."
-        )
-    if out.layout is not torch.strided:
-        raise TypeError(
-            f"linnet needs dense outputs; the model's have layout {out.layout}. Use output=lambda out: out.to_dense()."
-        )
-    if out.ndim == 0 or len(out) != n or out.ndim > 2 or out.shape[-1] == 0:
-        hint = (
-            "For outputs with more axes use output=lambda out: out.flatten(1)."
-            if out.ndim > 2 and len(out) == n
-            else "There must be one row of outputs per example; say how to read it with output=."
-        )
-        raise ValueError(
-            f"linnet needs outputs of shape (n, c) or (n,), with n = {n} examples here; got {tuple(out.shape)}. {hint}"
-        )
-    return out if out.ndim == 2 else out[:, None]
-
-
 def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: Mapping[str, Tensor]) -> None:
     """Add a note to an error of the model's forward where dtypes explain it; refuse what cannot run in linnet's way."""
     if "is not an nn.Parameter" in str(error):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import linnet
 from linnet._common import checksums, files
 from linnet.heads.attach import attach_head
-from linnet.network.weight_watch import Watch
+from linnet.network.functional_model import Watch
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.sin(2 * X[:, 0])
