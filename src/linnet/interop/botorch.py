@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet.inference.gaussian.closed_form import cached_if_fits
+from linnet.interop.features import Features, TangentFeatures
 from linnet.interop.gpytorch import as_linearization
-from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures
+from linnet.jacobian.differentiable_rows import DifferentiableRows
 from linnet.jacobian.linearization import Linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.network.functional_model import Output

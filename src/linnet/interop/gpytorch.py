@@ -10,7 +10,8 @@ from linear_operator import to_linear_operator
 from linear_operator.operators import LinearOperator as LazyMatrix
 from torch import Tensor, nn
 
-from linnet.jacobian.differentiable_rows import TangentFeatures, needs_grad
+from linnet.interop.features import TangentFeatures
+from linnet.jacobian.differentiable_rows import needs_grad
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.network.functional_model import Output
