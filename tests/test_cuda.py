@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import linnet
+from linnet._common import memory
 from linnet._common.torch_settings import arithmetic
 from linnet.inference.mode import adam
-from linnet.jacobian import plan
 from linnet.probability.likelihoods import Categorical
 from linnet.testing import check_operator, zoo
 
@@ -159,11 +159,11 @@ def test_a_share_of_the_memory_is_kept_to():
     device = torch.device("cuda")
     torch.cuda.set_per_process_memory_fraction(0.05)
     try:
-        assert 0 < plan.free(device) <= 0.05 * torch.cuda.mem_get_info()[1]
-        assert plan.dense_budget("auto", device) <= 0.9 * 0.05 * torch.cuda.mem_get_info()[1]
+        assert 0 < memory.free_memory(device) <= 0.05 * torch.cuda.mem_get_info()[1]
+        assert memory.dense_budget("auto", device) <= 0.9 * 0.05 * torch.cuda.mem_get_info()[1]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert plan.free(device) > 0.05 * torch.cuda.mem_get_info()[1]
+    assert memory.free_memory(device) > 0.05 * torch.cuda.mem_get_info()[1]
 
 
 def rows(net: torch.nn.Module, X: torch.Tensor, **settings: Any) -> linnet.Jacobian:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.inference import sampling_system
+from linnet.inference import samples as sampling
 from linnet.inference.problem import Settings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
@@ -172,7 +172,7 @@ def test_a_start_brings_its_preconditioner(monkeypatch):
     how = {"space": "weight", "tolerance": 1e-12, "progress": False}
     before = posterior_samples(J, S, L, 3, **how)
     made = []
-    monkeypatch.setattr(sampling_system, "sketch", lambda *given, **more: made.append(1) or sketch(*given, **more))
+    monkeypatch.setattr(sampling, "sketch", lambda *given, **more: made.append(1) or sketch(*given, **more))
     new = S * torch.linspace(0.5, 2, len(S)).double()
     near = posterior_samples(J, new, 2 * L, 3, start=before, **how)
     assert not made and near.preconditioner is not None and near.preconditioner.rank > 10

@@ -114,7 +114,7 @@ def test_samples_are_those_of_all_rows(c, probes, monkeypatch):
     if probes:
         assert found.log_det == pytest.approx(exact.log_det, abs=6 * found.log_det_error + 1e-6)
     calls = []
-    monkeypatch.setattr("linnet.inference.sampling_system.informative_rows", lambda J, L, **how: calls.append(J.n))
+    monkeypatch.setattr("linnet.inference.samples.informative_rows", lambda J, L, **how: calls.append(J.n))
     posterior_samples(J, S, L, 3, space="weight", preconditioner="none")
     assert not calls
     again = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)

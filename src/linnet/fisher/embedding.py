@@ -29,7 +29,6 @@ from linnet._estimator.inputs import checked_inputs, like, plain_options
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.linalg.operator import LinearOperator
@@ -197,7 +196,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             )
         # Passes after the first one touch neither the network nor the data, where the factors fit memory. A checkpoint
         # is of the data itself, and a cheaper precision makes factors of its own.
-        kept = cached_if_fits(J) if self.checkpoint is None and self.precision == "highest" else J
+        kept = J.cached_if_fits() if self.checkpoint is None and self.precision == "highest" else J
         self.statistics_, trace = self._statistics(score, source, J, kept)
         return source, self._fisher_vectors(kept), trace
 

@@ -108,8 +108,8 @@ def fisher_statistics(J: Jacobian, *, centered: bool, stored: Jacobian | None = 
     Z, I = (J if stored is None else stored).moments(centered=centered)  # noqa: E741
     layout = J.lin.layout
     check_finite(Z, I, layout)
-    kept = (I > 0) & ~rounding(J, I, centered=centered)
-    return Statistics(Z, I, kept, int((~kept).sum()), J.n)
+    columns = (I > 0) & ~rounding(J, I, centered=centered)
+    return Statistics(Z, I, columns, int((~columns).sum()), J.n)
 
 
 def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linnet.inference import kernel_vi, variational
+from linnet.inference import variational
 from linnet.inference.evidence import layer_scales, scales
 from linnet.inference.evidence.gaussian import Choice
-from linnet.inference.gaussian.iterative import cached_if_fits, preconditioner_of, probes_of
+from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
 from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
@@ -128,7 +128,7 @@ class How:
 def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     """The posterior of the displacement."""
     solver = solver_for(data.J, prior, how)
-    data = replace(data, J=cached_if_fits(data.J))
+    data = replace(data, J=data.J.cached_if_fits())
     if solver.startswith("cg"):
         return _iterative(data, prior, how)
     return (_function if solver == "function" else _weight)(data, prior, how)
@@ -388,8 +388,8 @@ def _variational(
         "K": K,
     }
     if K is not None and how.family in ("auto", "full"):
-        given |= {"start": alpha, "samples": max(given["samples"], kernel_vi.DRAWS)}
-        return kernel_vi.full(data.J, data.y, **given).checked()
+        given |= {"start": alpha, "samples": max(given["samples"], variational.SAMPLES)}
+        return variational.full(data.J, data.y, **given).checked()
     if how.family == "full":
         raise NotImplementedError(
             "family='full' has a covariance in function space, which takes solver='function'. Use family='lowrank', or "

@@ -9,6 +9,15 @@ is a draw from it, since the right-hand side has covariance H. All samples are c
 iteration of conjugate gradients is one fused pass. Written with whitened weights :math:`z = S^{1/2} u` and
 :math:`\Phi = J S^{1/2}`, the system is :math:`(I + \Phi^\top B \Phi) u = \Phi^\top L e + h`, whose solution differs
 from h in the range of :math:`\Phi^\top` only: iterations start at ``u = h`` and leave all other directions exact.
+
+A pass over all rows of J takes c backward passes for each example. A network that is sure of most labels has nearly all
+of its curvature in a few rows (`linnet.jacobian.informative_rows`). With these rows alone there are two ways to save
+passes over all rows:
+
+* a direct solve (`linnet.linalg.preconditioners.woodbury`) as the preconditioner of iterations over all rows, where the
+  Gram matrix of the few rows is no more work than a randomized preconditioner, or where there is no memory for one;
+* a randomized preconditioner of the few rows (`linnet.linalg.preconditioners.randomized`), and iterations over the few
+  rows too, which start again from the residuals of all rows.
 """
 
 from __future__ import annotations
@@ -21,25 +30,35 @@ import torch
 from torch import Tensor
 
 from linnet._common.memory import dense_budget
-from linnet.inference.gaussian.iterative import probes_of
+from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
 from linnet.inference.problem import Settings
-from linnet.inference.sampling_system import again, system_of
 from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.output_combinations import informative_rows
+from linnet.jacobian.plan import autodiff_wins
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.linalg.cholesky import log_det_from as dense_log_det
-from linnet.linalg.conjugate_gradients import Solution, cg
+from linnet.linalg.conjugate_gradients import Product, Solution, cg
 from linnet.linalg.lanczos import log_det_from_tridiagonals
+from linnet.linalg.matrices import Stack
+from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.preconditioners.woodbury import REFINED
-from linnet.linalg.row_weights import as_weight, inner_matrix, weigh
+from linnet.linalg.preconditioners.randomized import sketch
+from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
+from linnet.linalg.row_weights import as_weight, inner_matrix, weigh, weight_from_root
 from linnet.network.parameters import Layout
 from linnet.probability.posteriors import SamplePosterior
 
 Space = Literal["auto", "weight", "function"]
 Kind = Literal["auto", "sketch", "nystrom", "pivoted-cholesky", "none"]
 
-PATIENCE = 128
-"""Function space is worth its (n c)^2 p while n c is below this many times the columns of a pass, 2 k + 64."""
+SKETCHED = 4096
+"""Columns of a randomized preconditioner on a GPU that forms rows: more take memory, fewer take iterations. With these
+64 samples of ResNet-20 take ten iterations."""
+
+LEFT = {False: (1e-4, 1e-3), True: (0.005, 0.03)}
+"""Share of the curvature's trace that a direct solve leaves to iterations over all rows, and the largest share that it
+may leave; the second pair where a randomized preconditioner has no memory. A larger share takes fewer rows and more
+iterations."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +226,8 @@ def posterior_samples(
         return Samples(d[:, None] * h, S, seed, "weight", Solution(h, True, 0, 0.0, tolerance=tolerance), 0.0)
     P: Preconditioner | None = None if isinstance(preconditioner, str) else preconditioner
     if preconditioner == "auto" and rank == "auto" and start is not None and start.preconditioner is not None:
-        P = again(start.preconditioner, start.variance, S, float(L.square().mean()) / start.curvature)
-    system = system_of(J, S, L, k, settings, kind=kind, coarse=coarse, preconditioner=P, probes=probes)
+        P = reuse_preconditioner(start.preconditioner, start.variance, S, float(L.square().mean()) / start.curvature)
+    system = make_system(J, S, L, k, settings, kind=kind, coarse=coarse, preconditioner=P, probes=probes)
     P = system.preconditioner
     first = h if start is None else _started(start, h, d)
     if probes:
@@ -236,6 +255,8 @@ def posterior_samples(
 def choose_space(J: Jacobian, k: int, memory: float | str = "auto") -> str:
     """Function space while its matrices fit memory and cost no more than some dozens of passes; else weight space.
 
+    Its (n c)^2 p is worth while where n c is below 128 times the columns of a pass, 2 k + 64.
+
     Args:
         J: (n c, p).
         k: Columns.
@@ -243,7 +264,7 @@ def choose_space(J: Jacobian, k: int, memory: float | str = "auto") -> str:
     """
     rows, p = J.shape
     fits = (24 if J.dtype == torch.float64 else 20) * rows**2 <= dense_budget(memory, J.device)
-    return "function" if fits and rows <= PATIENCE * (2 * k + 64) and rows < 4 * p else "weight"
+    return "function" if fits and rows <= 128 * (2 * k + 64) and rows < 4 * p else "weight"
 
 
 @torch.no_grad()
@@ -338,6 +359,159 @@ def _draws(rows: int, k: int, like: Tensor, generator: torch.Generator) -> Tenso
 
 def _estimate(each: Tensor) -> tuple[float, float]:
     return float(each.mean()), float(each.std() / len(each) ** 0.5)
+
+
+# The system in weight space.
+
+
+@dataclass(frozen=True)
+class _System:
+    """The system in weight space, as `linnet.linalg.cholesky.cg` takes it.
+
+    Attributes:
+        product: V (p, k) to ``H V``.
+        exact: The same for residuals, where the product is a coarser one.
+        preconditioner: P.
+    """
+
+    product: Product
+    exact: Product | None
+    preconditioner: Preconditioner | WoodburyPreconditioner | None
+
+
+def make_system(
+    J: Jacobian,
+    S: Tensor,
+    L: Tensor,
+    k: int,
+    settings: Settings,
+    *,
+    kind: str = "auto",
+    coarse: Jacobian | None = None,
+    preconditioner: Preconditioner | WoodburyPreconditioner | None = None,
+    probes: int = 0,
+) -> _System:
+    """The system of posterior samples in weight space.
+
+    Args:
+        J: (n c, p), steady: rows that one pass has made meet products of others.
+        S: Prior variances, (p,).
+        L: The root of B, (n c,) or (n, c, c).
+        k: Columns of the solve, without probes.
+        settings: Of the solve.
+        kind: "auto", "sketch", "nystrom", "pivoted-cholesky" or "none".
+        coarse: J in a cheaper precision, for products.
+        preconditioner: One that is made already.
+        probes: Columns whose tridiagonals are wanted, which only an exact product has.
+    """
+    d, weight = S.sqrt(), weight_from_root(L)
+
+    def of(op: LinearOperator, weight: Tensor | None) -> Product:
+        Phi = op.scaled(d)
+        return lambda V: V + Phi.normal(V, weight)
+
+    exact = of(J, weight)
+    if coarse is not None:
+        P = preconditioner or _precondition_all_rows(coarse, d, L, k, settings, kind)
+        return _System(of(coarse, weight), exact, P)
+    if (
+        kind not in ("auto", "sketch")
+        or isinstance(preconditioner, WoodburyPreconditioner)
+        or (preconditioner and probes)
+    ):
+        return _System(exact, None, preconditioner or _precondition_all_rows(J, d, L, k, settings, kind))
+    if preconditioner is None and kind == "auto" and isinstance(settings.rank, str):
+        found = _make_direct(J, S, L, k, settings)
+        if found is not None:
+            return _System(exact, None, found)
+    few = informative_rows(J, L)
+    if few is None:
+        return _System(exact, None, preconditioner or _precondition_all_rows(J, d, L, k, settings, kind))
+    few = _with_tf32_products(few)
+    if preconditioner is None:
+        ones = torch.ones(few.shape[0], dtype=J.dtype, device=J.device)
+        preconditioner = sketch(
+            few.scaled(d), ones, rank=_count_columns(J, k, settings, rows=True)[0], generator=settings.generator(2)
+        )
+    if probes:
+        return _System(exact, None, preconditioner)
+    return _System(of(few, None), exact, preconditioner)
+
+
+def reuse_preconditioner(
+    P: Preconditioner | WoodburyPreconditioner, old: Tensor, new: Tensor, noise: float
+) -> Preconditioner | WoodburyPreconditioner | None:
+    """The preconditioner of another solve for this prior and noise.
+
+    None where a prior variance, in units of the noise, has changed by more than a factor of ten.
+
+    Args:
+        P: Of the other solve.
+        old: Its prior variances, (p,).
+        new: Those of this one.
+        noise: How many times as large the curvature is now.
+    """
+    ratio = torch.where(old > 0, new / old, 1.0) * noise
+    if bool((ratio > 10).any() | (ratio < 0.1).any() | ((old > 0) != (new > 0)).any()):
+        return None
+    if isinstance(P, WoodburyPreconditioner):  # as it is: another costs a Gram matrix, and this one some iterations
+        return P
+    return P.rescale(ratio.sqrt())
+
+
+def _count_columns(J: Jacobian, k: int, settings: Settings, *, rows: bool) -> tuple[int, bool]:
+    """How many a sketch of a few rows has, or of all; and whether it is for want of memory that it has not more."""
+    if not isinstance(settings.rank, str):
+        return max(1, settings.rank), False
+    fits = int(0.5 * dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
+    # Where rows are formed anyway, many more columns cost little more.
+    wanted = SKETCHED if J.device.type == "cuda" else max(128, 4 * k)
+    if not rows and _goes_by_column(J, k):  # each costs as much as one of the samples in an iteration
+        wanted = min(wanted, 4 * k)
+    return max(1, min(wanted, fits)), fits < wanted
+
+
+def _goes_by_column(J: Jacobian, k: int) -> bool:
+    return autodiff_wins("fused", k=k, c=J.c)
+
+
+def _make_direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> WoodburyPreconditioner | None:
+    """A direct solve with a few rows, where it is worth its Gram matrix (m, m)."""
+    columns, limited = _count_columns(J, k, settings, rows=True)
+    fits = math.isqrt(dense_budget(settings.memory, J.device) // 24)
+    if not limited:
+        # On a CPU its m^2 p is then no more than the 4 m p r of a sketch, which leaves more iterations; on a GPU
+        # iterations over the few rows take no time beside those over all.
+        fits = min(fits, columns if J.device.type == "cuda" else 4 * columns)
+    share, largest = LEFT[limited]
+    R = informative_rows(J, L, share=share, most=fits, largest=largest)
+    if R is None:
+        return None
+    return woodbury_preconditioner(R, S, generator=settings.generator(2), coarse=_with_tf32_products(R))
+
+
+def _with_tf32_products(R: Stack) -> Stack:
+    """On a GPU with products in tf32, of rows of the network itself.
+
+    Those of a network that runs in tf32 are another matrix, by a percent or two.
+    """
+    if R.device.type != "cuda":
+        return R
+    return Stack([part.in_precision("products") for part in R.parts if isinstance(part, Jacobian)])
+
+
+def _precondition_all_rows(
+    J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, kind: str
+) -> Preconditioner | None:
+    """A preconditioner from all rows, of a kind."""
+    if kind == "none":
+        return None
+    if kind not in ("auto", "sketch"):
+        return preconditioner_of(J.scaled(d), J, weight_from_root(L), settings, "weight")
+    columns, _ = _count_columns(J, k, settings, rows=False)
+    if J.device.type == "cuda" and not _goes_by_column(J, k):
+        J = J.in_precision("products")
+    return sketch(J.scaled(d), L, rank=columns, generator=settings.generator(2))
 
 
 # Checks.

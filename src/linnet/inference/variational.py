@@ -6,16 +6,26 @@ are Gaussian with mean :math:`m_i + \Phi_i \mu` and covariance :math:`C_i = \Phi
 .. math:: \mathrm{ELBO} = \sum_i E_{f_i \sim N}[\log p(y_i \mid f_i)] - \mathrm{KL}(q \,\|\, N(0, I)),
 
 the lower bound of the log evidence, takes an expectation over c outputs for each example (local reparametrization).
-There are two families of covariances here, and all of them in `linnet.inference.kernel_vi`, where K is at hand:
+There are three families of covariances:
 
 - `meanfield`: :math:`\Sigma = \mathrm{diag}(v)`;
 - `lowrank`: :math:`\Sigma = I - P P^\top + P C P^\top`, any covariance C along r orthonormal directions, the prior in
-  all others. With r the rank of K it holds the best of all Gaussians.
+  all others. With r the rank of K it holds the best of all Gaussians;
+- `full`: all of them, where K is at hand. The best one has
 
-The mean is free in both. Each iteration takes a Newton step of the mean, with K where there is one and otherwise by
-conjugate gradients with :math:`\Sigma` as preconditioner, and a natural gradient step of the covariance: where the
-expected curvature is B, the best one has :math:`1 / v = 1 + \mathrm{diag}(\Phi^\top B \Phi)` or
-:math:`C^{-1} = I + P^\top \Phi^\top B \Phi P`. Steps are shortened until the ELBO rises.
+  .. math:: \mu = \Phi^\top \alpha, \quad \alpha = E_q[\mathrm{residual}], \qquad
+            \Sigma = (I + \Phi^\top \bar B \Phi)^{-1}, \quad \bar B = E_q[B]
+
+  (Opper and Archambeau 2009). This is the form of the Laplace approximation, but with averages over q where Laplace has
+  values at the mode. With few labels the two are far apart. At a mode that is sure of its labels B is next to nothing,
+  so that Laplace takes the prior's covariance, around a mean that has moved just far enough to be sure. The posterior
+  has its mean much further out: more of it lies there than on the side of the prior, where the labels forbid it.
+
+The mean is free in all families. One loop serves them. Each iteration takes a Newton step of the mean, with K where
+there is one and otherwise by conjugate gradients with :math:`\Sigma` as preconditioner, and a natural gradient step of
+the covariance: where the expected curvature is B, the best one has :math:`1 / v = 1 + \mathrm{diag}(\Phi^\top B
+\Phi)`, :math:`C^{-1} = I + P^\top \Phi^\top B \Phi P`, or :math:`\bar B = B`. Steps are shortened until the ELBO
+rises.
 """
 
 from __future__ import annotations
@@ -30,8 +40,8 @@ from torch import Tensor
 
 from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR
-from linnet.inference.mode.spaces import check_concave, check_kind, check_mean, check_operator
-from linnet.linalg.cholesky import cholesky_, log_det_from
+from linnet.inference.mode.spaces import FunctionSpace, check_concave, check_kind, check_mean, check_operator
+from linnet.linalg.cholesky import cholesky_, log_det_from, solve_lower
 from linnet.linalg.conjugate_gradients import Solvable, cg
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.row_weights import as_weight, weigh
@@ -39,23 +49,14 @@ from linnet.probability.expectations import Expected, expected
 from linnet.probability.likelihoods import Likelihood
 
 DRAWS = 2**22
-"""Numbers that are drawn: so many examples have draws of their own, and the next ones use them again."""
+"""Numbers that are drawn: so many examples have draws of their own, and the next examples use them again."""
 
 DENSE = 2000
-"""Rows up to which the directions are eigenvectors of the kernel itself."""
+"""Rows up to which directions are eigenvectors of the kernel and steps of the mean solve with it: both take n^3."""
 
-FLAT = 1e-2
-"""The relative gradient above which a standstill is no convergence. The ELBO is off by its square."""
-
-POWERS = 2
-"""Of a kernel that is too large for its eigenvectors."""
-
-RANK = 500
-ENTRIES = 2**27
-"""What "auto" allows: directions, and numbers in their basis."""
-
-MATTERS = 1e-2
-"""A direction is kept where the data say at least this part of what the prior says: curvature times eigenvalue."""
+SAMPLES = 256
+"""Draws for each example of `full`. Where the prior says next to nothing, few draws do not show how the covariance
+should change, and the ELBO stands still too early: with 64, by about 2 at a prior standard deviation of f of 60."""
 
 
 @dataclass(frozen=True)
@@ -65,30 +66,29 @@ class Variational:
     Attributes:
         delta: (p,), its mean.
         f: (n, c), the mean of f.
-        variances: (p,), of the displacement, S times v; None but from `meanfield`.
-        basis: P, (p, r), orthonormal directions of whitened weights; None but from `lowrank`.
-        C: (r, r), the covariance along them; None but from `lowrank`.
+        variances: (p,), of the displacement, S times v; only from `meanfield`.
+        basis: P, (p, r), orthonormal directions of whitened weights; only from `lowrank`.
+        C: (r, r), the covariance along them; only from `lowrank`.
         elbo: The lower bound of the log evidence: exact, or for `Categorical` an unbiased estimate by further draws.
         path: The ELBO at the start and after each iteration, with the draws that the iterations use; it never falls.
         gradient: Norm of the mean's gradient ``Phi^T E[residual] - u`` before the last step, relative to that of the
             larger of its two terms.
         iterations: How many.
         converged: Whether the ELBO has stopped rising, at a mean with a small gradient.
-        root: L, (n c,) or (n, c, c), with ``Sigma = (I + Phi^T L L^T Phi)^-1``; None but from
-            `linnet.inference.kernel_vi`.
-        factor: (n c, n c), the lower Cholesky factor of ``I + L^T K L``; None as root is.
+        root: L, (n c,) or (n, c, c), with ``Sigma = (I + Phi^T L L^T Phi)^-1``; only from `full`.
+        factor: (n c, n c), the lower Cholesky factor of ``I + L^T K L``; only from `full`.
     """
 
     delta: Tensor
     f: Tensor
-    variances: Tensor | None
-    basis: Tensor | None
-    C: Tensor | None
     elbo: float
     path: tuple[float, ...]
     gradient: float
     iterations: int
     converged: bool
+    variances: Tensor | None = None
+    basis: Tensor | None = None
+    C: Tensor | None = None
     root: Tensor | None = None
     factor: Tensor | None = None
 
@@ -146,9 +146,9 @@ def meanfield(
         >>> q.converged, q.variances.shape
         (True, torch.Size([3]))
     """
-    problem = Problem(J, y, variance, mean, likelihood, K, samples, seed)
-    covariance = _Diagonal(problem, torch.ones_like(variance), torch.zeros_like(mean))
-    found, last = _ascend(problem, covariance, start, preconditioner, tolerance, iterations)
+    problem = _Expectations(J, y, variance, mean, likelihood, K, samples, seed)
+    covariance = _Diagonal(problem, torch.ones_like(variance), problem.no_blocks(), preconditioner)
+    found, last = _ascend(problem, _Weights(problem), covariance, start, tolerance, iterations)
     return replace(found, variances=variance * last.v)
 
 
@@ -170,7 +170,7 @@ def lowrank(
     """The best Gaussian with a full covariance along the top eigenvectors of K, and the prior's across them.
 
     Args:
-        J: As for `meanfield`, and so are the others.
+        J: (n c, p). This argument and the others are those of `meanfield`.
         y: Targets, as ``likelihood.targets`` takes them.
         variance: S, (p,).
         mean: m, (n, c).
@@ -193,19 +193,68 @@ def lowrank(
         >>> q.converged, q.basis.shape, q.C.shape
         (True, torch.Size([3, 2]), torch.Size([2, 2]))
     """
-    problem = Problem(J, y, variance, mean, likelihood, K, samples, seed)
-    P = _directions(problem, rank, seed)
+    problem = _Expectations(J, y, variance, mean, likelihood, K, samples, seed)
+    P = _find_directions(problem, rank, seed)
     F = problem.Phi @ P
     C = torch.eye(P.shape[1], dtype=P.dtype, device=P.device)
     # What the prior says across the directions; below zero only by rounding.
     rest = problem.blocks(None) - problem.blocks_of(F, F)
-    covariance = _Directions(problem, P, F, rest, C, torch.zeros_like(mean))
-    found, last = _ascend(problem, covariance, start, None, tolerance, iterations)
+    covariance = _Directions(problem, P, F, rest, C, problem.no_blocks())
+    found, last = _ascend(problem, _Weights(problem), covariance, start, tolerance, iterations)
     return replace(found, basis=last.P, C=last.C)
 
 
-class Problem:
-    """What all families share: whitened features, targets, and expectations over f."""
+def full(
+    J: LinearOperator,
+    y: Tensor,
+    *,
+    variance: Tensor,
+    mean: Tensor,
+    likelihood: Likelihood,
+    K: Tensor,
+    start: Tensor | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    tolerance: float = 1e-7,
+    iterations: int = 200,
+) -> Variational:
+    """The Gaussian with the largest ELBO, of any mean and covariance.
+
+    Memory: two matrices beside K.
+
+    Args:
+        J: (n c, p).
+        y: Targets, as ``likelihood.targets`` takes them.
+        variance: S, (p,).
+        mean: m, (n, c).
+        likelihood: Of the targets given f; log-concave.
+        K: ``J S J^T``, (n c, n c).
+        start: alpha to begin with, (n c,), such as that of a mode in function space; None for zero.
+        samples: Draws for each example where expectations are not exact (`Categorical`), in pairs; the same throughout.
+        seed: Of the draws.
+        tolerance: Stop when an iteration raises the ELBO by less than this part of it.
+        iterations: At most as many.
+
+    Example:
+        >>> from linnet.likelihoods import Bernoulli
+        >>> from linnet.linalg.matrices import Matrix
+        >>> A = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
+        >>> given = {"variance": torch.ones(3).double(), "mean": torch.zeros(2, 1).double(), "K": A @ A.T}
+        >>> q = full(Matrix(A), torch.tensor([1.0, 0.0]), likelihood=Bernoulli(), **given)
+        >>> q.converged, q.factor.shape
+        (True, torch.Size([2, 2]))
+    """
+    problem = _Expectations(J, y, variance, mean, likelihood, K, samples, seed)
+    if start is not None and tuple(start.shape) != (len(K),):
+        raise ValueError(f"start needs shape ({len(K)},), that of alpha; got {tuple(start.shape)}.")
+    none = problem.no_blocks()
+    covariance = _Full(FunctionSpace(K, 1.0), none, none.flatten(0, 1), K, none)
+    found, last = _ascend(problem, _Kernel(problem, covariance.space), covariance, start, tolerance, iterations)
+    return replace(found, root=last.root, factor=last.factor)
+
+
+class _Expectations:
+    """Whitened features, targets, and expectations over f, which all families share."""
 
     def __init__(
         self,
@@ -258,33 +307,77 @@ class Problem:
             return (A * F).sum(1).view(self.n, self.c)
         return A.view(self.n, self.c, -1) @ F.view(self.n, self.c, -1).mT
 
+    def no_blocks(self) -> Tensor:
+        """Covariances of zero, as `blocks` gives them."""
+        none = torch.zeros_like(self.mean)
+        return none if self.likelihood.diagonal else torch.diag_embed(none)
+
 
 # The ascent.
+
+
+class _Weights:
+    """Vectors of the mean that are whitened weights (p,). A start is a displacement."""
+
+    def __init__(self, problem: _Expectations) -> None:
+        self.Phi, self.deviation, self.size = problem.Phi, problem.deviation, problem.Phi.shape[1]
+
+    def vector(self, start: Tensor) -> Tensor:
+        return torch.where(self.deviation > 0, start / self.deviation, 0)
+
+    def shift(self, u: Tensor) -> Tensor:
+        """``Phi u``, (n c,)."""
+        return self.Phi @ u
+
+    def pull(self, r: Tensor) -> Tensor:
+        """The vector ``Phi^T r``, for r (n c,)."""
+        return self.Phi.T @ r
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        return float(a @ b)
+
+    def weights(self, u: Tensor) -> Tensor:
+        return u
+
+
+class _Kernel:
+    """Vectors of the mean that are pairs of `FunctionSpace`, with ``u = Phi^T alpha``. A start is alpha."""
+
+    def __init__(self, problem: _Expectations, space: FunctionSpace) -> None:
+        self.Phi, self.size = problem.Phi, space.size
+        self.vector = self.pull = space.vector
+        self.dot = space.dot
+
+    def shift(self, u: Tensor) -> Tensor:
+        return u[1]
+
+    def weights(self, u: Tensor) -> Tensor:
+        return self.Phi.T @ u[0]
 
 
 class _Covariance(ABC):
     """A covariance of whitened weights.
 
     Attributes:
-        blocks: The covariances of f that follow, as `Problem.blocks` gives them.
+        blocks: The covariances of f that follow, as `_Expectations.blocks` gives them.
     """
 
     blocks: Tensor
 
     @abstractmethod
     def kl(self) -> float:
-        """What it adds to KL(q || N(0, I))."""
+        """The part of KL(q || N(0, I)) that this covariance makes."""
 
     @abstractmethod
-    def solve(self, R: Tensor) -> Tensor:
-        """``Sigma R``, for (p, k): about ``H^-1 R``."""
+    def step(self, g: Tensor, at: Expected, ratio: float) -> tuple[Tensor, Tensor]:
+        """The Newton step of the mean ``H^-1 g``, and what it adds to f, (n c,)."""
 
     @abstractmethod
-    def best(self, B: Tensor) -> Self:
-        """The best one where the expected curvature is B."""
+    def best(self, curvature: Tensor) -> Self:
+        """The best one where the expected curvature is this, (n, c) or (n, c, c)."""
 
     @abstractmethod
-    def mixed(self, other: Self, t: float) -> Self:
+    def mix(self, other: Self, t: float) -> Self:
         """A part t of the way to another."""
 
 
@@ -292,64 +385,61 @@ Family = TypeVar("Family", bound=_Covariance)
 
 
 def _ascend(
-    problem: Problem,
+    problem: _Expectations,
+    space: _Weights | _Kernel,
     covariance: Family,
     start: Tensor | None,
-    preconditioner: Solvable | None,
     tolerance: float,
     iterations: int,
 ) -> tuple[Variational, Family]:
-    Phi, p = problem.Phi, problem.Phi.shape[1]
-    u = torch.zeros_like(problem.deviation)
-    if start is not None:
-        if tuple(start.shape) != (p,):
-            raise ValueError(f"start needs shape ({p},); got {tuple(start.shape)}.")
-        u = torch.where(problem.deviation > 0, start / problem.deviation, 0)
-    f = problem.mean + (Phi @ u).view(problem.n, problem.c)
-    at = problem.expected(f, torch.zeros_like(covariance.blocks))
-    covariance = covariance.best(as_weight(at.curvature))
+    if start is not None and tuple(start.shape) != (space.size,):
+        raise ValueError(f"start needs shape ({space.size},); got {tuple(start.shape)}.")
+    u = space.vector(problem.mean.new_zeros(space.size) if start is None else start)
+    f = problem.mean + space.shift(u).view(problem.n, problem.c)
+    covariance = covariance.best(problem.expected(f, problem.no_blocks()).curvature)
     at = problem.expected(f, covariance.blocks)
 
     def bound(at: Expected, u: Tensor, covariance: _Covariance) -> float:
-        return float(at.log_prob.sum()) - 0.5 * float(u @ u) - covariance.kl()
+        return float(at.log_prob.sum()) - 0.5 * space.dot(u, u) - covariance.kl()
+
+    def norm(u: Tensor) -> float:
+        return math.sqrt(max(space.dot(u, u), 0.0))
 
     path, steps, converged, ratio = [bound(at, u, covariance)], 0, False, math.inf
     while steps < iterations and not converged:
         steps += 1
         # The mean.
-        pull = Phi.T @ at.residual.flatten()
+        pull = space.pull(at.residual.flatten())
         g = pull - u
-        ratio = float(g.norm()) / max(float(pull.norm()), float(u.norm()), FLOOR)
-        d, df = _step(problem, g, at, preconditioner or covariance, ratio)
-        blocks = covariance.blocks
+        ratio = norm(g) / max(norm(pull), norm(u), FLOOR)
+        d, df = covariance.step(g, at, ratio)
+        df, blocks = df.view(problem.n, problem.c), covariance.blocks
         line = LineSearch(
             lambda f, blocks=blocks: problem.expected(f, blocks),  # type: ignore[misc]
             f,
             df=df,
-            products=(float(u @ u), float(u @ d), float(d @ d)),
+            products=(space.dot(u, u), space.dot(u, d), space.dot(d, d)),
         )
         t = line.find_length()
         value, moved = path[-1], problem.expected(f + t * df, blocks)
         if bound(moved, u + t * d, covariance) >= value:
             u, f, at = u + t * d, f + t * df, moved
             value = bound(at, u, covariance)
-        # The covariance: its f-covariances are linear in it, so that shorter steps need no passes.
-        target = covariance.best(as_weight(at.curvature))
+        # The covariance.
+        target = covariance.best(at.curvature)
         for halvings in range(10):
-            trial = covariance.mixed(target, 0.5**halvings)
+            trial = covariance.mix(target, 0.5**halvings) if halvings else target
             there = problem.expected(f, trial.blocks)
             if bound(there, u, trial) >= value:
                 covariance, at = trial, there
                 value = bound(at, u, covariance)
                 break
         path.append(value)
-        converged = ratio <= FLAT and path[-1] - path[-2] <= tolerance * max(1.0, abs(value))
+        # The ELBO is off by the square of the gradient: above 0.01 a standstill is no convergence.
+        converged = ratio <= 1e-2 and path[-1] - path[-2] <= tolerance * max(1.0, abs(value))
     found = Variational(
-        delta=problem.deviation * u,
+        delta=problem.deviation * space.weights(u),
         f=f,
-        variances=None,
-        basis=None,
-        C=None,
         elbo=bound(problem.expected(f, covariance.blocks, others=True), u, covariance),
         path=tuple(path),
         gradient=ratio,
@@ -359,8 +449,10 @@ def _ascend(
     return found, covariance
 
 
-def _step(problem: Problem, g: Tensor, at: Expected, preconditioner: Solvable, ratio: float) -> tuple[Tensor, Tensor]:
-    """The Newton step of the mean, (p,), and what it adds to f, (n, c)."""
+def _weight_step(
+    problem: _Expectations, g: Tensor, at: Expected, preconditioner: Solvable, ratio: float
+) -> tuple[Tensor, Tensor]:
+    """The Newton step of the mean, (p,), and what it adds to f, (n c,)."""
     B, Phi, K = as_weight(at.curvature), problem.Phi, problem.K
     if K is not None and len(K) <= DENSE:
         # H^-1 g = g - Phi^T (I + B K)^-1 B Phi g, the matrix inversion lemma.
@@ -369,7 +461,7 @@ def _step(problem: Problem, g: Tensor, at: Expected, preconditioner: Solvable, r
         M = weigh(K, B, every)
         M.diagonal().add_(1)
         z = torch.linalg.solve(M, weigh(Phi_g[:, None], B, every))
-        return g - Phi.T @ z[:, 0], (Phi_g - (K @ z)[:, 0]).view(problem.n, problem.c)
+        return g - Phi.T @ z[:, 0], Phi_g - (K @ z)[:, 0]
     found = cg(
         lambda V: V + Phi.normal(V, B),
         g[:, None],
@@ -379,32 +471,41 @@ def _step(problem: Problem, g: Tensor, at: Expected, preconditioner: Solvable, r
         progress=False,
     )
     d = found.value[:, 0]
-    return d, (Phi @ d).view(problem.n, problem.c)
+    return d, Phi @ d
 
 
 @dataclass(frozen=True)
 class _Diagonal(_Covariance):
-    problem: Problem
+    """``diag(v)``."""
+
+    problem: _Expectations
     v: Tensor
     blocks: Tensor
+    preconditioner: Solvable | None
 
     def kl(self) -> float:
         return 0.5 * float((self.v - 1 - self.v.log()).sum())
 
     def solve(self, R: Tensor) -> Tensor:
+        """``Sigma R``, for (p, k): about ``H^-1 R``."""
         return self.v[:, None] * R
 
-    def best(self, B: Tensor) -> Self:
-        v = 1 / (1 + self.problem.Phi.column_norms(B))
+    def step(self, g: Tensor, at: Expected, ratio: float) -> tuple[Tensor, Tensor]:
+        return _weight_step(self.problem, g, at, self.preconditioner or self, ratio)
+
+    def best(self, curvature: Tensor) -> Self:
+        v = 1 / (1 + self.problem.Phi.column_norms(as_weight(curvature)))
         return replace(self, v=v, blocks=self.problem.blocks(v))
 
-    def mixed(self, other: Self, t: float) -> Self:
+    def mix(self, other: Self, t: float) -> Self:
         return replace(self, v=self.v.lerp(other.v, t), blocks=self.blocks.lerp(other.blocks, t))
 
 
 @dataclass(frozen=True)
 class _Directions(_Covariance):
-    problem: Problem
+    """``I - P P^T + P C P^T``, with ``F = Phi P`` and the covariances ``rest`` of f across P."""
+
+    problem: _Expectations
     P: Tensor
     F: Tensor
     rest: Tensor
@@ -416,17 +517,65 @@ class _Directions(_Covariance):
         return 0.5 * (float(self.C.trace()) - len(self.C) - log_det)
 
     def solve(self, R: Tensor) -> Tensor:
+        """``Sigma R``, for (p, k): about ``H^-1 R``."""
         along = self.P.T @ R
         return R + self.P @ (self.C @ along - along)
 
-    def best(self, B: Tensor) -> Self:
-        H = self.F.T @ weigh(self.F, B, slice(0, len(self.F)))
+    def step(self, g: Tensor, at: Expected, ratio: float) -> tuple[Tensor, Tensor]:
+        return _weight_step(self.problem, g, at, self, ratio)
+
+    def best(self, curvature: Tensor) -> Self:
+        H = self.F.T @ weigh(self.F, as_weight(curvature), slice(0, len(self.F)))
         H.diagonal().add_(1)
         C = torch.cholesky_inverse(cholesky_(H))
         return replace(self, C=C, blocks=self.rest + self.problem.blocks_of(self.F @ C, self.F))
 
-    def mixed(self, other: Self, t: float) -> Self:
+    def mix(self, other: Self, t: float) -> Self:
         return replace(self, C=self.C.lerp(other.C, t), blocks=self.blocks.lerp(other.blocks, t))
+
+
+@dataclass(frozen=True)
+class _Full(_Covariance):
+    """``(I + Phi^T B Phi)^-1``, with ``B = L L^T`` (n, c) or (n, c, c), the root L and the Cholesky factor of M."""
+
+    space: FunctionSpace
+    B: Tensor
+    root: Tensor
+    factor: Tensor
+    blocks: Tensor
+
+    def kl(self) -> float:
+        # tr M^-1 = n c - tr(B cov f), both being made of L^T K L M^-1.
+        return 0.5 * (float(log_det_from(self.factor)) - float((self.B * self.blocks).sum()))
+
+    def step(self, g: Tensor, at: Expected, ratio: float) -> tuple[Tensor, Tensor]:
+        root = _root(at.curvature)
+        d = self.space.solve(g, self.space.factor(root), root, 1.0)
+        return d, d[1]
+
+    def best(self, curvature: Tensor) -> Self:
+        K, (n, c) = self.space.K, curvature.shape[:2]
+        root = _root(curvature)
+        factor = self.space.factor(root)
+        T = solve_lower(factor, weigh(K, root, transpose=True))
+        if curvature.ndim == 2:
+            blocks = (K.diagonal() - T.square().sum(0)).view(n, c).clamp_min(0)
+        else:
+            at, T = torch.arange(n, device=K.device), T.T.reshape(n, c, -1)
+            blocks = K.view(n, c, n, c)[at, :, at] - T @ T.mT
+        return replace(self, B=curvature, root=root, factor=factor, blocks=blocks)
+
+    def mix(self, other: Self, t: float) -> Self:
+        return self.best(self.B.lerp(other.B, t))  # a step of the natural gradient is one of the precision
+
+
+def _root(B: Tensor) -> Tensor:
+    """L, (n c,) or (n, c, c), with ``B = L L^T``."""
+    if B.ndim == 2:
+        return B.flatten().clamp_min(0).sqrt()
+    # The curvature of softmax is singular, and rounding may leave it slightly below zero.
+    values, vectors = torch.linalg.eigh(B)
+    return vectors * values.clamp_min(0).sqrt()[:, None, :]
 
 
 # Draws and directions.
@@ -450,13 +599,13 @@ def draws(samples: int, n: int, c: int, *, seed: int) -> Tensor:
     return torch.cat([z, -z], 1).transpose(0, 1).contiguous()
 
 
-def _directions(problem: Problem, rank: int | str, seed: int) -> Tensor:
+def _find_directions(problem: _Expectations, rank: int | str, seed: int) -> Tensor:
     """P, (p, r): orthonormal, spanning the top right singular vectors of Phi, or nearly so where it is large."""
     Phi, (rows, p) = problem.Phi, problem.Phi.shape
     most = min(rows, p)
     if rank != "auto" and (not isinstance(rank, int) or not 1 <= rank <= most):
         raise ValueError(f'rank must be "auto" or a number from 1 to {most}, the smaller side of J; got {rank!r}.')
-    limit = rank if isinstance(rank, int) else max(1, min(most, RANK, ENTRIES // p))
+    limit = rank if isinstance(rank, int) else max(1, min(most, 500, 2**27 // p))
     size, generator = min(most, limit + 10), torch.Generator().manual_seed(seed)
     start = torch.randn(rows, size, dtype=torch.float64, generator=generator).to(problem.mean)
     if rows <= DENSE:
@@ -465,23 +614,21 @@ def _directions(problem: Problem, rank: int | str, seed: int) -> Tensor:
     elif problem.K is not None:
         # The span of any vectors gives a bound; a few powers of K bring it close to the best.
         X = _orthonormal(start)
-        for _ in range(POWERS):
+        for _ in range(2):
             X = _orthonormal(problem.K @ X)
         lam, Q = torch.linalg.eigh(X.T @ (problem.K @ X))
         Q = X @ Q
     else:
-        X = _orthonormal(Phi.T @ start)
-        for _ in range(POWERS - 1):
-            X = _orthonormal(Phi.normal(X))
+        X = _orthonormal(Phi.normal(_orthonormal(Phi.T @ start)))
         F = Phi @ X
         lam, Q = torch.linalg.eigh(F.T @ F)
-        return _orthonormal(X @ Q.flip(1)[:, : _worth(problem, lam.flip(0)[:limit], rank)])
+        return _orthonormal(X @ Q.flip(1)[:, : _count_worthwhile(problem, lam.flip(0)[:limit], rank)])
     lam, Q = lam.flip(0)[:limit], Q.flip(1)[:, :limit]
-    kept = _worth(problem, lam, rank)
+    kept = _count_worthwhile(problem, lam, rank)
     return _orthonormal(Phi.T @ (Q[:, :kept] / lam[:kept].sqrt()))
 
 
-def _worth(problem: Problem, lam: Tensor, rank: int | str) -> int:
+def _count_worthwhile(problem: _Expectations, lam: Tensor, rank: int | str) -> int:
     """How many of the eigenvalues are kept: none that is zero to rounding."""
     largest = float(lam[0])
     if not largest > 0:
@@ -489,7 +636,7 @@ def _worth(problem: Problem, lam: Tensor, rank: int | str) -> int:
     floor = 100 * len(problem.mean) * torch.finfo(lam.dtype).eps * largest
     if rank == "auto":
         bend = problem.likelihood.curvature(torch.zeros_like(problem.mean)).abs().max()
-        floor = max(floor, min(MATTERS / float(bend), largest))
+        floor = max(floor, min(0.01 / float(bend), largest))
     return max(1, int((lam >= floor).sum()))
 
 

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.inference.gaussian.closed_form import cached_if_fits
-from linnet.interop.features import Features, TangentFeatures
 from linnet.interop.gpytorch import as_linearization
-from linnet.jacobian.differentiable_rows import DifferentiableRows
+from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures
 from linnet.jacobian.linearization import Linearization
 from linnet.linalg.cholesky import cholesky_, cholesky_solve
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
 from linnet.probability.posteriors import FunctionPosterior, Posterior
-from linnet.probability.priors import PriorSpec
+from linnet.probability.priors import PriorSpec, prior_variances
 from linnet.tangent.regressor import TangentRegressor
 
 try:
@@ -89,10 +87,10 @@ class TangentModel(Model):
         if not isinstance(X, Tensor) or X.ndim != 2:
             raise ValueError(f"TangentModel needs inputs X of shape (n, d); got {_shape(X)}.")
         lin = as_linearization(model, params, output).to(torch.float64)
-        J = cached_if_fits(lin.jacobian(X.detach(), progress=False))
+        J = lin.jacobian(X.detach(), progress=False).cached_if_fits()
         _check_values(Y, (J.n, J.c), "TangentModel")
         y, variance = Y.detach().to(J.device, J.dtype), _check_noise(noise, J.c).to(J.device, J.dtype)
-        features = TangentFeatures(lin, prior, J=J)
+        features = TangentFeatures(lin, prior_variances(lin, prior, J=J))
         m = features.outputs if mean == "network" else None
         r = (y - J.outputs() if mean == "network" else y).flatten()
         S, root = features.variance, variance.rsqrt().repeat(J.n)
@@ -123,7 +121,7 @@ class TangentModel(Model):
             raise ValueError("from_regressor needs a fitted TangentRegressor; call fit(X, y) first.")
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        features = TangentFeatures(regressor.lin_, regressor.prior_variance_)
+        features = TangentFeatures(regressor.lin_, prior_variances(regressor.lin_, regressor.prior_variance_))
         level = regressor._level
         c = regressor._train.base.shape[1]
 
@@ -132,7 +130,7 @@ class TangentModel(Model):
             return f if level is None else f + level
 
         scale = _check_noise(regressor.noise_, c).to(features.lin.device, features.lin.dtype)
-        known = None if regressor._log_variances is None else TangentFeatures(regressor._log_variances, "unit")
+        known = None if regressor._log_variances is None else TangentFeatures(regressor._log_variances)
 
         def noise(x: Tensor) -> Tensor:
             return scale.expand(len(x), -1) if known is None else scale * known.outputs(x).exp()

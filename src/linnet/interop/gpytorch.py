@@ -10,13 +10,12 @@ from linear_operator import to_linear_operator
 from linear_operator.operators import LinearOperator as LazyMatrix
 from torch import Tensor, nn
 
-from linnet.interop.features import TangentFeatures
-from linnet.jacobian.differentiable_rows import needs_grad
+from linnet.jacobian.differentiable_rows import TangentFeatures, needs_grad
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.probability.priors import PriorSpec
+from linnet.probability.priors import PriorSpec, prior_variances
 
 __all__ = ["TangentGram", "TangentKernel"]
 
@@ -65,7 +64,8 @@ class TangentKernel(Kernel):
     ) -> None:
         super().__init__()
         self.max_dense = max_dense
-        self._features = TangentFeatures(as_linearization(model, params, output), prior)
+        self._prior, lin = prior, as_linearization(model, params, output)
+        self._features = TangentFeatures(lin, prior_variances(lin, prior))
 
     @property
     def lin(self) -> Linearization:
@@ -159,7 +159,8 @@ class TangentKernel(Kernel):
                 "there before the kernel is made."
             )
         if probe.dtype != self.dtype:
-            self._features = self._features.to(probe.dtype)
+            lin = self.lin.to(probe.dtype)
+            self._features = TangentFeatures(lin, prior_variances(lin, self._prior))
         super()._apply(fn, recurse)
         return self
 

@@ -1,8 +1,13 @@
-"""Rows of the Jacobian with a graph to the inputs, for gradients of predictions in the inputs."""
+r"""Tangent features of inputs that other libraries hold: constant by the fast Jacobian, or differentiable in the input.
+
+The kernel is :math:`k(x, x') = J(x) \, S \, J(x')^\top`. Where an input requires a gradient, as candidates of an
+acquisition function do, its rows of J are formed by torch.func with a graph; all other inputs stay streamed operators.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -11,35 +16,97 @@ from torch import Tensor
 from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch
 from linnet.jacobian.blocks import autodiff
+from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.rule_selection import TOLERANCE
 from linnet.linalg.operator import LinearOperator
 from linnet.network import checks
 
+Features = LinearOperator | Tensor
+"""Rows of J: an operator, or a tensor (rows, p) with a graph to the inputs."""
 
-class DifferentiableNetwork:
-    """Outputs of a network and rows of its Jacobian, with a graph to the inputs.
+KEPT = 4  # inputs whose Jacobians are remembered: the training data and a few test sets
+
+
+@dataclass
+class _Known:
+    """Inputs that have been seen, and what is known of them."""
+
+    x: Tensor
+    J: Jacobian
+    uses: int = 0
+    gram: Tensor | None = None
+    version: int = -1
+
+
+class TangentFeatures:
+    """J and S of a linearized network, for inputs (n, d).
+
+    Its network and variances never change, so that a deep copy is itself; Jacobians of recent inputs are kept here.
 
     Args:
         lin: The network.
+        variance: The diagonal of S, (p,); None for ones.
 
     Example:
         >>> from linnet import linearize
+        >>> lin = linearize(torch.nn.Linear(3, 2))
+        >>> features = TangentFeatures(lin)
         >>> x = torch.ones(4, 3, requires_grad=True)
-        >>> rows = DifferentiableNetwork(linearize(torch.nn.Linear(3, 2))).rows(x)
-        >>> rows.shape, rows.requires_grad
-        (torch.Size([8, 8]), True)
+        >>> features.of(x).shape, features.of(torch.ones(5, 3)).shape
+        (torch.Size([8, 8]), (10, 8))
+        >>> features.cross(features.of(x), features.of(torch.ones(5, 3))).shape
+        torch.Size([8, 10])
     """
 
-    def __init__(self, lin: Linearization) -> None:
-        self.lin, self._vectorizes = lin, True
+    def __init__(self, lin: Linearization, variance: Tensor | None = None) -> None:
+        ones = torch.ones(lin.p, dtype=lin.dtype, device=lin.device)
+        self.lin, self.variance = lin, ones if variance is None else variance
+        self._known: list[_Known] = []
+        self._c: int | None = None
+        self._vectorizes = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TangentFeatures:
+        return self
+
+    def outputs_per_input(self, x: Tensor) -> int:
+        """c, from the network's output for the first of the inputs (..., n, d)."""
+        if self._c is None:
+            self._c = self.lin(x.detach().reshape(-1, x.shape[-1])[:1]).shape[1]
+        return self._c
 
     def outputs(self, x: Tensor) -> Tensor:
         """f(x; theta0), (n, c), with a graph where x requires a gradient."""
         self.lin.check_unchanged(contents=True)
         with torch.set_grad_enabled(needs_grad(x)), self.lin.network.in_precision("highest"):
             return self.lin.forward({}, _batch(x.to(self.lin.device))).to(self.lin.dtype)
+
+    # Rows of J.
+
+    def of(self, x: Tensor) -> Features:
+        """The rows of inputs (n, d): with a graph where x requires a gradient."""
+        if needs_grad(x):
+            return self.rows(x)
+        entry = self._find(x)
+        entry.uses += 1
+        if entry.uses == 2:  # what is asked for twice will be asked for again
+            entry.J = entry.J.cached_if_fits()
+        return entry.J
+
+    def _find(self, x: Tensor) -> _Known:
+        """What is known of inputs with these values; the least recently used are forgotten."""
+        self.lin.check_unchanged(contents=True)
+        x = x.detach()
+        for i, entry in enumerate(self._known):
+            alike = (entry.x.shape, entry.x.dtype, entry.x.device) == (x.shape, x.dtype, x.device)
+            if alike and torch.equal(entry.x, x):
+                self._known.insert(0, self._known.pop(i))
+                return entry
+        own = x.clone()  # the caller may write into x
+        self._known.insert(0, _Known(own, self.lin.jacobian(own, progress=False)))
+        del self._known[KEPT:]
+        return self._known[0]
 
     def rows(self, x: Tensor) -> Tensor:
         """J(x), (n c, p), with a graph to x."""
@@ -97,6 +164,41 @@ class DifferentiableNetwork:
         with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):
             return self.lin.forward(theta, batch)
 
+    # Kernels of rows.
+
+    def gram(self, x: Tensor, *, keep: bool) -> Tensor:
+        """The kernel matrix of inputs without gradients, (n c, n c); remembered with them if ``keep``."""
+        entry = self._find(x)
+        if entry.gram is not None and entry.gram._version == entry.version:  # not written into by its user
+            return entry.gram
+        gram = entry.J.gram(scale=self.variance)
+        if keep:
+            entry.gram, entry.version = gram, gram._version
+        return gram
+
+    def cross(self, a: Features, b: Features) -> Tensor:
+        """``A S B^T``, (rows of a, rows of b)."""
+        if isinstance(a, Tensor):
+            return (a * self.variance) @ b.T if isinstance(b, Tensor) else self.cross(b, a).T
+        if isinstance(b, Tensor):
+            return product(a, (b * self.variance).T)
+        return a.gram(None if a is b else b, scale=self.variance)
+
+    def blocks(self, a: Features, b: Features, count: int) -> Tensor:
+        """The ``count`` diagonal blocks of `cross`, (count, rows of a / count, rows of b / count)."""
+        if count == 1:
+            return self.cross(a, b)[None]
+        rows, columns = a.shape[0] // count, b.shape[0] // count
+        if not isinstance(a, Tensor) and a is b and rows == a.block:
+            return a.gram_blocks(scale=self.variance)
+        constant = not isinstance(a, Tensor) and not isinstance(b, Tensor)
+        if constant and max(a.shape[0], b.shape[0]) <= self.lin.p:
+            # The whole matrix takes less memory than the rows themselves.
+            K = self.cross(a, b).view(count, rows, count, columns)
+            return K.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        left, right = _dense(a).view(count, rows, -1), _dense(b).view(count, columns, -1)
+        return (left * self.variance) @ right.mT
+
 
 def needs_grad(x: Tensor) -> bool:
     """Whether a result must be differentiable in x."""
@@ -118,6 +220,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return product(ctx.A.T, grads[0].contiguous()), None
+
+
+def _dense(a: Features) -> Tensor:
+    return a if isinstance(a, Tensor) else a.dense(limit=a.shape[0] * a.shape[1])
 
 
 def _slope(value: Tensor, x: Tensor) -> Tensor:

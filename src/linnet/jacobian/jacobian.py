@@ -360,7 +360,7 @@ class Jacobian(LinearOperator):
         """The answers of ``fn`` about each part of the examples: one pass for everything that it asks of a part.
 
         Args:
-            fn: Called with the Jacobians of parts, in order, whose factors and outputs are in memory, as `cached` has
+            fn: Called with the Jacobians of parts, in order, whose blocks and outputs are in memory, as `cached` has
                 them. Under torch.distributed, and of a Jacobian in memory, each part is a `subset`.
             size: Largest number of examples of a part.
 
@@ -523,6 +523,17 @@ class Jacobian(LinearOperator):
             ((3, 3), tensor([3., 3., 3.]))
         """
         return self if self.in_memory else self._with(store(self.passes, memory))
+
+    def cached_if_fits(self) -> Jacobian:
+        """`cached` where that fits into memory, else `above_frozen` where that can be, else the Jacobian itself."""
+        try:
+            return self.cached()
+        except MemoryError:
+            pass
+        try:
+            return self.above_frozen()
+        except (MemoryError, ValueError):  # that too, or nothing is frozen
+            return self
 
     def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
         """The same Jacobian with what the frozen layers compute kept: later passes start above them.

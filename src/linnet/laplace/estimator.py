@@ -24,7 +24,6 @@ from linnet._estimator.inputs import as_targets, checked_inputs, fast_float64, l
 from linnet._estimator.linearity import Linearity
 from linnet.data.batch import Batch
 from linnet.inference.evidence.log_determinants import LogDet
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings, check_covariance_fits, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
@@ -217,7 +216,7 @@ class Laplace(HubMixin, BaseEstimator):
         f = J.outputs()
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
-        self._J = cached_if_fits(J) if self.structure_ in KEPT and self.draws is None else J
+        self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws is None else J
         self._prior = make_prior(self.lin_, self.prior, J=self._J)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise = 1.0
@@ -264,7 +263,7 @@ class Laplace(HubMixin, BaseEstimator):
         J, name = self._J, self.structure_
         if self.draws is not None:
             J = combine_outputs(J, root)
-            J = cached_if_fits(J) if self.structure_ in KEPT else J
+            J = J.cached_if_fits() if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
         if name in ("kron", "ekfac"):
             return Kron(J, root, corrected=name == "ekfac")
@@ -474,7 +473,7 @@ class Laplace(HubMixin, BaseEstimator):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        J = cached_if_fits(self._jacobian(checked_inputs(self, X, reset=False)))
+        J = self._jacobian(checked_inputs(self, X, reset=False)).cached_if_fits()
         f = J.outputs()
         targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
         S, t = self.prior_variance_, 1 / self._noise
@@ -492,7 +491,7 @@ class Laplace(HubMixin, BaseEstimator):
         if not by_evidence or not isinstance(self._predictive.inner, Bernoulli | Categorical):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
-        J = cached_if_fits(self._J.subset(index)) if self._J.by_position else self._J
+        J = self._J.subset(index).cached_if_fits() if self._J.by_position else self._J
         f, y, sites = self._f[index], self._y[index], math.prod(self._read.shape[1:])
         each = self._unit.log_prob(self._f, self._y) / sites
         own, S, t = float(each[index].mean()), self.prior_variance_, 1 / self._noise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference.evidence.gaussian import LOG_2PI
-from linnet.jacobian.differentiable_rows import DifferentiableNetwork, DifferentiableRows
+from linnet.jacobian.differentiable_rows import DifferentiableRows, TangentFeatures
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.network.flat_output import unflattened
@@ -55,11 +55,11 @@ class Predictive:
 
     def differentiable_moments(self, x: Tensor, spread: Spread) -> PredictiveMoments:
         """With a graph to the inputs x; every output takes a row of p numbers."""
-        network = DifferentiableNetwork(self.lin)
-        f = network.outputs(x)
+        features = TangentFeatures(self.lin)
+        f = features.outputs(x)
         if spread == "none":
             return PredictiveMoments(f, torch.zeros_like(f), None)
-        J = DifferentiableRows(network.rows(x), f.shape[1])
+        J = DifferentiableRows(features.rows(x), f.shape[1])
         return PredictiveMoments(f, torch.zeros_like(f), getattr(self.posterior, spread)(J))
 
     def samples(self, J: Jacobian, k: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -150,6 +150,37 @@ def layer_sums(layout: Layout, vector: Tensor) -> dict[str, float]:
     }
 
 
+def prior_variances(lin: Linearization, prior: PriorSpec | Tensor, *, J: LinearOperator | None = None) -> Tensor:
+    """Prior variances (p,), up to the scale that a named prior leaves open.
+
+    Args:
+        lin: Whose parameters they are.
+        prior: "unit" or "shared" (ones), "ntk", "balanced", a variance, variances by layer glob, or a tensor (p,).
+        J: The Jacobian of the training data, which "balanced" reads.
+    """
+    if isinstance(prior, Tensor):
+        if prior.shape != (lin.p,) or not prior.is_floating_point():
+            raise ValueError(
+                f"The network has {lin.p} selected parameters, so a prior tensor holds their variances, shape "
+                f"({lin.p},); got {prior.dtype} of shape {tuple(prior.shape)}."
+            )
+        if not bool(torch.isfinite(prior).all()) or bool((prior < 0).any()):
+            raise ValueError("A prior tensor holds variances: finite and not negative. Check the tensor.")
+        return prior.detach().to(lin.dtype).to(lin.device)
+    if prior == "balanced" and J is None:
+        raise ValueError(
+            "The prior 'balanced' measures the layers on training data, which a kernel does not have. Use 'unit' or "
+            "'ntk', or pass variances by layer: {'layer glob': variance}."
+        )
+    found = make_prior(lin, prior, J=J)
+    if len(found.scales) > 1:
+        raise ValueError(
+            f"The prior {prior!r} has {len(found.scales)} scales for the evidence to choose, and a kernel has one. Fit "
+            "a linnet.TangentRegressor, or pass variances by layer: {'layer glob': variance}."
+        )
+    return found.base
+
+
 def _fan_in(module: nn.Module | None, leaf: str, shape: torch.Size) -> int:
     if len(shape) < 2 or isinstance(module, _EMBEDDING) or (module is not None and "Norm" in type(module).__name__):
         return 1

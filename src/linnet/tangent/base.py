@@ -17,7 +17,6 @@ from linnet._estimator.inputs import checked_inputs, fast_float64
 from linnet._estimator.linearity import Linearity
 from linnet.data.batch import Batch, SingleBatch
 from linnet.data.sources import as_source
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Settings
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
@@ -181,7 +180,7 @@ class Tangent(BaseEstimator):
 
     def _sample(self, X: Any, k: int, generator: torch.Generator) -> Tensor:
         """k joint samples of the outputs at X, (k, n, c)."""
-        J = cached_if_fits(self._new_inputs(X))
+        J = self._new_inputs(X).cached_if_fits()
         return self._base(J) + self.posterior_.sample(J, k, generator=generator)
 
     @property

@@ -22,7 +22,6 @@ from linnet._estimator.inputs import at_hand, default_network, like, plain_optio
 from linnet.data.sources import as_source
 from linnet.inference import any_likelihood
 from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode.adam import Training, check_only_map
 from linnet.inference.mode.newton import Mode
 from linnet.jacobian.jacobian import Jacobian
@@ -56,7 +55,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             rises.
         inference: "vi" (the best Gaussian, which is close to the exact posterior), "map" (the mode alone: sharper, and
             no error bars) or "laplace" (a Gaussian at the mode). With few labels the mode is far from the mean and its
-            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.kernel_vi`).
+            curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.variational`).
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
         solver: "auto", "function", "weight" or "cg-weight"; see `linnet.inference.gaussian.closed_form`. With
@@ -216,7 +215,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         targets = None
         if at_hand(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
-        J = J if source.changes else cached_if_fits(J)
+        J = J if source.changes else J.cached_if_fits()
         if targets is None:
             targets = self._labels(y, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None

@@ -223,6 +223,24 @@ class Net(nn.Module):
         return self.function(self, x)
 
 
+def net(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
+    """A factory of a `Net`. A pair of sizes stands for a linear layer; other parts are made when the factory runs.
+
+    Without parts, the network has the layers a (4, 5) and head (5, 2).
+
+    Example:
+        >>> net(lambda m, x: m.head(m.a(x)), a=(3, 4), head=(4, 2))()(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
+    """
+    given = parts or {"a": (4, 5), "head": (5, 2)}
+    return lambda: Net(function, **{k: nn.Linear(*p) if isinstance(p, tuple) else p() for k, p in given.items()})
+
+
+def weight(*shape: int) -> Callable[[], nn.Parameter]:
+    """A part of `net`: a raw parameter with standard normal entries."""
+    return lambda: parameter(*shape)
+
+
 def normal(*shape: int) -> Data:
     """Standard normal inputs `(n, *shape)` in float64."""
 

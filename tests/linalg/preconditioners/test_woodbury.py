@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.inference import sampling_system
+from linnet.inference import samples as sampling
 from linnet.linalg.matrices import Matrix
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury_preconditioner
@@ -105,7 +105,7 @@ def test_samples_by_way_of_it(probes):
 def test_a_sketch_where_it_costs_less(monkeypatch):
     J, L = sure(4)
     S = torch.full((J.shape[1],), 0.5).double()
-    monkeypatch.setattr(sampling_system, "woodbury_preconditioner", lambda *given, **more: None)
+    monkeypatch.setattr(sampling, "woodbury_preconditioner", lambda *given, **more: None)
     exact = posterior_samples(J, S, L, 3, space="function")
     for how in ({}, {"preconditioner": "sketch"}, {"rank": 8}):
         found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9, **how)
@@ -117,8 +117,8 @@ def test_where_a_sketch_has_no_memory(monkeypatch):
     """Three columns of a sketch are all there is room for: more rows than it would have are solved directly."""
     J, L = sure(4, unsure=8)
     S = torch.full((J.shape[1],), 0.5).double()
-    monkeypatch.setattr(sampling_system, "dense_budget", lambda memory, device: 24 * 30**2)
-    columns, limited = sampling_system._columns(J, 3, sampling_system.Settings(), rows=True)
+    monkeypatch.setattr(sampling, "dense_budget", lambda memory, device: 24 * 30**2)
+    columns, limited = sampling._count_columns(J, 3, sampling.Settings(), rows=True)
     assert limited and columns == 3
     found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)
     assert isinstance(found.preconditioner, WoodburyPreconditioner) and columns < found.preconditioner.rank <= 30

@@ -25,7 +25,7 @@ from torch import Tensor
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
-from linnet.inference.gaussian.iterative import cached_if_fits, lanczos_spectrum
+from linnet.inference.gaussian.iterative import lanczos_spectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise, choose_solver
 from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability.posteriors import FunctionPosterior, WeightPosterior
@@ -178,7 +178,7 @@ def _several(
 
 
 def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
-    tasks = [replace(task, J=cached_if_fits(task.J)) for task in tasks]
+    tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
     noise = tasks[0].noise
     d = prior.base.sqrt()
     moments = []

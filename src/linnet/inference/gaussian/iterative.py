@@ -28,7 +28,7 @@ from linnet.probability.priors import Prior
 def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space: str) -> list[Fit]:
     """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
     choose."""
-    tasks = [replace(task, J=cached_if_fits(task.J)) for task in tasks]
+    tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
     noise = tasks[0].noise
     fixed = () if prior.scales else (1.0,)
     if fixed and noise.value is not None:
@@ -168,18 +168,6 @@ def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings)
     if P is not None:
         return P.sample(settings.probes, generator)
     return torch.randn(m, settings.probes, dtype=J.dtype, generator=generator).to(J.device)
-
-
-def cached_if_fits(J: Jacobian) -> Jacobian:
-    """J with its factors in memory; where they are too large, with what its frozen layers compute, or J itself."""
-    try:
-        return J.cached()
-    except MemoryError:
-        pass
-    try:
-        return J.above_frozen()
-    except (MemoryError, ValueError):  # that too, or nothing is frozen
-        return J
 
 
 def lanczos_spectrum(

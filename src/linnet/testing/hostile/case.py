@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from linnet.testing.case import Net, case, parameter
+from linnet.testing.case import case, net, weight
+
+__all__ = ["Hostile", "Register", "draw", "integers", "late", "net", "normal", "tokens", "weight"]
 
 Expected = Literal["right", "refused", "either"]
 """The honest answers to a case: right numbers, a refusal by an error that linnet raises, or any of the two."""
@@ -89,24 +91,6 @@ class Register:
         """Add a case for each way: its name is the prefix and the key, its factory is `make` of the value."""
         for name, way in ways.items():
             self(prefix + name, make(way), *data, **fields)
-
-
-def net(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
-    """A factory of a `Net`. A pair of sizes stands for a linear layer; other parts are made when the factory runs.
-
-    Without parts, the network has the layers a (4, 5) and head (5, 2).
-
-    Example:
-        >>> net(lambda m, x: m.head(m.a(x)), a=(3, 4), head=(4, 2))()(torch.ones(5, 3)).shape
-        torch.Size([5, 2])
-    """
-    given = parts or {"a": (4, 5), "head": (5, 2)}
-    return lambda: Net(function, **{k: nn.Linear(*p) if isinstance(p, tuple) else p() for k, p in given.items()})
-
-
-def weight(*shape: int) -> Callable[[], nn.Parameter]:
-    """A part of `net`: a raw parameter with standard normal entries."""
-    return lambda: parameter(*shape)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from linnet.testing.case import Case, Net, case, normal, parameter
+from linnet.testing.case import Case, case, net, normal, weight
 
 
 def mlp(*widths: int, bias: bool = True, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -71,166 +72,123 @@ class Keywords(nn.Module):
         return {"features": h, "scores": self.head(h.sigmoid())}
 
 
-class Routing(nn.Module):
+def route(m: Any, x: Tensor) -> Tensor:
     """Each example goes through the expert that its own gate picks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
-        self.experts = nn.ModuleList([nn.Linear(4, 3), mlp(4, 5, 3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x).softmax(1)
-        out = x.new_zeros(len(x), 3)
-        for e, expert in enumerate(self.experts):
-            mine = gate.argmax(1) == e
-            out[mine] = expert(x[mine]) * gate[mine, e, None]
-        return out
+    gate, out = m.gate(x).softmax(1), x.new_zeros(len(x), 3)
+    for e, expert in enumerate(m.experts):
+        mine = gate.argmax(1) == e
+        out[mine] = expert(x[mine]) * gate[mine, e, None]
+    return out
 
 
-class InPlaceResidual(nn.Module):
-    """Activations and additions that overwrite the outputs of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.a(x))
-        y = self.b(h)
-        y += h
-        y.clamp_(min=-0.3).mul_(2.0)
-        return self.c(y)
+def overwrite_outputs(m: Any, x: Tensor) -> Tensor:
+    """Activations and additions overwrite the outputs of layers."""
+    h = m.act(m.a(x))
+    y = m.b(h)
+    y += h
+    y.clamp_(min=-0.3).mul_(2.0)
+    return m.c(y)
 
 
-class OverwrittenInput(nn.Module):
+def overwrite_inputs(m: Any, x: Tensor) -> Tensor:
     """Overwrites the inputs of two layers after they ran.
 
-    Autograd allows it because neither layer saves its input itself: circular padding copies it, and a
-    frozen weight needs none.
+    Autograd allows it because neither layer saves its input itself: circular padding copies it, and a frozen weight
+    needs none.
     """
+    h = m.stem(x).unsqueeze(1)
+    y = m.conv(h)
+    h.mul_(0.5)
+    z = m.shift(h.squeeze(1))
+    h.add_(1.0)
+    return m.head(y.flatten(1).tanh()) + z * h.mean(2)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.conv = nn.Conv1d(1, 3, 3, padding=1, padding_mode="circular")
-        self.shift = frozen(nn.Linear(6, 4), "weight")
-        self.head = nn.Linear(18, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x).unsqueeze(1)
-        y = self.conv(h)
-        h.mul_(0.5)
-        z = self.shift(h.squeeze(1))
-        h.add_(1.0)
-        return self.head(y.flatten(1).tanh()) + z * h.mean(2)
+def use_twice(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(h.tanh()) * m.c(h)
 
 
 def keyword_data(n: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "image": torch.randn(n, 4, dtype=torch.float64, generator=generator),
-        "text": torch.randint(7, (n, 5), generator=generator),
-    }
+    image = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    return {"image": image, "text": torch.randint(7, (n, 5), generator=generator)}
 
 
 def pair_data(n: int, seed: int) -> tuple[Tensor, Tensor]:
     return normal(4)(n, seed), normal(3)(n, seed + 1)
 
 
-def scores(raw: Any) -> Tensor:
-    return raw["scores"]
+def sequential(first: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(first(), nn.Tanh(), nn.Linear(6, 3))
 
 
-def second(raw: Any) -> Tensor:
-    return raw[1]
-
+RAW = net(
+    lambda m, x: torch.tanh((x @ m.W) * m.scale + m.shift) @ m.head,
+    W=weight(4, 6),
+    scale=weight(6),
+    shift=weight(1, 6),
+    head=weight(6, 3),
+)
+HYPER = net(
+    lambda m, x: F.gelu(m.body(x)[:, None] @ m.weights(x).unflatten(1, (5, 2))).squeeze(1), body=(4, 5), weights=(4, 10)
+)
+IN_PLACE = (
+    ((4, 8), nn.ReLU(inplace=True)),
+    ((8, 6), nn.ELU(inplace=True)),
+    ((6, 3), nn.Hardtanh(-0.2, 0.2, inplace=True)),
+)
+OVERWRITTEN = net(
+    overwrite_inputs,
+    stem=(6, 6),
+    conv=lambda: nn.Conv1d(1, 3, 3, padding=1, padding_mode="circular"),
+    shift=lambda: frozen(nn.Linear(6, 4), "weight"),
+    head=(18, 4),
+)
 
 CASES: list[Case] = [
     case("linear", lambda: nn.Linear(4, 3), normal(4)),
-    case("linear_regression", lambda: Net(lambda m, x: m.a(x).squeeze(1), a=nn.Linear(60, 1)), normal(60)),
+    case("linear_regression", net(lambda m, x: m.a(x).squeeze(1), a=(60, 1)), normal(60)),
     case("mlp", lambda: mlp(5, 8, 6, 3), normal(5)),
     case("mlp_no_bias", lambda: mlp(5, 8, 6, 2, bias=False, activation=nn.SiLU), normal(5)),
     case("mlp_elu_scalar", lambda: mlp(5, 16, 16, 1, activation=nn.ELU), normal(5)),
     case("prelu", lambda: nn.Sequential(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 3), nn.PReLU()), normal(4)),
-    case(
-        "bilinear",
-        lambda: Net(lambda m, x: m.b(x[:, :3], m.a(x)), a=nn.Linear(5, 4), b=nn.Bilinear(3, 4, 2)),
-        normal(5),
-    ),
-    case(
-        "raw_parameters",
-        lambda: Net(
-            lambda m, x: torch.tanh((x @ m.W) * m.scale + m.shift) @ m.head,
-            W=parameter(4, 6),
-            scale=parameter(6),
-            shift=parameter(1, 6),
-            head=parameter(6, 3),
-        ),
-        normal(4),
-    ),
+    case("bilinear", net(lambda m, x: m.b(x[:, :3], m.a(x)), a=(5, 4), b=lambda: nn.Bilinear(3, 4, 2)), normal(5)),
+    case("raw_parameters", RAW, normal(4)),
     case(
         "scalar_parameter",
-        lambda: Net(lambda m, x: m.temperature * m.body(x), body=mlp(4, 8, 3), temperature=parameter()),
+        net(lambda m, x: m.temperature * m.body(x), body=lambda: mlp(4, 8, 3), temperature=weight()),
         normal(4),
     ),
-    case("weight_norm", lambda: nn.Sequential(weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)), normal(4)),
-    case("spectral_norm", lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)), normal(4)),
-    case("subclassed_linear", lambda: nn.Sequential(Scaled(4, 6), nn.Tanh(), nn.Linear(6, 3)), normal(4)),
+    case("weight_norm", sequential(lambda: weight_norm(nn.Linear(4, 6))), normal(4)),
+    case("spectral_norm", sequential(lambda: spectral_norm(nn.Linear(4, 6))), normal(4)),
+    case("subclassed_linear", sequential(lambda: Scaled(4, 6)), normal(4)),
     case("frozen_layers", lambda: frozen(mlp(4, 8, 6, 3), "0.weight", "0.bias", "2.bias", "4.weight"), normal(4)),
     case("lora", lambda: nn.Sequential(LoRA(6, 8, 2), nn.GELU(), LoRA(8, 4, 2)), normal(6)),
-    case("unused_layer", lambda: Net(lambda m, x: m.body(x), body=mlp(4, 6, 3), spare=nn.Linear(4, 3)), normal(4)),
+    case("unused_layer", net(lambda m, x: m.body(x), body=lambda: mlp(4, 6, 3), spare=(4, 3)), normal(4)),
     case(
         "stop_gradient",
-        lambda: Net(
-            lambda m, x: m.b(m.a(x).tanh()) + m.c(m.a(x).detach()),
-            a=nn.Linear(4, 5),
-            b=nn.Linear(5, 3),
-            c=nn.Linear(5, 3),
-        ),
+        net(lambda m, x: m.b(m.a(x).tanh()) + m.c(m.a(x).detach()), a=(4, 5), b=(5, 3), c=(5, 3)),
         normal(4),
     ),
-    case(
-        "output_used_twice",
-        lambda: Net(
-            lambda m, x: (lambda h: m.b(h.tanh()) * m.c(h))(m.a(x)),
-            a=nn.Linear(4, 5),
-            b=nn.Linear(5, 3),
-            c=nn.Linear(5, 3),
-        ),
-        normal(4),
-    ),
+    case("output_used_twice", net(use_twice, a=(4, 5), b=(5, 3), c=(5, 3)), normal(4)),
     case(
         "inplace_activations",
-        lambda: nn.Sequential(
-            nn.Linear(4, 8),
-            nn.ReLU(inplace=True),
-            nn.Linear(8, 6),
-            nn.ELU(inplace=True),
-            nn.Linear(6, 3),
-            nn.Hardtanh(-0.2, 0.2, inplace=True),
-        ),
+        lambda: nn.Sequential(*(part for d, act in IN_PLACE for part in (nn.Linear(*d), act))),
         normal(4),
     ),
-    case("inplace_residual", InPlaceResidual, normal(4)),
-    case("overwritten_input", OverwrittenInput, normal(6)),
+    case(
+        "inplace_residual", net(overwrite_outputs, a=(4, 6), b=(6, 6), c=(6, 3), act=lambda: nn.ReLU(True)), normal(4)
+    ),
+    case("overwritten_input", OVERWRITTEN, normal(6)),
     case("two_inputs", TwoInputs, pair_data),
-    case("dict_inputs", Keywords, keyword_data, scores),
+    case("dict_inputs", Keywords, keyword_data, lambda raw: raw["scores"]),
     case(
         "tuple_output",
-        lambda: Net(lambda m, x: (m.a(x), m.b(m.a(x).tanh())), a=nn.Linear(4, 6), b=nn.Linear(6, 3)),
+        net(lambda m, x: (m.a(x), m.b(m.a(x).tanh())), a=(4, 6), b=(6, 3)),
         normal(4),
-        second,
+        lambda raw: raw[1],
     ),
-    case("routing", Routing, normal(4)),
-    case(
-        "hypernetwork",
-        lambda: Net(
-            lambda m, x: F.gelu(m.body(x)[:, None] @ m.weights(x).unflatten(1, (5, 2))).squeeze(1),
-            body=nn.Linear(4, 5),
-            weights=nn.Linear(4, 10),
-        ),
-        normal(4),
-    ),
+    case("routing", net(route, gate=(4, 2), experts=lambda: nn.ModuleList([nn.Linear(4, 3), mlp(4, 5, 3)])), normal(4)),
+    case("hypernetwork", HYPER, normal(4)),
 ]

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import linnet
 from linnet import TangentClassifier, metrics
 from linnet.cli.commands.demo import split_digits, train
-from linnet.inference.kernel_vi import full
 from linnet.inference.mode.newton import function_space
-from linnet.inference.variational import lowrank, meanfield
+from linnet.inference.variational import full, lowrank, meanfield
 from linnet.linalg.matrices import Matrix
 from linnet.probability.expectations import expected
 from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
