@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse import issparse
-from sklearn.base import BaseEstimator
-from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
 from linnet.data.batch import Source
@@ -18,7 +15,7 @@ from linnet.data.sources import InMemory
 from linnet.jacobian.jacobian import Jacobian
 
 
-def plain_options(estimator: BaseEstimator) -> list[tuple[str, Any]]:
+def plain_options(estimator: Any) -> list[tuple[str, Any]]:
     """The constructor's arguments that print alike on all ranks; a progress bar may be shown on one of them."""
     given = estimator.get_params(deep=False)
     kinds = (str, bool, int, float, type(None))
@@ -30,8 +27,11 @@ def fast_float64(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
-def checked_inputs(estimator: BaseEstimator, X: Any, *, reset: bool, flat: bool = False) -> Any:
+def checked_inputs(estimator: Any, X: Any, *, reset: bool, flat: bool = False) -> Any:
     """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
+    from scipy.sparse import issparse
+    from sklearn.utils.validation import validate_data
+
     known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source | tuple)
     if known and not issparse(X):  # one kind of sparse array is a dict
         return X

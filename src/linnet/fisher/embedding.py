@@ -258,7 +258,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             return None, None
         reference = score.reference(self.model, self.lin_, source)
         if reference is None:
-            found = fisher_statistics(J, centered=score.centered, kept=kept)
+            found = fisher_statistics(J, centered=score.centered, stored=kept)
             return found, found.trace
         return fisher_statistics(self._jacobian(reference), centered=score.centered), None
 

@@ -67,7 +67,7 @@ class Statistics:
         return float(self.n) * (len(self.kept) - self.dropped)
 
 
-def fisher_statistics(J: Jacobian, *, centered: bool, kept: Jacobian | None = None) -> Statistics:
+def fisher_statistics(J: Jacobian, *, centered: bool, stored: Jacobian | None = None) -> Statistics:
     r"""Center and diagonal Fisher information of a score, in one pass over the data.
 
     Sums are in float64 and of squares about the mean, so that nothing cancels. Two kinds of columns are dropped:
@@ -88,7 +88,7 @@ def fisher_statistics(J: Jacobian, *, centered: bool, kept: Jacobian | None = No
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
         centered: Whether Z is the mean of J; else it is zero.
-        kept: J with its factors in memory, where they are.
+        stored: J with its factors in memory, where they are.
 
     Example:
         >>> import linnet
@@ -105,7 +105,7 @@ def fisher_statistics(J: Jacobian, *, centered: bool, kept: Jacobian | None = No
             f"Fisher statistics need one score per example; the Jacobian has {J.c} outputs for each of {J.n} examples. "
             "Reduce them to one number with output=, as the scores of linnet.scores do."
         )
-    Z, I = (J if kept is None else kept).moments(centered=centered)  # noqa: E741
+    Z, I = (J if stored is None else stored).moments(centered=centered)  # noqa: E741
     layout = J.lin.layout
     check_finite(Z, I, layout)
     columns = (I > 0) & ~rounding(J, I, centered=centered)

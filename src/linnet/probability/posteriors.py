@@ -87,9 +87,9 @@ class Posterior(ABC):
     is_point: ClassVar[bool] = False
     parts: ClassVar[tuple[str, ...]]
 
-    @abstractmethod
     def features(self, J: Any) -> Tensor:
-        """T, (n c, k)."""
+        """T, (n c, k); here without columns."""
+        return torch.zeros(J.shape[0], 0, dtype=J.dtype, device=J.device)
 
     @abstractmethod
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
@@ -103,7 +103,7 @@ class Posterior(ABC):
             f, shift = J.outputs_and_product(self.delta)
             return PredictiveMoments(f, shift.view(J.n, J.c), None)
         if spread == "covariance":
-            return self._ask(_keep(J), self.covariance)
+            return self._ask(J.cached_if_fits(), self.covariance)
         V = self.directions
         if V is not None and autodiff_wins("matmul", k=1 + V.shape[1], c=J.c):
             f, product = J.outputs_and_product(torch.cat([self.delta[:, None], V], 1))
@@ -185,9 +185,6 @@ class Posterior(ABC):
         z = torch.randn(rows, k, dtype=self.delta.dtype, device=generator.device, generator=generator)
         return z.to(self.delta.device)
 
-    def _no_features(self, J: Any) -> Tensor:
-        return torch.zeros(J.shape[0], 0, dtype=J.dtype, device=J.device)
-
     # Files.
 
     def tensors(self) -> dict[str, Tensor]:
@@ -255,9 +252,6 @@ class PointPosterior(Posterior):
     def __init__(self, delta: Tensor) -> None:
         self.delta = delta
 
-    def features(self, J: Any) -> Tensor:
-        return self._no_features(J)
-
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None].expand(-1, k)
 
@@ -276,9 +270,6 @@ class DiagonalPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor) -> None:
         self.delta = delta
         self.D = self.variances = variances
-
-    def features(self, J: Any) -> Tensor:
-        return self._no_features(J)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None] + self.variances.sqrt()[:, None] * self._normal(len(self.delta), k, generator)
@@ -299,9 +290,6 @@ class TurnedPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor, *, rotation: Rotation) -> None:
         self.delta, self.rotation = delta, rotation
         self.D = self.variances = variances
-
-    def features(self, J: Any) -> Tensor:
-        return self._no_features(J)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         assert self.rotation is not None
@@ -581,14 +569,6 @@ def posterior_from(kind: str, tensors: Mapping[str, Tensor], *, J: LinearOperato
         parts["J"] = J
     found: Posterior = KINDS[kind](**parts)
     return found
-
-
-def _keep(J: Jacobian) -> Jacobian:
-    """J with its factors in memory, where they fit."""
-    try:
-        return J.cached()
-    except MemoryError:
-        return J
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:

@@ -1,1 +1,7 @@
-"""Door 1: `TangentRegressor` and `TangentClassifier`."""
+"""Door 1: `TangentRegressor` and `TangentClassifier`, a trained network adapted to new data in closed form."""
+
+from linnet.tangent.base import LinearizedModule, Tangent
+from linnet.tangent.classifier import TangentClassifier, label_array
+from linnet.tangent.regressor import LeaveOneOut, TangentRegressor
+
+__all__ = ["LeaveOneOut", "LinearizedModule", "Tangent", "TangentClassifier", "TangentRegressor", "label_array"]
