@@ -32,7 +32,7 @@ import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
 from linnet._common.torch_settings import Precision, arithmetic
-from linnet.inference.evidence import scales
+from linnet.inference.evidence.laplace import unit_scale
 from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode import adam
 from linnet.inference.mode.adam import Training
@@ -151,7 +151,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
     prior, likelihood = make_prior(lin, "ntk"), Categorical()
     mean = part.outputs().double()
     K = part.gram(scale=prior.base).double()
-    unit = scales.unit_scale(K, mean, likelihood, "function")  # where the data say as much as the prior
+    unit = unit_scale(K, mean, likelihood, "function")  # where the data say as much as the prior
     J = cached_if_fits(J)
     rows = []
     for times in (0.3, 3.0):

@@ -14,8 +14,8 @@ stop when
 where 0.001 means a thousandth of a prior standard deviation, for data that the mean function already fits.
 
 The same iteration runs in three spaces: `function_space` on K, where ``u = Phi^T alpha``; `weight_space` on a dense
-Phi; `matrix_free` with products of J only. `linnet.inference.evidence.scales` and
-`linnet.inference.evidence.layer_scales` choose prior scales by the Laplace evidence.
+Phi; `matrix_free` with products of J only. `linnet.inference.evidence.laplace` chooses prior scales by the Laplace
+evidence.
 """
 
 from __future__ import annotations
