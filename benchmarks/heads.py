@@ -31,7 +31,7 @@ import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
 from linnet._common.torch_settings import Precision, arithmetic
-from linnet.inference.evidence import scales
+from linnet.inference.evidence.laplace import unit_scale
 from linnet.inference.mode import adam
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
@@ -149,7 +149,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
     prior, likelihood = make_prior(lin, "ntk"), Categorical()
     mean = part.outputs().double()
     K = part.gram(scale=prior.base).double()
-    unit = scales.unit_scale(K, mean, likelihood, "function")  # where the data say as much as the prior
+    unit = unit_scale(K, mean, likelihood, "function")  # where the data say as much as the prior
     J = J.cached_if_fits()
     rows = []
     for times in (0.3, 3.0):

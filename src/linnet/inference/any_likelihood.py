@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from linnet.inference import variational
-from linnet.inference.evidence import layer_scales, scales
 from linnet.inference.evidence.gaussian import Choice
+from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale
 from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
 from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
@@ -194,14 +194,14 @@ def _kernel(data: Observed, prior: Prior) -> tuple[Tensor, Choice, Tensor | None
     J, given = data.J, {"mean": data.mean, "likelihood": data.likelihood}
     if len(prior.scales) > 1:
         parts = J.layer_grams()
-        choice = layer_scales.best_scales(parts, data.y, **given)  # type: ignore[arg-type]
+        choice = choose_layer_scales(parts, data.y, **given)  # type: ignore[arg-type]
         K = sum(s * part for s, part in zip(choice.scales, parts.values(), strict=True))
         assert isinstance(K, Tensor)
         return K, choice, None
     K = J.gram(scale=prior.base)
     if not prior.scales:
         return K, Choice((1.0,), (), 0.0), None
-    choice, mode = scales.best_mode(K, data.y, **given)  # type: ignore[arg-type]
+    choice, mode = choose_scale(K, data.y, **given)  # type: ignore[arg-type]
     return K.mul_(choice.scales[0]), choice, mode.alpha
 
 
@@ -242,7 +242,7 @@ def _features(data: Observed, prior: Prior, settings: Settings) -> tuple[Choice,
     Phi, given = data.J.scaled(prior.base.sqrt()).dense(limit=2**62), {"mean": data.mean, "likelihood": data.likelihood}
     choice, start = Choice((1.0,), (), 0.0), None
     if prior.scales:
-        choice, found = scales.best_mode(Phi, data.y, space="weight", **given)  # type: ignore[arg-type]
+        choice, found = choose_scale(Phi, data.y, space="weight", **given)  # type: ignore[arg-type]
         start = found.u
     mode = newton.weight_space(
         Phi,

@@ -24,14 +24,22 @@ from linnet._estimator.inputs import as_targets, checked_inputs, fast_float64, l
 from linnet._estimator.linearity import Linearity
 from linnet.data.batch import Batch
 from linnet.inference.evidence.log_determinants import LogDet
+from linnet.inference.evidence.search import Slope, maximize
 from linnet.inference.problem import Settings, check_covariance_fits, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.output_combinations import combine_outputs
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
-from linnet.laplace.evidence import AtNetwork, Evidence, group_norms
-from linnet.laplace.linear_mode import AtKernelMode, AtLinearMode, LinearModel
+from linnet.laplace.evidence import (
+    AtKernelMode,
+    AtLinearMode,
+    AtNetwork,
+    Evidence,
+    LinearModel,
+    group_norms,
+    unexplained,
+)
 from linnet.laplace.predictive import (
     Predictive,
     average_probabilities,
@@ -43,14 +51,14 @@ from linnet.laplace.predictive import (
 )
 from linnet.laplace.search import Method, Search, Step
 from linnet.laplace.structures import (
-    Diagonal,
-    Full,
-    Function,
-    Kron,
-    LowRank,
-    Sampled,
-    Structure,
-    Subnetwork,
+    CurvatureStructure,
+    DiagonalCurvature,
+    FullCurvature,
+    KernelCurvature,
+    KroneckerCurvature,
+    LowRankCurvature,
+    SampledCurvature,
+    SubnetworkCurvature,
     kernels_of,
 )
 from linnet.network.checks import check_module
@@ -70,8 +78,8 @@ KEPT = ("full", "function", "lowrank", "samples")
 BOUNDED = ("kron", "ekfac", "diag")
 """Structures without correlations, whose effective dimension is too large to tell the noise; see `tune`."""
 
-SAMPLED = 1e-2
-"""Relative change at which MacKay's fixed point is reached, where it comes from samples."""
+SAMPLED = 1e-3
+"""Log evidence that is not worth another solve, where the evidence comes from samples."""
 
 FAR = 3.0
 """A gradient this many times as large as noise in the labels would make it says that the network is not trained."""
@@ -227,9 +235,9 @@ class Laplace(HubMixin, BaseEstimator):
         if search.scales or search.noise:
             evidence = self._evidence("network", self._prior, self._log_det)
             if self._log_det.cost == "solve":
-                search = replace(search, method="mackay", tolerance=SAMPLED)
+                search = replace(search, method="mackay", gain=SAMPLED)
             cost = self._log_det.cost
-            path = laplace_search.best(evidence, search, scales=self._scales, noise=self._noise, cost=cost)
+            path = laplace_search.choose(evidence, search, scales=self._scales, noise=self._noise, cost=cost)
             self._accept(self._prior, self._log_det, path)
             if isinstance(self.noise, str) and self.noise == "per-output":
                 self._by_output(search)
@@ -258,7 +266,7 @@ class Laplace(HubMixin, BaseEstimator):
         found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
         return {"function": "function", "weight": "full"}.get(found, "samples")
 
-    def _fitted(self, root: Tensor) -> Structure:
+    def _fitted(self, root: Tensor) -> CurvatureStructure:
         """The structure for a root of the curvature at noise one."""
         J, name = self._J, self.structure_
         if self.draws is not None:
@@ -266,19 +274,19 @@ class Laplace(HubMixin, BaseEstimator):
             J = J.cached_if_fits() if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
         if name in ("kron", "ekfac"):
-            return Kron(J, root, corrected=name == "ekfac")
+            return KroneckerCurvature(J, root, corrected=name == "ekfac")
         if name == "lowrank":
-            return LowRank(J, root, rank=self.rank, seed=self.seed, memory=self.memory, progress=self.progress)
+            return LowRankCurvature(J, root, rank=self.rank, seed=self.seed, memory=self.memory, progress=self.progress)
         if name == "subnetwork":
             variance = self._prior.variance(self._scales if self._prior.scales else ())
-            return Subnetwork(J, root, size=self.size, variance=variance, t=1 / self._noise)
+            return SubnetworkCurvature(J, root, size=self.size, variance=variance, t=1 / self._noise)
         if name == "samples":
             options: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
-            return Sampled(J, root, k=self.samples, memory=self.memory, **options)
-        simple: dict[str, Callable[[Jacobian, Tensor], Structure]] = {
-            "full": Full,
-            "function": Function,
-            "diag": Diagonal,
+            return SampledCurvature(J, root, k=self.samples, memory=self.memory, **options)
+        simple: dict[str, Callable[[Jacobian, Tensor], CurvatureStructure]] = {
+            "full": FullCurvature,
+            "function": KernelCurvature,
+            "diag": DiagonalCurvature,
         }
         return simple[name](J, root)
 
@@ -422,10 +430,10 @@ class Laplace(HubMixin, BaseEstimator):
                 "exact structure."
             )
         if at == "linear_mode" or log_det.cost == "solve":
-            search = replace(search, tolerance=SAMPLED if log_det.cost == "solve" else 1e-3)
+            search = replace(search, gain=SAMPLED if log_det.cost == "solve" else 1e-6)
         evidence = self._evidence(at, found, log_det)
         cost = "decomposition" if at == "linear_mode" and log_det.cost == "little" else log_det.cost
-        path = laplace_search.best(evidence, search, scales=scales, noise=self._noise, cost=cost)
+        path = laplace_search.choose(evidence, search, scales=scales, noise=self._noise, cost=cost)
         self._accept(found, log_det, path)
         if by_output:
             self._by_output(search)
@@ -446,29 +454,36 @@ class Laplace(HubMixin, BaseEstimator):
         self._refresh()
 
     def _by_output(self, search: Search) -> None:
-        """MacKay's update of the noise of each output, in turn with the scales, to a fixed point of both."""
-        residual = (self._y - self._f).square().sum(0)
-        rows, path = len(self._f), list(self.tune_path_)
-        for _ in range(search.steps):
-            assert self._noise_base is not None
-            before = self._noise_base * self._noise
-            gamma = (self.posterior_.variance(self._J) / before).sum(0)
-            self._noise_base = residual / laplace_search.unexplained(rows, gamma, bounded=search.bounded)
-            self._noise = 1.0
+        """The noise of each output, by the search over noises whose every point has the best scales for them."""
+        squares, path = (self._y - self._f).square().sum(0), list(self.tune_path_)
+        inner, at = replace(search, noise=False), list[float]()
+
+        def objective(x: list[float]) -> laplace_search.Evaluation:
+            at[:] = x
+            self._noise_base, self._noise = squares.new_tensor(x).exp(), 1.0
             self._unit = self._with_noise(1.0)
             self._structure = self._fitted(self._root(self._f))
             self._log_det = self._structure.log_det(self._prior)
-            inner = replace(search, noise=False)
             evidence = self._evidence("network", self._prior, self._log_det)
-            found = laplace_search.best(evidence, inner, scales=self._scales, noise=1.0, cost=self._log_det.cost)
-            path.append(found[-1])
+            cost = self._log_det.cost
+            path.append(laplace_search.choose(evidence, inner, scales=self._scales, noise=1.0, cost=cost)[-1])
             self._accept(self._prior, self._log_det, path)
-            if bool(((self._noise_base / before - 1).abs() <= max(search.tolerance, 1e-6)).all()):
-                return
-        raise ArithmeticError(
-            f"The noise of each output was not settled after {search.steps} steps. Allow more with tune(steps=), or "
-            "use noise='evidence', one for all."
-        )
+            gamma = (self.posterior_.variance(self._J) / self._noise_base).sum(0)
+            down = unexplained(len(self._f), gamma, bounded=search.bounded)
+            pairs = zip((squares / self._noise_base).tolist(), down.tolist(), strict=True)
+            return laplace_search.Evaluation(path[-1].log_evidence, [Slope(*pair) for pair in pairs])
+
+        assert self._noise_base is not None
+        start = (self._noise_base * self._noise).log().tolist()
+        options: dict[str, Any] = {"gain": max(search.gain, 1e-12), "steps": search.steps, "compare": False}
+        found = maximize(objective, [start], [(t - 28, t + 28) for t in start], **options)
+        if not found.converged:
+            raise ArithmeticError(
+                f"The noise of each output was not settled after {search.steps} steps. Allow more with tune(steps=), "
+                "or use noise='evidence', one for all."
+            )
+        if at != found.x:  # the last point that was tried was not the best
+            objective(found.x)
 
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
@@ -483,7 +498,7 @@ class Laplace(HubMixin, BaseEstimator):
             variance = factor * self._structure.posterior(S, t * factor).variance(J)
             return log_score(self.likelihood_, f, variance, targets)
 
-        self._multiply(laplace_search.best_factor(score))
+        self._multiply(laplace_search.choose_factor(score))
 
     def _narrow(self, by_evidence: bool) -> None:
         """Multiply prior variances that the evidence chose by what the training labels of a classifier bear."""
@@ -501,7 +516,7 @@ class Laplace(HubMixin, BaseEstimator):
             return own - log_score(self.likelihood_, f, variance, y) / (len(index) * sites)
 
         limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
-        self.narrowed_ = laplace_search.largest_factor(cost, limit)
+        self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
         if self.narrowed_ < 1:
             self._multiply(self.narrowed_)
 

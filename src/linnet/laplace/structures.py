@@ -47,7 +47,7 @@ from linnet.probability.posteriors import (
 from linnet.probability.priors import Prior
 
 
-class Structure(ABC):
+class CurvatureStructure(ABC):
     """A form of G, fitted.
 
     Attributes:
@@ -71,7 +71,7 @@ class Structure(ABC):
 
 
 @final
-class Full(Structure):
+class FullCurvature(CurvatureStructure):
     """See the module."""
 
     name = "full"
@@ -89,7 +89,7 @@ class Full(Structure):
 
 
 @final
-class Function(Structure):
+class KernelCurvature(CurvatureStructure):
     """See the module."""
 
     name = "function"
@@ -129,7 +129,7 @@ class Function(Structure):
 
 
 @final
-class Diagonal(Structure):
+class DiagonalCurvature(CurvatureStructure):
     """See the module."""
 
     name = "diag"
@@ -145,7 +145,7 @@ class Diagonal(Structure):
 
 
 @final
-class Kron(Structure):
+class KroneckerCurvature(CurvatureStructure):
     """See the module.
 
     Args:
@@ -173,7 +173,7 @@ class Kron(Structure):
 
 
 @final
-class LowRank(Structure):
+class LowRankCurvature(CurvatureStructure):
     """See the module.
 
     Args:
@@ -214,7 +214,7 @@ class LowRank(Structure):
 
 
 @final
-class Subnetwork(Structure):
+class SubnetworkCurvature(CurvatureStructure):
     """See the module.
 
     Args:
@@ -251,7 +251,7 @@ class Subnetwork(Structure):
 
 
 @final
-class Sampled(Structure):
+class SampledCurvature(CurvatureStructure):
     """See the module.
 
     Args:
@@ -292,7 +292,7 @@ class _SampledLogDet(LogDet):
 
     cost = "solve"
 
-    def __init__(self, structure: Sampled, prior: Prior) -> None:
+    def __init__(self, structure: SampledCurvature, prior: Prior) -> None:
         self.structure, self.prior, self.count = structure, prior, max(1, len(prior.scales))
 
     def __call__(self, scales: Sequence[float], t: float) -> tuple[float, list[float]]:

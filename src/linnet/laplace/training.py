@@ -13,22 +13,46 @@ this is MacKay's loop of training and re-estimation. The evidence is that of `li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from linnet._estimator.inputs import as_targets, fast_float64
 from linnet._estimator.optimizer_steps import epoch, shuffled
+from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
-from linnet.laplace.hyper import KINDS, STRUCTURES, Hyperparameters, StructureName
-from linnet.laplace.search import Method
+from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian.linearization import linearize
+from linnet.laplace.evidence import AtNetwork, group_norms
+from linnet.laplace.search import Method, Search, Step, choose
+from linnet.laplace.structures import (
+    CurvatureStructure,
+    DiagonalCurvature,
+    FullCurvature,
+    KernelCurvature,
+    KroneckerCurvature,
+)
 from linnet.network.checks import check_module
+from linnet.network.flat_output import FlatOutput
 from linnet.network.functional_model import Output
 from linnet.network.parameters import Params
-from linnet.probability.likelihoods import Likelihood
-from linnet.probability.priors import PriorSpec, check_prior
+from linnet.probability.likelihoods import Gaussian, Likelihood, likelihood_for
+from linnet.probability.per_site import Sites
+from linnet.probability.priors import PriorSpec, check_prior, make_prior
+
+StructureName = Literal["kron", "ekfac", "diag", "full", "function"]
+STRUCTURES: dict[str, Callable[[Jacobian, Tensor], CurvatureStructure]] = {
+    "kron": KroneckerCurvature,
+    "ekfac": lambda J, root: KroneckerCurvature(J, root, corrected=True),
+    "diag": DiagonalCurvature,
+    "full": FullCurvature,
+    "function": KernelCurvature,
+}
+KINDS = ("classification", "regression", "heteroscedastic")
 
 
 @dataclass(frozen=True)
@@ -136,7 +160,8 @@ def train_with_evidence(
         burn_in: Epochs before the first evidence step.
         every: Epochs between evidence steps.
         steps: Updates in each evidence step; None goes on to the maximum.
-        rate: Of Adam on the logarithms of scales and noise, for ``method="gradient"`` with a number of steps.
+        rate: Limit of the change of the logarithm of a scale or the noise in one update, for ``method="gradient"`` with
+            a number of steps.
         method: "gradient", or "mackay" for the fixed point of the effective dimensions.
         keep: "best" goes back to the weights of largest evidence, "last" stays with the last evidence step's.
         seed: Of the order of the examples.
@@ -180,9 +205,9 @@ def train_with_evidence(
             plan.step()
         if number <= burn_in or (number - burn_in - 1) % every:
             continue
-        terms = chosen.improve(method, steps, rate)
-        found = chosen.named_scales(), chosen.noise_variance, sum(terms.gamma)
-        path.append(EvidenceStep(number, losses[-1], terms.value, *found))
+        found = chosen.improve(method, steps, rate)
+        scales, variance = chosen.named_scales(), chosen.noise_variance
+        path.append(EvidenceStep(number, losses[-1], found.log_evidence, scales, variance, found.dimension))
         if progress is not None:
             progress(path[-1])
         if keep == "last" or kept is None or path[-1].log_evidence > path[kept[0]].log_evidence:
@@ -192,6 +217,124 @@ def train_with_evidence(
     model.load_state_dict(kept[1])
     model.eval()
     return TrainedWithEvidence(model, path[kept[0]], kept[2], kept[3], tuple(path), tuple(losses))
+
+
+@final
+class Hyperparameters:
+    """Scales of the prior and noise while they move, and what they mean for the loss and the evidence.
+
+    Args:
+        model: The network; its weights are read whenever the evidence is asked for.
+        source: The training data.
+        likelihood: A name of `KINDS`, or a likelihood.
+        structure: A name of `STRUCTURES`.
+        prior: As users write it.
+        noise: Its variance, for "regression"; None where it is free.
+        params: Which parameters have the prior.
+        output: How to read the model's outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        *,
+        likelihood: str | Likelihood,
+        structure: str,
+        prior: PriorSpec,
+        noise: float | None,
+        params: Params,
+        output: Output | None,
+    ) -> None:
+        self.model, self.source, self.structure, self.params = model, source, structure, params
+        self.read, self.given = FlatOutput(output), prior
+        J = self._jacobian()
+        self.y, self.n, self.c = as_targets(None, J), J.n, J.c
+        self.unit = self._likelihood_of(likelihood)
+        self.unit.targets(self.y, J.n, J.c)  # raises now rather than in the middle
+        self.free_noise = likelihood == "regression" and noise is None
+        self.noise = 1.0 if noise is None else float(noise)  # times that of ``unit``
+        self.prior, self.layout = make_prior(J.lin, prior), J.lin.layout
+        self.scales = [1.0] * max(1, len(self.prior.scales))
+        self._set(self.scales, self.noise)
+
+    def _set(self, scales: Sequence[float], noise: float) -> None:
+        self.scales, self.noise = list(scales), noise
+        self._variances = self.layout.unflatten(self.variance())
+
+    @property
+    def _base(self) -> float | Tensor | None:
+        """The noise variance of ``unit``; None where it has none."""
+        inner = self.unit.inner if isinstance(self.unit, Sites) else self.unit
+        return inner.noise if isinstance(inner, Gaussian) else None
+
+    @property
+    def noise_variance(self) -> float | None:
+        """The noise, where it is one number."""
+        base = self._base
+        return base * self.noise if isinstance(base, float) else None
+
+    def _likelihood_of(self, given: str | Likelihood) -> Likelihood:
+        """At noise one, but where the user gave it with its own."""
+        shape = self.read.shape
+        found = likelihood_for(given, self.y, shape or (self.c,))
+        return Sites(found, shape) if shape else found
+
+    def _jacobian(self) -> Jacobian:
+        """At the present weights and buffers, in eval mode."""
+        lin = linearize(self.model, self.params, self.read)
+        if fast_float64(lin.device):
+            lin = lin.to(torch.float64)
+        return lin.jacobian(self.source, progress=False)
+
+    def variance(self) -> Tensor:
+        return self.prior.variance(self.scales) if self.prior.scales else self.prior.base
+
+    def loss(self, batch: Batch) -> Tensor:
+        device = next(self.model.parameters()).device
+        batch = batch.to(device)
+        f = self.read(self.model(*batch.args, **batch.kwargs))
+        f = f[:, None] if f.ndim == 1 else f
+        y = self.unit.targets(batch.rest, batch.n, self.c, dtype=f.dtype, device=device)
+        named = dict(self.model.named_parameters())
+        penalty = f.new_zeros(())
+        for name, variance in self._variances.items():
+            penalty = penalty + (named[name].square() / variance.to(named[name])).sum().to(f)
+        return -self.unit.log_prob(f, y).mean() + 0.5 * self.noise / self.n * penalty
+
+    def evidence(self) -> AtNetwork:
+        """At the present weights."""
+        J = self._jacobian()
+        f = J.outputs()
+        y = self.unit.targets(self.y, J.n, J.c, dtype=J.dtype, device=J.device)
+        log_det = STRUCTURES[self.structure](J, self.unit.root(f)).log_det(self.prior)
+        energy = None
+        if self._base is not None:
+            energy = float((self.unit.residual(f, y).square() / self.unit.curvature(f)).double().sum())
+        theta = J.lin.layout.flatten(J.lin.theta)
+        likelihood = float(self.unit.log_prob(f, y).double().sum())
+        return AtNetwork(log_det, group_norms(theta, self.prior), likelihood, energy, f.numel())
+
+    def improve(self, method: Method, steps: int | None, rate: float) -> Step:
+        """Move scales and noise; the evidence there."""
+        search = Search(bool(self.prior.scales), self.free_noise, method)
+        if steps is not None:
+            search = replace(search, steps=steps, finish=False, longest=rate if method == "gradient" else math.inf)
+        evidence = self.evidence()
+        cost = evidence.log_det.cost
+        last = choose(evidence, search, scales=self.scales, noise=self.noise, cost=cost)[-1]
+        self._set(last.scales, last.noise)
+        return last
+
+    def named_scales(self) -> dict[str, float]:
+        return dict(zip(self.prior.scales, self.scales, strict=True)) if self.prior.scales else {}
+
+    def spec(self) -> float | dict[str, float] | None:
+        """The prior as `linnet.Laplace` takes it; None where only its variances say what it is."""
+        if not self.prior.scales:
+            return 1.0 if isinstance(self.given, str) else copy(self.given)  # type: ignore[return-value]
+        named = self.named_scales()
+        return {"shared": named.get("all"), "layerwise": named}.get(self.prior.name)
 
 
 def _check(

@@ -5,7 +5,7 @@ r"""The log evidence of Gaussian observations, and the prior scales and noise th
 `choose_one` knows one kernel by its spectrum: after one eigendecomposition (or a few Lanczos steps) each evaluation
 costs O(n). `choose_by_kernels` and `choose_by_moments` have several scales or noises, and each evaluation is a Cholesky
 decomposition: of the kernel, or of the precision of the weights. All three climb with
-`linnet.inference.evidence.maximize.maximize`.
+`linnet.inference.evidence.search.maximize`.
 
 Where K can explain all of r, the evidence of a few observations often grows as the noise vanishes. A prior on the
 noise, an inverse gamma distribution in the limit of no weight but an energy a, keeps the noise away from zero:
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linnet.inference.evidence.maximize import Slope, maximize
+from linnet.inference.evidence.search import Slope, maximize
 
 LOG_2PI = math.log(2 * math.pi)
 

@@ -1,1 +1,16 @@
-"""Conditioning on observations with Gaussian noise."""
+"""Conditioning on observations with Gaussian noise: by dense factors, by conjugate gradients, and with later data."""
+
+from linnet.inference.gaussian.closed_form import check_conditioning, condition
+from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
+from linnet.inference.gaussian.updates import extend, flow, precisions, smoother
+
+__all__ = [
+    "check_conditioning",
+    "condition",
+    "extend",
+    "flow",
+    "precisions",
+    "preconditioner_of",
+    "probes_of",
+    "smoother",
+]

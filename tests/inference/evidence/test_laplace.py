@@ -12,9 +12,8 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from linnet.inference.evidence import scales
-from linnet.inference.evidence.layer_scales import best_scales, scale_gradient
-from linnet.inference.evidence.scales import best_mode, best_scale, unit_scale
+from linnet.inference.evidence import laplace
+from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale, scale_slopes, unit_scale
 from linnet.inference.mode import spaces
 from linnet.inference.mode.newton import Mode, function_space, weight_space
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
@@ -33,12 +32,26 @@ def test_gradient_of_the_evidence_in_the_scales(likelihood: Likelihood, c: int) 
         return function_space(K, y, mean=mean, likelihood=likelihood, tolerance=1e-12).checked()
 
     at = [-1.0, 0.5]
-    gradient = scale_gradient(parts, [math.exp(t) for t in at], mode=mode(at), likelihood=likelihood)
+    gradient = scale_slopes(parts, [math.exp(t) for t in at], mode=mode(at), likelihood=likelihood)
     h = 1e-4
     for i in range(2):
         up, down = ([t + sign * h * (i == j) for j, t in enumerate(at)] for sign in (1, -1))
         difference = (mode(up).log_evidence - mode(down).log_evidence) / (2 * h)
-        assert gradient[i] == pytest.approx(difference, rel=1e-5, abs=1e-6)
+        assert gradient[i].value == pytest.approx(difference, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("space", ["function", "weight"])
+@pytest.mark.parametrize(("likelihood", "c"), CASES)
+def test_the_slope_in_one_scale_is_that_of_the_only_part(likelihood: Likelihood, c: int, space: str) -> None:
+    Phi, mean, y = problem(likelihood, c=c)
+    A = Phi @ Phi.T if space == "function" else Phi
+    evidence = laplace._ScaleEvidence(A, likelihood.targets(y, *mean.shape), mean, likelihood, space)
+    whole = laplace._ScaleEvidence(Phi @ Phi.T, evidence.y, mean, likelihood, "function")
+    for t in (-2.0, 1.0):
+        (slope,) = evidence([t]).slopes
+        mode = function_space(Phi @ Phi.T, y, mean=mean, likelihood=likelihood, scale=whole.scale(t), tolerance=1e-10)
+        (wanted,) = scale_slopes([Phi @ Phi.T], [whole.scale(t)], mode=mode, likelihood=likelihood)
+        assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("likelihood", "c"), CASES)
@@ -46,13 +59,13 @@ def test_best_scale_beats_a_fine_grid(likelihood: Likelihood, c: int) -> None:
     Phi, mean, y = problem(likelihood, c=c)
     Phi = 30.0 * Phi  # the search finds its own unit
     K, given = Phi @ Phi.T, {"mean": mean, "likelihood": likelihood}
-    choice = best_scale(K, y, **given)
+    choice, _ = choose_scale(K, y, **given)
     grid = [function_space(K, y, scale=10.0**e, **given).log_evidence for e in np.linspace(-7, 1, 33)]
     assert choice.log_evidence >= max(grid) - 1e-3
     assert list(choice.path) == sorted(choice.path) and choice.path[-1] == choice.log_evidence
     (scale,) = choice.scales
     assert function_space(K, y, scale=scale, **given).log_evidence == pytest.approx(choice.log_evidence, abs=1e-4)
-    other = best_scale(Phi, y, space="weight", **given)
+    other, _ = choose_scale(Phi, y, space="weight", **given)
     assert math.log(other.scales[0]) == pytest.approx(math.log(scale), abs=0.05)
     assert other.log_evidence == pytest.approx(choice.log_evidence, abs=1e-3)
 
@@ -60,7 +73,7 @@ def test_best_scale_beats_a_fine_grid(likelihood: Likelihood, c: int) -> None:
 def test_where_the_mean_is_right_the_best_scale_is_next_to_nothing() -> None:
     y = torch.arange(N) % C
     mean = 3.0 * nn.functional.one_hot(y, C).double()  # surer than the labels need
-    choice = best_scale(Phi_K := normal(N * C, N * C), y, mean=mean, likelihood=Categorical(), space="weight")
+    choice, _ = choose_scale(Phi_K := normal(N * C, N * C), y, mean=mean, likelihood=Categorical(), space="weight")
     log_p = float(Categorical().log_prob(mean, y).sum())
     assert float(Phi_K.square().mean()) * choice.scales[0] < 1e-3
     assert choice.log_evidence == pytest.approx(log_p, abs=0.05)
@@ -73,15 +86,15 @@ def test_best_scales_rise_and_leave_out_what_says_nothing() -> None:
     y = Categorical().sample(f, torch.Generator().manual_seed(0))
     parts = {"useful": useful @ useful.T, "noise": noise @ noise.T}
     given = {"mean": torch.zeros(n, C).double(), "likelihood": Categorical()}
-    choice = best_scales(parts, y, **given)
+    choice = choose_layer_scales(parts, y, **given)
     path = choice.path
     assert len(path) > 2 and all(b >= a for a, b in pairwise(path))
-    common = best_scale(parts["useful"] + parts["noise"], y, **given)
+    common, _ = choose_scale(parts["useful"] + parts["noise"], y, **given)
     assert choice.log_evidence > common.log_evidence + 1
     assert choice.scales[1] < 0.05 * choice.scales[0]
     K = choice.scales[0] * parts["useful"] + choice.scales[1] * parts["noise"]
     assert function_space(K, y, **given).log_evidence == pytest.approx(choice.log_evidence, abs=1e-5)
-    again = best_scales(parts, y, start=choice.scales, **given)
+    again = choose_layer_scales(parts, y, start=choice.scales, **given)
     assert again.log_evidence >= choice.log_evidence - 1e-6
 
 
@@ -112,7 +125,8 @@ def by_maximizer(Phi: Tensor, y: Tensor, **given: Any) -> tuple[float, float]:
 def test_a_part_first_finds_what_all_say(
     likelihood: Likelihood, c: int, space: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scales, "PART", 16)
+    monkeypatch.setattr(laplace, "PART", 16)
+    monkeypatch.setattr(spaces, "NEAR", 1)
     Phi, mean, y = many(likelihood, c, seed=seed)
     given: dict[str, Any] = {"mean": mean, "likelihood": likelihood}
     t, value = by_maximizer(Phi, y, **given)
@@ -120,7 +134,7 @@ def test_a_part_first_finds_what_all_say(
     for kind in (spaces.FunctionSpace, spaces.WeightSpace):
         plain = kind.factor
         monkeypatch.setattr(kind, "factor", lambda self, r, plain=plain: made.append(r.shape[0]) or plain(self, r))
-    choice, mode = best_mode(Phi @ Phi.T if space == "function" else Phi, y, space=space, **given)
+    choice, mode = choose_scale(Phi @ Phi.T if space == "function" else Phi, y, space=space, **given)
     assert value - 2e-3 <= choice.log_evidence <= value + 1e-4
     assert math.log(choice.scales[0]) == pytest.approx(t, abs=0.1)
     assert made.count(max(made)) <= 15  # on all rows; more than 50 without a part, with each mode from scratch
@@ -131,34 +145,34 @@ def test_a_part_first_finds_what_all_say(
 
 @pytest.mark.parametrize("sure", [4.0, 30.0])
 def test_a_peak_behind_a_dip_is_found_with_a_part(sure: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scales, "PART", 16)
+    monkeypatch.setattr(laplace, "PART", 16)
     n = 120
     Phi, y = normal(n * C, 6), torch.arange(n) % C
     # Sure, and wrong about one example in eight.
     said = torch.where(torch.arange(n) % 8 == 0, (y + 1) % C, y)
     mean = sure * nn.functional.one_hot(said, C).double()
     given: dict[str, Any] = {"mean": mean, "likelihood": Categorical()}
-    choice = best_scale(Phi, y, space="weight", **given)
+    choice, _ = choose_scale(Phi, y, space="weight", **given)
     grid = [weight_space(Phi, y, scale=10.0**e, **given).log_evidence for e in np.linspace(-6, 5, 45)]
     assert choice.log_evidence >= max(grid) - 0.01
 
 
 def test_where_a_part_asks_for_no_scale_all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scales, "PART", 16)
+    monkeypatch.setattr(laplace, "PART", 16)
     n = 100
     y = torch.arange(n) % C
     mean = 3.0 * nn.functional.one_hot(y, C).double()  # surer than the labels need
-    choice = best_scale(normal(n * C, 20), y, mean=mean, likelihood=Categorical(), space="weight")
+    choice, _ = choose_scale(normal(n * C, 20), y, mean=mean, likelihood=Categorical(), space="weight")
     assert choice.log_evidence == pytest.approx(float(Categorical().log_prob(mean, y).sum()), abs=0.05)
 
 
 @pytest.mark.parametrize("space", ["function", "weight"])
 def test_single_precision(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scales, "PART", 16)
+    monkeypatch.setattr(laplace, "PART", 16)
     Phi, mean, y = many(Categorical(), 3)
     A = Phi @ Phi.T if space == "function" else Phi
-    exact = best_scale(A, y, mean=mean, likelihood=Categorical(), space=space)
-    single = best_scale(A.float(), y, mean=mean.float(), likelihood=Categorical(), space=space)
+    exact, _ = choose_scale(A, y, mean=mean, likelihood=Categorical(), space=space)
+    single, _ = choose_scale(A.float(), y, mean=mean.float(), likelihood=Categorical(), space=space)
     assert single.log_evidence == pytest.approx(exact.log_evidence, abs=0.02)
     assert math.log(single.scales[0]) == pytest.approx(math.log(exact.scales[0]), abs=0.2)
 
@@ -169,9 +183,9 @@ def test_scales_of_parts_in_single_precision() -> None:
     f = 2.0 * (A @ normal(5, seed=2)).view(n, C)
     y = Categorical().sample(f, torch.Generator().manual_seed(0))
     parts, mean = {"a": A @ A.T, "b": B @ B.T}, torch.zeros(n, C).double()
-    exact = best_scales(parts, y, mean=mean, likelihood=Categorical())
+    exact = choose_layer_scales(parts, y, mean=mean, likelihood=Categorical())
     few = {name: K.float() for name, K in parts.items()}
-    single = best_scales(few, y, mean=mean.float(), likelihood=Categorical())
+    single = choose_layer_scales(few, y, mean=mean.float(), likelihood=Categorical())
     assert single.log_evidence == pytest.approx(exact.log_evidence, abs=0.02)
 
 
@@ -179,38 +193,38 @@ def test_scales_whose_mode_rounding_hides_are_no_candidates(monkeypatch: pytest.
     Phi, mean, y = many(Bernoulli(), 1, n=40)
     given: dict[str, Any] = {"mean": mean, "likelihood": Bernoulli()}
     K = Phi @ Phi.T
-    (best,) = best_scale(K, y, **given).scales
+    (best,) = choose_scale(K, y, **given)[0].scales
 
     def hidden(A: Tensor, y: Tensor, *, scale: float, **given: Any) -> Mode:
         if scale > limit:
             raise ArithmeticError("no mode")
         return function_space(A, y, scale=scale, **given)
 
-    monkeypatch.setattr(scales, "function_space", hidden)
+    monkeypatch.setattr(laplace, "function_space", hidden)
     for times in (3.0, 0.3):
         limit = times * best
-        choice = best_scale(K, y, **given)
+        choice, _ = choose_scale(K, y, **given)
         assert choice.scales[0] <= limit
         below = limit if times < 1 else best
         at = function_space(K, y, scale=0.4 * below, **given).log_evidence
         assert choice.log_evidence >= at  # the best there is, to a factor or so
     limit = 0.0
     with pytest.raises(ArithmeticError, match="no mode"):
-        best_scale(K, y, **given)
+        choose_scale(K, y, **given)
 
 
 def test_errors() -> None:
     Phi, mean, y = problem(Categorical())
     K, likelihood = Phi @ Phi.T, Categorical()
     with pytest.raises(ValueError, match="space must be 'function' or 'weight'; got 'both'"):
-        best_scale(K, y, mean=mean, likelihood=likelihood, space="both")
+        choose_scale(K, y, mean=mean, likelihood=likelihood, space="both")
     with pytest.raises(ValueError, match="The kernel is zero on the training data"):
-        best_scale(0 * K, y, mean=mean, likelihood=likelihood)
+        choose_scale(0 * K, y, mean=mean, likelihood=likelihood)
     with pytest.raises(ValueError, match="There are 1 parts, so start needs as many scales; got 2"):
-        best_scales({"all": K}, y, mean=mean, likelihood=likelihood, start=[1.0, 1.0])
+        choose_layer_scales({"all": K}, y, mean=mean, likelihood=likelihood, start=[1.0, 1.0])
     mode = weight_space(Phi, y, mean=mean, likelihood=likelihood)
     with pytest.raises(ValueError, match="needs a mode from function_space"):
-        scale_gradient([K], [1.0], mode=mode, likelihood=likelihood)
+        scale_slopes([K], [1.0], mode=mode, likelihood=likelihood)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.inference.evidence.maximize import Evaluation, Slope, maximize
+from linnet.inference.evidence.search import Evaluation, Slope, maximize
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def maximize(
     if not len(x):
         return Maximum(*path[0], path, True)
     g, D = _gradient(at)
-    B = np.diag(D)
+    B, bent = np.diag(D), 0
     while True:
         free = ~(((x <= low) & (g <= 0)) | ((x >= high) & (g >= 0)))
         mackay, d = np.where(free, g / D, 0.0), np.zeros_like(x)
@@ -147,17 +147,21 @@ def maximize(
             found = found or _climb(objective, x, at, g, direction, (low, high), longest, compare)
             if 2 * promise <= ROUND * abs(at.value):
                 break
+        converged = True
         if found is None:  # rounding hides what is left to gain
-            converged = True
             break
-        y, at = found
-        s, before, (g, D) = y - x, g, _gradient(at)
-        x, fall = y, before - g
+        s, gained = found[0] - x, found[1].value - at.value
+        x, at = found
         path.append((x.tolist(), at.value))
+        if compare and 0.1 * promise <= gain and abs(gained - promise) <= 0.3 * promise:
+            break  # as promised, so that less than a tenth of it is left
+        before, (g, D) = g, _gradient(at)
+        fall = before - g
         if s @ fall > 1e-6 * s @ (D * s):
-            B += np.outer(fall, fall) / (s @ fall) - np.outer(B @ s, B @ s) / (s @ (B @ s))
-        else:  # the value bends upward here: its slopes do not tell where its top is
-            B = np.diag(D)
+            B, bent = B + np.outer(fall, fall) / (s @ fall) - np.outer(B @ s, B @ s) / (s @ (B @ s)), 0
+        else:  # the value bends upward, so that its slopes do not tell where its top is: further, ever faster
+            bent += 1
+            B = np.diag(D) / 4.0**bent
     top = max(path, key=lambda point: point[1]) if compare else path[-1]
     return Maximum(*top, path, converged)
 
