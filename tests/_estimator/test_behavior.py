@@ -175,7 +175,7 @@ class Remembering(nn.Linear):
 
 def test_networks_that_remember_their_passes_are_compared_as_they_were_at_first() -> None:
     lin = linnet.linearize(Remembering())
-    inputs = behavior.drawn_inputs(as_source(X, lin.module))
+    inputs = behavior.draw_inputs(as_source(X, lin.module))
     lin.module(X)
     tensors, meta = behavior.record(lin, inputs)
     behavior.check("a.safetensors", linnet.linearize(lin.given), tensors, meta)
@@ -241,7 +241,7 @@ def test_drawn_inputs_have_the_values_that_the_network_can_take() -> None:
         torch.tensor([[0.5], [2.0]], dtype=torch.bfloat16),
         torch.zeros(2, 0),
     )
-    batch = behavior.drawn_inputs(as_source(given, Many()))
+    batch = behavior.draw_inputs(as_source(given, Many()))
     assert [t.dtype for t in batch.args] == [t.dtype for t in given]
     assert [t.shape for t in batch.args] == [t.shape for t in given]
     assert set(batch.args[0].flatten().tolist()) <= {5, 9, 30}

@@ -1,17 +1,17 @@
 """What all estimators share: inputs, files, the hub."""
 
 from linnet._estimator import behavior, files
-from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
     as_targets,
-    at_hand,
-    checked_inputs,
+    check_inputs,
     default_network,
-    fast_float64,
+    has_fast_float64,
+    has_targets_in_memory,
     like,
-    plain_options,
+    list_options,
 )
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffled
@@ -20,16 +20,16 @@ __all__ = [
     "HubMixin",
     "Linearity",
     "as_targets",
-    "at_hand",
     "behavior",
-    "checked_inputs",
+    "check_inputs",
     "default_network",
-    "drawn_inputs",
+    "draw_inputs",
     "epoch",
-    "fast_float64",
     "files",
+    "has_fast_float64",
+    "has_targets_in_memory",
     "like",
+    "list_options",
     "load",
-    "plain_options",
     "shuffled",
 ]

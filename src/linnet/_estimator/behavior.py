@@ -20,13 +20,10 @@ from linnet.data.batch import Batch, Source
 from linnet.jacobian.linearization import Linearization
 from linnet.network.functional_model import as_dtype
 
-EXAMPLES = 2
-"""Inputs that a file holds."""
-
 PREFIX = "behavior."
 
 
-def drawn_inputs(source: Source) -> Batch:
+def draw_inputs(source: Source) -> Batch:
     """Inputs like those of the source, drawn at random.
 
     Floating numbers are uniform between the smallest and the largest of the first examples. Whole numbers are drawn
@@ -34,12 +31,12 @@ def drawn_inputs(source: Source) -> Batch:
     have to mask what there is.
 
     >>> from linnet.data.sources import as_source
-    >>> batch = drawn_inputs(as_source((torch.ones(5, 3), torch.arange(5)), torch.nn.Linear(3, 1)))
+    >>> batch = draw_inputs(as_source((torch.ones(5, 3), torch.arange(5)), torch.nn.Linear(3, 1)))
     >>> batch.n, batch.args, batch.rest
     (2, (tensor([[1., 1., 1.],
             [1., 1., 1.]]),), None)
     """
-    batch = next(iter(source.batches(min(EXAMPLES, source.n)))).to("cpu")
+    batch = next(iter(source.batches(min(2, source.n)))).to("cpu")
     random = torch.Generator().manual_seed(0)
 
     def drawn(t: Tensor) -> Tensor:
@@ -62,7 +59,7 @@ def record(lin: Linearization, inputs: Batch | None) -> tuple[dict[str, Tensor],
 
     Args:
         lin: The network.
-        inputs: From `drawn_inputs`, or from a file; None keeps nothing.
+        inputs: From `draw_inputs`, or from a file; None keeps nothing.
     """
     if inputs is None:
         return {}, None

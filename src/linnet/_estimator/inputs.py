@@ -15,19 +15,19 @@ from linnet.data.sources import InMemory
 from linnet.jacobian.jacobian import Jacobian
 
 
-def plain_options(estimator: Any) -> list[tuple[str, Any]]:
+def list_options(estimator: Any) -> list[tuple[str, Any]]:
     """The constructor's arguments that print alike on all ranks; a progress bar may be shown on one of them."""
     given = estimator.get_params(deep=False)
     kinds = (str, bool, int, float, type(None))
     return sorted((name, v) for name, v in given.items() if name != "progress" and isinstance(v, kinds))
 
 
-def fast_float64(device: torch.device) -> bool:
+def has_fast_float64(device: torch.device) -> bool:
     """Whether float64 costs no more than about twice float32: on CPUs and on GPUs made for computing."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
-def checked_inputs(estimator: Any, X: Any, *, reset: bool, flat: bool = False) -> Any:
+def check_inputs(estimator: Any, X: Any, *, reset: bool, flat: bool = False) -> Any:
     """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
     from scipy.sparse import issparse
     from sklearn.utils.validation import validate_data
@@ -50,7 +50,7 @@ def like(X: Any, value: Tensor) -> Any:
     return value if tensors else value.detach().cpu().numpy()
 
 
-def at_hand(y: Any, J: Jacobian) -> bool:
+def has_targets_in_memory(y: Any, J: Jacobian) -> bool:
     """Whether targets are in memory, so that they can be checked before any pass over the data."""
     return y is not None or isinstance(J._source, InMemory)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linnet._common.memory import format_bytes
-from linnet._estimator.inputs import fast_float64
+from linnet._estimator.inputs import has_fast_float64
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
 from linnet.inference import any_likelihood
@@ -179,7 +179,7 @@ def make_jacobian(model: nn.Module, params: Params, data: Examples) -> Jacobian:
     """The Jacobian of the data in the precision of the estimators. Data that do not fit the network raise."""
     with blame_input():
         lin = linearize(model, params)
-        dtype = torch.float64 if fast_float64(lin.device) else torch.float32
+        dtype = torch.float64 if has_fast_float64(lin.device) else torch.float32
         return lin.to(dtype).jacobian(data.X, progress=False)
 
 

@@ -23,9 +23,9 @@ from linnet._common.memory import dense_budget
 from linnet._common.torch_settings import check_precision, full_precision
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
-from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import checked_inputs, like, plain_options
+from linnet._estimator.inputs import check_inputs, like, list_options
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
@@ -86,8 +86,8 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         passes: Take what so many passes find, converged or not; None for as many as it takes.
         checkpoint: A file that keeps the state after each pass; a fit that was interrupted goes on from it.
         memory: Bytes that the basis or a dense kernel may take, or "auto".
-        batch_size: Examples per chunk, or "auto".
-        seed: Of the method's random start.
+        batch_size: Number of examples per chunk, or "auto".
+        seed: Seed of the random start of the method.
         progress: False for no progress bars.
 
     Attributes:
@@ -186,9 +186,9 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             messages.check_writable(self.checkpoint, "checkpoint")
         score = scores.as_score(self.score)
         self._attach(score)
-        source = as_source(checked_inputs(self, X, reset=True), self.lin_.module.forward)
+        source = as_source(check_inputs(self, X, reset=True), self.lin_.module.forward)
         J = self._jacobian(source)
-        self._probe = drawn_inputs(source)
+        self._probe = draw_inputs(source)
         if at_least > min(J.shape):
             raise ValueError(
                 f"n_components={at_least}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
@@ -235,7 +235,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _jacobian(self, X: Any, precision: Any = "highest") -> Jacobian:
         J = self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
-        check_ranks_agree(self.lin_, J._source, options=plain_options(self))
+        check_ranks_agree(self.lin_, J._source, options=list_options(self))
         return J
 
     def _coarse(self, source: Source) -> LinearOperator | None:
@@ -289,7 +289,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _embed(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        J = self._jacobian(checked_inputs(self, X, reset=False))
+        J = self._jacobian(check_inputs(self, X, reset=False))
         return self._fisher_vectors(J) @ self.right_vectors_
 
     @torch.no_grad()
@@ -300,7 +300,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """
         check_is_fitted(self)
         V, W = (
-            None if x is None else self._fisher_vectors(self._jacobian(checked_inputs(self, x, reset=False)))
+            None if x is None else self._fisher_vectors(self._jacobian(check_inputs(self, x, reset=False)))
             for x in (X, Y)
         )
         assert V is not None

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.memory import check_fits, dense_budget
-from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import as_targets, checked_inputs, fast_float64, like, plain_options
+from linnet._estimator.inputs import as_targets, check_inputs, has_fast_float64, like, list_options
 from linnet._estimator.linearity import Linearity
 from linnet.data.batch import Batch
 from linnet.inference.evidence.log_determinants import LogDet
@@ -86,16 +86,13 @@ FAR = 3.0
 
 
 SPARED = 0.005
-"""Nats per training label that averaging over a posterior may cost, where the network's own loss is surer than that."""
+"""Nats per training label that averaging over a posterior may cost: narrow error bars against a wide prior."""
 
 WIDE = 0.2
 """Nats per training example that error bars may cost before they are said to be too wide."""
 
 LOOKED_AT = 200
 """Training examples on which the cost of error bars is measured."""
-
-LEAST = 1 << 26
-"""Bytes that a pass over the data may take however little ``memory`` allows: a chunk needs room for an example."""
 
 
 class Laplace(HubMixin, BaseEstimator):
@@ -123,16 +120,16 @@ class Laplace(HubMixin, BaseEstimator):
         noise: Variance of the observations for "regression": a number, one for each output, "evidence" (one for all,
             the default where None), or "per-output" (one for each, by the evidence). "kron", "ekfac" and "diag" have a
             smaller one than that of largest evidence, which is far too large; see `tune`.
-        rank: Eigenpairs of "lowrank".
-        size: Parameters of "subnetwork".
-        samples: Draws of "samples", and of everything by Monte Carlo.
+        rank: Number of eigenpairs of "lowrank".
+        size: Number of parameters of "subnetwork".
+        samples: Number of draws of "samples" and of Monte Carlo averages.
         draws: None for the exact Fisher information; a number m replaces it by the average of m labels drawn for
             each example: unbiased, and m backward passes in place of one for each class.
         tolerance: Relative residual of the solve for "samples".
         dtype: Of all computations: "auto" is float64 where the device is fast at it, else float32.
         memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
-        batch_size: Examples per chunk, or "auto".
-        seed: Of everything that is drawn.
+        batch_size: Number of examples per chunk, or "auto".
+        seed: Seed of all random draws.
         progress: False for no progress bars.
 
     Attributes:
@@ -210,17 +207,17 @@ class Laplace(HubMixin, BaseEstimator):
     def fit(self, X: Any, y: Any = None) -> Laplace:
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
         check_options(self)
-        inputs = checked_inputs(self, X, reset=True)
+        inputs = check_inputs(self, X, reset=True)
         self._attach(self.model)
         check_prior(self.prior, self.lin_)
         J = self._jacobian(inputs)
         check_structure_fits(self, J)
-        self._probe = drawn_inputs(J._source)
+        self._probe = draw_inputs(J._source)
         targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
-        check_ranks_agree(self.lin_, None, options=plain_options(self), targets=self._y)
+        check_ranks_agree(self.lin_, None, options=list_options(self), targets=self._y)
         f = J.outputs()
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
@@ -252,7 +249,7 @@ class Laplace(HubMixin, BaseEstimator):
         self._read = FlatOutput(self.output)
         dtype = self.dtype
         if dtype == "auto":
-            dtype = torch.float64 if fast_float64(next(network.parameters()).device) else torch.float32
+            dtype = torch.float64 if has_fast_float64(next(network.parameters()).device) else torch.float32
         elif isinstance(dtype, str):
             dtype = {"float32": torch.float32, "float64": torch.float64}[dtype]
         self.lin_ = linearize(network, self.params, self._read).to(dtype)
@@ -488,7 +485,7 @@ class Laplace(HubMixin, BaseEstimator):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        J = self._jacobian(checked_inputs(self, X, reset=False)).cached_if_fits()
+        J = self._jacobian(check_inputs(self, X, reset=False)).cached_if_fits()
         f = J.outputs()
         targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
         S, t = self.prior_variance_, 1 / self._noise
@@ -713,7 +710,7 @@ class Laplace(HubMixin, BaseEstimator):
             seed: Seed of groups and samples.
         """
         check_is_fitted(self)
-        J, told = self._jacobian(checked_inputs(self, X, reset=False)), self._predictive
+        J, told = self._jacobian(check_inputs(self, X, reset=False)), self._predictive
         likelihood = told.likelihood
         targets = likelihood.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
         generator = torch.Generator().manual_seed(seed)
@@ -734,7 +731,7 @@ class Laplace(HubMixin, BaseEstimator):
         if isinstance(X, Tensor) and X.requires_grad and torch.is_grad_enabled():
             self.lin_.check_unchanged(contents=True)
             return told.differentiable_moments(X, spread), told
-        J = self._jacobian(checked_inputs(self, X, reset=False))
+        J = self._jacobian(check_inputs(self, X, reset=False))
         if spread == "covariance":
             check_covariance_fits(J, self.memory)
         return told.moments(J, spread), told
@@ -744,11 +741,11 @@ class Laplace(HubMixin, BaseEstimator):
         check_is_fitted(self)
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
-        return self._jacobian(checked_inputs(self, X, reset=False))
+        return self._jacobian(check_inputs(self, X, reset=False))
 
     def _jacobian(self, X: Any) -> Jacobian:
         # A chunk needs room for an example, however little memory is allowed.
-        memory = self.memory if isinstance(self.memory, str) else max(self.memory, LEAST)
+        memory = self.memory if isinstance(self.memory, str) else max(self.memory, 2**26)
         J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
         check_ranks_agree(self.lin_, J._source)
         return J

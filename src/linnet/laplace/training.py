@@ -21,7 +21,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from linnet._estimator.inputs import as_targets, fast_float64
+from linnet._estimator.inputs import as_targets, has_fast_float64
 from linnet._estimator.optimizer_steps import epoch, shuffled
 from linnet.data.batch import Batch, Source
 from linnet.data.sources import as_source
@@ -283,7 +283,7 @@ class Hyperparameters:
     def _jacobian(self) -> Jacobian:
         """At the present weights and buffers, in eval mode."""
         lin = linearize(self.model, self.params, self.read)
-        if fast_float64(lin.device):
+        if has_fast_float64(lin.device):
             lin = lin.to(torch.float64)
         return lin.jacobian(self.source, progress=False)
 

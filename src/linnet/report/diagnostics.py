@@ -40,7 +40,7 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
         X: Training inputs.
         y: Training targets.
     """
-    from linnet.tangent.classifier import TangentClassifier, label_array
+    from linnet.tangent.classifier import TangentClassifier, as_labels
 
     if not isinstance(estimator, Laplace | Tangent):
         raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
@@ -56,7 +56,7 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
             precision = 1 / estimator._noise_at(f, X)
             residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
             return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
-        targets = estimator._encode(label_array(y, J.n), J, estimator.classes_)
+        targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_)
     root = estimator.likelihood_.root(f)
     root = root.flatten() if root.ndim == 2 else root
     residual = estimator.likelihood_.residual(f, targets)

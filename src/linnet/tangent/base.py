@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
 from linnet._common.torch_settings import forward_mode
-from linnet._estimator.inputs import checked_inputs, fast_float64
+from linnet._estimator.inputs import check_inputs, has_fast_float64
 from linnet._estimator.linearity import Linearity
 from linnet.data.batch import Batch, SingleBatch
 from linnet.data.sources import as_source
@@ -130,7 +130,7 @@ class Tangent(BaseEstimator):
     # From the user's data to Jacobians and back.
 
     def _inputs(self, X: Any, *, reset: bool) -> Any:
-        return checked_inputs(self, X, reset=reset, flat=self.model is None)
+        return check_inputs(self, X, reset=reset, flat=self.model is None)
 
     def _dtype(self, *, device: torch.device) -> torch.dtype:
         """float64, which kernels need, unless the user says otherwise or the device is slow at it."""
@@ -138,7 +138,7 @@ class Tangent(BaseEstimator):
             return self.dtype
         known = {"float32": torch.float32, "float64": torch.float64}
         if self.dtype == "auto":
-            return torch.float64 if fast_float64(device) else torch.float32
+            return torch.float64 if has_fast_float64(device) else torch.float32
         if self.dtype not in known:
             raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
         return known[self.dtype]

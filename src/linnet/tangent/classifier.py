@@ -16,9 +16,9 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
-from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import at_hand, default_network, like, plain_options
+from linnet._estimator.inputs import default_network, has_targets_in_memory, like, list_options
 from linnet.data.sources import as_source
 from linnet.inference import any_likelihood
 from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
@@ -66,20 +66,20 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             in the directions that matter) or "meanfield" (independent weights); "auto" is the first of these that can
             be.
         classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
-        epochs: Of "adam".
-        minibatch: Examples of a step of "adam".
-        learning_rate: Of "adam" at the start, in prior standard deviations; "auto" is the best first step.
+        epochs: Number of epochs of "adam".
+        minibatch: Number of examples of a step of "adam".
+        learning_rate: First learning rate of "adam", in prior standard deviations; "auto" is the best first step.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Of all computations, as for `TangentRegressor`.
         tolerance: Relative residual of iterative solves; "auto" is 1e-6, or 1e-4 in float32. The mode is found to a
             relative gradient of 1e-6, or of this if it is larger.
         iterations: Limit of iterative solves.
         preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
-        rank: Examples that the preconditioner is made from, or "auto".
+        rank: Number of examples that the preconditioner is made from, or "auto".
         samples: Posterior samples of the iterative solver, and draws of Monte Carlo.
         memory: Bytes that dense matrices may take, or "auto".
-        batch_size: Examples per chunk, or "auto".
-        seed: Of everything that is drawn.
+        batch_size: Number of examples per chunk, or "auto".
+        seed: Seed of all random draws.
         progress: False for no progress bars.
 
     Attributes:
@@ -206,20 +206,20 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         how, training = self._how(lin.dtype)
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
-        self._probe = drawn_inputs(source)
+        self._probe = draw_inputs(source)
         check_prior(self.prior, lin)
         J = self._jacobian(source)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
             any_likelihood.choose(*J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference)
         targets = None
-        if at_hand(y, J):  # labels at hand are checked before any pass
+        if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
         J = J if source.changes else J.cached_if_fits()
         if targets is None:
             targets = self._labels(y, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
-        check_ranks_agree(lin, None, options=plain_options(self), labels=targets)
+        check_ranks_agree(lin, None, options=list_options(self), labels=targets)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
         if training is not None:
             network = self._mean == "network"
@@ -272,7 +272,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         if y is None:
             raise ValueError("fit requires y to be passed, but the target y is None: give one label for each example.")
-        labels = label_array(y, len(X))
+        labels = as_labels(y, len(X))
         count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
         if count == 1:
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
@@ -281,7 +281,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
 
     def _labels(self, y: Any, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
         """The likelihood's targets, from labels that are given or come with the data."""
-        labels = label_array(J.targets() if y is None else y, J.n)
+        labels = as_labels(J.targets() if y is None else y, J.n)
         if refit and (labels.ndim == 2) != self.multilabel_:
             needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
@@ -356,7 +356,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         return predictive(self.likelihood_, f, spread, link=self.link, samples=draws, generator=generator)
 
 
-def label_array(y: Any, n: int) -> np.ndarray:
+def as_labels(y: Any, n: int) -> np.ndarray:
     """Labels as an array (n,), or (n, c) of zeros and ones."""
     y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     if y.ndim == 2 and y.shape[1] == 1:

@@ -15,9 +15,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common.distributed import check_ranks_agree
-from linnet._estimator.behavior import drawn_inputs
+from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import as_targets, at_hand, default_network, like, plain_options
+from linnet._estimator.inputs import as_targets, default_network, has_targets_in_memory, like, list_options
 from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.inference.gaussian import closed_form, updates
 from linnet.inference.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
@@ -80,13 +80,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         dtype: Of all computations, the network's included: "auto" is float64, which kernels need, but float32 on GPUs
             that are slow at it; "float32" or "float64".
         tolerance: Relative residual at which the iterative solvers stop; "auto" is 1e-6, or 1e-4 in float32.
-        iterations: Their limit.
+        iterations: Largest number of steps of the iterative solvers.
         preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
-        rank: Examples that the preconditioner is made from, or "auto".
-        samples: Posterior samples of the iterative solvers.
+        rank: Number of examples that the preconditioner is made from, or "auto".
+        samples: Number of posterior samples of the iterative solvers.
         memory: Bytes that dense matrices may take, or "auto".
-        batch_size: Examples per chunk, or "auto".
-        seed: Of everything that is drawn.
+        batch_size: Number of examples per chunk, or "auto".
+        seed: Seed of all random draws.
         progress: False for no progress bars.
 
     Attributes:
@@ -174,17 +174,20 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         check_prior(self.prior, lin)
         settings = self._settings(lin.dtype)
         jacobians = [self._jacobian(X) for X in inputs]
-        self._probe = drawn_inputs(jacobians[0]._source)
+        self._probe = draw_inputs(jacobians[0]._source)
         rows = max(J.shape[0] for J in jacobians)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
         # Targets at hand are checked before any pass; a stream's are read along with its first pass.
-        given = [self._targets(y, J) if at_hand(y, J) else None for (_, y), J in zip(data, jacobians, strict=True)]
+        given = [
+            self._targets(y, J) if has_targets_in_memory(y, J) else None
+            for (_, y), J in zip(data, jacobians, strict=True)
+        ]
         if self._noise_name is None:
             self._given_noise(jacobians[0])
         jacobians = [J.cached_if_fits() for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
-        check_ranks_agree(lin, None, options=plain_options(self), targets=torch.cat([y.flatten() for y in targets]))
+        check_ranks_agree(lin, None, options=list_options(self), targets=torch.cat([y.flatten() for y in targets]))
         self._one_column = targets[0].ndim == 1
         # A network that is not trained has nothing to say about the level.
         self._level = torch.cat(targets).view(-1, jacobians[0].c).mean(0) if self.model is None else None
