@@ -9,12 +9,13 @@ BASE ?= main
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test lint types pytest mutate format bench docs docs-serve figures clean
+.PHONY: help venv demo test quick lint types pytest mutate format bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into $(VENV) and run 'linnet demo'"
 	@echo "make test    lint, types, doctests and tests (WORKERS=$(WORKERS) processes)"
+	@echo "make quick   lint, types and a core of the tests"
 	@echo "make docs    the documentation site, in build/site; 'make docs-serve' shows it while you write"
 	@echo "make figures runs the code of the pages, and writes what it prints and draws"
 	@echo "make mutate  small wrong changes in the files that differ from BASE=$(BASE): which of them no test notices"
@@ -40,9 +41,19 @@ test: lint types pytest
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The main promises of each room, for people at work.
+CORE = tests/test_architecture.py tests/_common/test_files.py tests/data/test_sources.py tests/linalg/test_cholesky.py \
+	tests/linalg/test_operator.py tests/network/test_parameters.py tests/jacobian/test_gram.py tests/jacobian/test_plan.py \
+	tests/probability tests/inference/gaussian/test_updates.py tests/tangent/test_regressor.py \
+	tests/laplace/test_estimator.py tests/_estimator/test_earlier_files.py tests/report/test_numbers.py
+
+quick: lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) $(CORE)
 
 # One thread in each process: more would compete for the same cores.
 pytest: $(STAMP)

@@ -30,15 +30,12 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
-from linnet._common.torch_settings import Precision, arithmetic
+from linnet._common import Precision, arithmetic
+from linnet.inference import Settings, Training, mode_by_passes
 from linnet.inference.evidence.laplace import unit_scale
 from linnet.inference.mode import adam
-from linnet.inference.mode.adam import Training
-from linnet.inference.mode.by_passes import mode_by_passes
-from linnet.inference.problem import Settings
-from linnet.jacobian.jacobian import Jacobian
-from linnet.probability.likelihoods import Categorical
-from linnet.probability.priors import make_prior
+from linnet.jacobian import Jacobian
+from linnet.probability import Categorical, make_prior
 
 CLASSES = 10
 TOP = {"1 block": ["layer3.2.*", "linear.*"], "3 blocks": ["layer3.*", "linear.*"]}

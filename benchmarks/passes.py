@@ -24,7 +24,7 @@ import linnet
 from benchmarks import rivals
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, synchronize
-from linnet._common.torch_settings import Precision, arithmetic
+from linnet._common import Precision, arithmetic
 
 K = 42
 # Examples for linnet and the training step; for the published product; for vmap(grad).

@@ -19,7 +19,7 @@ import linnet
 from benchmarks.models import MODELS
 from benchmarks.passes import output
 from benchmarks.timing import machine, timed
-from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian import Jacobian
 
 COLUMNS = 16
 

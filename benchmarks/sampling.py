@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import linnet
 from benchmarks.models import Model, ResNet, ResNet18, VisionTransformer
 from benchmarks.timing import machine, synchronize
-from linnet.probability.likelihoods import Bernoulli, Categorical
+from linnet.probability import Bernoulli, Categorical
 from linnet.sampling import Samples, effective_dimension, posterior_samples
 
 DECAY = 5e-4
@@ -222,8 +222,8 @@ def peak_of(device: str) -> float | None:
 
 def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     """The largest ``||b - H u|| / ||Phi^T L e||`` over the first four samples, every product in full precision."""
-    from linnet.inference.problem import Settings
-    from linnet.linalg.row_weights import as_weight, weigh
+    from linnet.inference import Settings
+    from linnet.linalg import as_weight, weigh
 
     L, k = as_weight(L), min(4, found.k)
     d, settings = S.sqrt()[:, None], Settings(seed=found.seed)

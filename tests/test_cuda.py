@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import linnet
-from linnet._common import memory
-from linnet._common.torch_settings import arithmetic
+from linnet._common import arithmetic, memory
 from linnet.inference.mode import adam
-from linnet.probability.likelihoods import Categorical
+from linnet.probability import Categorical
 from linnet.testing import check_operator, zoo
 
 pytestmark = [

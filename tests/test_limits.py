@@ -15,7 +15,7 @@ from torch import Tensor
 
 import linnet
 from linnet.limits import InfiniteWidth, infinite_width
-from linnet.probability.priors import make_prior
+from linnet.probability import make_prior
 from tests.support.drawn import normal
 
 CASES = [(activation, kernel) for activation in ("relu", "erf") for kernel in ("ntk", "nngp")]

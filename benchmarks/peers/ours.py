@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian.jacobian import Jacobian
-from linnet.probability.likelihoods import Categorical
+from linnet.jacobian import Jacobian
+from linnet.probability import Categorical
 
 Found = dict[str, Tensor]
 

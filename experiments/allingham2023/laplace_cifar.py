@@ -28,7 +28,7 @@ from experiments.common.networks import resnet
 from experiments.common.training import in_parts, in_turn
 from linnet import metrics
 from linnet.laplace import predictive
-from linnet.probability.likelihoods import Categorical
+from linnet.probability import Categorical
 
 NAME, MAP, ALONE = "laplace_cifar", "MAP", ", the evidence alone"
 COMMAND = "python -m experiments laplace_cifar (and --device cuda)"

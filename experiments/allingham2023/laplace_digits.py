@@ -28,8 +28,7 @@ from experiments.common.networks import draw_network
 from experiments.common.statistics import average, show_error, summarize
 from experiments.common.training import Labeled, train
 from linnet import metrics
-from linnet.probability.expectations import predictive
-from linnet.probability.likelihoods import Categorical
+from linnet.probability import Categorical, predictive
 
 MAP, TEMPERATURE, ENSEMBLE, DEFAULT = "MAP", "temperature by held-out digits", "ensemble of 5", "auto, tune()"
 KINDS, HELD = ("MLP", "CNN"), 100

@@ -28,7 +28,7 @@ from experiments.common.networks import perceptron
 from experiments.common.statistics import interval, show_interval, show_value, subtract, summarize
 from experiments.common.training import Labeled, squared_error, train
 from linnet import metrics
-from linnet.probability.likelihoods import Categorical, Gaussian, Likelihood
+from linnet.probability import Categorical, Gaussian, Likelihood
 
 NAME = "not_linearized"
 MAP, LINEAR, NETWORK = "the network alone", "linear model", "network with drawn weights"

@@ -26,7 +26,7 @@ from experiments import common
 from experiments.common import plots
 from experiments.common.statistics import interval, scores, show_value, summarize
 from experiments.common.training import Labeled, squared_error, train
-from linnet.inference.evidence.gaussian import LOG_2PI
+from linnet.inference import LOG_2PI
 from linnet.limits import InfiniteWidth, infinite_width
 
 NAME, DEPTH, NOISE = "snelson", 3, 0.25

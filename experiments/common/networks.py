@@ -17,7 +17,7 @@ from benchmarks.models import ResNet, WideResNet
 from experiments.common.data import ROTATIONS
 from experiments.common.results import RESULTS, data_file, replace_file, results_folder
 from linnet.scores.elbo import Bound
-from linnet.testing.zoo.dense import mlp
+from linnet.testing.architectures.dense import mlp
 
 Net = TypeVar("Net", bound=nn.Module)
 LATENT = 100

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._estimator.inputs import like
-from linnet.data.forward_signature import Signature
-from linnet.fisher.probes import as_arrays, linear_probe
+from linnet._estimator import like
+from linnet.data import Signature
+from linnet.fisher import linear_probe
+from linnet.fisher.probes import as_arrays
 from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent, draw_latents
 
 

@@ -15,8 +15,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import linnet
 from benchmarks.models import Model, WideResNet
-from linnet._common import memory
-from linnet._common.torch_settings import arithmetic
+from linnet._common import arithmetic, memory
 
 TOLERANCE = 1e-3
 """Relative residual of every iterative solver."""

@@ -39,8 +39,8 @@ from experiments.maddox2021.contenders import (
     problem,
     relative_error,
 )
-from linnet.fisher.fisher_product import fisher_vector_product
-from linnet.probability.likelihoods import Categorical
+from linnet.fisher import fisher_vector_product
+from linnet.probability import Categorical
 
 PANELS = ("data", "parameters", "products")
 EXACT, FUNCTION, WEIGHT = "linnet, exact", "linnet, CG in function space", "linnet, CG in parameter space"

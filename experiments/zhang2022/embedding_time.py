@@ -29,9 +29,9 @@ from experiments.common import plots
 from experiments.common.data import augment, cifar10, mnist
 from experiments.common.networks import lenet5, wide_resnet
 from experiments.zhang2022.ranks import launch
-from linnet._common.torch_settings import Precision, arithmetic
-from linnet.fisher.statistics import Statistics
-from linnet.linalg.svd.truncated import low_rank
+from linnet._common import Precision, arithmetic
+from linnet.fisher import Statistics
+from linnet.linalg import low_rank
 
 PANELS = ("time", "accuracy", "ranks")
 LINNET, PUBLISHED, GRAM = "linnet", "published algorithm", "Gram matrix and truncated SVD"

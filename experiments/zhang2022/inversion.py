@@ -28,7 +28,7 @@ from experiments.common.networks import LATENT, lenet5, load_encoder
 from experiments.common.probes import invert
 from experiments.common.training import in_parts
 from experiments.zhang2022.spectra import from_generator
-from linnet.fisher.probes import top_projections
+from linnet.fisher import top_projections
 
 NFK, MAPPED, PIXELS = "NFK, mapped to latents", "PCA, mapped to latents", "PCA, added up"
 PARTS = ("mnist", "cifar10")

@@ -29,7 +29,7 @@ from experiments.common.data import augment, cifar10
 from experiments.common.networks import wide_resnet
 from experiments.common.statistics import interval, show_interval
 from experiments.common.training import accuracy, in_parts
-from linnet.fisher.distillation import WithEmbedding, distill
+from linnet.fisher import WithEmbedding, distill
 
 ALONE, KD, AT, NFKD = "student", "KD", "AT", "NFKD"
 PAPER = {ALONE: 90.72, KD: 91.27, AT: 91.60, NFKD: 92.42}

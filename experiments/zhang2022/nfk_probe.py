@@ -28,7 +28,7 @@ from experiments.common.logistic import RATIOS, Logistic, fit_logistic
 from experiments.common.networks import NOISE, WideResNet, dcgan_discriminator, digit_vae, load_encoder, wide_resnet
 from experiments.common.training import in_parts, in_turn
 from experiments.zhang2022.spectra import from_generator
-from linnet.fisher.probes import kernel_features
+from linnet.fisher import kernel_features
 
 GAN, VAE, TEACHER, DIGIT_GAN, DIGIT_VAE = "gan", "vae", "teacher", "mnist gan", "mnist vae"
 TITLES = {

@@ -28,7 +28,7 @@ from experiments.common.data import mnist
 from experiments.common.networks import LATENT, dcgan_discriminator, lenet5, untrained_generator
 from experiments.common.statistics import average, show_error
 from experiments.common.training import step, train_gan
-from linnet.fisher.probes import Spectrum, spectrum
+from linnet.fisher import Spectrum, spectrum
 
 KERNELS = ("nfk", "ntk")
 SHARES = (0.9, 0.95, 0.99, 0.995)

@@ -3,24 +3,19 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from linnet._common.versions import __version__
-from linnet.data.batch import Batch
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.plan import Plan
-from linnet.linalg.matrices import LowRank, Matrix
-from linnet.linalg.operator import LinearOperator
+from linnet._common import __version__
+from linnet.data import Batch
+from linnet.jacobian import Jacobian, Linearization, Plan, linearize
+from linnet.linalg import LinearOperator, LowRank, Matrix
 
 if TYPE_CHECKING:
     from linnet import likelihoods, limits, metrics, report, sampling, scores
-    from linnet._estimator.files import load
+    from linnet._estimator import load
     from linnet.fisher import FisherEmbedding, distill_loss, fisher_vector_product, similarity
     from linnet.heads import attach_head
-    from linnet.laplace.estimator import Laplace
-    from linnet.laplace.training import train_with_evidence
+    from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
-    from linnet.tangent.classifier import TangentClassifier
-    from linnet.tangent.regressor import TangentRegressor
+    from linnet.tangent import TangentClassifier, TangentRegressor
 
 __all__ = [
     "Batch",

@@ -1,5 +1,5 @@
 """Likelihoods of the targets given the outputs of a network."""
 
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Heteroscedastic", "Likelihood"]

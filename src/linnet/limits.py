@@ -28,7 +28,7 @@ from gpytorch.constraints import Positive
 from gpytorch.kernels import Kernel
 from torch import Tensor, nn
 
-from linnet.jacobian.linearization import Linearization
+from linnet.jacobian import Linearization
 
 __all__ = ["InfiniteWidth", "infinite_width"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import messages
-from linnet.data.checks import check_array
+from linnet.data import check_array
 
 Z95 = 1.959963984540054
 """Standard deviations to either side that hold 95 % of a Gaussian."""

@@ -1,11 +1,6 @@
 """Samples of the posterior of all parameters of a network as it stands."""
 
-from linnet.inference.samples import (
-    Samples,
-    choose_space,
-    effective_dimension,
-    posterior_samples,
-)
+from linnet.inference import Samples, choose_space, effective_dimension, posterior_samples
 
 __all__ = [
     "Samples",

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import linnet
-from linnet._common.distributed import add_up, rank_and_world, shard, share_rows, smallest_over_ranks
-from linnet.inference.mode.adam import Training, adam
-from linnet.linalg.preconditioners.randomized import Sketch
-from linnet.probability.likelihoods import Categorical
+from linnet._common import add_up, rank_and_world, shard, share_rows, smallest_over_ranks
+from linnet.inference import Training
+from linnet.inference.mode.adam import adam
+from linnet.linalg import Sketch
+from linnet.probability import Categorical
 from linnet.testing.case import Net
 
 WORLD = 2

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from linnet._common.memory import budget, check_fits, dense_budget, format_bytes, free_memory
+from linnet._common import budget, check_fits, dense_budget, format_bytes, free_memory
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnet._common.messages import check_batch_size, check_memory, check_seed, check_writable, kind, listing
+from linnet._common import kind, listing
+from linnet._common.messages import check_batch_size, check_memory, check_seed, check_writable
 
 
 def test_words() -> None:

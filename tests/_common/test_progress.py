@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from linnet._common.progress import bar
+from linnet._common import bar
 
 
 def test_bar_is_silent_off_a_terminal_and_when_told(monkeypatch: pytest.MonkeyPatch) -> None:

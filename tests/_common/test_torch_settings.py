@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import linnet
-from linnet._common import torch_settings
-from linnet._common.torch_settings import (
-    Switch,
-    arithmetic,
-    dual_level,
-    forward_mode,
-    network_settings,
-    noting_saved_tensors,
-)
+from linnet._common import arithmetic, dual_level, forward_mode, network_settings, noting_saved_tensors, torch_settings
+from linnet._common.torch_settings import Switch
 
 CPU = torch.device("cpu")
 SWITCHES = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet._common import files
 from linnet._estimator import behavior
-from linnet.data.sources import as_source
+from linnet.data import as_source
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.sin(2 * X[:, 0])

@@ -8,7 +8,7 @@ import torch
 
 import linnet
 from linnet import FisherEmbedding, Laplace, TangentClassifier, TangentRegressor
-from linnet.linalg.svd.truncated import low_rank
+from linnet.linalg import low_rank
 from tests.support.counted import Counting
 
 N = 200

@@ -7,7 +7,7 @@ import torch
 
 from linnet import Laplace, TangentClassifier, TangentRegressor
 from linnet._common import memory
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference import Settings, choose_solver
 from tests.support.counted import Counting
 
 CPU = torch.device("cpu")

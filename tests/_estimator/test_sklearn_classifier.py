@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from linnet.tangent.classifier import TangentClassifier
+from linnet.tangent import TangentClassifier
 from tests.support.drawn import double, normal
 
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.peers import compare, environment, ours, process, theirs
 from benchmarks.peers.jobs import JOBS, MODULES, PACKAGES, Job, network
-from linnet.probability.likelihoods import Categorical
+from linnet.probability import Categorical
 from linnet.testing import dense_jacobian
 
 needs_linux = pytest.mark.skipif(

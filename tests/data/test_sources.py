@@ -30,10 +30,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from linnet.data.batch import Batch, Source, find_bad_row
+from linnet.data import Batch, Source, as_source, as_writable
+from linnet.data.batch import find_bad_row
 from linnet.data.datasets import checksum
-from linnet.data.forward_signature import as_writable
-from linnet.data.sources import as_source
 
 N = 11
 # Python 3.12 says this whenever a worker process is forked.

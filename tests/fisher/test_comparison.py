@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import linnet
-from linnet.fisher.comparison import similarity
+from linnet.fisher import similarity
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.fisher.distillation import EmbeddingHead, distill, distill_loss
+from linnet.fisher import EmbeddingHead, distill, distill_loss
 from tests.support.drawn import double, normal
 
 LOGITS, TEACHER, Y = normal(6, 3), normal(6, 3, seed=1), torch.tensor([0, 2, 1, 1, 0, 2])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import FisherEmbedding, scores
-from linnet.fisher.probes import spectrum
+from linnet.fisher import spectrum
 from linnet.jacobian.chunk import ChunkBuilder
 from tests.support.drawn import double, normal
 

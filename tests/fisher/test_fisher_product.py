@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet.fisher.fisher_product import fisher_vector_product
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.fisher import fisher_vector_product
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from linnet.testing import dense_jacobian, zoo
 from tests.support.drawn import double, normal
 

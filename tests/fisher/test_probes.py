@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sklearn.exceptions import ConvergenceWarning
 from torch import nn
 
-from linnet.fisher import probes
-from linnet.fisher.embedding import FisherEmbedding
+from linnet.fisher import FisherEmbedding, probes
 from tests.support.drawn import double, normal
 
 E = normal(40, 5)

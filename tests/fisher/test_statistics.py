@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet.fisher.statistics import Statistics, fisher_statistics
-from linnet.jacobian import column_moments
-from linnet.jacobian.jacobian import Jacobian
+from linnet.fisher import Statistics, fisher_statistics
+from linnet.jacobian import Jacobian, column_moments
 from linnet.linalg.svd.truncated import squared_norm
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal

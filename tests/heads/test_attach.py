@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer
-from linnet.heads.attach import Head, NetworkWithHead, attach_head, head_of
+from linnet.heads import Head, NetworkWithHead, attach_head, head_of
 from linnet.heads.features import pool_features
 from linnet.heads.readout import fit_readout
-from linnet.network.depth import top_blocks
+from linnet.network import top_blocks
 from linnet.testing import dense_jacobian, zoo
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal

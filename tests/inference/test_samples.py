@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnet import linearize
+from linnet.inference import Settings
 from linnet.inference import samples as sampling
-from linnet.inference.problem import Settings
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
-from linnet.linalg.preconditioners.randomized import sketch
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian
+from linnet.jacobian import Jacobian
+from linnet.linalg import LowRankPreconditioner, sketch
+from linnet.probability import Bernoulli, Categorical, Gaussian
 from linnet.sampling import Samples, choose_space, effective_dimension, posterior_samples
 from tests.support.drawn import double, normal
 

@@ -18,9 +18,8 @@ from linnet import linearize
 from linnet.inference import variational
 from linnet.inference.mode import newton
 from linnet.inference.variational import Variational, draws, lowrank, meanfield
-from linnet.linalg.matrices import Matrix
-from linnet.probability.expectations import expected
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.linalg import Matrix
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood, expected
 from tests.support.drawn import double, normal
 
 N, C, P = 10, 3, 14

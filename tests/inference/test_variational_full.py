@@ -14,9 +14,8 @@ from linnet import TangentClassifier, metrics
 from linnet.cli.commands.demo import split_digits, train
 from linnet.inference.mode.newton import function_space
 from linnet.inference.variational import full, lowrank, meanfield
-from linnet.linalg.matrices import Matrix
-from linnet.probability.expectations import expected
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from linnet.linalg import Matrix
+from linnet.probability import Bernoulli, Categorical, Gaussian, Likelihood, expected
 from tests.support.drawn import double, normal
 
 P, N = 14, 9

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.inference import any_likelihood
+from linnet.inference import Settings, any_likelihood
 from linnet.inference.mode import newton
-from linnet.inference.problem import Settings
 from tests.support.drawn import double, normal
 
 CPU = torch.device("cpu")

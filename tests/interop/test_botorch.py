@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import linnet
-from linnet.tangent.regressor import TangentRegressor
+from linnet.tangent import TangentRegressor
 from tests.support.drawn import double, normal
 
 pytest.importorskip("botorch", reason="BoTorch is not installed: pip install 'linnet[botorch]'")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import linnet
-from linnet.data.batch import Batch
+from linnet.data import Batch
 from linnet.interop.gpytorch import TangentGram, TangentKernel
 from tests.support.drawn import double, normal
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from linnet.jacobian import Jacobian
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.cached import StoredChunks
-from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import Pass
 from linnet.jacobian.rule_selection import RuleSelection
-from linnet.linalg.matrices import Stack
-from linnet.network.functional_model import FunctionalModel
+from linnet.linalg import Stack
+from linnet.network import FunctionalModel
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.jacobian import DenseBlock, NetworkChunks
 from linnet.jacobian import gram as grams
-from linnet.jacobian.blocks.base import DenseBlock, Scale
-from linnet.jacobian.chunk import NetworkChunks
+from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.passes import GRAM
-from linnet.linalg.matrices import Stack
+from linnet.linalg import Stack
 
 MEMORY = 6e5
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
+from linnet.jacobian import Jacobian
 from linnet.jacobian import gram as grams_module
 from linnet.jacobian import passes as passes_module
 from linnet.jacobian.blocks import base
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.chunk import ChunkBuilder
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.matrices import Matrix, Stack
-from linnet.network.functional_model import FunctionalModel
+from linnet.linalg import Matrix, Stack
+from linnet.network import FunctionalModel
 from linnet.testing import check_operator, dense_jacobian, zoo
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.jacobian import Jacobian, Rotation, constant_over
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import EXACT, Kronecker, Rotation, constant_over
-from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.jacobian.kronecker import EXACT, Kronecker
+from linnet.probability import Bernoulli, Categorical, Likelihood
 from tests.support.drawn import double, normal
 
 

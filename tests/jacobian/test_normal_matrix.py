@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.linalg import row_weights
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import add_symmetric_
+from linnet.linalg import LinearOperator, Matrix, add_symmetric_, row_weights
 from tests.support.drawn import double, normal
 
 

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet.jacobian.chunk import NetworkChunks
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.output_combinations import _groups, combine_outputs, informative_rows
-from linnet.linalg.matrices import Stack
-from linnet.probability.likelihoods import Categorical
+from linnet.jacobian import Jacobian, NetworkChunks, combine_outputs, informative_rows
+from linnet.jacobian.output_combinations import _groups
+from linnet.linalg import Stack
+from linnet.probability import Categorical
 from linnet.sampling import posterior_samples
 from tests.support.drawn import double, normal
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.jacobian.blocks.base import DenseBlock
+from linnet.jacobian import DenseBlock, autodiff_wins, fused_cost, gram_cost
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.jacobian.plan import autodiff_wins, choose, chunk_size, fused_cost, gram_cost
+from linnet.jacobian.plan import choose, chunk_size
 
 N, C, T, D_IN, D_OUT = 4, 3, 5, 7, 6
 

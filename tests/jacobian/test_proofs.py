@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import linnet
+from linnet.jacobian import random_signs
 from linnet.jacobian.chunk import Proofs
-from linnet.jacobian.proofs import RandomState, Truth, random_signs
+from linnet.jacobian.proofs import RandomState, Truth
 from linnet.jacobian.rule_selection import RuleSelection
-from linnet.network.functional_model import FunctionalModel
+from linnet.network import FunctionalModel
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal

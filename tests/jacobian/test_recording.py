@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import linnet
 from linnet.jacobian.recording import Changes, Recording, record
-from linnet.network.parameters import Layout
+from linnet.network import Layout
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import linnet
-from linnet.jacobian import layers, rule_selection
-from linnet.jacobian.blocks.base import DenseBlock
+from linnet.jacobian import DenseBlock, layers, rule_selection
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule
 from linnet.jacobian.rule_selection import RuleAssignment, ServedCall, gradients

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.network.parameters import Layout
+from linnet.network import Layout
 from linnet.testing import Case, check_operator, zoo
 
 ENGINES = ("auto", "rows", "bilinear", "ghost", "autodiff")

@@ -21,7 +21,7 @@ from linnet import Laplace
 from linnet.inference.mode.newton import function_space
 from linnet.laplace.estimator import LOOKED_AT
 from linnet.laplace.search import Search, choose, choose_factor, find_largest_factor
-from linnet.probability.likelihoods import Categorical, Gaussian, Likelihood
+from linnet.probability import Categorical, Gaussian, Likelihood
 from tests.support.drawn import double, normal
 from tests.support.laplace_cases import CASES, CLASSES, EXACT, NEW, NUMBERS, Dense, N, X, fitted, net
 
@@ -181,7 +181,7 @@ def test_more_data_never_raises_the_variance(n: int, structure: Any) -> None:
 @pytest.mark.parametrize("prior", ["shared", "layerwise"])
 def test_the_gradient_of_the_evidence_is_its_finite_difference(structure: Any, prior: str) -> None:
     la, _ = fitted("numbers", structure, rank=6, size=9)
-    from linnet.probability.priors import make_prior
+    from linnet.probability import make_prior
 
     found = make_prior(la.lin_, prior)
     evidence = la._evidence("network", found, la._structure.log_det(found))

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet import Laplace
-from linnet.jacobian.output_combinations import combine_outputs
-from linnet.laplace.predictive import draw_groups, joint_log_likelihood, log_score, sample_root
-from linnet.probability.expectations import predictive
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
+from linnet.jacobian import combine_outputs
+from linnet.laplace import draw_groups, joint_log_likelihood
+from linnet.laplace.predictive import log_score, sample_root
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, predictive
 from tests.support.drawn import double, normal
 from tests.support.laplace_cases import CASES, CLASSES, NEW, NUMBERS, N, X, fitted, net
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet._estimator.optimizer_steps import epoch, shuffled
-from linnet.data.sources import as_source
-from linnet.laplace.training import EvidenceStep, train_with_evidence
-from linnet.probability.likelihoods import Gaussian
+from linnet._estimator import epoch, shuffled
+from linnet.data import as_source
+from linnet.laplace import train_with_evidence
+from linnet.laplace.training import EvidenceStep
+from linnet.probability import Gaussian
 from tests.support.drawn import double, normal
 
 

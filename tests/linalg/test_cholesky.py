@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linnet.linalg import cholesky
-from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.linalg import cholesky, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
 from tests.support.drawn import normal
 from tests.support.systems import close, spd
 

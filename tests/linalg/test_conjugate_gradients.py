@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.linalg.conjugate_gradients import COARSE, Solution, cg
+from linnet.linalg import LowRankPreconditioner, Solution, cg, cholesky_, cholesky_solve
+from linnet.linalg.conjugate_gradients import COARSE
 from linnet.linalg.lanczos import gauss_quadrature
-from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
 from tests.support.drawn import normal
 from tests.support.systems import close, spd, times
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.linalg.conjugate_gradients import Product, cg
-from linnet.linalg.lanczos import gauss_quadrature, lanczos_quadrature, log_det_from_tridiagonals
-from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
+from linnet.linalg import LowRankPreconditioner, Product, cg, lanczos_quadrature, log_det_from_tridiagonals
+from linnet.linalg.lanczos import gauss_quadrature
 from tests.support.drawn import normal
 from tests.support.systems import close, spd, times
 

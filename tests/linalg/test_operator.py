@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linnet
+from linnet.linalg import LinearOperator, LowRank, Matrix, RowFn, Stack
 from linnet.linalg.affine import Affine
-from linnet.linalg.matrices import LowRank, Matrix, Stack
-from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.testing import check_operator
 
 ROWS, COLS, C = 12, 7, 3

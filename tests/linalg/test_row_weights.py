@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.linalg.row_weights import as_weight, inner_matrix, weigh, weight_from_root
+from linnet.linalg import as_weight, inner_matrix, weigh, weight_from_root
 from tests.support.drawn import normal
 
 N, C = 4, 3

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import linnet
 from benchmarks.models import ResNet, WideResNet
 from experiments.common import DATA
-from linnet.network.batchnorm_folding import fold_batchnorm, unfoldable
+from linnet.network import fold_batchnorm, unfoldable
 from linnet.testing import zoo
 from linnet.testing.case import Net, case
 from tests.support.drawn import normal

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.network.call_trace import RETURNED, trace
+from linnet.network import trace
+from linnet.network.call_trace import RETURNED
 from linnet.testing.case import Net
 from tests.support.drawn import normal
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.output_combinations import combine_outputs
-from linnet.network.copies import copy_sharing_parameters, with_forward
+from linnet.jacobian import Jacobian, combine_outputs
+from linnet.network import copy_sharing_parameters, with_forward
 from tests.support.drawn import normal
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import linnet
 from benchmarks.models import ResNet, VisionTransformer, WideResNet, mlp
-from linnet.network.depth import block_names, find_call_order, top_blocks
-from linnet.network.parameters import select
+from linnet.network import block_names, select, top_blocks
+from linnet.network.depth import find_call_order
 from linnet.testing import Case, zoo
 from linnet.testing.case import Net
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet._common import checksums, files
-from linnet.heads.attach import attach_head
-from linnet.network.functional_model import Watch
+from linnet.heads import attach_head
+from linnet.network import Watch
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.sin(2 * X[:, 0])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from linnet.network.parameters import Layout, select
+from linnet.network import Layout, select
 
 
 class Tied(nn.Module):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 from torch import Tensor
 
-from linnet.probability.expectations import expected, predictive
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood, expected, predictive
 from tests.support.drawn import normal
 
 N, C = 6, 4

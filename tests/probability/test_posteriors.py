@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.jacobian.jacobian import Jacobian
-from linnet.probability.posteriors import (
+from linnet.jacobian import Jacobian
+from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,
@@ -20,9 +20,8 @@ from linnet.probability.posteriors import (
     Posterior,
     SamplePosterior,
     WeightPosterior,
-    nonnegative,
-    square_root,
 )
+from linnet.probability.posteriors import nonnegative, square_root
 from tests.support.drawn import double, normal
 from tests.support.reference import dense_posterior
 

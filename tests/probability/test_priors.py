@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.linalg.matrices import Stack
-from linnet.probability.priors import NAMES, Prior, check_prior, layer_sums, make_prior, ntk_variances
+from linnet.linalg import Stack
+from linnet.probability import NAMES, Prior, check_prior, layer_sums, make_prior, ntk_variances
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 

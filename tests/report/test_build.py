@@ -15,11 +15,10 @@ from PIL import Image
 from torch import nn
 
 import linnet
-from linnet.report import render, verdicts
+from linnet.report import Classes, Inputs, Missing, Numbers, count, number, percent, render, show_inputs, verdicts
 from linnet.report.build import group_by_confidence
-from linnet.report.content import Classes, Evidence, Missing, Numbers
-from linnet.report.examples import Inputs, show_inputs
-from linnet.report.formatting import count, explain, number, percent
+from linnet.report.content import Evidence
+from linnet.report.formatting import explain
 from linnet.report.html.figures import compute_wilson, draw_error_by_std
 from linnet.report.html.svg import Scale, h, join, make_scale
 from tests.support import report_cases as cases

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from linnet.report import verdicts
+from linnet.report import Classes, Numbers, verdicts
 from linnet.report.build import group_by_confidence
-from linnet.report.content import Classes, Numbers
 from linnet.report.html import figures
 from linnet.report.html.figures import (
     compute_wilson,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import scores
-from linnet.data.sources import as_source
+from linnet.data import as_source
 from linnet.scores.elbo import LIKELIHOODS, draw_noise
 from linnet.scores.generated_samples import draw_latents
 from tests.support.drawn import double, normal

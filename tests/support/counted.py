@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from linnet.linalg.operator import LinearOperator, RowFn
+from linnet.linalg import LinearOperator, RowFn
 
 
 class Counted(LinearOperator):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import Laplace
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from tests.support.drawn import double, normal
 
 N = 24

@@ -6,20 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from linnet.jacobian.plan import Plan, PlanLine
+from linnet.jacobian import Plan
+from linnet.jacobian.plan import PlanLine
+from linnet.report import Classes, Eigenvalues, Group, Inputs, Missing, Numbers, Points, Report
 from linnet.report.build import group_by_confidence
-from linnet.report.content import (
-    Classes,
-    Eigenvalues,
-    Evidence,
-    Group,
-    Linear,
-    Missing,
-    Numbers,
-    Points,
-    Report,
-)
-from linnet.report.examples import Inputs
+from linnet.report.content import Evidence, Linear
 
 RECORD = {
     "command": "linnet adapt --model nets.py:cnn --train train --out 'my run'",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentClassifier
-from linnet.probability.likelihoods import Bernoulli, Categorical
+from linnet.probability import Bernoulli, Categorical
 from tests.support.drawn import double, normal
 
 

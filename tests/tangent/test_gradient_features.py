@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import linnet
 from linnet import metrics
 from linnet.inference.mode import by_passes, newton
+from linnet.jacobian import Jacobian
 from linnet.jacobian.blocks import convolution
 from linnet.jacobian.blocks.convolution import Convolution
-from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import Pass
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
-from linnet.probability.likelihoods import Bernoulli, Categorical
+from linnet.linalg import draw_landmarks, nystrom_preconditioner
+from linnet.probability import Bernoulli, Categorical
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 from tests.support.residual import RESIDUAL, Residual, close, images

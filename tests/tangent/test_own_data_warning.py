@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.inference.problem import Noise, Task
+from linnet.inference import Noise, Task
 from linnet.tangent.own_data_warning import own_data_ratio
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet import TangentRegressor, linearize
 from linnet.inference.gaussian import closed_form
-from linnet.probability.priors import ntk_variances
+from linnet.probability import ntk_variances
 from linnet.testing import dense_jacobian, zoo
 from tests.support.drawn import double, normal
 from tests.support.reference import Reference, dense_posterior

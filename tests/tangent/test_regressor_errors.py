@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from linnet import TangentRegressor, linearize
-from linnet.inference.problem import Settings
-from linnet.linalg.cholesky import check_conditioning
+from linnet.inference import Settings
+from linnet.linalg import check_conditioning
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 from tests.support.reference import dense_posterior

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import linnet
-from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian import Jacobian
 from linnet.testing.hostile.judge import Verdict, judge, list_cases, main, tabulate
 
 CASES = list_cases()

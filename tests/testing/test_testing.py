@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg import LinearOperator, Matrix
 from linnet.testing import Case, call, check_operator, dense_jacobian, zoo
 
 CASES = list(zoo().values())
@@ -362,7 +361,7 @@ def test_zoo_is_large_and_named():
     assert len(CASES) >= 36
     assert all(name == case.name for name, case in zoo().items())
     files = ("attention", "conv", "dense", "norm", "sequence", "sharing", "transformers")
-    defined = sum(len(importlib.import_module(f"linnet.testing.zoo.{file}").CASES) for file in files)
+    defined = sum(len(importlib.import_module(f"linnet.testing.architectures.{file}").CASES) for file in files)
     assert defined == len(CASES), "two cases share a name"
 
 

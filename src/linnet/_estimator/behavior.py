@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from linnet.data.batch import Batch, Source
-from linnet.jacobian.linearization import Linearization
-from linnet.network.functional_model import as_dtype
+from linnet.data import Batch, Source
+from linnet.jacobian import Linearization
+from linnet.network import as_dtype
 
 PREFIX = "behavior."
 

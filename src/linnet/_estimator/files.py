@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import files
-from linnet.probability.posteriors import Posterior
+from linnet.probability import Posterior
 
 READERS = {
     "tangent estimator": "linnet.tangent.files",

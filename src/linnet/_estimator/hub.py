@@ -16,9 +16,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from linnet._common import files
-from linnet._common.messages import listing
-from linnet._common.versions import __version__
+from linnet._common import __version__, files, listing
 from linnet._estimator import files as saved
 
 FILE = "linnet.safetensors"

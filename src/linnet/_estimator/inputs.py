@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.data.batch import Source
-from linnet.data.forward_signature import as_tensors, as_writable
-from linnet.data.sources import InMemory
-from linnet.jacobian.jacobian import Jacobian
+from linnet.data import InMemory, Source, as_tensors, as_writable
+from linnet.jacobian import Jacobian
 
 
 def list_options(estimator: Any) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.data.batch import Batch, Source
+from linnet.data import Batch, Source
 
 T = TypeVar("T")
 

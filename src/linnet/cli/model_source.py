@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from linnet._common.messages import listing
+from linnet._common import listing
 from linnet.cli.terminal import UsageError
 
 HELP = "--model is module:function or file.py:function (a function that returns the network), timm:NAME or hf:PATH."

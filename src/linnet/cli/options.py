@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet._common.memory import format_bytes
-from linnet._estimator.inputs import has_fast_float64
+from linnet._common import format_bytes
+from linnet._estimator import has_fast_float64
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
-from linnet.inference import any_likelihood
-from linnet.inference.problem import Settings, choose_solver
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
-from linnet.network.depth import top_blocks
-from linnet.network.parameters import Params
-from linnet.probability.priors import NAMES, PriorSpec, check_prior, make_prior
+from linnet.inference import Settings, any_likelihood, choose_solver
+from linnet.jacobian import Jacobian, linearize
+from linnet.network import Params, top_blocks
+from linnet.probability import NAMES, PriorSpec, check_prior, make_prior
 
 
 @dataclass(frozen=True)

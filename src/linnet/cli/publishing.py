@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from linnet._common.files import sync
+from linnet._common import sync
 from linnet.cli.terminal import UsageError, is_first_process
 
 if os.name == "posix":

@@ -20,13 +20,11 @@ import torch
 from torch import nn
 
 import linnet
-from linnet._common import files
-from linnet._common.files import atomic_write
+from linnet._common import atomic_write, files
 from linnet.cli import model_source, publishing, trust
 from linnet.cli.data_files import Examples, Reading, cast_for_network, move
 from linnet.cli.terminal import UsageError, blame_input
-from linnet.heads.attach import head_of, put_head
-from linnet.heads.readout import Readout
+from linnet.heads import Readout, head_of, put_head
 
 FORMAT = 2
 """Format of run.json. Format 1 had no checksums and no signature."""

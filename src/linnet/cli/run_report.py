@@ -18,12 +18,26 @@ from linnet.cli.options import FitOptions
 from linnet.cli.task import FitData
 from linnet.cli.terminal import Printer, describe_run
 from linnet.fisher import probes
-from linnet.jacobian.plan import Plan
-from linnet.report import About, Report, assemble, save
-from linnet.report.build import NO_TEST
-from linnet.report.content import Classes, Eigenvalues, Group, Item, Missing, Numbers, Points
-from linnet.report.examples import Inputs, show_inputs
-from linnet.report.formatting import count, number, percent
+from linnet.jacobian import Plan
+from linnet.report import (
+    NO_TEST,
+    About,
+    Classes,
+    Eigenvalues,
+    Group,
+    Inputs,
+    Item,
+    Missing,
+    Numbers,
+    Points,
+    Report,
+    assemble,
+    count,
+    number,
+    percent,
+    save,
+    show_inputs,
+)
 
 
 @dataclass(frozen=True)

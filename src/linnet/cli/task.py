@@ -14,7 +14,7 @@ from linnet.cli import model_source
 from linnet.cli.data_files import Examples, Reading, read_for_network
 from linnet.cli.options import FitOptions
 from linnet.cli.terminal import Printer, UsageError, blame_input
-from linnet.data.sources import as_source
+from linnet.data import as_source
 from linnet.network import checks
 
 

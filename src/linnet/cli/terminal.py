@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 
-from linnet._common.distributed import rank_and_world
-from linnet._common.versions import find_versions
+from linnet._common import find_versions, rank_and_world
 
 USAGE, FAILURE = 2, 1
 """Exit codes: the user has to change the command or its files; the command failed while it ran."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common.checksums import combine_codes, row_codes, text_code
+from linnet._common import combine_codes, row_codes, text_code
 from linnet.data import checks
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from linnet._common.messages import kind, listing
+from linnet._common import kind, listing
 
 
 def check_range(size: int, start: int, stop: int, n: int) -> None:

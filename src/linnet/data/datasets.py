@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from linnet._common.checksums import combine_codes
+from linnet._common import combine_codes
 from linnet.data import checks
 from linnet.data.batch import Batch, Source, check_finite
 from linnet.data.forward_signature import Signature, as_writable

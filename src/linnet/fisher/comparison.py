@@ -11,12 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linnet._common.memory import dense_budget
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.network import checks
-from linnet.network.functional_model import Output
-from linnet.network.parameters import Params
+from linnet._common import dense_budget
+from linnet.jacobian import Jacobian, Linearization, linearize
+from linnet.network import Output, Params, checks
 
 
 def similarity(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet._estimator.optimizer_steps import epoch
+from linnet._estimator import epoch
 from linnet.network import checks
 
 Distance = str | Callable[[Tensor, Tensor], Tensor]

@@ -17,23 +17,14 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import scores
-from linnet._common import files, messages
-from linnet._common.distributed import check_ranks_agree
-from linnet._common.memory import dense_budget
-from linnet._common.torch_settings import check_precision, full_precision
-from linnet._estimator import behavior
+from linnet._common import check_precision, check_ranks_agree, dense_budget, files, full_precision, messages
+from linnet._estimator import HubMixin, behavior, check_inputs, draw_inputs, like, list_options
 from linnet._estimator import files as saved
-from linnet._estimator.behavior import draw_inputs
-from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import check_inputs, like, list_options
-from linnet.data.batch import Batch, Source
-from linnet.data.sources import as_source
+from linnet.data import Batch, Source, as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.svd.truncated import Decomposition, low_rank
-from linnet.network.parameters import Params
+from linnet.jacobian import Jacobian, Linearization, linearize
+from linnet.linalg import Decomposition, LinearOperator, low_rank
+from linnet.network import Params
 
 KIND = "fisher embedding"
 ESTIMATORS = ("FisherEmbedding",)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.data.batch import Batch
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
-from linnet.linalg.operator import apply_to_columns
-from linnet.probability.likelihoods import Likelihood
+from linnet.data import Batch
+from linnet.jacobian import Jacobian, Linearization
+from linnet.linalg import apply_to_columns
+from linnet.probability import Likelihood
 
 
 def fisher_vector_product(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._estimator.inputs import like
+from linnet._estimator import like
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.data.batch import SingleBatch
-from linnet.jacobian.blocks.base import TEMPORARY, DenseBlock
-from linnet.jacobian.column_moments import Moments
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.operator import LinearOperator
-from linnet.network.parameters import Layout
+from linnet.data import SingleBatch
+from linnet.jacobian import TEMPORARY, DenseBlock, Jacobian, Moments
+from linnet.linalg import LinearOperator
+from linnet.network import Layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.data.batch import Batch, Source, leaves
-from linnet.data.sources import as_source
+from linnet.data import Batch, Source, as_source, leaves
 from linnet.heads.features import (
     FeatureLocation,
     Pool,
@@ -24,11 +23,8 @@ from linnet.heads.features import (
     pool_features,
 )
 from linnet.heads.readout import Penalty, Readout, Task, check_targets, fit_readout
-from linnet.jacobian.linearization import linearize
-from linnet.network import checks
-from linnet.network.call_trace import Trace, trace
-from linnet.network.copies import copy_sharing_parameters
-from linnet.network.functional_model import Watch
+from linnet.jacobian import linearize
+from linnet.network import Trace, Watch, checks, copy_sharing_parameters, trace
 
 
 class Head(nn.Linear):

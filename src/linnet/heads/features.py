@@ -12,8 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.network import checks
-from linnet.network.call_trace import Trace
+from linnet.network import Trace, checks
 
 
 class LocationReached(Exception):

@@ -20,7 +20,7 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
-from linnet.tangent.classifier import TangentClassifier
+from linnet.tangent import TangentClassifier
 
 Task = Literal["auto", "classification", "multilabel", "regression"]
 Penalty = Literal["cv", "evidence"] | float

@@ -1,1 +1,45 @@
 """Data, prior and likelihood to posterior and evidence."""
+
+from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
+from linnet.inference.evidence.gaussian import LOG_2PI, Choice
+from linnet.inference.evidence.laplace import add_kernels, scale_slopes
+from linnet.inference.evidence.log_determinants import Cost, Coupled, Dense, LogDet, Separable, eigenvalues_of
+from linnet.inference.evidence.search import Slope, maximize
+from linnet.inference.mode.adam import Training, check_only_map
+from linnet.inference.mode.by_passes import mode_by_passes
+from linnet.inference.mode.newton import Mode
+from linnet.inference.problem import Fit, Noise, Settings, Task, check_covariance_fits, choose_solver
+from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples
+
+__all__ = [
+    "LOG_2PI",
+    "Choice",
+    "Cost",
+    "Coupled",
+    "Dense",
+    "Fit",
+    "GeneralizedFit",
+    "How",
+    "Inference",
+    "LogDet",
+    "Mode",
+    "Noise",
+    "Observed",
+    "Samples",
+    "Separable",
+    "Settings",
+    "Slope",
+    "Task",
+    "Training",
+    "add_kernels",
+    "check_covariance_fits",
+    "check_only_map",
+    "choose_solver",
+    "choose_space",
+    "effective_dimension",
+    "eigenvalues_of",
+    "maximize",
+    "mode_by_passes",
+    "posterior_samples",
+    "scale_slopes",
+]

@@ -23,24 +23,29 @@ from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import Settings, choose_solver, work_of_a_minute
 from linnet.inference.variational import Variational
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.cholesky import cholesky_
-from linnet.linalg.cholesky import log_det_from as exact_log_det
-from linnet.linalg.conjugate_gradients import Solution, cg
-from linnet.linalg.lanczos import log_det_from_tridiagonals
-from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.row_weights import as_weight, weigh, weight_from_root
-from linnet.probability.likelihoods import Likelihood
-from linnet.probability.posteriors import (
+from linnet.jacobian import Jacobian
+from linnet.linalg import (
+    Preconditioner,
+    Solution,
+    as_weight,
+    cg,
+    cholesky_,
+    log_det_from_tridiagonals,
+    weigh,
+    weight_from_root,
+)
+from linnet.linalg import log_det_from as exact_log_det
+from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
+    Likelihood,
     LowRankPosterior,
     PointPosterior,
     Posterior,
+    Prior,
     SamplePosterior,
     WeightPosterior,
 )
-from linnet.probability.priors import Prior
 
 Inference = Literal["map", "laplace", "vi"]
 

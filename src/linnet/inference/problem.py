@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.memory import check_fits, dense_budget
+from linnet._common import check_fits, dense_budget, messages
 from linnet.inference.evidence.gaussian import Choice
-from linnet.linalg.conjugate_gradients import Solution
-from linnet.probability.posteriors import Posterior
+from linnet.linalg import Solution
+from linnet.probability import Posterior
 
 Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
 Precondition = Literal["auto", "nystrom", "pivoted-cholesky", "none"]

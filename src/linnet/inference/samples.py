@@ -29,24 +29,32 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common.memory import dense_budget
+from linnet._common import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
 from linnet.inference.problem import Settings
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.output_combinations import informative_rows
-from linnet.jacobian.plan import autodiff_wins
-from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.linalg.cholesky import log_det_from as dense_log_det
-from linnet.linalg.conjugate_gradients import Product, Solution, cg
-from linnet.linalg.lanczos import log_det_from_tridiagonals
-from linnet.linalg.matrices import Stack
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.preconditioners.randomized import sketch
-from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
-from linnet.linalg.row_weights import as_weight, inner_matrix, weigh, weight_from_root
-from linnet.network.parameters import Layout
-from linnet.probability.posteriors import SamplePosterior
+from linnet.jacobian import Jacobian, autodiff_wins, informative_rows
+from linnet.linalg import (
+    REFINED,
+    LinearOperator,
+    Preconditioner,
+    Product,
+    Solution,
+    Stack,
+    WoodburyPreconditioner,
+    as_weight,
+    cg,
+    cholesky_,
+    cholesky_solve,
+    inner_matrix,
+    log_det_from_tridiagonals,
+    sketch,
+    weigh,
+    weight_from_root,
+    woodbury_preconditioner,
+)
+from linnet.linalg import log_det_from as dense_log_det
+from linnet.network import Layout
+from linnet.probability import SamplePosterior
 
 Space = Literal["auto", "weight", "function"]
 Kind = Literal["auto", "sketch", "nystrom", "pivoted-cholesky", "none"]

@@ -41,12 +41,8 @@ from torch import Tensor
 from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR
 from linnet.inference.mode.spaces import FunctionSpace, check_concave, check_kind, check_mean, check_operator
-from linnet.linalg.cholesky import cholesky_, log_det_from, solve_lower
-from linnet.linalg.conjugate_gradients import Solvable, cg
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import as_weight, weigh
-from linnet.probability.expectations import Expected, expected
-from linnet.probability.likelihoods import Likelihood
+from linnet.linalg import LinearOperator, Solvable, as_weight, cg, cholesky_, log_det_from, solve_lower, weigh
+from linnet.probability import Expected, Likelihood, expected
 
 DRAWS = 2**22
 """Numbers that are drawn: so many examples have draws of their own, and the next examples use them again."""

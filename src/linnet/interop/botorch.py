@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from linnet.interop.gpytorch import as_linearization
-from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures
-from linnet.jacobian.linearization import Linearization
-from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.network.functional_model import Output
-from linnet.network.parameters import Params
-from linnet.probability.posteriors import FunctionPosterior, Posterior
-from linnet.probability.priors import PriorSpec, prior_variances
-from linnet.tangent.regressor import TangentRegressor
+from linnet.jacobian import DifferentiableRows, Features, Linearization, TangentFeatures
+from linnet.linalg import cholesky_, cholesky_solve
+from linnet.network import Output, Params
+from linnet.probability import FunctionPosterior, Posterior, PriorSpec, prior_variances
+from linnet.tangent import TangentRegressor
 
 try:
     from botorch.models.model import Model

@@ -10,12 +10,9 @@ from linear_operator import to_linear_operator
 from linear_operator.operators import LinearOperator as LazyMatrix
 from torch import Tensor, nn
 
-from linnet.jacobian.differentiable_rows import TangentFeatures, needs_grad
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.network.functional_model import Output
-from linnet.network.parameters import Params
-from linnet.probability.priors import PriorSpec, prior_variances
+from linnet.jacobian import Jacobian, Linearization, TangentFeatures, linearize, needs_grad
+from linnet.network import Output, Params
+from linnet.probability import PriorSpec, prior_variances
 
 __all__ = ["TangentGram", "TangentKernel"]
 

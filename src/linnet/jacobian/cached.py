@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from linnet._common.distributed import add_up, rank_and_world
-from linnet._common.memory import budget, free_memory
-from linnet._common.progress import bar
-from linnet._common.torch_settings import arithmetic, network_precision
-from linnet.data.batch import Batch, leaves, move
-from linnet.data.checks import check_subset_index
+from linnet._common import add_up, arithmetic, bar, budget, free_memory, network_precision, rank_and_world
+from linnet.data import Batch, check_subset_index, leaves, move
 from linnet.jacobian.blocks.autodiff import AutodiffBlock
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import pack
@@ -24,7 +20,7 @@ from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExample
 from linnet.jacobian.passes import Pass, PassSettings
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
 from linnet.jacobian.rule_selection import PROBE
-from linnet.network.checks import check_outputs_finite
+from linnet.network import check_outputs_finite
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization

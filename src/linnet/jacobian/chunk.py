@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common.deferred import Deferred
-from linnet._common.distributed import check_ranks_agree
-from linnet._common.torch_settings import Precision, forward_mode, noting_saved_tensors
-from linnet.data.batch import Batch, Source
+from linnet._common import Deferred, Precision, check_ranks_agree, forward_mode, noting_saved_tensors
+from linnet.data import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
@@ -43,8 +41,7 @@ from linnet.jacobian.rule_selection import (
     streamed,
     warn_fallback,
 )
-from linnet.network.checks import check_outputs_finite, examples_interact
-from linnet.network.functional_model import FunctionalModel
+from linnet.network import FunctionalModel, check_outputs_finite, examples_interact
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization

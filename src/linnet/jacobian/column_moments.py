@@ -20,7 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common.distributed import add_up, rank_and_world
+from linnet._common import add_up, rank_and_world
 from linnet.jacobian.blocks.base import TEMPORARY, ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.cuda import triton_kernels

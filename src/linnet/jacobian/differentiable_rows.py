@@ -13,14 +13,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet._common.torch_settings import forward_mode
-from linnet.data.batch import Batch
+from linnet._common import forward_mode
+from linnet.data import Batch
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.linearization import Linearization
 from linnet.jacobian.rule_selection import TOLERANCE
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg import LinearOperator
 from linnet.network import checks
 
 Features = LinearOperator | Tensor

@@ -23,17 +23,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet._common.progress import bar
-from linnet.data.batch import Batch, Source, move
+from linnet._common import bar
+from linnet.data import Batch, Source, move
 from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.passes import Pass
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
 from linnet.jacobian.rule_selection import PROBE
-from linnet.network.checks import close
-from linnet.network.copies import copy_sharing_parameters
-from linnet.network.parameter_guard import READERS
+from linnet.network import READERS, close, copy_sharing_parameters
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linnet._common.distributed import add_up, rank_and_world, share_rows
-from linnet._common.memory import budget
-from linnet._common.progress import bar
+from linnet._common import add_up, bar, budget, rank_and_world, share_rows
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
 from linnet.jacobian.blocks.composite import cut_by_layer
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
-from linnet.linalg.row_weights import weigh
-from linnet.network.checks import check_same_shapes
+from linnet.linalg import weigh
+from linnet.network import check_same_shapes
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian

@@ -19,13 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common import files, messages
-from linnet._common.deferred import Deferred
-from linnet._common.distributed import add_up, add_up_checksums, rank_and_world, shard, share_rows
-from linnet._common.progress import bar
-from linnet._common.torch_settings import Precision, check_precision
-from linnet.data.batch import Batch, SingleBatch, Source
-from linnet.data.checks import no_subset, targets_of
+from linnet._common import (
+    Deferred,
+    Precision,
+    add_up,
+    add_up_checksums,
+    bar,
+    check_precision,
+    files,
+    messages,
+    rank_and_world,
+    shard,
+    share_rows,
+)
+from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
@@ -35,9 +42,8 @@ from linnet.jacobian.frozen_layers import SourceWithActivations, store_activatio
 from linnet.jacobian.kronecker import Kronecker, Rotation
 from linnet.jacobian.passes import Pass, Piece
 from linnet.jacobian.plan import Plan, Request, describe
-from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
-from linnet.linalg.row_weights import add_symmetric_, weigh
-from linnet.network.checks import check_outputs_finite
+from linnet.linalg import LinearOperator, RowFn, add_symmetric_, apply_to_columns, check_fn_result, check_weight, weigh
+from linnet.network import check_outputs_finite
 
 T = TypeVar("T")
 

@@ -24,13 +24,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.distributed import add_up
+from linnet._common import add_up, messages
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.network.parameters import Layout
+from linnet.network import Layout
 
 EXACT = 1024
 """Parameters without Kronecker form keep their exact block up to this size."""

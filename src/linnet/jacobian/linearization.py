@@ -10,18 +10,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from linnet._common import messages
-from linnet._common.torch_settings import Precision, check_precision
-from linnet.data.batch import Batch
-from linnet.data.sources import as_source
+from linnet._common import Precision, check_precision, messages
+from linnet.data import Batch, as_source
 from linnet.jacobian.chunk import ChunkBuilder, NetworkChunks
 from linnet.jacobian.cuda.float32_convolution import ExactConvolution
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import PassSettings
 from linnet.jacobian.plan import check_engine
 from linnet.jacobian.rule_selection import RuleSelection
-from linnet.network.functional_model import FunctionalModel, Output, Watch
-from linnet.network.parameters import Params
+from linnet.network import FunctionalModel, Output, Params, Watch
 
 
 def linearize(model: nn.Module, params: Params = None, output: Output | None = None) -> Linearization:

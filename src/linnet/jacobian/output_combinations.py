@@ -18,15 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from linnet.data.batch import Batch, Source
+from linnet.data import Batch, Source
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.matrices import Stack
-from linnet.linalg.operator import LinearOperator, RowFn
-from linnet.linalg.row_weights import as_weight, inner_matrix, weigh
-from linnet.network.checks import output_tensor
-from linnet.network.copies import with_forward
-from linnet.network.functional_model import FunctionalModel, output_matrix
+from linnet.linalg import LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh
+from linnet.network import FunctionalModel, output_matrix, output_tensor, with_forward
 
 NAME = "linnet_root"
 """The keyword under which the combinations travel with the inputs."""

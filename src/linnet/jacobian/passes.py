@@ -14,11 +14,8 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from linnet._common.distributed import rank_and_world, shard
-from linnet._common.memory import budget
-from linnet._common.progress import bar
-from linnet._common.torch_settings import Precision, arithmetic
-from linnet.data.batch import Batch
+from linnet._common import Precision, arithmetic, bar, budget, rank_and_world, shard
+from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock

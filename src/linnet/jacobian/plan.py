@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from linnet._common.distributed import rank_and_world
-from linnet._common.memory import budget, format_bytes
+from linnet._common import budget, format_bytes, rank_and_world
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock

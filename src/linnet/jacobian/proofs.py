@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._common.torch_settings import Precision
+from linnet._common import Precision
 from linnet.jacobian.blocks.base import ColumnBlock, Range
-from linnet.network.parameters import Layout
+from linnet.network import Layout
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Largest relative disagreement with autodiff that is rounding, by the model's dtype."""

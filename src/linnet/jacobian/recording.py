@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from linnet.jacobian.layers import RULES
 from linnet.jacobian.layers.rule import LayerCall, Rule, Slot
-from linnet.network.parameter_guard import CallGuard
-from linnet.network.parameters import Layout
+from linnet.network import CallGuard, Layout
 
 
 @dataclass(frozen=True)

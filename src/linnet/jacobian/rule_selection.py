@@ -19,17 +19,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from linnet._common.torch_settings import Precision, forward_mode
-from linnet.data.batch import Batch
+from linnet._common import Precision, forward_mode
+from linnet.data import Batch
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.layers.elementwise import Elementwise
 from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
 from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, tolerance_of
 from linnet.jacobian.recording import NO_CHANGES, Changes, RecordedCall, Recording, record
-from linnet.network import checks
-from linnet.network.functional_model import FunctionalModel
-from linnet.network.parameter_guard import DIGITS, CallGuard, address
+from linnet.network import DIGITS, CallGuard, FunctionalModel, address, checks
 
 PROBE = 3
 """Examples on which the rules are checked."""

@@ -15,20 +15,20 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import messages
-from linnet._common.distributed import check_ranks_agree
-from linnet._common.memory import check_fits, dense_budget
-from linnet._estimator.behavior import draw_inputs
-from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import as_targets, check_inputs, has_fast_float64, like, list_options
-from linnet._estimator.linearity import Linearity
-from linnet.data.batch import Batch
-from linnet.inference.evidence.log_determinants import LogDet
-from linnet.inference.evidence.search import Slope, maximize
-from linnet.inference.problem import Settings, check_covariance_fits, choose_solver
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.output_combinations import combine_outputs
+from linnet._common import check_fits, check_ranks_agree, dense_budget, messages
+from linnet._estimator import (
+    HubMixin,
+    Linearity,
+    as_targets,
+    check_inputs,
+    draw_inputs,
+    has_fast_float64,
+    like,
+    list_options,
+)
+from linnet.data import Batch
+from linnet.inference import LogDet, Settings, Slope, check_covariance_fits, choose_solver, maximize
+from linnet.jacobian import Jacobian, Linearization, combine_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import (
@@ -61,13 +61,22 @@ from linnet.laplace.structures import (
     SubnetworkCurvature,
     kernels_of,
 )
-from linnet.network.checks import check_module
-from linnet.network.flat_output import FlatOutput
-from linnet.network.parameters import Params
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_for
-from linnet.probability.per_site import Sites
-from linnet.probability.posteriors import Posterior, PredictiveMoments, Spread
-from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.network import FlatOutput, Params, check_module
+from linnet.probability import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    Posterior,
+    PredictiveMoments,
+    Prior,
+    PriorSpec,
+    Sites,
+    Spread,
+    check_prior,
+    likelihood_for,
+    make_prior,
+)
 
 StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
 At = Literal["network", "linear_mode"]

@@ -31,16 +31,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from linnet.inference.evidence.laplace import add_kernels, scale_slopes
-from linnet.inference.evidence.log_determinants import LogDet
-from linnet.inference.evidence.search import Slope
+from linnet.inference import LogDet, Mode, Settings, Slope, add_kernels, choose_solver, mode_by_passes, scale_slopes
 from linnet.inference.mode import newton
-from linnet.inference.mode.by_passes import mode_by_passes
-from linnet.inference.mode.newton import Mode
-from linnet.inference.problem import Settings, choose_solver
-from linnet.jacobian.jacobian import Jacobian
-from linnet.probability.likelihoods import Likelihood
-from linnet.probability.priors import Prior
+from linnet.jacobian import Jacobian
+from linnet.probability import Likelihood, Prior
 
 Amount = TypeVar("Amount", float, Tensor)
 

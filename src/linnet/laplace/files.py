@@ -11,9 +11,7 @@ from linnet._common import files
 from linnet._estimator import behavior
 from linnet._estimator import files as saved
 from linnet.laplace.search import Step
-from linnet.probability.likelihoods import LIKELIHOODS, Gaussian
-from linnet.probability.per_site import Sites
-from linnet.probability.posteriors import posterior_from
+from linnet.probability import LIKELIHOODS, Gaussian, Sites, posterior_from
 
 if TYPE_CHECKING:
     from linnet.laplace.estimator import Laplace

@@ -9,15 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.inference.evidence.gaussian import LOG_2PI
-from linnet.jacobian.differentiable_rows import DifferentiableRows, TangentFeatures
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
-from linnet.network.flat_output import unflattened
-from linnet.probability.expectations import predictive
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
-from linnet.probability.per_site import Sites
-from linnet.probability.posteriors import Posterior, PredictiveMoments, Spread
+from linnet.inference import LOG_2PI
+from linnet.jacobian import DifferentiableRows, Jacobian, Linearization, TangentFeatures
+from linnet.network import unflattened
+from linnet.probability import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Heteroscedastic,
+    Likelihood,
+    Posterior,
+    PredictiveMoments,
+    Sites,
+    Spread,
+    predictive,
+)
 
 ROWS = 2000
 """Rows of a joint covariance that are held at once: memory against passes over the training data."""

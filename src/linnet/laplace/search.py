@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 
 import scipy  # its optimize is imported at first use, which loading a saved fit does without
 
-from linnet.inference.evidence.log_determinants import Cost
-from linnet.inference.evidence.search import Slope, maximize
+from linnet.inference import Cost, Slope, maximize
 from linnet.laplace.evidence import Evidence, EvidenceTerms
 
 Method = Literal["gradient", "mackay"]

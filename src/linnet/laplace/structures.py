@@ -26,25 +26,27 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet.inference.evidence.log_determinants import Coupled, Dense, LogDet, Separable, eigenvalues_of
-from linnet.inference.samples import Samples, posterior_samples
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import constant_over
-from linnet.jacobian.output_combinations import WeightedRows
-from linnet.linalg.cholesky import check_conditioning, cholesky_
-from linnet.linalg.row_weights import as_weight, inner_matrix, weight_from_root
-from linnet.linalg.svd.block_krylov import orthonormalize
-from linnet.linalg.svd.truncated import low_rank
-from linnet.probability.posteriors import (
+from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
+from linnet.jacobian import Jacobian, WeightedRows, constant_over
+from linnet.linalg import (
+    as_weight,
+    check_conditioning,
+    cholesky_,
+    inner_matrix,
+    low_rank,
+    orthonormalize,
+    weight_from_root,
+)
+from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
     LowRankPosterior,
     Posterior,
+    Prior,
     SubnetworkPosterior,
     TurnedPosterior,
     WeightPosterior,
 )
-from linnet.probability.priors import Prior
 
 
 class CurvatureStructure(ABC):

@@ -21,12 +21,9 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from linnet._estimator.inputs import as_targets, has_fast_float64
-from linnet._estimator.optimizer_steps import epoch, shuffled
-from linnet.data.batch import Batch, Source
-from linnet.data.sources import as_source
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
+from linnet._estimator import as_targets, epoch, has_fast_float64, shuffled
+from linnet.data import Batch, Source, as_source
+from linnet.jacobian import Jacobian, linearize
 from linnet.laplace.evidence import AtNetwork, group_norms
 from linnet.laplace.search import Method, Search, Step, choose
 from linnet.laplace.structures import (
@@ -36,13 +33,8 @@ from linnet.laplace.structures import (
     KernelCurvature,
     KroneckerCurvature,
 )
-from linnet.network.checks import check_module
-from linnet.network.flat_output import FlatOutput
-from linnet.network.functional_model import Output
-from linnet.network.parameters import Params
-from linnet.probability.likelihoods import Gaussian, Likelihood, likelihood_for
-from linnet.probability.per_site import Sites
-from linnet.probability.priors import PriorSpec, check_prior, make_prior
+from linnet.network import FlatOutput, Output, Params, check_module
+from linnet.probability import Gaussian, Likelihood, PriorSpec, Sites, check_prior, likelihood_for, make_prior
 
 StructureName = Literal["kron", "ekfac", "diag", "full", "function"]
 STRUCTURES: dict[str, Callable[[Jacobian, Tensor], CurvatureStructure]] = {

@@ -1,23 +1,17 @@
 """Operators and their algebra, solves, preconditioners, singular vectors: knows no network and no data."""
 
-from linnet.linalg.cholesky import cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
 from linnet.linalg.conjugate_gradients import Product, Solution, Solvable, cg
 from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
 from linnet.linalg.matrices import LowRank, Matrix, Stack
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
-from linnet.linalg.preconditioners import (
-    REFINED,
-    LowRankPreconditioner,
-    Preconditioner,
-    Sketch,
-    WoodburyPreconditioner,
-    draw_landmarks,
-    nystrom_preconditioner,
-    sketch,
-    woodbury_preconditioner,
-)
+from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Preconditioner
+from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
+from linnet.linalg.preconditioners.randomized import Sketch, sketch
+from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
 from linnet.linalg.row_weights import RowIndex, add_symmetric_, as_weight, inner_matrix, weigh, weight_from_root
-from linnet.linalg.svd import Decomposition, low_rank, orthonormalize
+from linnet.linalg.svd.block_krylov import orthonormalize
+from linnet.linalg.svd.truncated import Decomposition, low_rank
 
 __all__ = [
     "REFINED",
@@ -39,6 +33,7 @@ __all__ = [
     "apply_to_columns",
     "as_weight",
     "cg",
+    "check_conditioning",
     "check_fn_result",
     "check_weight",
     "cholesky_",

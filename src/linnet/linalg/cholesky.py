@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet._common.torch_settings import full_precision
+from linnet._common import full_precision
 
 DTYPES = (torch.float32, torch.float64)
 BLOCK = 2048

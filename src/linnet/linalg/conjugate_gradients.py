@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from linnet._common.progress import bar
+from linnet._common import bar
 from linnet.linalg.cholesky import check_right
 
 Product = Callable[[Tensor], Tensor]

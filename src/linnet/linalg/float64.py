@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet._common.memory import TEMPORARY
+from linnet._common import TEMPORARY
 
 
 def inner(A: Tensor, B: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet._common.torch_settings import full_precision
+from linnet._common import full_precision
 from linnet.linalg.cholesky import check_right
 from linnet.linalg.conjugate_gradients import Product
 from linnet.linalg.preconditioners.low_rank import Preconditioner

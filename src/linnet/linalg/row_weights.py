@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet._common.memory import TEMPORARY
+from linnet._common import TEMPORARY
 
 RowIndex = slice | Tensor
 """The rows that a chunk covers: a slice, or a long tensor of row numbers."""

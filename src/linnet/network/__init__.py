@@ -2,24 +2,46 @@
 
 from linnet.network.batchnorm_folding import fold_batchnorm, unfoldable
 from linnet.network.call_trace import ModuleCall, Trace, trace
+from linnet.network.checks import (
+    check_module,
+    check_outputs_finite,
+    check_same_shapes,
+    close,
+    examples_interact,
+    output_tensor,
+)
 from linnet.network.copies import Forward, copy_sharing_parameters, with_forward
 from linnet.network.depth import block_names, top_blocks
 from linnet.network.flat_output import FlatOutput, unflattened
-from linnet.network.functional_model import Output, as_dtype
+from linnet.network.functional_model import FunctionalModel, Output, Watch, as_dtype, output_matrix
+from linnet.network.parameter_guard import DIGITS, READERS, CallGuard, address
 from linnet.network.parameters import Layout, Params, select
 
 __all__ = [
+    "DIGITS",
+    "READERS",
+    "CallGuard",
     "FlatOutput",
     "Forward",
+    "FunctionalModel",
     "Layout",
     "ModuleCall",
     "Output",
     "Params",
     "Trace",
+    "Watch",
+    "address",
     "as_dtype",
     "block_names",
+    "check_module",
+    "check_outputs_finite",
+    "check_same_shapes",
+    "close",
     "copy_sharing_parameters",
+    "examples_interact",
     "fold_batchnorm",
+    "output_matrix",
+    "output_tensor",
     "select",
     "top_blocks",
     "trace",

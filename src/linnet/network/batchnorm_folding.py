@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from linnet._common.torch_settings import network_settings
+from linnet._common import network_settings
 from linnet.network import checks
 from linnet.network.call_trace import RETURNED, Step, Trace, as_arguments, find_tensors, trace
 from linnet.network.copies import copy_sharing_parameters

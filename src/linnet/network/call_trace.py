@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from linnet._common.torch_settings import arithmetic, network_settings
-from linnet.data.batch import Batch
+from linnet._common import arithmetic, network_settings
+from linnet.data import Batch
 from linnet.network.copies import copy_sharing_parameters
 
 RETURNED = "the output of the network"

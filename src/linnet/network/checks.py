@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet._common.messages import kind, listing
+from linnet._common import kind, listing
 
 # Parameters.
 

@@ -13,10 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from linnet._common.checksums import tensor_code, text_code
-from linnet._common.messages import kind
-from linnet._common.torch_settings import Precision, arithmetic, module_lock, network_precision, network_settings
-from linnet.data.batch import Batch, leaves
+from linnet._common import (
+    Precision,
+    arithmetic,
+    kind,
+    module_lock,
+    network_precision,
+    network_settings,
+    tensor_code,
+    text_code,
+)
+from linnet.data import Batch, leaves
 from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
 from linnet.network.parameter_guard import address

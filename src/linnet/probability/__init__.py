@@ -25,10 +25,20 @@ from linnet.probability.posteriors import (
     WeightPosterior,
     posterior_from,
 )
-from linnet.probability.priors import Prior, PriorSpec, check_prior, layer_sums, make_prior, ntk_variances
+from linnet.probability.priors import (
+    NAMES,
+    Prior,
+    PriorSpec,
+    check_prior,
+    layer_sums,
+    make_prior,
+    ntk_variances,
+    prior_variances,
+)
 
 __all__ = [
     "LIKELIHOODS",
+    "NAMES",
     "Bernoulli",
     "Categorical",
     "DiagonalPosterior",
@@ -57,4 +67,5 @@ __all__ = [
     "ntk_variances",
     "posterior_from",
     "predictive",
+    "prior_variances",
 ]

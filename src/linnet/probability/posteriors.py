@@ -33,15 +33,19 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from linnet._common.memory import dense_budget
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import Rotation
-from linnet.jacobian.plan import autodiff_wins
-from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
-from linnet.linalg.matrices import Stack
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import weigh
-from linnet.network.parameters import Layout
+from linnet._common import dense_budget
+from linnet.jacobian import Jacobian, Rotation, autodiff_wins
+from linnet.linalg import (
+    LinearOperator,
+    Stack,
+    check_conditioning,
+    cholesky_,
+    cholesky_solve,
+    solve_lower,
+    solve_upper,
+    weigh,
+)
+from linnet.network import Layout
 
 Spread = Literal["none", "variance", "blocks", "covariance"]
 """Second moments of f: none, the variance of each output (n, c), the covariance of the outputs of each example

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.jacobian.linearization import Linearization
-from linnet.linalg.operator import LinearOperator
-from linnet.network.parameters import Layout
+from linnet.jacobian import Linearization
+from linnet.linalg import LinearOperator
+from linnet.network import Layout
 
 PriorSpec = str | float | Mapping[str, float]
 """What users may write for a prior."""

@@ -3,8 +3,34 @@
 `linnet.report.content` has the content of a report as plain data, and `render` makes a page from this content.
 """
 
-from linnet.report.build import About, assemble, write
-from linnet.report.content import Report
+from linnet.report.build import NO_TEST, About, assemble, make_classes, make_numbers, score_outcome, to_array, write
+from linnet.report.content import Classes, Eigenvalues, Group, Item, Missing, Numbers, Points, Report
+from linnet.report.examples import Inputs, show_inputs
+from linnet.report.formatting import count, number, percent
 from linnet.report.html.page import render, save
 
-__all__ = ["About", "Report", "assemble", "render", "save", "write"]
+__all__ = [
+    "NO_TEST",
+    "About",
+    "Classes",
+    "Eigenvalues",
+    "Group",
+    "Inputs",
+    "Item",
+    "Missing",
+    "Numbers",
+    "Points",
+    "Report",
+    "assemble",
+    "count",
+    "make_classes",
+    "make_numbers",
+    "number",
+    "percent",
+    "render",
+    "save",
+    "score_outcome",
+    "show_inputs",
+    "to_array",
+    "write",
+]

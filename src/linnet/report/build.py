@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from linnet import metrics
-from linnet._common.versions import find_versions
-from linnet._estimator.linearity import Linearity
-from linnet.jacobian.plan import Plan
-from linnet.laplace.estimator import Laplace
+from linnet._common import find_versions
+from linnet._estimator import Linearity
+from linnet.jacobian import Plan
+from linnet.laplace import Laplace
 from linnet.metrics import Z95
-from linnet.probability.likelihoods import Bernoulli, Categorical
+from linnet.probability import Bernoulli, Categorical
 from linnet.report import diagnostics
 from linnet.report.content import Classes, Eigenvalues, Evidence, Group, Item, Linear, Missing, Numbers, Report
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 from linnet.report.html import page
-from linnet.tangent.base import Tangent
+from linnet.tangent import Tangent
 
 NO_TEST = Missing("There are no test data, and a model always looks too good on the data that it was fitted to.")
 NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.jacobian.plan import Plan
+from linnet.jacobian import Plan
 
 
 @dataclass(frozen=True)

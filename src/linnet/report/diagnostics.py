@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._estimator.inputs import as_targets
-from linnet.jacobian.jacobian import Jacobian
-from linnet.laplace.estimator import Laplace
-from linnet.linalg.row_weights import weigh
-from linnet.probability.posteriors import Posterior
-from linnet.tangent.base import Tangent
+from linnet._estimator import as_targets
+from linnet.jacobian import Jacobian
+from linnet.laplace import Laplace
+from linnet.linalg import weigh
+from linnet.probability import Posterior
+from linnet.tangent import Tangent
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
         X: Training inputs.
         y: Training targets.
     """
-    from linnet.tangent.classifier import TangentClassifier, as_labels
+    from linnet.tangent import TangentClassifier, as_labels
 
     if not isinstance(estimator, Laplace | Tangent):
         raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.data.batch import Batch, Source, check_finite, leaves
-from linnet.data.forward_signature import Signature
-from linnet.data.sources import as_source
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.network import checks
-from linnet.network.copies import copy_sharing_parameters
+from linnet.data import Batch, Signature, Source, as_source, check_finite, leaves
+from linnet.jacobian import Linearization, linearize
+from linnet.network import checks, copy_sharing_parameters
 
 Generator = nn.Module | Callable[[Tensor], Any]
 Latent = int | Sequence[int] | Tensor | Callable[[int, torch.Generator], Tensor]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.network import checks
-from linnet.network.functional_model import Output
+from linnet.network import Output, checks
 
 
 def check_score(out: Any) -> Tensor:

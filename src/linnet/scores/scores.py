@@ -23,10 +23,9 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.data.batch import Source
-from linnet.jacobian.linearization import Linearization
-from linnet.network.copies import Forward, with_forward
-from linnet.network.functional_model import Output
+from linnet.data import Source
+from linnet.jacobian import Linearization
+from linnet.network import Forward, Output, with_forward
 from linnet.scores.elbo import LIKELIHOODS, Bound, Decode, Encode, LogLikelihood
 from linnet.scores.generated_samples import Generator, Latent, check_logits, drop_sigmoid, make_samples
 from linnet.scores.readout import ScoreOutput, TokenLikelihood, check_score, log_sum_exp

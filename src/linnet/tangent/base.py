@@ -11,21 +11,13 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common.distributed import check_ranks_agree
-from linnet._common.torch_settings import forward_mode
-from linnet._estimator.inputs import check_inputs, has_fast_float64
-from linnet._estimator.linearity import Linearity
-from linnet.data.batch import Batch, SingleBatch
-from linnet.data.sources import as_source
-from linnet.inference.problem import Settings
-from linnet.jacobian.chunk import NetworkChunks
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization
-from linnet.jacobian.passes import PassSettings
-from linnet.network.depth import block_names, top_blocks
-from linnet.network.parameters import select
-from linnet.probability.posteriors import Posterior, Spread
-from linnet.probability.priors import layer_sums
+from linnet._common import check_ranks_agree, forward_mode
+from linnet._estimator import Linearity, check_inputs, has_fast_float64
+from linnet.data import Batch, SingleBatch, as_source
+from linnet.inference import Settings
+from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
+from linnet.network import block_names, select, top_blocks
+from linnet.probability import Posterior, Spread, layer_sums
 from linnet.tangent import files
 
 Mean = Literal["network", "zero"]

@@ -15,23 +15,23 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet._common.distributed import check_ranks_agree
-from linnet._estimator.behavior import draw_inputs
-from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import default_network, has_targets_in_memory, like, list_options
-from linnet.data.sources import as_source
-from linnet.inference import any_likelihood
-from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
-from linnet.inference.mode.adam import Training, check_only_map
-from linnet.inference.mode.newton import Mode
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
-from linnet.network.checks import check_module
-from linnet.network.parameters import Params
-from linnet.probability.expectations import predictive
-from linnet.probability.likelihoods import LIKELIHOODS, Categorical, likelihood_for
-from linnet.probability.posteriors import Spread
-from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet._common import check_ranks_agree
+from linnet._estimator import HubMixin, default_network, draw_inputs, has_targets_in_memory, like, list_options
+from linnet.data import as_source
+from linnet.inference import GeneralizedFit, How, Inference, Mode, Observed, Training, any_likelihood, check_only_map
+from linnet.jacobian import Jacobian, linearize
+from linnet.network import Params, check_module
+from linnet.probability import (
+    LIKELIHOODS,
+    Categorical,
+    Prior,
+    PriorSpec,
+    Spread,
+    check_prior,
+    likelihood_for,
+    make_prior,
+    predictive,
+)
 from linnet.tangent.base import Mean, Tangent
 
 NOTHING = 0.01

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import files
-from linnet._estimator import behavior
+from linnet._estimator import behavior, default_network
 from linnet._estimator import files as saved
-from linnet._estimator.inputs import default_network
-from linnet.inference.evidence.gaussian import Choice
-from linnet.inference.problem import Fit, Noise, Task
-from linnet.linalg.matrices import Stack
-from linnet.linalg.operator import LinearOperator
-from linnet.probability.posteriors import posterior_from
+from linnet.inference import Choice, Fit, Noise, Task
+from linnet.linalg import LinearOperator, Stack
+from linnet.probability import posterior_from
 
 if TYPE_CHECKING:
     from linnet.tangent.base import Tangent

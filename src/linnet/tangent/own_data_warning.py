@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from linnet.inference.problem import Task
+from linnet.inference import Task
 
 OWN_DATA = 0.25
 """Below this ratio of `own_data_ratio` the network must have been trained on the data."""

@@ -14,20 +14,22 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common.distributed import check_ranks_agree
-from linnet._estimator.behavior import draw_inputs
-from linnet._estimator.hub import HubMixin
-from linnet._estimator.inputs import as_targets, default_network, has_targets_in_memory, like, list_options
-from linnet.inference.evidence.gaussian import LOG_2PI
+from linnet._common import check_ranks_agree
+from linnet._estimator import (
+    HubMixin,
+    as_targets,
+    default_network,
+    draw_inputs,
+    has_targets_in_memory,
+    like,
+    list_options,
+)
+from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.inference.gaussian import closed_form, updates
-from linnet.inference.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import Linearization, linearize
-from linnet.linalg.matrices import Stack
-from linnet.network import checks
-from linnet.network.checks import check_module
-from linnet.network.parameters import Params
-from linnet.probability.priors import Prior, PriorSpec, check_prior, make_prior
+from linnet.jacobian import Jacobian, Linearization, linearize
+from linnet.linalg import Stack
+from linnet.network import Params, check_module, checks
+from linnet.probability import Prior, PriorSpec, check_prior, make_prior
 from linnet.tangent import files
 from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.own_data_warning import warn_of_own_data

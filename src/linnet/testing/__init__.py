@@ -23,9 +23,9 @@ A new operator, layer rule or engine is right when `check_operator` is silent ab
 
 from __future__ import annotations
 
+from linnet.testing.architectures import zoo
 from linnet.testing.case import Case, call, dense_jacobian
 from linnet.testing.contract import check_operator
 from linnet.testing.model import Findings, check_model
-from linnet.testing.zoo import zoo
 
 __all__ = ["Case", "Findings", "call", "check_model", "check_operator", "dense_jacobian", "zoo"]

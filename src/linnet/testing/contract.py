@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg import LinearOperator
 
 OPTIONAL = ("normal", "fused", "gram", "gram_diag", "gram_blocks", "column_norms")
 

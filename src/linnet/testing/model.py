@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet._common.messages import listing
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.linearization import linearize
-from linnet.jacobian.proofs import TOLERANCE, random_signs
-from linnet.network.functional_model import Output
-from linnet.network.parameters import Params
+from linnet._common import listing
+from linnet.jacobian import TOLERANCE, Jacobian, linearize, random_signs
+from linnet.network import Output, Params
 from linnet.testing.case import dense_jacobian
 
 COMPARED = 4

@@ -13,7 +13,7 @@ from linnet import metrics
 from linnet.cli.commands.predict import predict
 from linnet.cli.data_files import Examples
 from linnet.cli.task import index_labels
-from linnet.report.build import make_classes, make_numbers, score_outcome
+from linnet.report import make_classes, make_numbers, score_outcome
 from tests.support.drawn import double, normal
 
 Z = norm.ppf(0.975)

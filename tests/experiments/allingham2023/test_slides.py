@@ -15,7 +15,7 @@ import linnet
 from experiments.__main__ import main
 from experiments.allingham2023 import joint, not_linearized, snelson
 from experiments.common.statistics import subtract, summarize
-from linnet.probability.likelihoods import Gaussian
+from linnet.probability import Gaussian
 
 
 def record_of(where: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 import linnet
 from experiments.common import logistic
 from experiments.common.logistic import fit_logistic
-from linnet.fisher.probes import kernel_features
+from linnet.fisher import kernel_features
 from tests.support.drawn import normal
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.common import probes
-from linnet.fisher.embedding import FisherEmbedding
+from linnet.fisher import FisherEmbedding
 from linnet.scores import gan
 from tests.support.drawn import double, normal
 

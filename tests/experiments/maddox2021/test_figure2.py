@@ -13,8 +13,8 @@ import linnet
 from experiments import common
 from experiments.__main__ import main
 from experiments.maddox2021 import contenders, figure2
-from linnet.fisher.fisher_product import fisher_vector_product
-from linnet.probability.likelihoods import Categorical
+from linnet.fisher import fisher_vector_product
+from linnet.probability import Categorical
 from linnet.testing import dense_jacobian
 from tests.support.drawn import normal
 

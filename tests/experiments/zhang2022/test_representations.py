@@ -15,7 +15,7 @@ from experiments.common.networks import load, store
 from experiments.common.training import train_pair
 from experiments.mu2020 import table1_mu
 from experiments.zhang2022 import encoders, inversion, nfk_distill, nfk_probe
-from linnet.fisher.distillation import EmbeddingHead, WithEmbedding, distill
+from linnet.fisher import EmbeddingHead, WithEmbedding, distill
 from tests.support.drawn import normal
 from tests.support.needed import needs
 

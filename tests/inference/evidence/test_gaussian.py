@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
+from linnet.inference import Choice, Settings
 from linnet.inference.evidence.gaussian import (
-    Choice,
     KernelSpectrum,
     KernelTask,
     choose_by_kernels,
@@ -28,7 +28,6 @@ from linnet.inference.evidence.gaussian import (
     weight_spectrum,
 )
 from linnet.inference.gaussian.iterative import lanczos_spectrum
-from linnet.inference.problem import Settings
 from tests.support.drawn import normal
 
 START = Choice((1.0, 1.0), (1.0,), math.nan)

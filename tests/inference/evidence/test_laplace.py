@@ -12,11 +12,12 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
+from linnet.inference import Mode, scale_slopes
 from linnet.inference.evidence import laplace
-from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale, scale_slopes, unit_scale
+from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale, unit_scale
 from linnet.inference.mode import spaces
-from linnet.inference.mode.newton import Mode, function_space, weight_space
-from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood
+from linnet.inference.mode.newton import function_space, weight_space
+from linnet.probability import Bernoulli, Categorical, Likelihood
 from tests.inference.mode.test_newton import CASES, C, N, problem
 from tests.support.drawn import normal
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import TangentRegressor, linearize
+from linnet.inference import Choice
 from linnet.inference.evidence.gaussian import (
-    Choice,
     KernelTask,
     choose_by_kernels,
     choose_by_moments,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.inference.evidence.search import Evaluation, Slope, maximize
+from linnet.inference import Slope, maximize
+from linnet.inference.evidence.search import Evaluation
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import TangentRegressor, linearize
-from linnet._estimator.linearity import Linearity
+from linnet._estimator import Linearity
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 

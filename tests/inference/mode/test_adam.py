@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import linnet
 from linnet.inference.mode import adam, newton
-from linnet.probability.likelihoods import Bernoulli, Categorical
+from linnet.probability import Bernoulli, Categorical
 from tests.support.drawn import double, normal
 from tests.support.residual import RESIDUAL, Residual, close, images
 

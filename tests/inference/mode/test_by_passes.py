@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 from linnet import linearize
+from linnet.inference import Settings
 from linnet.inference.mode import by_passes
 from linnet.inference.mode.newton import pass_space, weight_space
-from linnet.inference.problem import Settings
-from linnet.linalg.conjugate_gradients import cg
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
-from linnet.linalg.preconditioners.randomized import sketch
-from linnet.linalg.row_weights import as_weight
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from linnet.linalg import LowRankPreconditioner, Matrix, as_weight, cg, sketch
+from linnet.probability import Bernoulli, Categorical, Gaussian, Likelihood
 from tests.support.counted import Counted
 from tests.support.drawn import normal
 

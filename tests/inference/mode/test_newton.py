@@ -19,10 +19,8 @@ from linnet.inference.mode import spaces
 from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import function_space, pass_space, weight_space
 from linnet.inference.mode.spaces import Solve
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
-from linnet.linalg.row_weights import inner_matrix
-from linnet.probability.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
+from linnet.linalg import LowRankPreconditioner, Matrix, inner_matrix
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from tests.support.counted import Counted
 from tests.support.drawn import double, normal
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from linnet.jacobian import DenseBlock
 from linnet.jacobian.blocks import base
-from linnet.jacobian.blocks.base import DenseBlock, Scale, Size, as_tf32
+from linnet.jacobian.blocks.base import Scale, Size, as_tf32
 from linnet.jacobian.blocks.composite import SumBlock, add_rmatmul, combine, pack
 from linnet.jacobian.blocks.convolution import ChannelsLastBlock, LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock

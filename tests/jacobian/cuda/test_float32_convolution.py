@@ -9,9 +9,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import linnet
+from linnet.jacobian import combine_outputs
 from linnet.jacobian.cuda import float32_convolution
-from linnet.jacobian.output_combinations import combine_outputs
-from linnet.network.functional_model import FunctionalModel
+from linnet.network import FunctionalModel
 from tests.support.drawn import normal
 
 # channels, outputs, size, kernel, stride, padding

@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import linnet
-from linnet.linalg import float64
-from linnet.linalg.conjugate_gradients import cg
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg import (
+    LinearOperator,
+    LowRankPreconditioner,
+    Matrix,
+    cg,
+    draw_landmarks,
+    float64,
+    nystrom_preconditioner,
+)
 from linnet.linalg.preconditioners import low_rank
 from linnet.linalg.preconditioners import nystrom as precondition
-from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from tests.support.counted import Counted
 from tests.support.drawn import double, normal
 

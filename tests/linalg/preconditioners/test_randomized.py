@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.linalg.conjugate_gradients import cg
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.preconditioners.randomized import Sketch, sketch
+from linnet.linalg import Matrix, Sketch, cg, sketch
 from tests.support.counted import Counted
 from tests.support.drawn import normal
 

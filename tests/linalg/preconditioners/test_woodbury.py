@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from linnet.inference import samples as sampling
-from linnet.linalg.matrices import Matrix
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.woodbury import WoodburyPreconditioner, woodbury_preconditioner
+from linnet.linalg import LinearOperator, Matrix, WoodburyPreconditioner, woodbury_preconditioner
 from linnet.sampling import posterior_samples
 from tests.jacobian.test_output_combinations import sure
 from tests.support.drawn import normal

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
 from linnet._common import files
-from linnet.data.batch import Batch, Source
-from linnet.data.sources import as_source
-from linnet.linalg.svd.truncated import low_rank
+from linnet.data import Batch, Source, as_source
+from linnet.linalg import low_rank
 
 N = 60
 

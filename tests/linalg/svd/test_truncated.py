@@ -21,25 +21,15 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet.fisher.statistics import fisher_statistics
+from linnet.fisher import fisher_statistics
+from linnet.linalg import Decomposition, LinearOperator, LowRank, Matrix, Stack, low_rank, orthonormalize
 from linnet.linalg.float64 import orthonormality
-from linnet.linalg.matrices import LowRank, Matrix, Stack
-from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd import block_krylov, truncated
-from linnet.linalg.svd.block_krylov import (
-    KrylovSpace,
-    combine,
-    expected_error,
-    multiply_both,
-    orthonormalize,
-    shared_inner,
-)
+from linnet.linalg.svd.block_krylov import KrylovSpace, combine, expected_error, multiply_both, shared_inner
 from linnet.linalg.svd.truncated import (
-    Decomposition,
     choose_method,
     landmark_block,
     landmark_count,
-    low_rank,
     mixed_block,
     random_normal,
     squared_norm,

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from linnet import TangentClassifier, __version__, metrics
-from linnet._common.files import atomic_write
+from linnet._common import atomic_write
 from linnet.cli.terminal import Printer
-from linnet.inference.any_likelihood import Inference
+from linnet.inference import Inference
 
 ADAPTATION, CONFIDENCE, METRICS = FILES = ("adaptation.png", "confidence.png", "metrics.json")
 NONE, LAST, TUNED = "no adaptation", "last layer only", "fine-tuning"

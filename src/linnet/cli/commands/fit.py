@@ -17,9 +17,8 @@ from linnet.cli.options import FitOptions, check_parameters, make_jacobian, pars
 from linnet.cli.run_report import Evaluation
 from linnet.cli.task import FitData, index_labels, load
 from linnet.cli.terminal import Printer, UsageError
-from linnet.heads.attach import head_of
-from linnet.report.build import make_classes, make_numbers, score_outcome
-from linnet.report.content import Classes, Numbers
+from linnet.heads import head_of
+from linnet.report import Classes, Numbers, make_classes, make_numbers, score_outcome
 
 MANY = 2000
 """Rows (examples times outputs) up to which "auto" means variational inference. Above, "auto" means Laplace, which is

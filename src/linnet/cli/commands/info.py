@@ -8,14 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from linnet._common import files
-from linnet._common.memory import format_bytes
+from linnet._common import files, format_bytes
 from linnet.cli import model_source, run_folder
 from linnet.cli.data_files import read_for_network
 from linnet.cli.options import make_jacobian, parse_parameters, parse_reading
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
-from linnet.network.depth import block_names
-from linnet.network.parameters import Layout, select
+from linnet.network import Layout, block_names, select
 
 
 def run(given: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from linnet.cli.data_files.tables import write_csv
 from linnet.cli.task import index_labels
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device, is_first_process, join_processes
 from linnet.metrics import Z95
-from linnet.report.build import to_array
+from linnet.report import to_array
 
 
 def run(options: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet._common.messages import listing
+from linnet._common import listing
 from linnet.cli.data_files.images import read_images
 from linnet.cli.data_files.tables import Table, read_arrays, read_table, split_arrays
 from linnet.cli.data_files.texts import read_texts, tokenize

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet._common.messages import listing
+from linnet._common import listing
 from linnet.cli.terminal import UsageError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")

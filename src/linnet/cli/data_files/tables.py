@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet._common.files import atomic_write
-from linnet._common.messages import listing
+from linnet._common import atomic_write, listing
 from linnet.cli.terminal import UsageError
 
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)

@@ -28,8 +28,8 @@ from torch import Tensor
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.evidence.search import Maximum, Slope, maximize
 from linnet.inference.mode.newton import Mode, function_space, weight_space
-from linnet.linalg.cholesky import solve_lower
-from linnet.probability.likelihoods import Likelihood
+from linnet.linalg import solve_lower
+from linnet.probability import Likelihood
 
 STEP = 4 / 3 * math.log(10.0)
 """Distance of the logarithms of the scales that are tried where nothing is known: shorter costs more modes, longer may

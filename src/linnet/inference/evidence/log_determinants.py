@@ -18,7 +18,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from linnet.linalg.cholesky import log_det_from
+from linnet.linalg import log_det_from
 
 Cost = Literal["little", "decomposition", "solve"]
 

@@ -27,9 +27,8 @@ from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import lanczos_spectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise, choose_solver
-from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
-from linnet.probability.posteriors import FunctionPosterior, WeightPosterior
-from linnet.probability.priors import Prior
+from linnet.linalg import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
+from linnet.probability import FunctionPosterior, Prior, WeightPosterior
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:

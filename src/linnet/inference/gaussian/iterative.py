@@ -9,20 +9,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linnet._common.memory import dense_budget
+from linnet._common import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, Settings, Task, assumed_noise
-from linnet.jacobian.blocks.autodiff import AutodiffBlock
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import fused_cost, gram_cost
-from linnet.linalg.conjugate_gradients import cg
-from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
-from linnet.probability.posteriors import SamplePosterior
-from linnet.probability.priors import Prior
+from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
+from linnet.linalg import (
+    LinearOperator,
+    Preconditioner,
+    cg,
+    draw_landmarks,
+    lanczos_quadrature,
+    log_det_from_tridiagonals,
+    nystrom_preconditioner,
+)
+from linnet.probability import Prior, SamplePosterior
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space: str) -> list[Fit]:

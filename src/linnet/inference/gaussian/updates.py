@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.inference.problem import Fit, Noise, Task
-from linnet.jacobian.jacobian import Jacobian
+from linnet.jacobian import Jacobian
 
 
 def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:

@@ -18,16 +18,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from linnet._common.deferred import Deferred
-from linnet._common.distributed import add_up, rank_and_world, shard, share_rows
-from linnet._common.progress import bar
-from linnet.data.batch import Batch, move
+from linnet._common import Deferred, add_up, bar, rank_and_world, shard, share_rows
+from linnet.data import Batch, move
 from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR, Mode
 from linnet.inference.mode.spaces import check_concave
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.row_weights import as_weight
-from linnet.probability.likelihoods import Likelihood
+from linnet.jacobian import Jacobian
+from linnet.linalg import as_weight
+from linnet.probability import Likelihood
 
 TRIALS = 4
 """Minibatches on which the first step is measured: more of them cost time, fewer give a noisier length."""

@@ -13,17 +13,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from linnet._common.memory import dense_budget
+from linnet._common import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve
 from linnet.inference.problem import Settings
-from linnet.jacobian.cached import cache_limit
-from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg.preconditioners.low_rank import Preconditioner
-from linnet.linalg.preconditioners.randomized import sketch
-from linnet.linalg.row_weights import as_weight
-from linnet.probability.likelihoods import Likelihood
+from linnet.jacobian import Jacobian, cache_limit
+from linnet.linalg import Preconditioner, as_weight, sketch
+from linnet.probability import Likelihood
 
 COLUMNS = {"cpu": 256, "cuda": 512}
 """Columns of the first randomized preconditioner: more take longer to make and leave fewer steps."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linnet.linalg.row_weights import as_weight, weigh
+from linnet.linalg import as_weight, weigh
 
 Terms = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """From f (n, c) to log p (n,), its gradient in f (n, c), and its curvature."""

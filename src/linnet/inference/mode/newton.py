@@ -49,10 +49,8 @@ from linnet.inference.mode.spaces import (
     check_mean,
     check_operator,
 )
-from linnet.linalg.cholesky import log_det_from
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import as_weight
-from linnet.probability.likelihoods import Gaussian, Likelihood
+from linnet.linalg import LinearOperator, as_weight, log_det_from
+from linnet.probability import Gaussian, Likelihood
 
 FLOOR = 1e-3
 """The smallest gradient that others are measured by, in prior standard deviations."""

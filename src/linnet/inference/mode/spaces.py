@@ -23,11 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from linnet._common.distributed import add_up
-from linnet.linalg.cholesky import cholesky_, cholesky_solve
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.row_weights import RowIndex, add_symmetric_, inner_matrix, weigh
-from linnet.probability.likelihoods import Heteroscedastic, Likelihood
+from linnet._common import add_up
+from linnet.linalg import LinearOperator, RowIndex, add_symmetric_, cholesky_, cholesky_solve, inner_matrix, weigh
+from linnet.probability import Heteroscedastic, Likelihood
 
 Residual = Callable[[Tensor, slice], Tensor]
 """From some rows of ``Phi u`` to the gradient of log p in f there, both (r,). The rows are rows of whole examples."""

@@ -18,12 +18,11 @@ from torch.func import jacrev, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet._common.torch_settings import dual_level
-from linnet.data.batch import Batch
+from linnet._common import dual_level
+from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Size
 from linnet.jacobian.proofs import Disproved, Truth
-from linnet.network import checks
-from linnet.network.parameters import Layout
+from linnet.network import Layout, checks
 
 Forward = Callable[..., Tensor]
 """Some named parameters (the others stay at theta) and a batch to the output (n, c); inside a context, if one is given

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe, Size
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.network.parameters import Layout
+from linnet.network import Layout
 
 
 @final

@@ -15,7 +15,9 @@ from linnet.jacobian.layers.elementwise import Add, Expand, Mul
 from linnet.jacobian.layers.embedding import Embedding
 from linnet.jacobian.layers.linear import Addmm, Linear, Matmul
 from linnet.jacobian.layers.normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from linnet.jacobian.layers.rule import Rule
+from linnet.jacobian.layers.rule import LayerCall, Rule
+
+__all__ = ["RULES", "LayerCall", "Rule"]
 
 RULES: dict[Callable[..., Any], Rule] = {
     function: rule

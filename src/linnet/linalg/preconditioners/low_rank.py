@@ -12,8 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common.memory import TEMPORARY
-from linnet._common.torch_settings import full_precision
+from linnet._common import TEMPORARY, full_precision
 from linnet.linalg.float64 import eigh, inner, orthonormality
 
 

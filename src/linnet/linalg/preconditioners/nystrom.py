@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet._common.memory import TEMPORARY
+from linnet._common import TEMPORARY
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner

@@ -22,8 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common.distributed import add_up
-from linnet._common.memory import TEMPORARY
+from linnet._common import TEMPORARY, add_up
 from linnet.linalg.float64 import eigh, find_resolved, inner
 from linnet.linalg.operator import LinearOperator, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner

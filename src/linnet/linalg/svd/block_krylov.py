@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common.distributed import add_up, rank_and_world, shard
+from linnet._common import add_up, rank_and_world, shard
 from linnet.linalg import float64
 from linnet.linalg.float64 import eigh, orthonormality
 from linnet.linalg.operator import LinearOperator

@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet._common import files
-from linnet._common.distributed import add_up, rank_and_world
+from linnet._common import add_up, files, rank_and_world
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.block_krylov import KrylovSpace
 

@@ -24,11 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import messages
-from linnet._common.distributed import smallest_over_ranks
-from linnet._common.memory import dense_budget
-from linnet._common.progress import bar
-from linnet._common.torch_settings import full_precision
+from linnet._common import bar, dense_budget, full_precision, messages, smallest_over_ranks
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks

@@ -8,9 +8,8 @@ from importlib.resources import files
 
 import numpy as np
 
-from linnet._common.files import atomic_write
-from linnet._common.memory import format_bytes
-from linnet.jacobian.plan import Plan, _count
+from linnet._common import atomic_write, format_bytes
+from linnet.jacobian import Plan, _count
 from linnet.report.content import Classes, Group, Item, Linear, Missing, Numbers, Points, Report
 from linnet.report.formatting import DASH, MINUS, count, distance, explain, nats, number, percent
 from linnet.report.html import figures

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import linnet
-from linnet.network.parameters import select
+from linnet.network import select
 from linnet.testing.case import call, dense_jacobian, fix_seed, preserve_values, split_examples
 from linnet.testing.hostile import batch, energy, frozen, late, operations, order, random, reach, state, structure
 from linnet.testing.hostile.case import Hostile

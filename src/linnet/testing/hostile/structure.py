@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+from linnet.testing.architectures.transformers import make as hugging_face
 from linnet.testing.case import parameter
 from linnet.testing.hostile.case import Hostile, Register, draw, integers, late, net, normal, tokens, weight
-from linnet.testing.zoo.transformers import make as hugging_face
 
 add = Register("unusual structures")
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linnet.testing.architectures.dense import frozen
 from linnet.testing.case import Case, Net, case, normal
-from linnet.testing.zoo.dense import frozen
 
 
 class Autoencoder(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from linnet.testing.architectures import attention, conv, dense, norm, sequence, sharing, transformers
 from linnet.testing.case import Case
-from linnet.testing.zoo import attention, conv, dense, norm, sequence, sharing, transformers
 
 _FILES = (dense, sharing, conv, norm, sequence, attention, transformers)
 
