@@ -9,13 +9,27 @@ BASE ?= main
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test quick lint types pytest mutate format bench docs docs-serve figures clean
+# The main promises of each room, for `make quick`. A name with brackets is one test.
+QUICK := tests/linalg/test_operator.py tests/linalg/test_cholesky.py tests/linalg/test_conjugate_gradients.py \
+	tests/data/test_sources.py tests/network/test_parameters.py tests/network/test_checks.py \
+	tests/jacobian/layers tests/jacobian/blocks tests/jacobian/test_gram.py tests/jacobian/test_linearization.py \
+	$(patsubst %,'tests/jacobian/test_zoo.py::test_products[%-auto]',mlp conv2d resnet batch_norm2d vit lstm \
+		embedding tied_weights dict_inputs routing) \
+	tests/probability tests/inference/evidence/test_gaussian.py tests/inference/mode/test_newton.py \
+	tests/tangent/test_regressor.py tests/tangent/test_classifier.py tests/laplace/test_predictive.py \
+	tests/fisher/test_comparison.py tests/fisher/test_embedding.py tests/scores tests/heads/test_attach.py \
+	tests/_estimator/test_files.py tests/cli/commands/test_predict.py
+# Processes of their own, and every network of the zoo.
+SLOW := tests/fisher/test_embedding.py::test_two_ranks_find_what_one_finds \
+	tests/heads/test_attach.py::test_networks_of_the_zoo
+
+.PHONY: help venv demo quick test lint types pytest mutate format bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into $(VENV) and run 'linnet demo'"
+	@echo "make quick   lint, types and the main tests, in under 90 seconds on two cores once mypy has its cache"
 	@echo "make test    lint, types, doctests and tests (WORKERS=$(WORKERS) processes)"
-	@echo "make quick   lint, types and a core of the tests"
 	@echo "make docs    the documentation site, in build/site; 'make docs-serve' shows it while you write"
 	@echo "make figures runs the code of the pages, and writes what it prints and draws"
 	@echo "make mutate  small wrong changes in the files that differ from BASE=$(BASE): which of them no test notices"
@@ -41,23 +55,20 @@ test: lint types pytest
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache
 
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The main promises of each room, for people at work.
-CORE = tests/test_architecture.py tests/_common/test_files.py tests/data/test_sources.py tests/linalg/test_cholesky.py \
-	tests/linalg/test_operator.py tests/network/test_parameters.py tests/jacobian/test_gram.py tests/jacobian/test_plan.py \
-	tests/probability tests/inference/gaussian/test_updates.py tests/tangent/test_regressor.py \
-	tests/laplace/test_estimator.py tests/_estimator/test_earlier_files.py tests/report/test_numbers.py
+# One thread in each process: more would compete for the same cores. Compiled modules are kept: the tests start many
+# processes, and each of them would compile linnet again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS)
+
+pytest: $(STAMP)
+	$(PYTEST)
 
 quick: lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) $(CORE)
-
-# One thread in each process: more would compete for the same cores.
-pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
+	$(PYTEST) $(QUICK) $(SLOW:%=--deselect %)
 
 # All of src: make mutate BASE= (any revision otherwise).
 mutate: $(STAMP)

@@ -31,7 +31,7 @@ def test_zoo_with_one_output(name: str) -> None:
     case = CASES[name]
     if case.needs is not None:
         pytest.importorskip(case.needs)
-    model, data = case.build(), case.data(5, 0)
+    model, data = case.build(), case.data(4, 0)
     dense = dense_jacobian(model, data, output=scalar(case))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fallbacks are the business of test_zoo.py

@@ -35,10 +35,11 @@ def test_intervals_cover_what_they_promise_on_data_from_the_model() -> None:
         return float(((values - mean).abs() < 1.96 * variance.sqrt()).double().mean())
 
     known = TangentRegressor(model, prior=scale, noise=noise).fit_tasks([(X, targets) for targets in y]).tasks_
-    chosen = [TangentRegressor(model).fit(X, targets) for targets in y]
+    some = 60  # 3000 intervals
+    chosen = [TangentRegressor(model).fit(X, targets) for targets in y[:some]]
     assert 0.93 <= covered(known, truth, noisy=False) <= 0.97
     assert 0.93 <= covered(known, observed, noisy=True) <= 0.97
-    assert 0.93 <= covered(chosen, observed, noisy=True) <= 0.97
+    assert 0.93 <= covered(chosen, observed[:some], noisy=True) <= 0.97
 
 
 @pytest.mark.parametrize("noise", [0.01, 10.0])
