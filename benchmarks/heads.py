@@ -32,11 +32,10 @@ from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
 from linnet._common.torch_settings import Precision, arithmetic
 from linnet.inference.evidence import scales
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode import adam
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.probability.likelihoods import Categorical
 from linnet.probability.priors import make_prior
@@ -136,8 +135,8 @@ def _channels_last(what: Any) -> Any:
 
 
 def _trained(J: Jacobian, y: Tensor, variance: Tensor, size: int, epochs: int) -> None:
-    task = adam._Task(J, y, variance.sqrt(), Categorical(), True)
-    adam._trained(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
+    task = adam._Objective(J, y, variance.sqrt(), Categorical(), True)
+    adam._train(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
 
 
 def optimum(top: str, device: str, n: int) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
     mean = part.outputs().double()
     K = part.gram(scale=prior.base).double()
     unit = scales.unit_scale(K, mean, likelihood, "function")  # where the data say as much as the prior
-    J = cached_if_fits(J)
+    J = J.cached_if_fits()
     rows = []
     for times in (0.3, 3.0):
         variance, f = prior.variance([times * unit]), J.outputs()
@@ -162,7 +161,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
                 variance=variance,
                 mean=f,
                 likelihood=likelihood,
-                settings=Settings(preconditioner=kind),  # type: ignore[arg-type]
+                settings=SolverSettings(preconditioner=kind),  # type: ignore[arg-type]
                 tolerance=1e-4,
             )
             rows.append(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import metrics
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.mode import by_passes, newton
 from linnet.jacobian.blocks import convolution_products
 from linnet.jacobian.blocks.convolution import Convolution
@@ -226,7 +225,7 @@ def test_what_cannot_be_kept_is_said():
     J = linnet.linearize(double(Hidden()), "two.*").jacobian(normal(5, 3))
     with pytest.raises(ValueError, match="depends on more than what modules return"):
         J.above_frozen()
-    assert cached_if_fits(J).cache_size > 0
+    assert J.cached_if_fits().cache_size > 0
 
 
 def test_fitting_keeps_activations_where_factors_do_not_fit(monkeypatch):

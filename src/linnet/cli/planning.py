@@ -13,8 +13,7 @@ from torch import nn
 
 from linnet.cli.data_files.examples import Examples
 from linnet.cli.terminal import Printer, UsageError, as_usage
-from linnet.inference import any_likelihood
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference.problem import SolverSettings, choose_likelihood_solver, choose_solver, searches_all_features
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.jacobian.plan import _bytes
@@ -139,10 +138,10 @@ def announce(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, infe
     given: dict[str, Any] = {"device": J.device, "kernels": kernels}
     function, weight, passes = STEPS["vi" if inference == "vi" else kind]
     if kind == "classification":
-        solver = any_likelihood.choose(rows, p, Settings(), inference=inference, **given)
-        weight = weight if any_likelihood.searched(rows, p, J.device) else float(any_likelihood.ONCE)
+        solver = choose_likelihood_solver(rows, p, SolverSettings(), inference=inference, **given)
+        weight = weight if searches_all_features(rows, p, J.device) else 2.0
     else:
-        solver = choose_solver(rows, p, Settings(), **given)
+        solver = choose_solver(rows, p, SolverSettings(), **given)
     rate, seconds = _rate(J), 0.0
     once = seconds_of_pass(J)
     if solver == "function":

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.interop.gpytorch import as_linearization
 from linnet.jacobian.differentiable_rows import Features, TangentFeatures
 from linnet.jacobian.linearization import Linearization
@@ -94,7 +93,7 @@ class TangentModel(Model):
         if not isinstance(X, Tensor) or X.ndim != 2:
             raise ValueError(f"TangentModel needs inputs X of shape (n, d); got {_shape(X)}.")
         lin = as_linearization(model, params, output).to(torch.float64)
-        J = cached_if_fits(lin.jacobian(X.detach(), progress=False))
+        J = lin.jacobian(X.detach(), progress=False).cached_if_fits()
         _check_values(Y, (J.n, J.c), "TangentModel")
         y, variance = Y.detach().to(J.device, J.dtype), _variances(noise, J.c).to(J.device, J.dtype)
         features = TangentFeatures(lin, prior, J=J)

@@ -16,7 +16,6 @@ from torch import Tensor
 from linnet._common import messages
 from linnet._common.torch_settings import forward_mode
 from linnet.data.batch import Batch
-from linnet.inference.gaussian.closed_form import cached_if_fits
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
@@ -97,7 +96,7 @@ class TangentFeatures:
         entry = self._find(x)
         entry.uses += 1
         if entry.uses == 2:  # what is asked for twice will be asked for again
-            entry.J = cached_if_fits(entry.J)
+            entry.J = entry.J.cached_if_fits()
         return entry.J
 
     def _find(self, x: Tensor) -> _Known:

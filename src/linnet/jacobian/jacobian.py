@@ -418,6 +418,17 @@ class Jacobian(Grams):
         check_fits(self, max(held, ceil(held * self.n / sum(piece.batch.n for piece in kept))), limit)
         return Cached(self, kept)
 
+    def cached_if_fits(self) -> Jacobian:
+        """`cached` where the factors fit memory, else `above_frozen` where that can be, else this Jacobian."""
+        try:
+            return self.cached()
+        except MemoryError:
+            pass
+        try:
+            return self.above_frozen()
+        except (MemoryError, ValueError):  # neither fits, or nothing is frozen
+            return self
+
     def above_frozen(self, memory: float | str = "auto", *, folder: str | os.PathLike[str] | None = None) -> Jacobian:
         """The same Jacobian with what the frozen layers compute kept: later passes start above them.
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from linnet._common.distributed import check_ranks_agree
 from linnet._estimator.behavior import drawn_inputs
 from linnet.inference.evidence.log_determinants import LogDet
-from linnet.inference.gaussian.iterative import cached_if_fits
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference.problem import SolverSettings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.jacobian.output_combinations import combined
@@ -187,7 +186,7 @@ class Laplace(Predictive):
         f = J.outputs()
         self._train_inputs, self._f = inputs, f
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
-        self._J = cached_if_fits(J) if self.structure_ in KEPT and self.draws is None else J
+        self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws is None else J
         self._prior = make_prior(self.lin_, self.prior, J=self._J)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise = 1.0
@@ -225,7 +224,7 @@ class Laplace(Predictive):
         kernels = len(self.lin_.layout.layers) + 1 if self.prior == "layerwise" else 1
         steps = 10 if self.prior == "layerwise" else 3
         rows = J.n * (self.draws or J.c)
-        settings = Settings(memory=self.memory)
+        settings = SolverSettings(memory=self.memory)
         found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
         return {"function": "function", "weight": "full"}.get(found, "samples")
 
@@ -234,7 +233,7 @@ class Laplace(Predictive):
         J, name = self._J, self.structure_
         if self.draws is not None:
             J = combined(J, root)
-            J = cached_if_fits(J) if self.structure_ in KEPT else J
+            J = J.cached_if_fits() if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
         if name in ("kron", "ekfac"):
             return Kron(J, root, corrected=name == "ekfac")
@@ -455,7 +454,7 @@ class Laplace(Predictive):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        J = cached_if_fits(self._jacobian(checked_inputs(self, X, reset=False)))
+        J = self._jacobian(checked_inputs(self, X, reset=False)).cached_if_fits()
         f = J.outputs()
         targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
         S, t = self.prior_variance_, 1 / self._noise
@@ -473,7 +472,7 @@ class Laplace(Predictive):
         if not by_evidence or not isinstance(self._inner, Bernoulli | Categorical):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
-        J = cached_if_fits(self._J.subset(index)) if self._J.by_position else self._J
+        J = self._J.subset(index).cached_if_fits() if self._J.by_position else self._J
         f, y, sites = self._f[index], self._y[index], math.prod(self._read.shape[1:])
         each = self._unit.log_prob(self._f, self._y) / sites
         own, S, t = float(each[index].mean()), self.prior_variance_, 1 / self._noise
@@ -519,7 +518,7 @@ class Laplace(Predictive):
         mean = self._f - (self._J @ theta).view_as(self._f)
         if self.structure_ in ("full", "function") and self._noise_base is None:
             return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
-        model = LinearModel(self._J, self._y, mean, Settings(memory=self.memory, progress=self.progress))
+        model = LinearModel(self._J, self._y, mean, SolverSettings(memory=self.memory, progress=self.progress))
         gaussian = self._noise_base is not None
         return AtLinearMode(
             model,

@@ -21,7 +21,7 @@ from linnet.inference.evidence.log_determinants import LogDet
 from linnet.inference.mode import newton
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference.problem import SolverSettings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.laplace.evidence import Terms, group_norms
 from linnet.linalg.cholesky import solve_lower
@@ -44,7 +44,7 @@ class LinearModel:
     J: Jacobian
     y: Tensor
     mean: Tensor
-    settings: Settings
+    settings: SolverSettings
 
     def mode(self, likelihood: Likelihood, variance: Tensor) -> tuple[Mode, Tensor]:
         """The mode, and its theta (p,), for prior variances (p,)."""

@@ -21,7 +21,7 @@ from linnet._estimator.portable import Portable
 from linnet.data.batch import Batch, Given, Source
 from linnet.data.forward_signature import as_tensors, read_only_welcome
 from linnet.data.sources import InMemory, as_source
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
 from linnet.network.parameters import select
@@ -177,7 +177,7 @@ class Tangent(Portable, BaseEstimator):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
         return "zero" if self.model is None else self.mean
 
-    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> Settings:
+    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> SolverSettings:
         """Of the solvers; ``given`` instead of what the estimator says."""
         own = {
             "solver": self.solver,
@@ -190,7 +190,7 @@ class Tangent(Portable, BaseEstimator):
             "seed": self.seed,
             "progress": self.progress,
         }
-        return Settings(**(own | given))
+        return SolverSettings(**(own | given))
 
     # Files.
 

@@ -21,7 +21,6 @@ from linnet._estimator import files
 from linnet._estimator.behavior import drawn_inputs
 from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.inference.gaussian import closed_form, updates
-from linnet.inference.gaussian.iterative import cached_if_fits
 from linnet.inference.problem import Fit, Noise, Task, check_covariance_fits, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization, linearize
@@ -181,7 +180,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         given = [self._targets(y, J) if at_hand(y, J) else None for (_, y), J in zip(data, jacobians, strict=True)]
         if self._noise_name is None:
             self._given_noise(jacobians[0])
-        jacobians = [cached_if_fits(J) for J in jacobians]
+        jacobians = [J.cached_if_fits() for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
         check_ranks_agree(lin, None, options=plain_options(self), targets=torch.cat([y.flatten() for y in targets]))
         self._one_column = targets[0].ndim == 1
@@ -329,7 +328,7 @@ class TangentRegressor(MultiOutputMixin, RegressorMixin, Tangent):
         """
         check_is_fitted(self)
         X = self._inputs(X, reset=False)
-        J = cached_if_fits(self._jacobian(X))
+        J = self._jacobian(X).cached_if_fits()
         y = self._targets(y, J)
         task, choice = self._task(J, y, X), self._fit_.choice
         task = replace(task, noise=replace(task.noise, value=choice.noise))

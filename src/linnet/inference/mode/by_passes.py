@@ -3,7 +3,7 @@
 The first preconditioner is made with the curvature at the mean. Where the data has made the network sure of most
 labels, most of that curvature is gone and the rest lies in other directions. Where steps lag, a randomized
 preconditioner (`linnet.linalg.preconditioners.randomized`) is made with the present curvature, from the examples that
-carry most of it. Where steps lag again at nearly the same curvature, the next one has more columns.
+carry most of it. Where steps go on lagging at nearly the same curvature, the next one has more columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve, as_weight
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian.cached import Cached, cache_limit
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.plan import dense_budget
@@ -38,7 +38,7 @@ def mode_by_passes(
     variance: Tensor,
     mean: Tensor,
     likelihood: Likelihood,
-    settings: Settings,
+    settings: SolverSettings,
     tolerance: float = 1e-6,
 ) -> tuple[Mode, Preconditioner | None]:
     """The mode, and its last preconditioner. The passes of the mode include those that preconditioners took.
@@ -49,7 +49,7 @@ def mode_by_passes(
         variance: S, (p,).
         mean: m, (n, c).
         likelihood: Likelihood of the targets given f.
-        settings: Settings of the solver. A preconditioner or a rank that they name is the only one.
+        settings: SolverSettings of the solver. A preconditioner or a rank that they name is the only one.
         tolerance: Largest relative gradient.
 
     Raises:
@@ -60,7 +60,7 @@ def mode_by_passes(
         >>> from linnet import linearize
         >>> from linnet.likelihoods import Categorical
         >>> J = linearize(torch.nn.Linear(2, 3).double()).jacobian(torch.eye(2).double())
-        >>> given = {"variance": torch.ones(9).double(), "mean": J.outputs(), "settings": Settings()}
+        >>> given = {"variance": torch.ones(9).double(), "mean": J.outputs(), "settings": SolverSettings()}
         >>> mode, P = mode_by_passes(J, torch.tensor([0, 2]), likelihood=Categorical(), **given)
         >>> mode.converged, P.m
         (True, 9)
@@ -89,17 +89,17 @@ class _PreconditionerMaker:
         J: (n c, p).
         deviation: Prior standard deviations, (p,).
         first: The first preconditioner, which took one pass; None for none.
-        settings: Settings of the solver.
+        settings: SolverSettings of the solver.
 
     Attributes:
         last: The last preconditioner.
         passes: Passes over the data that all of them took. A pass over some of the examples is a part of one.
     """
 
-    def __init__(self, J: Jacobian, deviation: Tensor, first: Preconditioner | None, settings: Settings) -> None:
+    def __init__(self, J: Jacobian, deviation: Tensor, first: Preconditioner | None, settings: SolverSettings) -> None:
         self.J, self.deviation, self.settings = J, deviation, settings
         self.last, self.passes = first, float(first is not None)
-        self._trace, self._columns = math.nan, COLUMNS[J.device.type]
+        self._trace, self._asked, self._columns = math.nan, 0, COLUMNS[J.device.type]
 
     def make(self, root: Tensor) -> Solve | None:
         """A preconditioner for a root of the curvature; None where it would be no better than the last."""
@@ -107,11 +107,12 @@ class _PreconditionerMaker:
         # Five blocks (p, columns) are held while it is made, and Phi times one.
         length = (5 * J.shape[1] + J.shape[0]) * J.dtype.itemsize
         most = max(1, int(0.7 * dense_budget(self.settings.memory, J.device)) // length)
-        if 0.9 * self._trace <= trace <= self._trace / 0.9:  # nearly the curvature of the last
-            if self._columns >= min(most, *J.shape, 16 * COLUMNS[J.device.type]):
+        if 0.9 * self._trace <= trace <= self._trace / 0.9:  # nearly that of the last, which has ten tries
+            self._asked += 1
+            if self._asked < 10 or self._columns >= min(most, *J.shape, 16 * COLUMNS[J.device.type]):
                 return None
             self._columns *= 4
-        self._trace, self.last = trace, None  # the memory of the last first
+        self._trace, self._asked, self.last = trace, 0, None  # the memory of the last first
         index = find_informative_examples(root, J)
         part = J if index is None else J.subset(index)
         if index is not None:
