@@ -35,7 +35,7 @@ from linnet.inference.evidence.laplace import unit_scale
 from linnet.inference.mode import adam
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian.jacobian import Jacobian
 from linnet.probability.likelihoods import Categorical
 from linnet.probability.priors import make_prior
@@ -135,8 +135,8 @@ def _channels_last(what: Any) -> Any:
 
 
 def _trained(J: Jacobian, y: Tensor, variance: Tensor, size: int, epochs: int) -> None:
-    task = adam._Task(J, y, variance.sqrt(), Categorical(), True)
-    adam._trained(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
+    task = adam._Objective(J, y, variance.sqrt(), Categorical(), True)
+    adam._train(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
 
 
 def optimum(top: str, device: str, n: int) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
                 variance=variance,
                 mean=f,
                 likelihood=likelihood,
-                settings=Settings(preconditioner=kind),  # type: ignore[arg-type]
+                settings=SolverSettings(preconditioner=kind),  # type: ignore[arg-type]
                 tolerance=1e-4,
             )
             rows.append(

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import linnet
 from linnet._common.distributed import add_up, rank_and_world, shard, share_rows, smallest_over_ranks
-from linnet.inference.mode.adam import Training, adam
+from linnet.inference.mode.adam import Training, train_by_adam
 from linnet.linalg.preconditioners.randomized import Sketch
 from linnet.probability.likelihoods import Categorical
 from linnet.testing.case import Net
@@ -128,7 +128,7 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
         return found
     K = J.cached()
     for form, rows in {"as read": J, "factors kept": K}.items() if n > 1 else ():
-        trained = adam(
+        trained = train_by_adam(
             rows, torch.arange(n) % C, variance=s.square(), likelihood=Categorical(), training=Training(3, 3)
         )
         assert trained.mode.u is not None

@@ -14,8 +14,7 @@ from linnet._common.memory import format_bytes
 from linnet._estimator.inputs import fast_float64
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
-from linnet.inference import any_likelihood
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference.problem import SolverSettings, choose_likelihood_solver, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import linearize
 from linnet.network.depth import top_blocks
@@ -203,9 +202,11 @@ def print_solver(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, 
     rows, p = J.shape
     kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")
     if kind == "classification":
-        solver = any_likelihood.choose(rows, p, Settings(), inference=inference, device=J.device, kernels=kernels)
+        solver = choose_likelihood_solver(
+            rows, p, SolverSettings(), inference=inference, device=J.device, kernels=kernels
+        )
     else:
-        solver = choose_solver(rows, p, Settings(), device=J.device, kernels=kernels)
+        solver = choose_solver(rows, p, SolverSettings(), device=J.device, kernels=kernels)
     if solver == "function":
         words, memory = f"a dense kernel ({rows:,} x {rows:,})", 8 * (2 + kernels) * rows**2
     elif solver == "weight":

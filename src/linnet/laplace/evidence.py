@@ -37,7 +37,7 @@ from linnet.inference.evidence.search import Slope
 from linnet.inference.mode import newton
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
-from linnet.inference.problem import Settings, choose_solver
+from linnet.inference.problem import SolverSettings, choose_solver
 from linnet.jacobian.jacobian import Jacobian
 from linnet.probability.likelihoods import Likelihood
 from linnet.probability.priors import Prior
@@ -161,7 +161,7 @@ class LinearModel:
     J: Jacobian
     y: Tensor
     mean: Tensor
-    settings: Settings
+    settings: SolverSettings
 
     def mode(self, likelihood: Likelihood, variance: Tensor) -> tuple[Mode, Tensor]:
         """The mode, and its theta (p,), for prior variances (p,)."""

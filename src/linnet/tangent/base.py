@@ -17,7 +17,7 @@ from linnet._estimator.inputs import checked_inputs, fast_float64
 from linnet._estimator.linearity import Linearity
 from linnet.data.batch import Batch, SingleBatch
 from linnet.data.sources import as_source
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.linearization import Linearization
@@ -189,7 +189,7 @@ class Tangent(BaseEstimator):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
         return "zero" if self.model is None else self.mean
 
-    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> Settings:
+    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> SolverSettings:
         """Of the solvers; ``given`` instead of what the estimator says."""
         own = {
             "solver": self.solver,
@@ -202,7 +202,7 @@ class Tangent(BaseEstimator):
             "seed": self.seed,
             "progress": self.progress,
         }
-        return Settings(**(own | given))
+        return SolverSettings(**(own | given))
 
     # Files.
 

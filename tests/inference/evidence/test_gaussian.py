@@ -28,7 +28,7 @@ from linnet.inference.evidence.gaussian import (
     weight_spectrum,
 )
 from linnet.inference.gaussian.iterative import lanczos_spectrum
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from tests.support.drawn import normal
 
 START = Choice((1.0, 1.0), (1.0,), math.nan)
@@ -98,7 +98,7 @@ def test_lanczos_spectrum_is_close_to_the_exact_one() -> None:
     Phi, r = data(200, 60)
     K = Phi @ Phi.T
     exact = exact_spectrum(K, r)
-    found = lanczos_spectrum(lambda V: K @ V, r, Settings(probes=64), steps=70)
+    found = lanczos_spectrum(lambda V: K @ V, r, SolverSettings(probes=64), steps=70)
     assert found.m == pytest.approx(200, rel=1e-10)
     assert float(found.energies.sum()) == pytest.approx(float(r @ r), rel=1e-10)
     for s, v in [(0.5, 0.1), (5.0, 0.01), (0.01, 1.0)]:

@@ -126,7 +126,6 @@ def test_a_part_first_finds_what_all_say(
     likelihood: Likelihood, c: int, space: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(laplace, "PART", 16)
-    monkeypatch.setattr(spaces, "NEAR", 1)
     Phi, mean, y = many(likelihood, c, seed=seed)
     given: dict[str, Any] = {"mean": mean, "likelihood": likelihood}
     t, value = by_maximizer(Phi, y, **given)

@@ -122,7 +122,7 @@ class _ScaleEvidence:
             at, x0 = min(known, key=lambda known: abs(known[0] - t))
             start = x0 * math.exp((at - t) * (1.0 if self.space == "function" else 0.5))  # from the same f
         if self.last is not None and abs(self.last[0] - t) <= STEP / 2:
-            near = self.last[1].factor
+            near = self.last[1]
         solve = function_space if self.space == "function" else weight_space
         given = {"mean": self.mean, "likelihood": self.likelihood, "scale": self.scale(t)}
         mode = solve(self.A, self.y, start=start, near=near, tolerance=1e-8, **given)  # type: ignore[arg-type]
