@@ -31,7 +31,7 @@ import linnet
 from benchmarks.models import MODELS
 from benchmarks.timing import machine, milliseconds, operations
 from linnet._common import Precision, arithmetic
-from linnet.inference import Settings, Training, mode_by_passes
+from linnet.inference import SolverSettings, Training, mode_by_passes
 from linnet.inference.evidence.laplace import unit_scale
 from linnet.inference.mode import adam
 from linnet.jacobian import Jacobian
@@ -132,8 +132,8 @@ def _channels_last(what: Any) -> Any:
 
 
 def _trained(J: Jacobian, y: Tensor, variance: Tensor, size: int, epochs: int) -> None:
-    task = adam._Task(J, y, variance.sqrt(), Categorical(), True)
-    adam._trained(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
+    task = adam._Objective(J, y, variance.sqrt(), Categorical(), True)
+    adam._train(task, Training(epochs=epochs, size=size), 1e-4, 0, False)
 
 
 def optimum(top: str, device: str, n: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def optimum(top: str, device: str, n: int) -> dict[str, Any]:
                 variance=variance,
                 mean=f,
                 likelihood=likelihood,
-                settings=Settings(preconditioner=kind),  # type: ignore[arg-type]
+                settings=SolverSettings(preconditioner=kind),  # type: ignore[arg-type]
                 tolerance=1e-4,
             )
             rows.append(

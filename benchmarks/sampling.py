@@ -222,11 +222,11 @@ def peak_of(device: str) -> float | None:
 
 def residual(J: linnet.Jacobian, S: Tensor, L: Tensor, found: Samples) -> float:
     """The largest ``||b - H u|| / ||Phi^T L e||`` over the first four samples, every product in full precision."""
-    from linnet.inference import Settings
+    from linnet.inference import SolverSettings
     from linnet.linalg import as_weight, weigh
 
     L, k = as_weight(L), min(4, found.k)
-    d, settings = S.sqrt()[:, None], Settings(seed=found.seed)
+    d, settings = S.sqrt()[:, None], SolverSettings(seed=found.seed)
     e = torch.randn(J.shape[0], found.k, generator=settings.generator(3))[:, :k].to(S.device)
     h = torch.randn(J.shape[1], found.k, generator=settings.generator(4))[:, :k].to(S.device)
     data = d * (J.T @ weigh(e, L))

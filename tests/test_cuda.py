@@ -219,7 +219,7 @@ def test_steps_of_adam(form: str, size: int) -> None:
         J = {"factors": J.cached, "activations": J.above_frozen}.get(form, lambda: J)()
         y, variance = torch.arange(30) % J.c, torch.linspace(0.1, 1.0, J.shape[1], dtype=torch.float64)
         given: dict[str, Any] = {"likelihood": Categorical(), "training": adam.Training(7, size, 0.01)}
-        return adam.adam(J, y.to(device), variance=variance.to(device), progress=False, **given)
+        return adam.train_by_adam(J, y.to(device), variance=variance.to(device), progress=False, **given)
 
     found, wanted = trained("cuda"), trained("cpu")
     assert (found.mode.u.cpu() - wanted.mode.u).norm() < 1e-6 * wanted.mode.u.norm()

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import linnet
 from linnet._common import add_up, rank_and_world, shard, share_rows, smallest_over_ranks
 from linnet.inference import Training
-from linnet.inference.mode.adam import adam
+from linnet.inference.mode.adam import train_by_adam
 from linnet.linalg import Sketch
 from linnet.probability import Categorical
 from linnet.testing.case import Net
@@ -129,7 +129,7 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
         return found
     K = J.cached()
     for form, rows in {"as read": J, "factors kept": K}.items() if n > 1 else ():
-        trained = adam(
+        trained = train_by_adam(
             rows, torch.arange(n) % C, variance=s.square(), likelihood=Categorical(), training=Training(3, 3)
         )
         assert trained.mode.u is not None

@@ -7,7 +7,7 @@ import torch
 
 from linnet import Laplace, TangentClassifier, TangentRegressor
 from linnet._common import memory
-from linnet.inference import Settings, choose_solver
+from linnet.inference import SolverSettings, choose_solver
 from tests.support.counted import Counting
 
 CPU = torch.device("cpu")
@@ -79,12 +79,12 @@ def test_a_joint_covariance_that_does_not_fit_is_refused(monkeypatch):
 
 def test_iterative_solvers_take_no_dense_matrix():
     for solver in ("cg-function", "cg-weight"):
-        assert choose_solver(10**6, 10**6, Settings(solver=solver, memory=1e6), device=CPU) == solver
+        assert choose_solver(10**6, 10**6, SolverSettings(solver=solver, memory=1e6), device=CPU) == solver
     with pytest.raises(MemoryError, match=r"solver='function' with 1,000,000 rows and 50 parameters takes 7823.1 GiB"):
-        choose_solver(10**6, 50, Settings(solver="function", memory=1e9), device=CPU)
+        choose_solver(10**6, 50, SolverSettings(solver="function", memory=1e9), device=CPU)
 
 
 def test_features_count_in_weight_space():
     sizes = {"device": CPU, "features": 10**6}
-    assert choose_solver(10**6, 100, Settings(memory=1e8), device=CPU) == "weight"
-    assert choose_solver(10**6, 100, Settings(memory=1e8), **sizes) == "cg-weight"
+    assert choose_solver(10**6, 100, SolverSettings(memory=1e8), device=CPU) == "weight"
+    assert choose_solver(10**6, 100, SolverSettings(memory=1e8), **sizes) == "cg-weight"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnet import linearize
-from linnet.inference import Settings
+from linnet.inference import SolverSettings
 from linnet.inference import samples as sampling
 from linnet.jacobian import Jacobian
 from linnet.linalg import LowRankPreconditioner, sketch
@@ -42,7 +42,7 @@ def whitened(J: Jacobian, S: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draws(rows: int, k: int, seed: int, step: int) -> Tensor:
-    return torch.randn(rows, k, dtype=torch.float64, generator=Settings(seed=seed).generator(step))
+    return torch.randn(rows, k, dtype=torch.float64, generator=SolverSettings(seed=seed).generator(step))
 
 
 def reference(J: Jacobian, S: Tensor, L: Tensor, k: int, seed: int = 0) -> Tensor:
@@ -345,7 +345,7 @@ def test_rounding_of_the_kernel_in_float32_is_refined_away(scale):
     found = posterior_samples(J, S, L, 4, space="function", tolerance=1e-3)
     assert found.solution is not None
     e, h = (
-        torch.randn(rows, 4, generator=Settings(seed=0).generator(step)).double()
+        torch.randn(rows, 4, generator=SolverSettings(seed=0).generator(step)).double()
         for rows, step in ((J.shape[0], 3), (J.shape[1], 4))
     )
     G = blocks(L.double()).T @ J.dense().double() * scale**0.5

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.inference import Settings, any_likelihood
+from linnet.inference import SolverSettings, any_likelihood, choose_likelihood_solver, problem
 from linnet.inference.mode import newton
+from linnet.inference.problem import searches_all_features
 from tests.support.drawn import double, normal
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def task(outputs: int, n: int = 60) -> tuple[nn.Module, Tensor, Tensor]:
 def test_it_is_the_posterior_of_dense_features(outputs: int, prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, X, y = task(outputs)
     with monkeypatch.context() as patch:
-        patch.setattr(any_likelihood, "SEARCHED", 1e9)
+        patch.setattr(problem, "SEARCHED", 1e9)
         patch.setattr(any_likelihood, "SUBSET_ROWS", 60)
         patch.setattr(any_likelihood, "_goal", lambda settings: 1e-11)
         clf = linnet.TangentClassifier(model, inference="laplace", prior=prior).fit(X, y)
@@ -48,13 +49,13 @@ def test_it_is_the_posterior_of_dense_features(outputs: int, prior: str, monkeyp
 
 def test_which_solver_serves() -> None:
     def chosen(rows: int, p: int, inference: str, **given: object) -> str:
-        return any_likelihood.choose(rows, p, Settings(**given), device=CPU, kernels=2, inference=inference)  # type: ignore[arg-type]
+        return choose_likelihood_solver(rows, p, SolverSettings(**given), device=CPU, kernels=2, inference=inference)  # type: ignore[arg-type]
 
     memory = {"memory": 16e9}
     assert chosen(1_000, 5_000, "laplace", **memory) == "function"
     assert chosen(30_000, 800, "vi", **memory) == "weight"
     assert chosen(30_000, 4_000, "laplace", **memory) == "weight"
-    assert not any_likelihood.searched(30_000, 4_000, CPU) and any_likelihood.searched(30_000, 800, CPU)
+    assert not searches_all_features(30_000, 4_000, CPU) and searches_all_features(30_000, 800, CPU)
     for inference in ("map", "vi"):  # these need no covariance of weights
         assert chosen(30_000, 4_000, inference, **memory) == "cg-weight"
     assert chosen(30_000, 100_000, "laplace", **memory) == "cg-weight"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from linnet import TangentRegressor, linearize
-from linnet.inference import Settings
+from linnet.inference import SolverSettings
 from linnet.linalg import check_conditioning
 from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
@@ -475,12 +475,12 @@ def test_noise_alone_earns_no_warning() -> None:
 )
 def test_settings_of_solvers_at_their_bounds(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**given)
-    least = Settings(tolerance=1e-300, iterations=1, samples=1, probes=1, rank=1)
+        SolverSettings(**given)
+    least = SolverSettings(tolerance=1e-300, iterations=1, samples=1, probes=1, rank=1)
     assert (least.iterations, least.rank) == (1, 1)
     # Every purpose has draws of its own, and the same seed gives the same ones.
     first, again, other, seeded = (
         torch.rand(3, generator=settings.generator(step))
-        for settings, step in ((least, 0), (Settings(), 0), (least, 1), (Settings(seed=1), 0))
+        for settings, step in ((least, 0), (SolverSettings(), 0), (least, 1), (SolverSettings(seed=1), 0))
     )
     assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, seeded)

@@ -14,7 +14,7 @@ from linnet._common import format_bytes
 from linnet._estimator import has_fast_float64
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
-from linnet.inference import Settings, any_likelihood, choose_solver
+from linnet.inference import SolverSettings, choose_likelihood_solver, choose_solver
 from linnet.jacobian import Jacobian, linearize
 from linnet.network import Params, top_blocks
 from linnet.probability import NAMES, PriorSpec, check_prior, make_prior
@@ -200,9 +200,11 @@ def print_solver(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, 
     rows, p = J.shape
     kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")
     if kind == "classification":
-        solver = any_likelihood.choose(rows, p, Settings(), inference=inference, device=J.device, kernels=kernels)
+        solver = choose_likelihood_solver(
+            rows, p, SolverSettings(), inference=inference, device=J.device, kernels=kernels
+        )
     else:
-        solver = choose_solver(rows, p, Settings(), device=J.device, kernels=kernels)
+        solver = choose_solver(rows, p, SolverSettings(), device=J.device, kernels=kernels)
     if solver == "function":
         words, memory = f"a dense kernel ({rows:,} x {rows:,})", 8 * (2 + kernels) * rows**2
     elif solver == "weight":

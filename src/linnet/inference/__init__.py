@@ -1,6 +1,6 @@
 """Data, prior and likelihood to posterior and evidence."""
 
-from linnet.inference.any_likelihood import GeneralizedFit, How, Inference, Observed
+from linnet.inference.any_likelihood import Inference, InferenceOptions, ModeFit, Observations
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.evidence.laplace import add_kernels, scale_slopes
 from linnet.inference.evidence.log_determinants import Cost, Coupled, Dense, LogDet, Separable, eigenvalues_of
@@ -8,7 +8,15 @@ from linnet.inference.evidence.search import Slope, maximize
 from linnet.inference.mode.adam import Training, check_only_map
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
-from linnet.inference.problem import Fit, Noise, Settings, Task, check_covariance_fits, choose_solver
+from linnet.inference.problem import (
+    Fit,
+    Noise,
+    SolverSettings,
+    Task,
+    check_covariance_fits,
+    choose_likelihood_solver,
+    choose_solver,
+)
 from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples
 
 __all__ = [
@@ -18,22 +26,23 @@ __all__ = [
     "Coupled",
     "Dense",
     "Fit",
-    "GeneralizedFit",
-    "How",
     "Inference",
+    "InferenceOptions",
     "LogDet",
     "Mode",
+    "ModeFit",
     "Noise",
-    "Observed",
+    "Observations",
     "Samples",
     "Separable",
-    "Settings",
     "Slope",
+    "SolverSettings",
     "Task",
     "Training",
     "add_kernels",
     "check_covariance_fits",
     "check_only_map",
+    "choose_likelihood_solver",
     "choose_solver",
     "choose_space",
     "effective_dimension",

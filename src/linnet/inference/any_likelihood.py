@@ -21,7 +21,7 @@ from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
-from linnet.inference.problem import Settings, choose_solver, work_of_a_minute
+from linnet.inference.problem import SolverSettings, searches_all_features
 from linnet.inference.variational import Variational
 from linnet.jacobian import Jacobian
 from linnet.linalg import (
@@ -49,31 +49,26 @@ from linnet.probability import (
 
 Inference = Literal["map", "laplace", "vi"]
 
-SEARCHED = 30
-"""How many times the work of one decomposition a choice of scales and a fit are allowed for."""
-
-ONCE = 2
-"""The same where the scale is chosen on a part of the data and the mode is found by products."""
-
 SUBSET_ROWS = 2000
 """Rows on which the prior's scale is chosen where all of them are too many for a dense solver."""
 
 
 @dataclass(frozen=True)
-class GeneralizedFit:
+class ModeFit:
     """A posterior and how it was found.
 
     Attributes:
-        posterior: Of the displacement.
+        posterior: Posterior of the displacement.
         mode: The global optimum of the objective.
         variance: S, (p,).
         choice: Prior scales.
-        log_evidence: Of the Laplace approximation; None from products alone, unless that is what was asked for.
-        error: Its standard error; 0 where exact.
-        best: What VI found.
-        solver: The one that was used.
-        examples: On how many examples the prior's scale was chosen.
-        passes: Over the data until the mode was found; 1 where that takes a dense matrix.
+        solver: The solver that was used.
+        examples: Number of examples on which the prior's scale was chosen.
+        log_evidence: Log evidence of the Laplace approximation; None where it would take a solve that nothing else
+            needs.
+        error: Standard error of the log evidence; 0 where exact.
+        best: The Gaussian that VI found.
+        passes: Passes over the data until the mode was found; 1 where that takes a dense matrix.
         path: The objective by epoch, for training on minibatches.
         solution: Convergence of an iterative solve for samples.
     """
@@ -82,25 +77,25 @@ class GeneralizedFit:
     mode: Mode
     variance: Tensor
     choice: Choice
-    log_evidence: float | None
-    error: float
-    best: Variational | None
     solver: str
     examples: int
+    log_evidence: float | None = None
+    error: float = 0.0
+    best: Variational | None = None
     passes: int = 1
     path: tuple[float, ...] = ()
     solution: Solution | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What is conditioned on.
+class Observations:
+    """The observations that the posterior is conditioned on.
 
     Attributes:
-        J: Of the inputs.
+        J: The Jacobian of the inputs.
         y: Targets, as the likelihood takes them.
         mean: m, (n, c).
-        likelihood: Of the targets.
+        likelihood: Likelihood of the targets.
     """
 
     J: Jacobian
@@ -110,18 +105,19 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class How:
+class InferenceOptions:
     """How to condition.
 
     Attributes:
         inference: "map", "laplace" or "vi".
-        family: Of VI: "full", "lowrank" or "meanfield"; "auto" is "full" where a dense kernel serves, else "lowrank".
-        settings: Of the solvers.
+        family: The covariance family of VI, "full", "lowrank" or "meanfield"; "auto" is "full" where a dense kernel
+            serves, else "lowrank".
+        settings: Settings of the solvers.
     """
 
     inference: Inference
     family: str
-    settings: Settings
+    settings: SolverSettings
 
     def __post_init__(self) -> None:
         if self.inference not in ("map", "laplace", "vi"):
@@ -130,71 +126,31 @@ class How:
             raise ValueError(f"family must be 'auto', 'full', 'lowrank' or 'meanfield'; got {self.family!r}.")
 
 
-def condition(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
-    """The posterior of the displacement."""
-    solver = solver_for(data.J, prior, how)
-    data = replace(data, J=data.J.cached_if_fits())
-    if solver.startswith("cg"):
-        return _iterative(data, prior, how)
-    return (_function if solver == "function" else _weight)(data, prior, how)
+def condition(data: Observations, prior: Prior, how: InferenceOptions, solver: str) -> ModeFit:
+    """The posterior of the displacement, by a solver that `linnet.inference.problem.choose_likelihood_solver` chose."""
+    return {"function": _function, "weight": _weight, "cg-weight": _iterative}[solver](data, prior, how)
 
 
-def solver_for(J: Jacobian, prior: Prior, how: How) -> str:
-    """The solver; of several scales, a decomposition for each that is tried."""
-    kernels = max(1, len(prior.scales)) + 1
-    return choose(J.shape[0], J.shape[1], how.settings, device=J.device, kernels=kernels, inference=how.inference)
-
-
-def choose(rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int, inference: str) -> str:
-    """As `linnet.inference.problem.choose_solver`, but that a choice of scales takes several decompositions.
-
-    Where these are too many, "laplace" still takes one in weight space: samples by conjugate gradients would take
-    thousands of products. The arguments are those of `choose_solver`.
-
-    >>> choose(30_000, 3_000, Settings(), device=torch.device("cpu"), kernels=2, inference="laplace")
-    'weight'
-    >>> choose(30_000, 3_000, Settings(), device=torch.device("cpu"), kernels=2, inference="map")
-    'cg-weight'
-    """
-    if settings.solver == "cg-function":
-        raise ValueError("A classifier is solved by 'function', 'weight' or 'cg-weight'; got solver='cg-function'.")
-    features = rows if searched(rows, p, device) else 0
-    solver = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=SEARCHED, features=features)
-    if solver.startswith("cg") and settings.solver == "auto" and inference == "laplace":
-        once = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=ONCE)
-        solver = once if once == "weight" else solver
-    return "cg-weight" if solver.startswith("cg") else solver
-
-
-def searched(rows: int, p: int, device: torch.device) -> bool:
-    """Whether the scale is chosen on all of the data in weight space, and not on a part."""
-    return p**3 + rows * p**2 <= work_of_a_minute(device) / SEARCHED
-
-
-def _function(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
-    J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
-    inference, settings = how.inference, how.settings
+def _function(data: Observations, prior: Prior, how: InferenceOptions) -> ModeFit:
+    J = data.J
     K, choice, start = _kernel(data, prior)
     variance = prior.variance(choice.scales if prior.scales else ())
-    mode = newton.function_space(
-        K, y, mean=mean, likelihood=likelihood, start=start, tolerance=_goal(settings)
-    ).checked()
+    given: dict[str, Any] = {"mean": data.mean, "likelihood": data.likelihood, "tolerance": _goal(how.settings)}
+    mode = newton.function_space(K, data.y, start=start, **given).checked()
     delta = variance * (J.T @ mode.alpha)
-    if inference == "map":
-        small = replace(mode, factor=None)
-        return GeneralizedFit(
-            PointPosterior(delta), small, variance, choice, mode.log_evidence, 0.0, None, "function", J.n
-        )
-    common = (mode, variance, choice)
-    if inference == "vi":
-        best = _variational(data, how, variance, delta, K=K, alpha=mode.alpha)
-        return GeneralizedFit(_posterior(best, variance, J), *common, mode.log_evidence, 0.0, best, "function", J.n)
-    assert mode.factor is not None
-    laplace = FunctionPosterior(J, variance, delta, root=mode.root, factor=mode.factor)
-    return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "function", J.n)
+    posterior: Posterior = PointPosterior(delta)
+    best = None
+    if how.inference == "vi":
+        best = _fit_variational(data, how, variance, delta, K=K, alpha=mode.alpha)
+        posterior = _posterior(best, variance, J)
+    elif how.inference == "laplace":
+        assert mode.factor is not None
+        posterior = FunctionPosterior(J, variance, delta, root=mode.root, factor=mode.factor)
+    small = replace(mode, factor=None) if how.inference == "map" else mode
+    return ModeFit(posterior, small, variance, choice, "function", J.n, mode.log_evidence, best=best)
 
 
-def _kernel(data: Observed, prior: Prior) -> tuple[Tensor, Choice, Tensor | None]:
+def _kernel(data: Observations, prior: Prior) -> tuple[Tensor, Choice, Tensor | None]:
     """The kernel with the best scales, these, and the alpha of the mode where it came with them."""
     J, given = data.J, {"mean": data.mean, "likelihood": data.likelihood}
     if len(prior.scales) > 1:
@@ -210,34 +166,32 @@ def _kernel(data: Observed, prior: Prior) -> tuple[Tensor, Choice, Tensor | None
     return K.mul_(choice.scales[0]), choice, mode.alpha
 
 
-def _weight(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
+def _weight(data: Observations, prior: Prior, how: InferenceOptions) -> ModeFit:
     J, (rows, p) = data.J, data.J.shape
     examples = J.n
-    if searched(rows, p, J.device):
+    if searches_all_features(rows, p, J.device):
         choice, mode = _features(data, prior, how.settings)
         variance = prior.variance(choice.scales if prior.scales else ())
     else:
-        choice, examples = _chosen_on_part(J, data.y, prior, data.likelihood, how.settings, mean=data.mean)
+        choice, examples = _choose_on_part(J, data.y, prior, data.likelihood, how.settings, mean=data.mean)
         variance = prior.variance(choice.scales if prior.scales else ())
         mode, _ = _by_passes(data, variance, how.settings)
         mode = _with_hessian(J, variance, mode)
     assert mode.u is not None
     delta = variance.sqrt() * mode.u
-    if how.inference == "map":
-        small = replace(mode, factor=None)
-        return GeneralizedFit(
-            PointPosterior(delta), small, variance, choice, mode.log_evidence, 0.0, None, "weight", examples
-        )
-    common = (mode, variance, choice)
+    posterior: Posterior = PointPosterior(delta)
+    best = None
     if how.inference == "vi":
-        best = _variational(data, how, variance, delta)
-        return GeneralizedFit(_posterior(best, variance, J), *common, mode.log_evidence, 0.0, best, "weight", examples)
-    assert mode.factor is not None
-    laplace = WeightPosterior(variance, delta, factor=mode.factor)
-    return GeneralizedFit(laplace, *common, mode.log_evidence, 0.0, None, "weight", examples)
+        best = _fit_variational(data, how, variance, delta)
+        posterior = _posterior(best, variance, J)
+    elif how.inference == "laplace":
+        assert mode.factor is not None
+        posterior = WeightPosterior(variance, delta, factor=mode.factor)
+    small = replace(mode, factor=None) if how.inference == "map" else mode
+    return ModeFit(posterior, small, variance, choice, "weight", examples, mode.log_evidence, best=best)
 
 
-def _features(data: Observed, prior: Prior, settings: Settings) -> tuple[Choice, Mode]:
+def _features(data: Observations, prior: Prior, settings: SolverSettings) -> tuple[Choice, Mode]:
     """The best scale on all of the data, and the mode there, from dense features."""
     if len(prior.scales) > 1:
         raise NotImplementedError(
@@ -269,7 +223,7 @@ def _with_hessian(J: Jacobian, variance: Tensor, mode: Mode) -> Mode:
     return replace(mode, factor=factor, log_det=float(exact_log_det(factor)))
 
 
-def _by_passes(data: Observed, variance: Tensor, settings: Settings) -> tuple[Mode, Preconditioner | None]:
+def _by_passes(data: Observations, variance: Tensor, settings: SolverSettings) -> tuple[Mode, Preconditioner | None]:
     return mode_by_passes(
         data.J,
         data.y,
@@ -281,24 +235,22 @@ def _by_passes(data: Observed, variance: Tensor, settings: Settings) -> tuple[Mo
     )
 
 
-def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
-    J, y, mean, likelihood = data.J, data.y, data.mean, data.likelihood
-    inference, settings = how.inference, how.settings
-    choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=mean)
+def _iterative(data: Observations, prior: Prior, how: InferenceOptions) -> ModeFit:
+    J, settings = data.J, how.settings
+    choice, examples = _choose_on_part(J, data.y, prior, data.likelihood, settings, mean=data.mean)
     variance = prior.variance(choice.scales if prior.scales else ())
     mode, P = _by_passes(data, variance, settings)
     assert mode.u is not None
-    passes, d = mode.passes, variance.sqrt()
+    d = variance.sqrt()
     delta = d * mode.u
-    if inference == "map":
-        found = PointPosterior(delta)
-        return GeneralizedFit(found, mode, variance, choice, None, 0.0, None, "cg-weight", examples, passes)
-    if inference == "vi":
-        best = _variational(data, how, variance, delta, preconditioner=P)
-        posterior = _posterior(best, variance, J)
-        return GeneralizedFit(posterior, mode, variance, choice, None, 0.0, best, "cg-weight", examples, passes)
+    fit = ModeFit(PointPosterior(delta), mode, variance, choice, "cg-weight", examples, passes=mode.passes)
+    if how.inference == "map":
+        return fit
+    if how.inference == "vi":
+        best = _fit_variational(data, how, variance, delta, preconditioner=P)
+        return replace(fit, posterior=_posterior(best, variance, J), best=best)
     k, root, Phi = settings.samples, mode.root, J.scaled(d)
-    weight = as_weight(likelihood.curvature(mode.f))
+    weight = as_weight(data.likelihood.curvature(mode.f))
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
     h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
@@ -316,13 +268,11 @@ def _iterative(data: Observed, prior: Prior, how: How) -> GeneralizedFit:
     log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[1])
     posterior = SamplePosterior(delta, d[:, None] * solution.value[:, :k])
     value = -mode.objective - 0.5 * log_det
-    return GeneralizedFit(
-        posterior, mode, variance, choice, value, 0.5 * error, None, "cg-weight", examples, passes, solution=solution
-    )
+    return replace(fit, posterior=posterior, log_evidence=value, error=0.5 * error, solution=solution)
 
 
-def _chosen_on_part(
-    J: Jacobian, y: Tensor, prior: Prior, likelihood: Likelihood, settings: Settings, *, mean: Tensor | None
+def _choose_on_part(
+    J: Jacobian, y: Tensor, prior: Prior, likelihood: Likelihood, settings: SolverSettings, *, mean: Tensor | None
 ) -> tuple[Choice, int]:
     """Scales with the evidence of a random part of the data, which has the same prior, and how many examples that are.
 
@@ -334,7 +284,7 @@ def _chosen_on_part(
     index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
     part = J.subset(index).cached()
     base = part.outputs() if mean is None else mean[index.to(mean.device)]
-    return _kernel(Observed(part, y[index.to(y.device)], base, likelihood), prior)[1], examples
+    return _kernel(Observations(part, y[index.to(y.device)], base, likelihood), prior)[1], examples
 
 
 def train(
@@ -342,11 +292,11 @@ def train(
     y: Tensor,
     prior: Prior,
     likelihood: Likelihood,
-    settings: Settings,
+    settings: SolverSettings,
     *,
     network: bool = True,
     training: Training,
-) -> GeneralizedFit:
+) -> ModeFit:
     """The mode by Adam on minibatches; the examples may be others whenever they are read.
 
     Args:
@@ -359,21 +309,19 @@ def train(
         training: Epochs, minibatches, learning rate.
     """
     zero = None if network else torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
-    choice, examples = _chosen_on_part(J, y, prior, likelihood, settings, mean=zero)
+    choice, examples = _choose_on_part(J, y, prior, likelihood, settings, mean=zero)
     variance = prior.variance(choice.scales if prior.scales else ())
     given: dict[str, Any] = {"network": network, "seed": settings.seed, "progress": settings.progress}
-    found = adam.adam(J, y, variance=variance, likelihood=likelihood, training=training, **given)
+    found = adam.train_by_adam(J, y, variance=variance, likelihood=likelihood, training=training, **given)
     assert found.mode.u is not None
     posterior = PointPosterior(variance.sqrt() * found.mode.u)
-    passes, path = found.mode.passes, found.path
-    return GeneralizedFit(
-        posterior, found.mode, variance, choice, None, 0.0, None, "adam", examples, passes=passes, path=path
-    )
+    passes = found.mode.passes
+    return ModeFit(posterior, found.mode, variance, choice, "adam", examples, passes=passes, path=found.path)
 
 
-def _variational(
-    data: Observed,
-    how: How,
+def _fit_variational(
+    data: Observations,
+    how: InferenceOptions,
     variance: Tensor,
     delta: Tensor,
     *,
@@ -414,6 +362,6 @@ def _posterior(best: Variational, variance: Tensor, J: Jacobian) -> Posterior:
     return LowRankPosterior(variance, best.delta, basis=best.basis, C=best.C)
 
 
-def _goal(settings: Settings) -> float:
+def _goal(settings: SolverSettings) -> float:
     """Of Newton's method: 1e-6 unless the user wants less."""
     return max(settings.tolerance, 1e-6)

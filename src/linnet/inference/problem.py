@@ -18,21 +18,26 @@ Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
 Precondition = Literal["auto", "nystrom", "pivoted-cholesky", "none"]
 
 
+SEARCHED = 30
+"""Decompositions that a choice of scales and a fit may take: more of them leave fewer problems to a dense solver."""
+
+
 @dataclass(frozen=True)
-class Settings:
+class SolverSettings:
     """How to solve.
 
     Attributes:
-        solver: See the module.
+        solver: "function" or "weight" for a dense matrix, "cg-function" or "cg-weight" for products alone; "auto" goes
+            by size.
         memory: Bytes that dense matrices may take, or "auto".
         tolerance: Largest relative residual of the iterative solvers.
-        iterations: Their limit.
+        iterations: Largest number of iterations of the iterative solvers.
         preconditioner: "nystrom" or "none"; "auto" is Nystrom where examples can be chosen. "pivoted-cholesky", a
             preconditioner of earlier versions, means "auto".
         rank: Rows of the kernel that the preconditioner is made from, or "auto".
         samples: Posterior samples of the iterative solvers.
         probes: Probe vectors of the log determinant.
-        seed: Of samples, probes and landmarks.
+        seed: Seed of samples, probes and landmarks.
         progress: As in `Linearization.jacobian`.
     """
 
@@ -158,7 +163,14 @@ def work_of_a_minute(device: torch.device) -> float:
 
 
 def choose_solver(
-    rows: int, p: int, settings: Settings, *, device: torch.device, kernels: int = 1, steps: int = 1, features: int = 0
+    rows: int,
+    p: int,
+    settings: SolverSettings,
+    *,
+    device: torch.device,
+    kernels: int = 1,
+    steps: int = 1,
+    features: int = 0,
 ) -> Solver:
     """The solver for a problem of this size: the cheaper dense one that fits memory and patience, else iterative.
 
@@ -178,9 +190,9 @@ def choose_solver(
     Raises:
         MemoryError: If the solver that the settings name is a dense one that does not fit.
 
-    >>> choose_solver(500, 10_000, Settings(), device=torch.device("cpu"))
+    >>> choose_solver(500, 10_000, SolverSettings(), device=torch.device("cpu"))
     'function'
-    >>> choose_solver(10_000, 500, Settings(), device=torch.device("cpu"))
+    >>> choose_solver(10_000, 500, SolverSettings(), device=torch.device("cpu"))
     'weight'
     """
     function = (8 * (2 + kernels) * rows**2 if rows < 20_000 else 8.4 * kernels * rows**2, rows**3 / 3)
@@ -202,6 +214,35 @@ def choose_solver(
     if fitting:
         return min(fitting, key=fitting.__getitem__)
     return "cg-function" if 16 * rows * 1000 <= 0.5 * memory else "cg-weight"
+
+
+def choose_likelihood_solver(
+    rows: int, p: int, settings: SolverSettings, *, device: torch.device, kernels: int, inference: str
+) -> str:
+    """As `choose_solver`, for likelihoods without a closed form: a choice of scales takes several decompositions.
+
+    Where these are too many, "laplace" still takes two in weight space, with the scale chosen on a part of the data:
+    samples by conjugate gradients would take thousands of products. The arguments are those of `choose_solver`.
+
+    >>> given = {"device": torch.device("cpu"), "kernels": 2}
+    >>> choose_likelihood_solver(30_000, 3_000, SolverSettings(), inference="laplace", **given)
+    'weight'
+    >>> choose_likelihood_solver(30_000, 3_000, SolverSettings(), inference="map", **given)
+    'cg-weight'
+    """
+    if settings.solver == "cg-function":
+        raise ValueError("A classifier is solved by 'function', 'weight' or 'cg-weight'; got solver='cg-function'.")
+    features = rows if searches_all_features(rows, p, device) else 0
+    solver = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=SEARCHED, features=features)
+    if solver.startswith("cg") and settings.solver == "auto" and inference == "laplace":
+        once = choose_solver(rows, p, settings, device=device, kernels=kernels, steps=2)
+        solver = once if once == "weight" else solver
+    return "cg-weight" if solver.startswith("cg") else solver
+
+
+def searches_all_features(rows: int, p: int, device: torch.device) -> bool:
+    """Whether the scale is chosen on all of the data in weight space, and not on a part."""
+    return p**3 + rows * p**2 <= work_of_a_minute(device) / SEARCHED
 
 
 def check_covariance_fits(J: Any, memory: float | str) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from linnet._common import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, autodiff_wins, informative_rows
 from linnet.linalg import (
     REFINED,
@@ -123,7 +123,7 @@ class Samples:
         if layout.p != len(self.Z):
             raise ValueError(f"The samples have {len(self.Z)} parameters and the layout {layout.p}: pass lin.layout.")
         _check_two(self.k)
-        h = _draws(len(self.Z), self.k, self.Z, Settings(seed=self.seed).generator(4))
+        h = _draws(len(self.Z), self.k, self.Z, SolverSettings(seed=self.seed).generator(4))
         d = self.variance.sqrt()[:, None]
         part = h * (h - torch.where(d > 0, self.Z / d, h))
         out = {}
@@ -203,7 +203,7 @@ def posterior_samples(
             f"{probes} probes."
         )
     kind = _kind(preconditioner)
-    settings = Settings(
+    settings = SolverSettings(
         tolerance=tolerance,
         iterations=iterations,
         preconditioner="auto" if kind == "sketch" else kind,  # type: ignore[arg-type]
@@ -392,7 +392,7 @@ def make_system(
     S: Tensor,
     L: Tensor,
     k: int,
-    settings: Settings,
+    settings: SolverSettings,
     *,
     kind: str = "auto",
     coarse: Jacobian | None = None,
@@ -467,7 +467,7 @@ def reuse_preconditioner(
     return P.rescale(ratio.sqrt())
 
 
-def _count_columns(J: Jacobian, k: int, settings: Settings, *, rows: bool) -> tuple[int, bool]:
+def _count_columns(J: Jacobian, k: int, settings: SolverSettings, *, rows: bool) -> tuple[int, bool]:
     """How many a sketch of a few rows has, or of all; and whether it is for want of memory that it has not more."""
     if not isinstance(settings.rank, str):
         return max(1, settings.rank), False
@@ -483,7 +483,7 @@ def _goes_by_column(J: Jacobian, k: int) -> bool:
     return autodiff_wins("fused", k=k, c=J.c)
 
 
-def _make_direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: Settings) -> WoodburyPreconditioner | None:
+def _make_direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: SolverSettings) -> WoodburyPreconditioner | None:
     """A direct solve with a few rows, where it is worth its Gram matrix (m, m)."""
     columns, limited = _count_columns(J, k, settings, rows=True)
     fits = math.isqrt(dense_budget(settings.memory, J.device) // 24)
@@ -509,7 +509,7 @@ def _with_tf32_products(R: Stack) -> Stack:
 
 
 def _precondition_all_rows(
-    J: Jacobian, d: Tensor, L: Tensor, k: int, settings: Settings, kind: str
+    J: Jacobian, d: Tensor, L: Tensor, k: int, settings: SolverSettings, kind: str
 ) -> Preconditioner | None:
     """A preconditioner from all rows, of a kind."""
     if kind == "none":

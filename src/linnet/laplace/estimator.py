@@ -27,7 +27,7 @@ from linnet._estimator import (
     list_options,
 )
 from linnet.data import Batch
-from linnet.inference import LogDet, Settings, Slope, check_covariance_fits, choose_solver, maximize
+from linnet.inference import LogDet, Slope, SolverSettings, check_covariance_fits, choose_solver, maximize
 from linnet.jacobian import Jacobian, Linearization, combine_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
@@ -268,7 +268,7 @@ class Laplace(HubMixin, BaseEstimator):
         kernels = len(self.lin_.layout.layers) + 1 if self.prior == "layerwise" else 1
         steps = 10 if self.prior == "layerwise" else 3
         rows = J.n * (self.draws or J.c)
-        settings = Settings(memory=self.memory)
+        settings = SolverSettings(memory=self.memory)
         found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
         return {"function": "function", "weight": "full"}.get(found, "samples")
 
@@ -558,7 +558,7 @@ class Laplace(HubMixin, BaseEstimator):
         mean = self._f - (self._J @ theta).view_as(self._f)
         if self.structure_ in ("full", "function") and self._noise_base is None:
             return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
-        model = LinearModel(self._J, self._y, mean, Settings(memory=self.memory, progress=self.progress))
+        model = LinearModel(self._J, self._y, mean, SolverSettings(memory=self.memory, progress=self.progress))
         gaussian = self._noise_base is not None
         return AtLinearMode(
             model,

@@ -31,7 +31,16 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from linnet.inference import LogDet, Mode, Settings, Slope, add_kernels, choose_solver, mode_by_passes, scale_slopes
+from linnet.inference import (
+    LogDet,
+    Mode,
+    Slope,
+    SolverSettings,
+    add_kernels,
+    choose_solver,
+    mode_by_passes,
+    scale_slopes,
+)
 from linnet.inference.mode import newton
 from linnet.jacobian import Jacobian
 from linnet.probability import Likelihood, Prior
@@ -155,7 +164,7 @@ class LinearModel:
     J: Jacobian
     y: Tensor
     mean: Tensor
-    settings: Settings
+    settings: SolverSettings
 
     def mode(self, likelihood: Likelihood, variance: Tensor) -> tuple[Mode, Tensor]:
         """The mode, and its theta (p,), for prior variances (p,)."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnet._common import check_ranks_agree, forward_mode
 from linnet._estimator import Linearity, check_inputs, has_fast_float64
 from linnet.data import Batch, SingleBatch, as_source
-from linnet.inference import Settings
+from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
 from linnet.network import block_names, select, top_blocks
 from linnet.probability import Posterior, Spread, layer_sums
@@ -181,7 +181,7 @@ class Tangent(BaseEstimator):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
         return "zero" if self.model is None else self.mean
 
-    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> Settings:
+    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> SolverSettings:
         """Of the solvers; ``given`` instead of what the estimator says."""
         own = {
             "solver": self.solver,
@@ -194,7 +194,7 @@ class Tangent(BaseEstimator):
             "seed": self.seed,
             "progress": self.progress,
         }
-        return Settings(**(own | given))
+        return SolverSettings(**(own | given))
 
     # Files.
 

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from linnet._common import check_ranks_agree
 from linnet._estimator import HubMixin, default_network, draw_inputs, has_targets_in_memory, like, list_options
 from linnet.data import as_source
-from linnet.inference import GeneralizedFit, How, Inference, Mode, Observed, Training, any_likelihood, check_only_map
+from linnet.inference import (
+    Inference,
+    InferenceOptions,
+    Mode,
+    ModeFit,
+    Observations,
+    Training,
+    any_likelihood,
+    check_only_map,
+    choose_likelihood_solver,
+)
 from linnet.jacobian import Jacobian, linearize
 from linnet.network import Params, check_module
 from linnet.probability import (
@@ -192,15 +202,15 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         other._condition(self._inputs(X, reset=False), y, self.classes_, Prior("given", self.prior_variance_))
         return other
 
-    def _how(self, dtype: torch.dtype) -> tuple[How, Training | None]:
+    def _how(self, dtype: torch.dtype) -> tuple[InferenceOptions, Training | None]:
         """How to condition, and how to train where that is by minibatches."""
         if self.solver != "adam":
-            return How(self.inference, self.family, self._settings(dtype)), None
+            return InferenceOptions(self.inference, self.family, self._settings(dtype)), None
         check_only_map(self.inference)
         training = Training(self.epochs, self.minibatch, self.learning_rate)
-        return How(self.inference, self.family, self._settings(dtype, solver="auto")), training
+        return InferenceOptions(self.inference, self.family, self._settings(dtype, solver="auto")), training
 
-    def _condition(self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None) -> GeneralizedFit:
+    def _condition(self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None) -> ModeFit:
         """Find the posterior; with the prior that was asked for, unless one is given."""
         lin = self.lin_
         how, training = self._how(lin.dtype)
@@ -211,7 +221,9 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         J = self._jacobian(source)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
-            any_likelihood.choose(*J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference)
+            solver = choose_likelihood_solver(
+                *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
+            )
         targets = None
         if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
@@ -227,7 +239,9 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
                 J, targets, prior, self.likelihood_, how.settings, network=network, training=training
             )
         else:
-            fit = any_likelihood.condition(Observed(J, targets, self._base(J), self.likelihood_), prior, how)
+            fit = any_likelihood.condition(
+                Observations(J, targets, self._base(J), self.likelihood_), prior, how, solver
+            )
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from linnet.inference import Choice, Settings
+from linnet.inference import Choice, SolverSettings
 from linnet.inference.evidence.gaussian import (
     KernelSpectrum,
     KernelTask,
@@ -97,7 +97,7 @@ def test_lanczos_spectrum_is_close_to_the_exact_one() -> None:
     Phi, r = data(200, 60)
     K = Phi @ Phi.T
     exact = exact_spectrum(K, r)
-    found = lanczos_spectrum(lambda V: K @ V, r, Settings(probes=64), steps=70)
+    found = lanczos_spectrum(lambda V: K @ V, r, SolverSettings(probes=64), steps=70)
     assert found.m == pytest.approx(200, rel=1e-10)
     assert float(found.energies.sum()) == pytest.approx(float(r @ r), rel=1e-10)
     for s, v in [(0.5, 0.1), (5.0, 0.01), (0.01, 1.0)]:

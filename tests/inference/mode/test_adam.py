@@ -39,10 +39,10 @@ def test_adams_step_follows_the_prior(scale):
     J = linnet.linearize(double(nn.Linear(5, 1))).jacobian(x).cached()
     given = {"variance": torch.full((6,), scale).double(), "likelihood": Bernoulli()}
     exact = newton.pass_space(J, y, mean=J.outputs(), **given)
-    found = adam.adam(J, y, **given, training=adam.Training(epochs=40, size=50))
+    found = adam.train_by_adam(J, y, **given, training=adam.Training(epochs=40, size=50))
     assert found.mode.objective == pytest.approx(exact.objective, rel=1e-2)
     close(found.mode.alpha, Bernoulli().residual(found.mode.f, y[:, None]).flatten())
-    assert adam.adam(J, y, **given, training=adam.Training(40, 50)).mode.u.equal(found.mode.u)
+    assert adam.train_by_adam(J, y, **given, training=adam.Training(40, 50)).mode.u.equal(found.mode.u)
 
 
 class Augmented(Dataset):
@@ -128,8 +128,8 @@ def test_adam_takes_the_steps_of_dense_rows(form):
     J = {"as read": lambda: J, "activations": J.above_frozen}.get(form, J.cached)()
     d = torch.linspace(0.1, 0.5, A.shape[2]).double()
     parts = [[(A[i].flatten(0, 1), f[i], i) for i in order] for order in orders(30, seed=4)]
-    task = adam._Task(J, y, d, Categorical(), True)
-    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Objective(J, y, d, Categorical(), True)
+    u, path = adam._train(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     expected, losses = by_hand(parts, y, d, 30)
     close(u, expected)
     assert path == pytest.approx(losses, rel=1e-9)
@@ -149,20 +149,20 @@ def test_every_epoch_looks_at_the_outputs_of_data_that_changes():
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(
         linnet.data.sources.as_source(Turns(x, y, noise=0.5), nn.Linear(1, 1)).changing()
     )
-    task = adam._Task(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
+    task = adam._Objective(J, y, torch.full((J.shape[1],), 0.2).double(), Categorical(), True)
     with pytest.raises(ValueError, match="output is not finite for example 7"):
-        adam._trained(task, adam.Training(8, SIZE), RATE, 4, False)
+        adam._train(task, adam.Training(8, SIZE), RATE, 4, False)
 
 
 def test_adam_takes_the_same_steps_without_room_for_copies(monkeypatch):
     x, y = images(30)
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x).cached()
-    task = adam._Task(J, y, torch.linspace(0.1, 0.5, J.shape[1]).double(), Categorical(), True)
-    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Objective(J, y, torch.linspace(0.1, 0.5, J.shape[1]).double(), Categorical(), True)
+    u, path = adam._train(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert J._copies[1]
     J.forget_minibatches()
     monkeypatch.setattr("linnet.jacobian.jacobian.cache_limit", lambda memory, device: 0)
-    same, again = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
+    same, again = adam._train(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert not J._copies[1]
     assert (same - u).norm() <= 1e-12 * u.norm()
     assert again == pytest.approx(path, rel=1e-12)
@@ -181,8 +181,8 @@ def test_adam_takes_the_steps_of_dense_rows_of_data_that_changes():
     J = lin.jacobian(linnet.data.sources.as_source(Noted(x, y, noise=0.5), nn.Linear(1, 1)).changing())
     d = torch.linspace(0.1, 0.5, J.shape[1]).double()
     read.clear()
-    task = adam._Task(J, y, d, Categorical(), True)
-    u, path = adam._trained(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
+    task = adam._Objective(J, y, d, Categorical(), True)
+    u, path = adam._train(task, adam.Training(EPOCHS, SIZE), RATE, 4, False)
     assert len(read) == 30 * EPOCHS
     parts: list[list[tuple[Tensor, Tensor, Tensor]]] = []
     for e, order in enumerate(orders(30, seed=4)):
@@ -213,11 +213,11 @@ def test_steps_wait_for_no_number(form):
     x, y = images(24)
     J = linnet.linearize(double(Residual()), RESIDUAL).jacobian(x)
     J = {"as read": lambda: J, "activations": J.above_frozen, "factors": J.cached}[form]()
-    task = adam._Task(J, y, torch.full((J.shape[1],), 0.1).double(), Categorical(), True)
+    task = adam._Objective(J, y, torch.full((J.shape[1],), 0.1).double(), Categorical(), True)
     reads = []
     for size in (12, 12, 2, 2):  # factors are copied for the first epoch with a size
         with HostReads() as mode:
-            adam._trained(task, adam.Training(1, size), RATE, 0, False)
+            adam._train(task, adam.Training(1, size), RATE, 0, False)
         reads.append(mode.count)
     assert reads[1] == reads[3] < 12
 
@@ -272,7 +272,7 @@ def test_adam_without_a_first_step():
     x = normal(20, 3)
     J = linnet.linearize(double(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))), "1.bias").jacobian(x)
     with pytest.raises(ValueError, match="No first step makes the objective smaller"):
-        adam.adam(J, torch.ones(20), variance=torch.zeros(1).double(), likelihood=Bernoulli())
+        adam.train_by_adam(J, torch.ones(20), variance=torch.zeros(1).double(), likelihood=Bernoulli())
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_where_adam_ends_is_measured_in_full():
     y = (x @ w + 0.5 * normal(60, seed=3) > 0).double()
     J = linnet.linearize(double(nn.Linear(5, 1))).jacobian(x).cached()
     S, likelihood = torch.linspace(0.5, 2, 6).double(), Bernoulli()
-    mode = adam.adam(J, y, variance=S, likelihood=likelihood, training=adam.Training(3, 16)).mode
+    mode = adam.train_by_adam(J, y, variance=S, likelihood=likelihood, training=adam.Training(3, 16)).mode
     Phi, f0 = J.dense() * S.sqrt(), J.outputs()
     f = f0 + (Phi @ mode.u)[:, None]
     close(mode.f, f)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet import linearize
-from linnet.inference import Settings
+from linnet.inference import SolverSettings
 from linnet.inference.mode import by_passes
 from linnet.inference.mode.newton import pass_space, weight_space
 from linnet.linalg import LowRankPreconditioner, Matrix, as_weight, cg, sketch
@@ -83,7 +83,9 @@ def test_preconditioners_are_made_where_steps_lag(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(by_passes, "sketch", noted)
     monkeypatch.setattr(by_passes, "find_informative_examples", lambda root, J: None)
     given: dict[str, Any] = {"variance": torch.full((J.shape[1],), 4.0).double(), "mean": torch.zeros(N, C).double()}
-    mode, P = by_passes.mode_by_passes(J, y, likelihood=Categorical(), settings=Settings(), tolerance=1e-9, **given)
+    mode, P = by_passes.mode_by_passes(
+        J, y, likelihood=Categorical(), settings=SolverSettings(), tolerance=1e-9, **given
+    )
     assert made and P is not None and P.rank <= made[-1][1]
     columns = 2
     for (before, _), (trace, rank) in pairwise([(math.nan, 2), *made]):
@@ -99,7 +101,7 @@ def test_a_preconditioner_that_is_named_is_the_only_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(by_passes, "sketch", None)
     J = linearize(torch.nn.Linear(4, C).double()).jacobian(normal(N, 4) * torch.logspace(0, 2, 4).double())
     given: dict[str, Any] = {"variance": torch.ones(J.shape[1]).double(), "mean": J.outputs()}
-    for settings in (Settings(preconditioner="none"), Settings(preconditioner="nystrom", rank=1)):
+    for settings in (SolverSettings(preconditioner="none"), SolverSettings(preconditioner="nystrom", rank=1)):
         y = torch.arange(N) % C
         mode, _ = by_passes.mode_by_passes(J, y, likelihood=Categorical(), settings=settings, **given)
         assert mode.converged
@@ -149,7 +151,7 @@ def test_a_sketch_reads_the_examples_that_carry_the_curvature(likelihood: Likeli
     assert float(each[index].sum()) >= by_passes.SHARE * float(each.sum())
     assert float(each[index].sum() - each[index].min()) < by_passes.SHARE * float(each.sum())
     scale = torch.linspace(0.5, 2.0, J.shape[1]).double()
-    maker = by_passes._PreconditionerMaker(J, scale, None, Settings())
+    maker = by_passes._PreconditionerMaker(J, scale, None, SolverSettings())
     maker.make(root)
     assert maker.last is not None and maker.passes == 2 * len(index) / N
     weight = as_weight(likelihood.curvature(f)).view(N, C, -1)[index]

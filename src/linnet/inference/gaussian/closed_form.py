@@ -26,12 +26,12 @@ from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import lanczos_spectrum
-from linnet.inference.problem import Fit, Settings, Task, assumed_noise, choose_solver
+from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise, choose_solver
 from linnet.linalg import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability import FunctionPosterior, Prior, WeightPosterior
 
 
-def condition(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
+def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
     """The posterior of every task, with hyperparameters that all tasks share.
 
     Args:
@@ -62,7 +62,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[F
 # Dense function space.
 
 
-def _function(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
+def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
     tasks = [replace(task, J=task.J.cached()) for task in tasks]
     several = len(prior.scales) > 1 or tasks[0].noise.count > 1
     kernels: list[dict[str, Tensor]] = []
@@ -121,7 +121,7 @@ def _one(
     kernels: Sequence[dict[str, Tensor]],
     residuals: Sequence[Tensor],
     fixed: tuple[float, ...],
-    settings: Settings,
+    settings: SolverSettings,
 ) -> Choice:
     """One scale and one noise, of which some may be given."""
     noise = tasks[0].noise
@@ -176,7 +176,7 @@ def _several(
 # Dense weight space.
 
 
-def _weight(tasks: Sequence[Task], prior: Prior, settings: Settings) -> list[Fit]:
+def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
     tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
     noise = tasks[0].noise
     d = prior.base.sqrt()

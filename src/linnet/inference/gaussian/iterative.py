@@ -12,7 +12,7 @@ from torch import Tensor
 from linnet._common import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
-from linnet.inference.problem import Fit, Settings, Task, assumed_noise
+from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
 from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
 from linnet.linalg import (
     LinearOperator,
@@ -26,7 +26,7 @@ from linnet.linalg import (
 from linnet.probability import Prior, SamplePosterior
 
 
-def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space: str) -> list[Fit]:
+def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, space: str) -> list[Fit]:
     """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
     choose."""
     tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
@@ -48,7 +48,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: Settings, *, space:
     return [solve(task, variance, choice, settings) for task in tasks]
 
 
-def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> KernelSpectrum:
+def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> KernelSpectrum:
     r"""By Lanczos in weight space, one pass a step, started at ``Phi^T r`` and at ``Phi^T z`` of random probes z.
 
     The nodes of ``Phi^T Phi`` are those of the kernel, and the energy of r at an eigenvalue is that of ``Phi^T r``
@@ -71,7 +71,7 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: Settings) -> KernelSp
 
 
 def preconditioner_of(
-    Phi: LinearOperator, J: Jacobian, weight: Tensor, settings: Settings, space: str
+    Phi: LinearOperator, J: Jacobian, weight: Tensor, settings: SolverSettings, space: str
 ) -> Preconditioner | None:
     """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
     kind = settings.preconditioner
@@ -103,7 +103,7 @@ def _worthwhile(J: Jacobian) -> int:
     return max(1, int(passes * each / pair)) if pair > 0 and len(factors) == len(J._sample) else J.n
 
 
-def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: Settings) -> Fit:
+def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, weight, k = variance.sqrt(), 1 / rows, settings.samples
     Phi = J.scaled(d)
@@ -135,7 +135,7 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: Settings)
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
 
-def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: Settings) -> Fit:
+def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, root, k = variance.sqrt(), rows.rsqrt()[:, None], settings.samples
     Phi = J.scaled(d)
@@ -163,7 +163,7 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: Setting
     return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
 
 
-def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings) -> Tensor:
+def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: SolverSettings) -> Tensor:
     """Vectors of covariance P, for the log determinant."""
     generator = settings.generator(5)
     if P is not None:
@@ -172,7 +172,7 @@ def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: Settings)
 
 
 def lanczos_spectrum(
-    product: Callable[[Tensor], Tensor], r: Tensor, settings: Settings, *, steps: int = 100
+    product: Callable[[Tensor], Tensor], r: Tensor, settings: SolverSettings, *, steps: int = 100
 ) -> KernelSpectrum:
     """From Lanczos steps on the kernel, started at r and at random probes."""
     z = torch.randn(len(r), settings.probes, dtype=r.dtype, generator=settings.generator(1)).to(r.device)

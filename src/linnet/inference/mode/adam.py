@@ -27,9 +27,6 @@ from linnet.jacobian import Jacobian
 from linnet.linalg import as_weight
 from linnet.probability import Likelihood
 
-TRIALS = 4
-"""Minibatches on which the first step is measured: more of them cost time, fewer give a noisier length."""
-
 
 @dataclass(frozen=True)
 class Training:
@@ -55,8 +52,8 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What training has found.
+class TrainedMode:
+    """The mode that training has found.
 
     Attributes:
         mode: Where it ended, measured in one more pass over the data; ``converged`` says that the objective fell.
@@ -69,7 +66,7 @@ class Trained:
     rate: float
 
 
-def adam(
+def train_by_adam(
     J: Jacobian,
     y: Tensor,
     *,
@@ -79,7 +76,7 @@ def adam(
     training: Training | None = None,
     seed: int = 0,
     progress: bool | None = None,
-) -> Trained:
+) -> TrainedMode:
     """The mode by Adam on minibatches.
 
     Args:
@@ -97,27 +94,27 @@ def adam(
         >>> from linnet.probability.likelihoods import Bernoulli
         >>> X = torch.linspace(-2, 2, 40).double()[:, None]
         >>> J = linnet.linearize(torch.nn.Linear(1, 1).double()).jacobian(X)
-        >>> found = adam(J, (X[:, 0] > 0).double(), variance=torch.ones(2).double(), likelihood=Bernoulli())
+        >>> found = train_by_adam(J, (X[:, 0] > 0).double(), variance=torch.ones(2).double(), likelihood=Bernoulli())
         >>> found.mode.u.shape, found.mode.objective < found.path[0]
         (torch.Size([2]), True)
     """
     training = Training() if training is None else training
     check_concave(likelihood)
     y = likelihood.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
-    task = _Task(J, y, variance.sqrt(), likelihood, network)
+    task = _Objective(J, y, variance.sqrt(), likelihood, network)
     try:
         rate = task.first_step(training.size, seed) if training.rate == "auto" else float(training.rate)
-        u, path = _trained(task, training, rate, seed, progress)
+        u, path = _train(task, training, rate, seed, progress)
     finally:
         J.forget_minibatches()
-    mode, before = task.measured(u, training.epochs * math.ceil(J.n / training.size), training.epochs + 1)
+    mode, before = task.measure(u, training.epochs * math.ceil(J.n / training.size), training.epochs + 1)
     if not mode.objective < before:
         raise _diverged(f"the objective is {mode.objective:.4g} at the end and was {before:.4g} at the start", rate)
-    return Trained(mode, tuple(path), rate)
+    return TrainedMode(mode, tuple(path), rate)
 
 
-def _trained(
-    task: _Task, training: Training, rate: float, seed: int, progress: bool | None
+def _train(
+    task: _Objective, training: Training, rate: float, seed: int, progress: bool | None
 ) -> tuple[Tensor, list[float]]:
     """The whitened weights after all epochs, and an estimate of the objective in each."""
     J = task.J
@@ -148,7 +145,7 @@ def _trained(
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Objective:
     """The objective in whitened weights; ``d`` (p,) are the prior standard deviations."""
 
     J: Jacobian
@@ -191,10 +188,10 @@ class _Task:
         return g, f
 
     def first_step(self, size: int, seed: int) -> float:
-        """The best length of Adam's first step, along the sign of the gradient: the median over a few minibatches."""
+        """The best length of Adam's first step, along the sign of the gradient: the median over four minibatches."""
         zero = torch.zeros_like(self.d)
         lengths = []
-        for part in islice(self.J.minibatches(size, seed), TRIALS):
+        for part in islice(self.J.minibatches(size, seed), 4):
             part = part.cached()
             y = self.targets(part)
             direction = -self.gradient(part, zero, y)[0].sign()
@@ -216,7 +213,7 @@ class _Task:
             )
         return found[len(found) // 2]
 
-    def measured(self, u: Tensor, steps: int, passes: int) -> tuple[Mode, float]:
+    def measure(self, u: Tensor, steps: int, passes: int) -> tuple[Mode, float]:
         """The mode as one pass over the data sees it, and the objective of u = 0 in the same pass."""
         J = self.J
         found = torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)

@@ -17,7 +17,7 @@ from linnet._common import dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve
-from linnet.inference.problem import Settings
+from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, cache_limit
 from linnet.linalg import Preconditioner, as_weight, sketch
 from linnet.probability import Likelihood
@@ -36,7 +36,7 @@ def mode_by_passes(
     variance: Tensor,
     mean: Tensor,
     likelihood: Likelihood,
-    settings: Settings,
+    settings: SolverSettings,
     tolerance: float = 1e-6,
 ) -> tuple[Mode, Preconditioner | None]:
     """The mode, and its last preconditioner. The passes of the mode include those that preconditioners took.
@@ -58,7 +58,7 @@ def mode_by_passes(
         >>> from linnet import linearize
         >>> from linnet.probability.likelihoods import Categorical
         >>> J = linearize(torch.nn.Linear(2, 3).double()).jacobian(torch.eye(2).double())
-        >>> given = {"variance": torch.ones(9).double(), "mean": J.outputs(), "settings": Settings()}
+        >>> given = {"variance": torch.ones(9).double(), "mean": J.outputs(), "settings": SolverSettings()}
         >>> mode, P = mode_by_passes(J, torch.tensor([0, 2]), likelihood=Categorical(), **given)
         >>> mode.converged, P.m
         (True, 9)
@@ -94,7 +94,7 @@ class _PreconditionerMaker:
         passes: Passes over the data that all of them took. A pass over some of the examples is a part of one.
     """
 
-    def __init__(self, J: Jacobian, deviation: Tensor, first: Preconditioner | None, settings: Settings) -> None:
+    def __init__(self, J: Jacobian, deviation: Tensor, first: Preconditioner | None, settings: SolverSettings) -> None:
         self.J, self.deviation, self.settings = J, deviation, settings
         self.last, self.passes = first, float(first is not None)
         self._trace, self._columns = math.nan, COLUMNS[J.device.type]

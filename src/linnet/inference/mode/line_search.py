@@ -13,9 +13,6 @@ from linnet.linalg import as_weight, weigh
 Terms = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """From f (n, c) to log p (n,), its gradient in f (n, c), and its curvature."""
 
-SLOPE = 0.1
-"""A length serves where the slope has come down to this part: a smaller part takes more evaluations of log p."""
-
 
 class LineSearch:
     """The objective along a step, ``psi(u + t d)``. It needs no products with Phi, because f is linear in t.
@@ -58,7 +55,7 @@ class LineSearch:
         for _ in range(100):  # a bisection ends long before
             value, slope, bend = self.evaluate(t)
             lower = value <= self.highest
-            if lower and abs(slope) <= -SLOPE * self.slope:
+            if lower and abs(slope) <= -0.1 * self.slope:
                 return t
             if lower and slope < 0:
                 low = t

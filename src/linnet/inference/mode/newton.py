@@ -234,7 +234,9 @@ def _find_dense(
 
     known = near is not None and near.factor is not None
     first = solve_with(near.factor, near.root, near.scale) if known else None  # type: ignore[union-attr, arg-type]
-    found = _minimize(space, y, mean, likelihood, start, first, make, tolerance, iterations)
+    # Steps cost next to nothing beside a decomposition, so that the last ones go further than they have to.
+    found = _minimize(space, y, mean, likelihood, start, first, make, 0.01 * tolerance, iterations)
+    found = replace(found, converged=found.gradient <= tolerance)
     function = isinstance(space, FunctionSpace)
     found = replace(found, alpha=found.u if function else found.alpha, u=None if function else found.u)  # type: ignore[arg-type]
     found = replace(found, scale=space.scale)
@@ -328,12 +330,12 @@ def _minimize(
 
     corrected = None if solve is None else _CorrectedSolve(space, solve)
     norms = list[float]()  # of the gradients since the preconditioner was made
-    length, steps, best, vain = 1.0, 0, math.inf, 0
+    length, steps, best, vain, flat = 1.0, 0, math.inf, 0, False
     while True:
         f, norm = mean + shift.view(n, c), _norm(space, g) / reference
         if norm <= tolerance or steps == iterations or not math.isfinite(norm):
             break
-        lags = len(norms) >= PATIENCE and norm > LAG * norms[-PATIENCE]
+        lags = not flat and len(norms) >= PATIENCE and norm > LAG * norms[-PATIENCE]
         if corrected is None or lags or length > space.longest:
             fresh = make(as_weight(likelihood.root(f)))
             if fresh is not None:
@@ -344,20 +346,21 @@ def _minimize(
         d = end[0] - x
         products = space.dot(x, x), space.dot(x, d), space.dot(d, d)
         line = LineSearch(terms, f, df=(end[1] - shift).view(n, c), products=products)
+        flat = line.flat
         # Where values are flat to rounding, the slopes at both ends still tell.
-        t = _vanishing(space.dot(g, d), space.dot(end[3], d)) if line.flat else line.find_length()
+        t = _vanishing(space.dot(g, d), space.dot(end[3], d)) if flat else line.find_length()
         # Five steps along which rounding hides the objective, without a smaller gradient, say that nothing will help.
-        vain, best = (0, norm) if norm < best or not line.flat else (vain + 1, best)
+        vain, best = (0, norm) if norm < best or not flat else (vain + 1, best)
         if t == 0 or vain == 5:
             break
         if isinstance(likelihood, Gaussian):  # the gradient is linear in u: the best length needs no pass
-            t = t if line.flat else line.polish(t)
+            t = t if flat else line.polish(t)
             end = x.lerp(end[0], t), shift.lerp(end[1], t), r.lerp(end[2], t), g.lerp(end[3], t)
         elif not 0.5 <= t <= 2 and length * t <= space.longest:
             end = evaluate(x + t * d)
         corrected.add(end[0] - x, end[3] - g)
         (x, shift, r, g), steps = end, steps + 1
-        length *= t if line.flat else line.polish(t)
+        length *= t if flat else line.polish(t)
     return Mode(
         f=f,
         alpha=r,
