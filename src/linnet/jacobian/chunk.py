@@ -26,7 +26,7 @@ from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import combine
 from linnet.jacobian.blocks.convolution import LazyBlock
-from linnet.jacobian.cuda.replay import Loan, Replays, can_record
+from linnet.jacobian.cuda.replay import Loan, Replays, can_record, try_unwatched
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule, Slot
 from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
@@ -80,6 +80,18 @@ class Chunk:
     def copy(self, *, blocks: bool) -> Chunk:
         """The chunk with a copy of its outputs and, if ``blocks``, of its columns."""
         return replace(self, f=self.f.clone(), blocks=[f.copy() for f in self.blocks] if blocks else self.blocks)
+
+    def is_close(self, other: Chunk) -> bool:
+        """Whether another chunk of the same examples differs by rounding only."""
+        pairs = [(self.f, other.f)]
+        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
+            pairs += zip(mine.tensors(), theirs.tensors(), strict=True)
+        close = [
+            (a - b).abs().max() <= (torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0) * b.abs().max()
+            for a, b in pairs
+            if a.numel()
+        ]
+        return bool(torch.stack(close).all())
 
 
 @final
@@ -426,6 +438,11 @@ class ChunkSource(ABC):
         """Whether a pass is left to autodiff alone, which holds no rows."""
         return False
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether a GPU can record chunks and play them again."""
+        return False
+
     @abstractmethod
     def with_settings(self, settings: PassSettings) -> ChunkSource:
         """The same chunks with other settings."""
@@ -603,13 +620,21 @@ class NetworkChunks(ChunkSource):
         Only chunks that have been compared with reverse mode are recorded and played.
         """
         s, lin = self.settings, self.lin
-        if not can_record(lin.device) or s.memory != "auto" or self.source.changes or request.rotation is not None:
+        if not can_record(lin.device) or request.rotation is not None or not self.proofs.has("rules", batch):
             return None
-        if lin.rules.has_rest or self._prefers_autodiff(request) or not self.proofs.has("rules", batch):
+        if self._prefers_autodiff(request) or not self.can_replay:
             return None
         make = partial(lin.chunks.build_by_rules, precision=s.precision, prepare=request.prepare)
         key, room = (request.kind, request.k, s.precision, s.engine), partial(budget, s.memory, lin.device)
-        return self.replays.borrow(key, batch, make, needs=batch.n * self.first.per_example, room=room)
+        return self.replays.borrow(key, batch, make, Chunk.is_close, needs=batch.n * self.first.per_example, room=room)
+
+    @cached_property
+    def can_replay(self) -> bool:
+        """Whether a GPU can record chunks: the network never looks at numbers."""
+        if not can_record(self.lin.device) or self.settings.memory != "auto" or self.source.changes:
+            return False
+        make = partial(self.lin.chunks.build_by_rules, self.first.batch, self.settings.precision)
+        return not self.lin.rules.has_rest and try_unwatched(make) is not None
 
     def _prefers_autodiff(self, request: ChunkRequest) -> bool:
         """Whether autodiff alone is the cheapest way for a request."""

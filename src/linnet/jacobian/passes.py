@@ -181,8 +181,8 @@ class Pass:
 
     @property
     def _share(self) -> float:
-        """Share of a pass's memory that one chunk takes: of a GPU's memory as much as can be recorded."""
-        return CHUNK if self.settings.memory == "auto" and self.lin.device.type == "cuda" else 1.0
+        """Share of a pass's memory that one chunk takes: less where a GPU records chunks."""
+        return CHUNK if self.chunks.can_replay else 1.0
 
     @property
     def chunk_room(self) -> int:
