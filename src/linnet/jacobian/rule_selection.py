@@ -25,12 +25,15 @@ from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.layers.elementwise import Elementwise
 from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
-from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, tolerance_of
+from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, rounds_to
 from linnet.jacobian.recording import NO_CHANGES, Changes, RecordedCall, Recording, record
-from linnet.network import DIGITS, CallGuard, FunctionalModel, address, checks
+from linnet.network import CallGuard, FunctionalModel, address, checks, coarser
 
 PROBE = 3
 """Examples on which the rules are checked."""
+
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes that are too short for sums over examples, and for products with columns."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Findings:
 
     Attributes:
         coarsest: The floating dtype with the fewest digits that was seen in a pass.
+        coarsest_gradient: The same among what depends on a selected parameter.
         changes: What was done to the calls of the last batch that was inspected.
         assignments: Which rules serve which calls, by the calls.
         last: Which rules served the last batch.
@@ -93,6 +97,7 @@ class Findings:
     """
 
     coarsest: torch.dtype
+    coarsest_gradient: torch.dtype
     changes: Changes = NO_CHANGES
     assignments: dict[tuple[Any, ...], RuleAssignment] = field(default_factory=dict)
     last: RuleAssignment = field(default_factory=lambda: RuleAssignment([], (), ()))
@@ -110,7 +115,7 @@ class RuleSelection:
 
     def __init__(self, network: FunctionalModel, known: Findings | None = None) -> None:
         self.network = network
-        self._known = Findings(network.model_dtype) if known is None else known
+        self._known = Findings(network.model_dtype, network.model_dtype) if known is None else known
 
     def of(self, network: FunctionalModel) -> RuleSelection:
         """The same findings for the same network around other weights."""
@@ -140,8 +145,17 @@ class RuleSelection:
 
     @property
     def _rounds_to_half(self) -> bool:
-        """Whether the network runs in half precision."""
-        return self.network.model_dtype != self.network.dtype
+        """Whether a part of the network runs in half precision."""
+        return self._known.coarsest in HALF
+
+    @property
+    def differentiates_in_half(self) -> bool:
+        """Whether a part of the network that depends on selected parameters runs in half precision.
+
+        Gradients are rounded there in the same way whatever they are multiplied by, only if they are captured: forward
+        mode would round tangents, and reverse mode sums over examples.
+        """
+        return self._known.coarsest_gradient in HALF
 
     @property
     def has_rest(self) -> bool:
@@ -168,12 +182,14 @@ class RuleSelection:
             # The calls depend on the data beyond the first examples: trust no rule with them.
             return RuleAssignment([None] * len(recording.uses), tuple(self.network.theta), ())
         names = tuple(self.network.theta)
-        found = inspect(small, self.network.dtype, names=names)
+        found = inspect(small, self.network.dtype, names=names, rounds=self._known.coarsest)
         if found.failed and probe.n > 1:
             # Calls that all examples share have no gradient by example, until their output is repeated for each.
             for spread in (found.failed, *({i} for i in sorted(found.failed))):
                 trial = self._spread(small, probe, found.changes.spread | spread)
-                better = None if trial is None else inspect(trial, self.network.dtype, names=names)
+                better = None
+                if trial is not None:
+                    better = inspect(trial, self.network.dtype, names=names, rounds=self._known.coarsest)
                 if better is not None and len(better.rest) < len(found.rest):
                     found = better
                 if not found.failed:
@@ -188,11 +204,11 @@ class RuleSelection:
         except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
             return None
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
-        return trial if same and checks.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
+        return trial if same and checks.close(trial.out, small.out, self._tolerance()) else None
 
     def _check_linear(self, small: Recording) -> None:
         """Raise if gradients do not grow with their seed."""
-        if not small.out.requires_grad or self._rounds_to_half:
+        if not small.out.requires_grad or self.differentiates_in_half:
             return
         u = random_signs(*small.out.shape, seed=0, like=small.out.detach())
         truth = self.truth(small, u, "highest")
@@ -388,8 +404,8 @@ class RuleSelection:
         ]
         sizes = torch.stack([t.detach().float().norm() for t in (out, *leaves.values())])
         natural = float(sizes[0] / sizes[1:].norm().clamp(min=torch.finfo(torch.float32).tiny))
-        bounds = (self._tolerance(precision),)
-        return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, natural)
+        bounds, eps = (self._tolerance(precision),), torch.finfo(rounds_to(self._known.coarsest, precision)).eps
+        return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, eps, natural)
 
     def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: OtherBatches) -> Truth:
         """Gradients that a chunk must reproduce: of all its examples, and of some of them in other batches.
@@ -440,13 +456,15 @@ class RuleSelection:
             changes=self._known.changes if changes is None else changes,
             calls=self._calls if watched else None,
         )
-        if DIGITS[recording.coarsest] < DIGITS[self._known.coarsest]:
-            self._known.coarsest = recording.coarsest
+        known = self._known
+        if not torch.is_autocast_enabled(self.network.device.type):  # a precision that was asked for is known anyway
+            known.coarsest = coarser(known.coarsest, recording.coarsest)
+            known.coarsest_gradient = coarser(known.coarsest_gradient, recording.coarsest_gradient)
         return recording
 
     def _tolerance(self, precision: Precision = "highest") -> float:
         """The largest relative disagreement between two passes that is rounding."""
-        return tolerance_of(self._known.coarsest, precision)
+        return TOLERANCE[rounds_to(self._known.coarsest, precision)]
 
     def _record_like_last(self, batch: Batch, *, watched: bool) -> Recording:
         """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
@@ -461,9 +479,9 @@ class RuleSelection:
     def can(self, ability: str, batch: Batch) -> bool:
         """Whether the model supports "vectorize" (vmap over examples) or "forward_mode", tried once on an example.
 
-        Half-precision models use neither: their tangents would be rounded to half precision.
+        Networks that are differentiated in half precision use neither: tangents would be rounded to half precision.
         """
-        if self._rounds_to_half:
+        if self.differentiates_in_half:
             return False
         few = min(2, batch.n)  # one example alone hides what goes wrong with several
         if (ability, few) not in self._known.abilities:
@@ -501,7 +519,7 @@ class RuleSelection:
                 pairs = [(product, torch.stack(along).sum(0))]
         except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
-        return all(checks.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
+        return all(checks.close(a, b, self._tolerance()) for a, b in pairs)
 
 
 def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtype: torch.dtype) -> list[ColumnBlock]:
@@ -594,13 +612,14 @@ def streamed(out: Tensor, uses: list[RecordedCall | None], take: Callable[[int, 
     return reached == len(uses)
 
 
-def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -> RuleAssignment:
+def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str], rounds: torch.dtype) -> RuleAssignment:
     """Check every use of every parameter against autodiff, on the few examples of a recording.
 
     Args:
         recording: A forward pass of at most `PROBE` examples.
         dtype: Dtype of the columns.
         names: The selected parameters.
+        rounds: The floating dtype with the fewest digits in the pass.
     """
     out, leaves, uses = recording.out, recording.leaves, recording.uses
     n = len(out)
@@ -609,7 +628,6 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
     truth = _autodiff(out, leaves, u)
     unused = tuple(name for name in names if name not in truth)
     biggest = max((t.abs().max().item() for t in truth.values()), default=0.0)
-    model_dtype = next(iter(leaves.values())).dtype
 
     grads = gradients(out, uses, u[None], batched=False)
     trials = [_trials(use, g, leaves, n=n, dtype=dtype) for use, g in zip(uses, grads, strict=True)]
@@ -627,7 +645,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
                 if _agrees(
                     [trials[i][c].get(name) for i, c in zip(cluster, choice, strict=True) if c is not None],
                     truth[name].to(dtype),
-                    TOLERANCE[model_dtype],
+                    rounds,
                     biggest,
                 )
             }
@@ -706,12 +724,13 @@ def _choices(options: Sequence[Sequence[str | None]]) -> Iterable[Sequence[str |
     yield from islice(product(*options), 64)
 
 
-def _agrees(parts: Sequence[Tensor | None], truth: Tensor, tolerance: float, biggest: float) -> bool:
+def _agrees(parts: Sequence[Tensor | None], truth: Tensor, rounds: torch.dtype, biggest: float) -> bool:
     found = [part for part in parts if part is not None]
     if not found:
         return False
     error = (sum(found[1:], start=found[0]) - truth).abs().max().item()
-    return error <= tolerance * max(truth.abs().max().item(), 1e-3 * biggest)
+    bound = TOLERANCE[rounds] * max(truth.abs().max().item(), 1e-3 * biggest)
+    return error <= max(bound, 2 * torch.finfo(rounds).eps * biggest)
 
 
 def warn_of(structure: RuleAssignment, uses: Sequence[RecordedCall]) -> None:

@@ -81,18 +81,6 @@ def check_one_device(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_one_dtype(parameters: Mapping[str, Tensor]) -> None:
-    """All selected parameters share a dtype."""
-    first = next(iter(parameters), "")
-    for name, tensor in parameters.items():
-        if tensor.dtype != parameters[first].dtype:
-            raise ValueError(
-                f"The selected parameters need one dtype; {first!r} is {parameters[first].dtype} and "
-                f"{name!r} {tensor.dtype}. Convert the model with model.to(dtype), or select parameters of "
-                "one dtype with params=."
-            )
-
-
 def check_glob_matched(glob: str, matched: Sequence[str], names: Sequence[str], modules: Sequence[str]) -> None:
     """A glob has matched a parameter; ``names`` and ``modules`` serve to suggest one that does."""
     if matched:
@@ -141,7 +129,7 @@ def check_not_empty(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_tree(tree: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """A tree has the layout's names, its shapes (all plain, or all with one trailing axis) and one dtype."""
+    """A tree has the layout's names and its shapes (all plain, or all with one trailing axis)."""
     missing = [name for name in shapes if name not in tree]
     unknown = [name for name in tree if name not in shapes]
     wrong = [f"{word} {listing(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
@@ -157,12 +145,6 @@ def check_tree(tree: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> 
             raise ValueError(
                 f"flatten needs {name!r} of shape {tuple(shape)} or, for all names alike, ({axes}); "
                 f"got {tuple(tree[name].shape)}{beside}."
-            )
-        if tree[name].dtype != tree[first].dtype:
-            # Concatenation would cast them in silence.
-            raise ValueError(
-                f"flatten needs tensors of one dtype; {first!r} is {tree[first].dtype} and {name!r} "
-                f"{tree[name].dtype}. Convert them with tensor.to(dtype)."
             )
 
 
@@ -211,9 +193,10 @@ def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: 
     if "does not require grad" in str(error):
         raise differentiates_itself() from error
     first, parameter = next(iter(theta.items()))
+    dtypes = {t.dtype for t in theta.values()}
     inputs = list(inputs)
     for name, leaf in inputs:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in dtypes:
             error.add_note(
                 f"linnet: {name} are {leaf.dtype} and the model's parameters {parameter.dtype} ({first!r}); nothing is "
                 f"cast in silence. Convert the data with .to({parameter.dtype}), or the model."

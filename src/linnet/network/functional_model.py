@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, final
 
 import torch
@@ -26,7 +26,7 @@ from linnet._common import (
 from linnet.data import Batch, leaves
 from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
-from linnet.network.parameter_guard import address
+from linnet.network.parameter_guard import address, coarser
 from linnet.network.parameters import Layout, Params, select
 
 Output = Callable[[Any], Tensor]
@@ -113,13 +113,13 @@ class FunctionalModel:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return next(iter(self.theta.values())).dtype
+        """The dtype of the selected parameters; of several dtypes the one with the fewest digits."""
+        return reduce(coarser, (t.dtype for t in self.theta.values()))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the Jacobian: the dtype of the parameters, but at least float32."""
-        return torch.promote_types(self.model_dtype, torch.float32)
+        """Dtype of the Jacobian: it holds the dtypes of all selected parameters, and is at least float32."""
+        return reduce(torch.promote_types, (t.dtype for t in self.theta.values()), torch.float32)
 
     @property
     def device(self) -> torch.device:
