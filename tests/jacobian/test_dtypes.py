@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.network import CannotCast, Layout
 from linnet.testing import Case, check_operator, dense_jacobian, zoo
+from linnet.testing.case import net
 from tests.support.adapters import Network
 
 N, CHUNK = 3, 2
@@ -35,7 +37,7 @@ def convolves(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
 
 
-def check_rows(J: Tensor, same: Tensor, exact: Tensor, layout: linnet.network.Layout, eps: float) -> None:
+def check_rows(J: Tensor, same: Tensor, exact: Tensor, layout: Layout, eps: float) -> None:
     """Rows beside those of reverse mode in the same dtype and in float64: as good as reverse mode, up to chance.
 
     Args:
@@ -127,3 +129,61 @@ def test_a_float32_head_on_a_half_precision_base_is_differentiated_in_float32() 
     blocks = torch.stack([torch.block_diag(*row.expand(3, -1)) for row in features[:, :-1]])
     assert torch.allclose(A[:, :18], blocks.flatten(0, 1), rtol=1e-6)
     check_operator(lin.jacobian(X), A, blocks=3, rtol=1e-6)
+
+
+NAMED = {
+    "float": lambda m, x: m.head(m.a(x).float().tanh()),
+    "to float32": lambda m, x: m.head(m.a(x.to(torch.float32)).tanh()),
+    "through half": lambda m, x: m.head(m.a(x).tanh().half().float()),
+    "new tensor": lambda m, x: m.head(torch.cat([m.a(x)[:, 1:], torch.ones(len(x), 1, dtype=torch.float32)], 1)),
+    "through double": lambda m, x: m.head(m.a(x).double().exp().log1p().float()),
+}
+"""Forwards that name a dtype, of a float32 network."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_forward_that_names_a_dtype_runs_in_its_own(name: str) -> None:
+    model = net(NAMED[name])()
+    X = torch.randn(7, 4)
+    lin = linnet.linearize(model)
+    J = lin.jacobian(X, CHUNK)
+    A, reference = J.dense(), dense_jacobian(model, X)
+    eps = torch.finfo(torch.float16 if name == "through half" else torch.float32).eps
+    assert (A - reference).norm() <= 8 * eps * reference.norm()
+    check_operator(J, A, blocks=2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["float", "to float32", "through half"])
+def test_a_network_that_cannot_be_cast_says_so(name: str) -> None:
+    there = linnet.linearize(net(NAMED[name])()).to(torch.float64)
+    for use in (lambda X: there(X), lambda X: there.jacobian(X).gram(), lambda X: there.jacobian(X).c):
+        with pytest.raises(CannotCast, match=r"cannot be cast to torch.float64: .*dtype.* Use the network in its own"):
+            use(torch.randn(5, 4))
+
+
+def test_a_network_that_computes_something_else_when_cast_says_so() -> None:
+    def scaled(m: nn.Module, x: Tensor) -> Tensor:
+        return m.head(m.a(x).tanh()) * (2.0 if x.dtype == torch.float64 else 1.0)
+
+    lin, X = linnet.linearize(net(scaled)()), torch.randn(5, 4)
+    assert lin.jacobian(X).gram().isfinite().all()
+    with pytest.raises(CannotCast, match=r"its outputs are not those of the network itself\. .* names a dtype"):
+        lin.to(torch.float64).jacobian(X).gram()
+    # Around other weights the outputs are others, and nothing is to be compared.
+    moved = {name: 2 * t for name, t in lin.to(torch.float64).theta.items()}
+    assert lin.to(torch.float64).at(moved).jacobian(X).gram().isfinite().all()
+
+
+def test_a_half_precision_network_that_is_cast_is_compared_within_its_rounding() -> None:
+    case = zoo()["mlp"]
+    model, X = case.build().bfloat16(), case.data(5, 0)
+    A = case.dense(copy.deepcopy(model).double(), X)
+    check_operator(linnet.linearize(model).to(torch.float64).jacobian(X), A, blocks=3)
+
+
+def test_whole_numbers_for_a_cast_network_are_not_about_its_dtype() -> None:
+    there = linnet.linearize(nn.Linear(3, 2)).to(torch.float64)
+    with pytest.raises(RuntimeError) as caught:
+        there(torch.ones(4, 3, dtype=torch.int64))
+    assert not isinstance(caught.value, CannotCast)
+    assert "whole numbers" in caught.value.__notes__[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice, product
 from typing import Any, final
 
@@ -228,6 +229,7 @@ class RuleSelection:
             plain = self.network.plain_outputs(probe)
             if plain is not None and not checks.close(plain, out, tolerance):
                 raise checks.not_functional()
+            self._check_cast(probe, out)
         # As many other examples beside each one, with which kernels round alike; or each one alone.
         beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
         more = beside if self._rounds_to_half else [[i] for i in range(n)]
@@ -238,6 +240,22 @@ class RuleSelection:
             return
         for index in beside:
             self._check_apart(small, probe, index)
+
+    def _check_cast(self, probe: Batch, out: Tensor) -> None:
+        """Raise if the outputs of a cast network are not those of the network itself, up to the rounding of these."""
+        net, before = self.network, self.network.cast_of
+        if net.cast is None or before is None:
+            return
+        parts = (t.dtype for t in before.module.parameters() if t.is_floating_point())
+        rounds = reduce(coarser, parts, self._known.coarsest)
+        if rounds in HALF and net.has_convolutions and net.device.type == "cpu":
+            return  # half-precision convolutions end the process on some CPUs
+        own = net.uncast_outputs(probe)
+        if own is None or not own.isfinite().all():
+            return
+        tolerance = 0.5 if rounds in HALF else TOLERANCE[rounds]  # half precision loses digits in every layer
+        if own.shape != out.shape or not checks.close(own.to(out.dtype), out, tolerance):
+            raise checks.cannot_cast(net.cast, "its outputs are not those of the network itself")
 
     def _check_apart(self, small: Recording, probe: Batch, index: list[int]) -> bool:
         """Raise if outputs or gradients of some examples are others in another batch; False if that cannot be run."""
@@ -323,7 +341,7 @@ class RuleSelection:
     def _calls(self, current: frozenset[int]) -> CallGuard:
         """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
         net = self.network
-        known = [(id(t), name) for name, t in (*net.originals, *net.cast_from, *net.theta.items())]
+        known = [(id(t), name) for name, t in (*net.originals, *net.former, *net.theta.items())]
         selected = {address(t): name for name, t in net.theta.items()}
         others = {key: name for key, name in known if key not in current}
         return CallGuard(others, selected, net.storages(), current)

@@ -3,6 +3,7 @@
 from linnet.network.batchnorm_folding import fold_batchnorm, unfoldable
 from linnet.network.call_trace import ModuleCall, Trace, trace
 from linnet.network.checks import (
+    CannotCast,
     check_module,
     check_outputs_finite,
     check_same_shapes,
@@ -20,6 +21,7 @@ from linnet.network.parameters import Layout, Params, select
 __all__ = [
     "READERS",
     "CallGuard",
+    "CannotCast",
     "FlatOutput",
     "Forward",
     "FunctionalModel",

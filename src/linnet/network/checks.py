@@ -6,10 +6,12 @@ Each check raises a built-in exception that says what was needed, what came and 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,8 @@ from linnet._common import kind, listing
 # Parameters.
 
 
-def check_module(model: object) -> None:
-    """The model is an ``nn.Module`` whose code Python runs."""
+def check_module(model: object) -> nn.Module:
+    """The module whose code Python runs: the model itself, or what torch.compile was given; raise if there is none."""
     if isinstance(model, type):
         raise TypeError(
             f"linnet needs a model that is a torch.nn.Module; got the class {model.__name__}. Make a network of the "
@@ -28,11 +30,9 @@ def check_module(model: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.")
-    if type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise TypeError(
-            "linnet looks at each call inside the network, and torch.compile hides the calls. Pass the module that was "
-            "compiled: model._orig_mod."
-        )
+    if is_compiled(model):
+        warn_of_compiled(model)
+        return check_module(model._orig_mod)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"submodule {name!r}" if name else "model"
@@ -40,6 +40,27 @@ def check_module(model: object) -> None:
                 f"linnet swaps parameters inside the network, and the {what} is a torch.jit script, which does not "
                 "allow it. Pass the module that was scripted or traced."
             )
+    return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module is what torch.compile has made of another module."""
+    return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
+
+
+_said: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_compiled(model: nn.Module) -> None:
+    """Say once that a compiled module runs as it was before torch.compile."""
+    if model in _said:
+        return
+    _said.add(model)
+    warnings.warn(
+        "linnet looks at each call inside the network, and torch.compile hides the calls: linnet runs the module that "
+        "was compiled, model._orig_mod, without torch.compile. The compiled model itself stays as it is.",
+        stacklevel=4,
+    )
 
 
 def check_params_argument(params: object) -> None:
@@ -252,6 +273,24 @@ def changed_parameter(name: str, *, parameter: bool = True) -> RuntimeError:
 
 class Refusal(ValueError):
     """A network that has no Jacobian by examples, or that linnet cannot run without doing harm."""
+
+
+class CannotCast(Refusal):
+    """A network that does not run in another dtype, or computes something else there."""
+
+
+def cannot_cast(dtype: torch.dtype, reason: str) -> CannotCast:
+    return CannotCast(
+        f"The network cannot be cast to {dtype}: {reason.rstrip('.')}. Its forward pass names a dtype (.float(), "
+        ".half(), .to(dtype) or dtype=), or asks for one. Use the network in its own dtype, or write its forward with "
+        "the dtype of its inputs or weights."
+    )
+
+
+def is_about_floating_dtypes(error: Exception) -> bool:
+    """Whether an error of torch says that floating dtypes do not fit; whole numbers are no floating dtypes."""
+    floating = re.search(r"dtype|scalar type|data type", str(error))
+    return floating is not None and not re.search(r"\b(Long|Int|Short|Char|Byte|Bool)\b|int64|int32", str(error))
 
 
 def original_is_read(name: str) -> Refusal:

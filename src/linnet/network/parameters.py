@@ -38,7 +38,7 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         >>> list(select(model, lambda name, tensor: tensor.ndim == 2))
         ['0.weight', '2.weight']
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     checks.check_params_argument(params)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     checks.check_materialized(parameters)
