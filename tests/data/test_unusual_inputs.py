@@ -79,7 +79,7 @@ def test_a_compiled_network_gives_the_numbers_of_its_module(make):
         lin = linnet.linearize(model)
     assert torch.allclose(lin.jacobian(X).dense(), A, rtol=1e-5, atol=1e-6)
     assert torch.equal(lin(X), model(X).detach())
-    assert (list(lin.theta)[0] == "0.weight") is (make is compiled_whole)
+    assert (next(iter(lin.theta)) == "0.weight") is (make is compiled_whole)
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
     with pytest.raises(RuntimeError, match="has changed since the model was linearized"):
