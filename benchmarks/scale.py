@@ -135,13 +135,17 @@ JOBS = {
     "resnet-50": Job(_resnet50, partial(_images, 64, 224), ("high", "highest")),
     "vit-b16": Job(_vit_b16, partial(_images, 64, 224), ("high", "highest")),
     "gpt2": Job(_gpt2, partial(_tokens, 32, 128, 50257), ("high", "highest")),
-    "llama-1.1b": Job(partial(llama, size="1.1B", rank=8, names=ATTENTION), partial(_tokens, 32, 256, 32000), ("highest",)),
+    "llama-1.1b": Job(
+        partial(llama, size="1.1B", rank=8, names=ATTENTION), partial(_tokens, 32, 256, 32000), ("highest",)
+    ),
     "llama-7b": Job(partial(llama, size="7B", rank=16, names=LINEAR), partial(_tokens, 16, 256, 32000), ("highest",)),
 }
 SMALL = {
     "resnet-50": Job(_resnet50, partial(_images, 4, 64), ("highest",)),
     "gpt2": Job(_gpt2, partial(_tokens, 4, 32, 50257), ("highest",)),
-    "llama-tiny": Job(partial(llama, size="tiny", rank=8, names=ATTENTION), partial(_tokens, 16, 64, 2000), ("highest",)),
+    "llama-tiny": Job(
+        partial(llama, size="tiny", rank=8, names=ATTENTION), partial(_tokens, 16, 64, 2000), ("highest",)
+    ),
 }
 """Sizes for a CPU."""
 
@@ -247,7 +251,9 @@ def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | N
             if "ms" in found:
                 ratios = "  ".join(f"{key} {value:.2f}" for key, value in found["ratios"].items())
                 memory = "  ".join(f"{key} {value:.1f}" for key, value in found["memory_gib"].items())
-                print(f"{name:11} {precision:8} step {found['ms']['step']:8.1f} ms  {ratios}  GiB: {memory}", flush=True)
+                print(
+                    f"{name:11} {precision:8} step {found['ms']['step']:8.1f} ms  {ratios}  GiB: {memory}", flush=True
+                )
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(results, indent=2) + "\n")

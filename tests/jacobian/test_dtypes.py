@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import linnet
 from linnet.network import CannotCast, Layout
@@ -187,3 +190,105 @@ def test_whole_numbers_for_a_cast_network_are_not_about_its_dtype() -> None:
         there(torch.ones(4, 3, dtype=torch.int64))
     assert not isinstance(caught.value, CannotCast)
     assert "whole numbers" in caught.value.__notes__[0]
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the largest memory that an operation takes for a result of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_frozen_base_is_shared_and_never_copied(base: torch.dtype) -> None:
+    model = Network(1024, base, torch.float32, torch.float32)
+    X = torch.randn(6, 1024, dtype=base)
+    weight = model.body[0].base.weight
+    # Checksums read 2^16 words of 8 bytes at once.
+    assert weight.nbytes >= 2**21
+    with Allocations() as seen:
+        lin = linnet.linearize(model)
+        J = lin.jacobian(X, 3)
+        J.normal(torch.randn(lin.p, 2))
+        J @ torch.randn(lin.p)
+        J.T @ torch.randn(J.shape[0])
+        J.gram()
+        J.column_norms()
+    assert seen.largest < weight.nbytes / 2
+    shared = dict(lin.module.named_parameters())
+    for name, t in model.named_parameters():
+        assert shared[name].data_ptr() == t.data_ptr()
+
+
+def peft_model(name: str, *, modules: list[str], head: str | None = None, **sizes: Any) -> nn.Module:
+    """A Hugging Face model in bfloat16 with adapters by PEFT, which are float32."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config, kind = name.split(".")
+    torch.manual_seed(0)
+    base = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).bfloat16()
+    options = peft.LoraConfig(r=2, target_modules=modules, modules_to_save=[head] if head else None, lora_dropout=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, options)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+TEXT: Any = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT |= {"intermediate_size": 24, "max_position_embeddings": 16, "num_labels": 3, "pad_token_id": 0}
+PEFT: dict[str, Any] = {
+    "llama": lambda: peft_model(
+        "LlamaConfig.LlamaForSequenceClassification",
+        modules=["q_proj", "v_proj"],
+        head="score",
+        use_cache=False,
+        **TEXT,
+    ),
+    "bert": lambda: peft_model(
+        "BertConfig.BertForSequenceClassification", modules=["query", "value"], head="classifier", **TEXT
+    ),
+}
+
+
+def sentences(n: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    mask = (torch.arange(9) < torch.randint(3, 10, (n, 1), generator=random)).long()
+    return {"input_ids": torch.randint(1, 40, (n, 9), generator=random) * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", PEFT)
+def test_adapters_by_peft(name: str, checkpointing: bool) -> None:
+    """A bfloat16 base, float32 adapters and a bfloat16 head, as PEFT makes them; dict inputs with masks."""
+    model, X = PEFT[name]().eval(), sentences(7)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    lin = linnet.linearize(model)
+    assert all("lora" in key or "modules_to_save" in key for key in lin.theta)
+    assert {t.dtype for t in lin.theta.values()} == {torch.float32, torch.bfloat16}
+    J = lin.jacobian(X)
+    A = J.dense()
+    same, exact = dense_jacobian(model, X), dense_jacobian(copy.deepcopy(model).double(), X)
+    check_rows(A, same, exact, lin.layout, torch.finfo(torch.bfloat16).eps)
+    check_operator(J, A, blocks=3, rtol=1e-5)
+    check_operator(J.cached(), A, blocks=3, rtol=1e-5)
+    assert (sum(J.layer_grams().values()) - A @ A.T).abs().max() <= 1e-5 * (A @ A.T).abs().max()
+
+
+def test_an_adapter_that_cannot_be_trained_is_refused_by_name() -> None:
+    model = PEFT["bert"]().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"No parameter is selected.* Its adapter is frozen too .*is_trainable=True"):
+        linnet.linearize(model)
+    assert linnet.linearize(model, "*lora*").p > 0

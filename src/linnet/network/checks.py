@@ -131,8 +131,15 @@ def check_selected(selected: Mapping[str, Tensor], parameters: Mapping[str, Tens
     if selected:
         return
     frozen = sum(not tensor.requires_grad for tensor in parameters.values())
+    adapters = [name for name in parameters if re.search(r"(^|[._])(lora|adapter|ia3|prompt)", name, re.IGNORECASE)]
     if not parameters:
         hint = "There is nothing to linearize in it."
+    elif frozen and adapters:
+        hint = (
+            f"Its adapter is frozen too (such as {adapters[0]!r}): load the adapter for training "
+            "(PeftModel.from_pretrained(..., is_trainable=True)), or name its parameters with params= (globs also "
+            "select frozen ones, such as params='*lora*')."
+        )
     elif frozen:
         hint = "Set requires_grad_(True), or name parameters with params= (globs also select frozen ones)."
     else:

@@ -114,8 +114,8 @@ def combine(blocks: Sequence[ColumnBlock]) -> list[ColumnBlock]:
     """One block per range: contributions of tied parameters are put together before any product.
 
     Several `OuterProductBlock` over the same ranges become one with their uses side by side, and so do uses of an
-    embedding table (see `_merge_tables`). Blocks that are unlike become a `SumBlock`. Blocks that share a weight but not the bias, or only part of a range, are split or padded
-    first.
+    embedding table (see `_merge_tables`). Blocks that are unlike become a `SumBlock`. Blocks that share a weight but
+    not the bias, or only part of a range, are split or padded first.
     """
     spans = sorted((start, stop, i) for i, f in enumerate(blocks) for start, stop in f.ranges)
     owner = list(range(len(blocks)))  # the first block of the group that each belongs to
@@ -193,7 +193,7 @@ def _merge_tables(group: Sequence[ColumnBlock]) -> EmbeddingBlock | None:
             return None
         left, right = f.g[:, :, 0].index_select(3, used).mT, f.x  # (n, c, used, T), (n, 1, T, dx)
         ids.append(used.expand(f.n, -1))
-        g.append((left.to(g[0].dtype) @ right.to(g[0].dtype)))
+        g.append(left.to(g[0].dtype) @ right.to(g[0].dtype))
         formed += f.bytes
     return EmbeddingBlock(torch.cat(ids, 1), torch.cat(g, 2), group[0].ranges[0], dropped=False, formed=formed)
 
