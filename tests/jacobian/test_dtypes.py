@@ -292,3 +292,55 @@ def test_an_adapter_that_cannot_be_trained_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"No parameter is selected.* Its adapter is frozen too .*is_trainable=True"):
         linnet.linearize(model)
     assert linnet.linearize(model, "*lora*").p > 0
+
+
+MIXED = {
+    "normalization": lambda m, x: m.head((h := m.a(x)) / h.square().mean(0).add(1e-2).sqrt()),
+    "mean": lambda m, x: m.head((h := m.a(x).tanh()) + 0.5 * h.mean(0)),
+    "largest": lambda m, x: m.head((h := m.a(x).tanh()) / h.abs().max()),
+    "neighbor": lambda m, x: m.head((h := m.a(x).tanh()) + 0.3 * h.roll(1, 0)),
+    "number": lambda m, x: m.head(m.a(x).tanh()) / len(x),
+}
+"""Networks whose examples interact."""
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("n", [2, 3, 9])
+def test_examples_that_interact_are_refused_in_half_precision(name: str, n: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(n)
+    J = linnet.linearize(net(MIXED[name])().to(dtype)).jacobian(torch.randn(n, 4, dtype=dtype))
+    with pytest.raises(ValueError, match=r"other examples of its batch|mixes examples"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "linnet's layer rules")
+        J.gram()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_kernels_that_round_with_the_number_of_examples_are_no_interaction(dtype: torch.dtype) -> None:
+    """Half-precision kernels of a GPU: a bfloat16 Llama of 22 layers gives outputs 2 % apart."""
+
+    def rounded(m: nn.Module, x: Tensor) -> Tensor:
+        return m.head(m.a(x).tanh()) * (1 + 0.02 * (len(x) % 3))
+
+    model, X = net(rounded)(), torch.randn(11, 4)
+    J = linnet.linearize(copy.deepcopy(model).to(dtype)).jacobian(X.to(dtype), 4)
+    assert J.gram().shape == (22, 22)
+    with pytest.raises(ValueError, match="other examples of its batch"):
+        linnet.linearize(model).jacobian(X, 4).gram()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_deep_language_model_in_half_precision_is_not_refused(side: str, dtype: torch.dtype) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = TEXT | {"num_hidden_layers": 16, "use_cache": False}
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**options)).to(dtype)
+    lin = linnet.linearize(model, ["model.layers.0.self_attn.*", "score.*"])
+    for n, size in ((1, "auto"), (2, "auto"), (5, 2), (9, "auto")):
+        X = sentences(n)
+        if side == "left":
+            X = {name: t.flip(1) for name, t in X.items()}
+        J = lin.jacobian(X, size)
+        assert J.gram_diag().isfinite().all()
+        logits = model(**X).logits.detach().float()
+        assert (J.outputs() - logits).abs().max() <= 0.08 * logits.abs().max()

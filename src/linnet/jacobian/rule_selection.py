@@ -232,7 +232,9 @@ class RuleSelection:
             self._check_cast(probe, out)
         # As many other examples beside each one, with which kernels round alike; or each one alone.
         beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
-        more = beside if self._rounds_to_half else [[i] for i in range(n)]
+        if self._needs_same_size("highest"):
+            self._check_alone(probe, out)
+        more = beside if self._needs_same_size("highest") else [[i] for i in range(n)]
         for index in ([*reversed(range(n))], *more) if n > 1 else ():
             if not self._check_apart(small, probe, index) and len(index) == 1:
                 break  # the network takes no single example
@@ -256,6 +258,28 @@ class RuleSelection:
         tolerance = 0.5 if rounds in HALF else TOLERANCE[rounds]  # half precision loses digits in every layer
         if own.shape != out.shape or not checks.close(own.to(out.dtype), out, tolerance):
             raise checks.cannot_cast(net.cast, "its outputs are not those of the network itself")
+
+    def _check_alone(self, probe: Batch, out: Tensor) -> None:
+        """Raise if the outputs of an example alone are far from those in a batch: they depend on the number there."""
+        for i in range(probe.n) if probe.n > 1 else ():
+            try:
+                with torch.no_grad():
+                    alone = self._of_some(probe, torch.tensor([i]))
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                return  # the network takes no single example
+            if float((alone[0] - out[i]).abs().max()) > self._loose() * float(out.abs().max()):
+                raise checks.examples_interact()
+
+    def _loose(self, precision: Precision = "highest") -> float:
+        """The largest relative disagreement where rounding moves an example across a kink, or through many layers."""
+        return {torch.float64: TOLERANCE[torch.float64], torch.float32: 0.1}.get(
+            rounds_to(self._known.coarsest, "bf16" if precision == "bf16" else "highest"), 0.5
+        )
+
+    def _needs_same_size(self, precision: Precision) -> bool:
+        """Whether kernels round in another way with every number of examples: half precision, and float32 on a GPU."""
+        on_gpu = self.network.device.type == "cuda" and self._known.coarsest != torch.float64
+        return self._rounds_to_half or precision == "bf16" or on_gpu
 
     def _check_apart(self, small: Recording, probe: Batch, index: list[int]) -> bool:
         """Raise if outputs or gradients of some examples are others in another batch; False if that cannot be run."""
@@ -284,8 +308,8 @@ class RuleSelection:
         """Examples of a chunk in other batches; see `linnet.network.parameter_guard` for what is refused on the way.
 
         A small chunk is cut in two at random, and two of its examples are also run alone. Of a large chunk a sixteenth
-        is taken. Half-precision kernels round in another way with every number of examples: there, the examples that
-        are taken fill a batch of the same size.
+        is taken. Where kernels round in another way with every number of examples (see `_needs_same_size`), the
+        examples that are taken fill a batch of the same size.
 
         Args:
             batch: The chunk.
@@ -299,7 +323,7 @@ class RuleSelection:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(batch.start))
             few = max(few, n // 16)
             parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
-            if not self._rounds_to_half and precision != "bf16":
+            if not self._needs_same_size(precision):
                 indices, alone = parts, [*order[:2, None]] if 2 < n <= few else []
             else:
                 indices = [part[torch.arange(n) % len(part)] for part in parts]
@@ -333,10 +357,7 @@ class RuleSelection:
         u[again.to(u.device)] = 0.0  # an example that fills the batch again does not count
         found = self.truth(recording, u, precision)
         U = found.U.new_zeros(batch.n, *found.U.shape[1:]).index_add_(0, index.to(u.device), found.U)
-        # Rounding can move an example across a kink, and its gradient with it.
-        loose = {torch.float64: TOLERANCE[torch.float64], torch.float32: 0.1}.get(self._known.coarsest, 0.5)
-        loose = max(loose, 0.5) if precision == "bf16" else loose
-        return replace(found, U=U, tolerances=(loose,))
+        return replace(found, U=U, tolerances=(self._loose(precision),))
 
     def _calls(self, current: frozenset[int]) -> CallGuard:
         """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
