@@ -1,8 +1,8 @@
 """Today's models: passes, Gram matrices and estimators beside a training step of the same network.
 
-The networks have random weights. Every network gives one output per example in the passes: the log-sum-exp of the class
-logits. A training step is a plain forward and backward pass in the selected parameters, in the same precision. Memory is
-the peak above what the model, its data and V occupy.
+The networks have random weights. In the passes every network gives one output per example: the log-sum-exp of the class
+logits. A training step is a plain forward and backward pass in the selected parameters, in the same precision. Memory
+is the peak above what the model, its data and V occupy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job:
 
     build: Callable[[torch.device], nn.Module]
     inputs: Callable[[torch.device], Inputs]
-    precisions: tuple[Precision, ...]
+    precisions: tuple[Precision, ...] = ("highest",)
     parts: tuple[str, ...] = ("pass", "column", "gram")
 
 
@@ -196,11 +196,22 @@ def time_passes(name: str, job: Job, precision: Precision, device: str, rounds: 
         }
         contenders = {key: run for key, run in contenders.items() if key == "step" or key in job.parts}
         times = milliseconds(contenders, device, rounds=rounds)
+        plan = str(J.plan)
+        del J, contenders
+        memory = {"step": peak(partial(step, model, x), device)}
         model.zero_grad(set_to_none=True)
-        memory = {key: peak(run, device) for key, run in contenders.items()}
+        lin = linnet.linearize(model, output=output)
+        memory |= {key: peak(partial(four_times, lin, x, V, precision, key), device) for key in job.parts}
     ratios = {key: times[key] / times["step"] for key in job.parts}
     result = {"network": name, "precision": precision, "p": p, "ms": times, "memory_gib": memory, "ratios": ratios}
-    return result | {"plan": str(J.plan)}
+    return result | {"plan": plan}
+
+
+def four_times(lin: linnet.Linearization, x: Inputs, V: Tensor, precision: Precision, part: str) -> None:
+    """A new Jacobian and four passes: what a GPU records of the first passes counts too."""
+    J = lin.jacobian(x, precision=precision, progress=False)
+    for _ in range(4):
+        J.gram() if part == "gram" else J.normal(V if part == "pass" else V[:, :1])
 
 
 def profile(name: str, job: Job, precision: Precision, device: str, part: str) -> str:
