@@ -151,7 +151,7 @@ def attach_head(
         >>> model[2].out_features
         10
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     messages.check_batch_size(batch_size, auto=False)
     check_pool(pool)
     source = as_source(X, model.forward)
@@ -193,7 +193,7 @@ def put_head(
         >>> put_head(model, X[:2], Readout(*weights, head.task_, head.classes_, head.penalty_))(X).shape
         torch.Size([60, 1])
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     check_pool(pool)
     return _assemble(model, readout, _locate(model, as_source(X, model.forward), features, pool))
 

@@ -139,9 +139,10 @@ class ChunkBuilder:
             if along is None or not along.shape[1] or not (columns and graph):
                 f = net.forward(leaves, batch)
             else:
-                views = net.layout.unflatten(along[:, 0].to(net.model_dtype))
+                views = net.layout.unflatten(along[:, 0])
                 # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
-                tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
+                copies = zip(net.theta.items(), torch._foreach_mul(list(views.values()), 1.0), strict=True)
+                tangent = {name: t.to(like.dtype) for (name, like), t in copies}
                 shared = SharedOutputs() if along.shape[1] > 1 else None
                 with forward_mode(net.module), nullcontext() if shared is None else shared:
                     f, product = autodiff.dual(lambda theta: net.forward(theta, batch), leaves, tangent)
@@ -612,7 +613,7 @@ class NetworkChunks(ChunkSource):
 
     def _by_backward(self, kind: Request) -> bool:
         # Reverse mode adds up over the examples, which half precision is too short for.
-        return kind == "rmatmul" and self.lin.model_dtype == self.lin.dtype
+        return kind == "rmatmul" and not self.lin.rules.differentiates_in_half
 
     def _borrow(self, batch: Batch, request: ChunkRequest) -> Loan[Chunk] | None:
         """The chunk of a batch as a GPU has recorded it; None if there is no such record.

@@ -251,10 +251,11 @@ def chunk_size(n: int, per_example: int, limit: int) -> int:
 
 
 def working_size(blocks: Sequence[ColumnBlock], itemsize: int) -> int:
-    """Bytes per example of the rows of all blocks and of the largest patches of a convolution."""
+    """Bytes per example of the rows of all blocks, of the largest patches of a convolution, and of what is formed."""
     rows = sum(f.c * f.q for f in blocks if not isinstance(f, EmbeddingBlock))
     patches = max((f.size.groups * f.size.T * f.size.dx for f in blocks if isinstance(f, LazyBlock)), default=0)
-    return itemsize * (rows + patches)
+    formed = sum(f.formed // f.n for f in blocks if isinstance(f, EmbeddingBlock))
+    return itemsize * (rows + patches) + formed
 
 
 def _count(number: float) -> str:

@@ -217,7 +217,7 @@ class Laplace(HubMixin, BaseEstimator):
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
         check_options(self)
         inputs = check_inputs(self, X, reset=True)
-        self._attach(self.model)
+        self._attach(check_module(self.model))
         check_prior(self.prior, self.lin_)
         J = self._jacobian(inputs)
         check_structure_fits(self, J)
