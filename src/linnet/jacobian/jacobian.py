@@ -104,8 +104,8 @@ class Jacobian(LinearOperator):
 
     @property
     def _sample(self) -> list[ColumnBlock]:
-        """Columns of the Jacobian of the first examples."""
-        return self.passes.chunks.first.blocks
+        """Columns of the Jacobian of the first examples, for counts of cost."""
+        return self.passes.chunks.first.planned
 
     def _network_chunks(self, why: str) -> NetworkChunks:
         """The chunks that the network makes; raise where they are in memory."""

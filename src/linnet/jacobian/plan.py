@@ -182,7 +182,8 @@ def describe(passes: Pass) -> Plan:
     for block in first.blocks:
         if not isinstance(block, DenseBlock | OuterProductBlock | EmbeddingBlock | LazyBlock | SumBlock):
             continue  # autodiff's
-        for layer, part in cut_by_layer(block, lin.layout):
+        for layer, cut in cut_by_layer(block, lin.layout):
+            part = cut.with_outputs(first.c)
             uses, products, gram = found.get(layer, (0, set(), set()))
             products = products | {choose(part, "fused", k=PLAN_COLUMNS, engine=s.engine)}
             gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
