@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from linnet.data import Batch, Source
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg import LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh
+from linnet.jacobian.plan import has_many_outputs
+from linnet.linalg import LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh, weight_from_root
 from linnet.network import FunctionalModel, output_matrix, output_tensor, with_forward
 
 NAME = "linnet_root"
@@ -51,6 +52,38 @@ def combine_outputs(J: Jacobian, root: Tensor) -> Jacobian:
     other = replace(other, watch=net.watch, cast=net.cast)
     chunks = NetworkChunks(lin.with_network(other), _WithRoot(J._source, root.detach()), J.passes.settings.renewed())
     return Jacobian(chunks)
+
+
+DRAWN_ROWS = 1024
+"""Random combinations of outputs in all, at least one for each example: more of them take time, fewer leave noise."""
+
+
+def estimate_column_norms(J: Jacobian, root: Tensor | None = None, *, seed: int = 0) -> Tensor:
+    r"""The diagonal of ``J^T L L^T J``, (p,): exact, or for many outputs an unbiased estimate.
+
+    .. math:: \mathrm{E} \, (J^\top L e)^2 = \mathrm{diag}(J^\top L L^\top J) \text{ for random signs } e
+
+    A few random combinations of the outputs of an example take as many backward passes, however many outputs there are.
+
+    Args:
+        J: (n c, p).
+        root: L, (n, c) where it is diagonal, or (n, c, c); None for the identity.
+        seed: Seed of the signs.
+
+    Example:
+        >>> from linnet import linearize
+        >>> J = linearize(nn.Linear(2, 2000, bias=False)).jacobian(torch.tensor([[1.0, 2.0]]))
+        >>> estimate_column_norms(J)[:4]
+        tensor([1., 4., 1., 4.])
+    """
+    if J.in_memory or not has_many_outputs(J.c):
+        return J.column_norms(None if root is None else weight_from_root(root))
+    m = max(1, DRAWN_ROWS // J.n)
+    generator = torch.Generator().manual_seed(seed)
+    e = torch.randint(2, (J.n, J.c, m), generator=generator).to(device=J.device, dtype=J.dtype).mul_(2).sub_(1)
+    if root is not None:
+        e = weigh(e.flatten(0, 1), as_weight(root)).view_as(e)
+    return combine_outputs(J, e / m**0.5).column_norms()
 
 
 def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:

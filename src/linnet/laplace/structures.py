@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import Jacobian, WeightedRows, constant_over
+from linnet.jacobian import Jacobian, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -307,8 +307,7 @@ class _SampledLogDet(LogDet):
         return found.log_det, [by_layer[name][0] for name in self.prior.scales]
 
     def traces(self) -> list[float]:
-        root = self.structure.root
-        values = self.structure.J.column_norms(weight_from_root(root))
+        values = estimate_column_norms(self.structure.J, self.structure.root)
         return _of_diagonal(values, self.prior).traces()
 
 

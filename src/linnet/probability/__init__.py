@@ -1,6 +1,6 @@
 """Likelihoods and their expectations, priors, and posteriors of one form: R D R^T + T diag(s) T^T."""
 
-from linnet.probability.expectations import Expected, expected, predictive
+from linnet.probability.expectations import Expected, FactoredCovariance, expected, predictive
 from linnet.probability.likelihoods import (
     LIKELIHOODS,
     Bernoulli,
@@ -43,6 +43,7 @@ __all__ = [
     "Categorical",
     "DiagonalPosterior",
     "Expected",
+    "FactoredCovariance",
     "FunctionPosterior",
     "Gaussian",
     "Heteroscedastic",

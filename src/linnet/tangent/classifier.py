@@ -16,7 +16,16 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
 from linnet._common import check_ranks_agree
-from linnet._estimator import HubMixin, default_network, draw_inputs, has_targets_in_memory, like, list_options
+from linnet._estimator import (
+    HubMixin,
+    check_has_exact,
+    check_variance,
+    default_network,
+    draw_inputs,
+    has_targets_in_memory,
+    like,
+    list_options,
+)
 from linnet.data import as_source
 from linnet.inference import (
     Inference,
@@ -86,7 +95,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         iterations: Limit of iterative solves.
         preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
         rank: Number of examples that the preconditioner is made from, or "auto".
-        samples: Posterior samples of the iterative solver, and draws of Monte Carlo.
+        samples: Posterior samples of the iterative solver and of error bars, and draws of Monte Carlo.
+        variance: How error bars are made: "exact", "samples" or "auto", as for `TangentRegressor`.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -104,6 +114,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         passes_: Passes over the data until it was found; 1 where that takes a dense matrix.
         objective_path_: What "adam" minimizes, by epoch.
         layer_relevance_: Each layer's share in the adaptation.
+        variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the logits' error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
 
     Example:
@@ -139,6 +150,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         preconditioner: str = "auto",
         rank: int | str = "auto",
         samples: int = 64,
+        variance: str = "auto",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
         seed: int = 0,
@@ -148,8 +160,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         self.top, self.solver, self.link, self.family, self.classes = top, solver, link, family, classes
         self.epochs, self.minibatch, self.learning_rate = epochs, minibatch, learning_rate
         self.output, self.dtype, self.tolerance, self.iterations = output, dtype, tolerance, iterations
-        self.preconditioner, self.rank, self.samples, self.memory = preconditioner, rank, samples, memory
-        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+        self.preconditioner, self.rank, self.samples, self.variance = preconditioner, rank, samples, variance
+        self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
 
     def fit(self, X: Any, y: Any = None) -> TangentClassifier:
         """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them."""
@@ -158,6 +170,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             self._fit_by_evidence(X, y)
             return self
         check_prior(self.prior)
+        check_variance(self.variance)
         if self.link not in ("probit", "mc"):
             raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
         self._how(torch.float64)  # its errors come before any work
@@ -224,6 +237,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             solver = choose_likelihood_solver(
                 *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
             )
+            if solver == "cg-weight" and self.inference == "laplace":
+                check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
         targets = None
         if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
             targets = self._labels(y, J, classes, refit=prior is not None)
@@ -244,6 +259,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             )
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
+        self._settle_variance(J.c)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path
         self.elbo_ = None if fit.best is None else fit.best.elbo
@@ -344,7 +360,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         return torch.as_tensor(labels, device=p.device) if self._tensors and isinstance(like(X, p), Tensor) else labels
 
     def predict_logits(self, X: Any) -> tuple[Any, Any]:
-        """Mean (n, c) and covariance (n, c, c) of the logits of each input."""
+        """Mean (n, c) and covariance (n, c, c) of the logits of each input, as ``variance_`` says."""
         f, blocks = self._predict(X, "blocks")
         return like(X, f), like(X, blocks)
 
@@ -355,13 +371,15 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     @property
     def _spread(self) -> Spread:
         """The second moments that probabilities take."""
-        return "none" if self.inference == "map" else "variance" if self.link == "probit" else "blocks"
+        if self.inference == "map" or self.link == "probit":
+            return "none" if self.inference == "map" else "variance"
+        return "factor" if self.variance_ == "samples" else "blocks"
 
     def _probabilities(self, X: Any) -> Tensor:
         p = self._averaged(*self._predict(X, self._spread))
         return torch.cat([1 - p, p], 1) if p.shape[1] == 1 and not self.multilabel_ else p
 
-    def _averaged(self, f: Tensor, spread: Tensor | None) -> Tensor:
+    def _averaged(self, f: Tensor, spread: Any) -> Tensor:
         """Probabilities averaged over logits of mean f, (n, c)."""
         if spread is None:
             return self.likelihood_.mean(f)

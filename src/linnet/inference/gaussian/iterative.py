@@ -13,7 +13,7 @@ from linnet._common import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
-from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
+from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost, has_many_outputs
 from linnet.linalg import (
     LinearOperator,
     Preconditioner,
@@ -22,6 +22,7 @@ from linnet.linalg import (
     lanczos_quadrature,
     log_det_from_tridiagonals,
     nystrom_preconditioner,
+    sketch,
 )
 from linnet.probability import Prior, SamplePosterior
 
@@ -75,6 +76,14 @@ def preconditioner_of(
 ) -> Preconditioner | None:
     """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
     kind = settings.preconditioner
+    if kind != "none" and has_many_outputs(J.c):  # an example is many rows, and a sketch takes a few columns
+        rank = 4 * settings.samples if settings.rank == "auto" else int(settings.rank)
+        root = weight.sqrt() if weight.ndim == 1 else None
+        return (
+            sketch(Phi, root, rank=rank, generator=settings.generator(2))
+            if space == "weight" and root is not None
+            else None
+        )
     if kind == "none" or (kind in ("auto", "pivoted-cholesky") and not J.by_position):
         return None
     if settings.rank == "auto":
