@@ -11,6 +11,7 @@ from linnet._estimator.inputs import (
     default_network,
     has_fast_float64,
     has_targets_in_memory,
+    leave_out_ignored,
     like,
     list_options,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "files",
     "has_fast_float64",
     "has_targets_in_memory",
+    "leave_out_ignored",
     "like",
     "list_options",
     "load",

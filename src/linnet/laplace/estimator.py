@@ -27,6 +27,7 @@ from linnet._estimator import (
     check_variance,
     draw_inputs,
     has_fast_float64,
+    leave_out_ignored,
     like,
     list_options,
 )
@@ -144,6 +145,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             smaller one than that of largest evidence, which is far too large; see `tune`.
         rank: Number of eigenpairs of "lowrank".
         size: Number of parameters of "subnetwork".
+        ignore_index: Label of examples, and of sites, that count for nothing, as in torch: for integer labels of
+            classes. None for no such label.
         samples: Number of draws of the structure "samples" and of error bars from samples.
         variance: How error bars are made: "exact", or "samples" (from posterior samples that are drawn once: any number
             of outputs costs ``samples`` products with the Jacobian). "auto" takes samples for more than 16 outputs for
@@ -220,6 +223,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         samples: int = 64,
         variance: str = "auto",
         draws: int | str | None = "auto",
+        ignore_index: int | None = -100,
         tolerance: float = 1e-2,
         dtype: Any = "auto",
         memory: float | str = "auto",
@@ -230,7 +234,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.model, self.likelihood, self.structure = model, likelihood, structure
         self.prior, self.params = prior, params
         self.output, self.noise, self.rank, self.size = output, noise, rank, size
-        self.samples, self.variance, self.draws = samples, variance, draws
+        self.samples, self.variance, self.draws, self.ignore_index = samples, variance, draws, ignore_index
         self.tolerance, self.dtype, self.memory = tolerance, dtype, memory
         self.batch_size, self.seed, self.progress = batch_size, seed, progress
 
@@ -242,10 +246,9 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         inputs = check_inputs(self, X, reset=True)
         self._attach(self.model)
         check_prior(self.prior, self.lin_)
-        J = self._jacobian(inputs)
+        inputs, J, targets = self._labeled(inputs, y)
         check_structure_fits(self, J)
         self._probe = draw_inputs(J._source)
-        targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
@@ -279,6 +282,16 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self._narrow(search.scales)
         self.lin_.check_unchanged(contents=True)
         return self
+
+    def _labeled(self, inputs: Any, y: Any) -> tuple[Any, Jacobian, Tensor]:
+        """Inputs, Jacobian and targets of the examples that are not to be ignored."""
+        J = self._jacobian(inputs)
+        targets = as_targets(y, J)
+        if self.likelihood == "classification" or isinstance(self.likelihood, Bernoulli | Categorical):
+            found = leave_out_ignored(inputs, targets, targets, self.ignore_index)
+            if found is not None:
+                return found[0], self._jacobian(found[0]), found[1]
+        return inputs, J, targets
 
     def _attach(self, network: nn.Module) -> None:
         self._read = FlatOutput(self.output)
@@ -344,8 +357,24 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """A root of the curvature at noise one, (n, c), or (n, c, m)."""
         if self.draws_ is None:
             check_curvature(self._unit, f, self.memory)
-            return self._unit.root(f)
-        return sample_root(self._unit, f, self.draws_, seed=self.seed)
+            root = self._unit.root(f)
+        else:
+            root = sample_root(self._unit, f, self.draws_, seed=self.seed)
+        kept = self._kept_sites(self._y)
+        if kept is None:
+            return root
+        rows = kept.repeat_interleave(self._read.shape[0], 1).to(root)
+        return root * (rows if root.ndim == 2 else rows[..., None])
+
+    def _kept_sites(self, y: Tensor) -> Tensor | None:
+        """The sites whose labels count, (n, sites); None for all."""
+        return self._unit.is_kept(y) if isinstance(self._unit, Sites) else None
+
+    def _count_labels(self, y: Tensor) -> Tensor:
+        """How many labels of each example count, (n,)."""
+        kept = self._kept_sites(y)
+        sites = math.prod(self._read.shape[1:])
+        return torch.full((len(y),), sites, device=y.device) if kept is None else kept.sum(1)
 
     def _refresh(self) -> None:
         """The posterior for the present prior and noise."""
@@ -372,7 +401,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         base = torch.as_tensor(1.0 if noise is None else noise, dtype=J.dtype, device=J.device)
         found = likelihood_for(self.likelihood, y, shape or (J.c,), noise=base if base.ndim else float(base))
         known = torch.as_tensor(found.noise, dtype=J.dtype, device=J.device) if isinstance(found, Gaussian) else None
-        return (Sites(found, shape) if shape else found), known
+        return (Sites(found, shape, self.ignore_index) if shape else found), known
 
     @property
     def _noise_free(self) -> bool:
@@ -539,9 +568,10 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        J = self._kept_for_variances(self._jacobian(check_inputs(self, X, reset=False)))
+        _, J, targets = self._labeled(check_inputs(self, X, reset=False), y)
+        J = self._kept_for_variances(J)
         f = J.outputs()
-        targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+        targets = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         S, t = self.prior_variance_, 1 / self._noise
 
         def score(factor: float) -> float:
@@ -558,13 +588,15 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
         J = self._kept_for_variances(self._J.subset(index)) if self._J.by_position else self._J
-        f, y, sites = self._f[index], self._y[index], math.prod(self._read.shape[1:])
-        each = self._unit.log_prob(self._f, self._y) / sites
-        own, S, t = float(each[index].mean()), self.prior_variance_, 1 / self._noise
+        f, y = self._f[index], self._y[index]
+        labels = float(self._count_labels(y).sum())
+        each = self._unit.log_prob(self._f, self._y) / self._count_labels(self._y)
+        own = float(self._unit.log_prob(f, y).sum()) / labels
+        S, t = self.prior_variance_, 1 / self._noise
 
         def cost(factor: float) -> float:
             variance = factor * self._with_bars(self._structure.posterior(S, t * factor)).variance(J)
-            return own - log_score(self.likelihood_, f, variance, y) / (len(index) * sites)
+            return own - log_score(self.likelihood_, f, variance, y) / labels
 
         limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
         self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
@@ -606,6 +638,11 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if self.structure_ == "subnetwork" or self.draws_ is not None:
             what = "A subnetwork's evidence" if self.draws_ is None else "The evidence of a sampled Fisher information"
             raise NotImplementedError(f"{what} is known at the network only; use at='network'.")
+        if self._kept_sites(self._y) is not None:
+            raise NotImplementedError(
+                f"Some sites of an example have the label {self.ignore_index} and count for nothing: the evidence is "
+                "known at the network only; use at='network'."
+            )
         mean = self._f - (self._J @ theta).view_as(self._f)
         if self.structure_ in ("full", "function") and self._noise_base is None:
             return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
@@ -657,7 +694,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             return
         index = self._looked_at()
         f, y = self._f[index], self._y[index]
-        labels = len(index) * math.prod(self._read.shape[1:])
+        labels = float(self._count_labels(y).sum())
         own = float(self._unit.log_prob(f, y).sum()) / labels
         # What moves all logits together is no one's fault: it would be the prior's own variance with any data.
         spread: Spread = "blocks" if self.variance_ == "exact" else "factor"
@@ -773,9 +810,10 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             seed: Seed of groups and samples.
         """
         check_is_fitted(self)
-        J, told = self._jacobian(check_inputs(self, X, reset=False)), self._predictive
+        _, J, targets = self._labeled(check_inputs(self, X, reset=False), y)
+        told = self._predictive
         likelihood = told.likelihood
-        targets = likelihood.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+        targets = likelihood.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         generator = torch.Generator().manual_seed(seed)
         classes = not isinstance(told.inner, Gaussian)
         groups = draw_groups(J.n, kappa, labels, classes=classes, generator=generator)

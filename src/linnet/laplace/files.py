@@ -93,7 +93,7 @@ def read(
     la._attach(model)
     la._probe = behavior.check(path, la.lin_, tensors, meta.get("behavior"))
     la._read.shape = shape = tuple(meta["shape"])
-    la._unit = la.likelihood_ = Sites(unit, shape) if shape else unit
+    la._unit = la.likelihood_ = Sites(unit, shape, la.ignore_index) if shape else unit
     la._noise_base, la._noise, la._one_column = noise, 1.0, meta["one_column"]
     la.noise_ = None if noise is None else float(noise) if noise.ndim == 0 else noise.cpu().numpy()
     state = meta["state"]

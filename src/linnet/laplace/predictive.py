@@ -134,12 +134,12 @@ def average_probabilities(
 
 def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) -> float:
     """The log probability of targets for independent outputs f ~ N(f, variance), (n, c) each; probit for classes."""
-    inner = likelihood
-    if isinstance(likelihood, Sites):
-        inner, y = likelihood.inner, y.flatten(0, 1)
-        f, variance = (likelihood.split(x).flatten(0, 1) for x in (f, variance))
+    inner = likelihood.inner if isinstance(likelihood, Sites) else likelihood
     if isinstance(inner, Bernoulli | Categorical):
-        return float(inner.log_prob(f / (1 + math.pi / 8 * variance).sqrt(), y).sum())
+        return float(likelihood.log_prob(f / (1 + math.pi / 8 * variance).sqrt(), y).sum())
+    if isinstance(likelihood, Sites):
+        y = y.flatten(0, 1)
+        f, variance = (likelihood.split(x).flatten(0, 1) for x in (f, variance))
     if isinstance(inner, Heteroscedastic):
         (f, s), variance = inner.split(f), inner.split(variance)[0]
         noise = s.exp()

@@ -23,6 +23,7 @@ from linnet._estimator import (
     default_network,
     draw_inputs,
     has_targets_in_memory,
+    leave_out_ignored,
     like,
     list_options,
 )
@@ -84,6 +85,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         family: Of VI: "full" (any Gaussian; needs the dense kernel of solver="function"), "lowrank" (all covariances,
             in the directions that matter) or "meanfield" (independent weights); "auto" is the first of these that can
             be.
+        ignore_index: Label of examples that count for nothing, as in torch, for labels that are integers. None for no
+            such label: for a class whose name is -100.
         classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
         epochs: Number of epochs of "adam".
         minibatch: Number of examples of a step of "adam".
@@ -140,6 +143,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         link: str = "probit",
         family: str = "auto",
         classes: Sequence[Any] | None = None,
+        ignore_index: int | None = -100,
         epochs: int = 30,
         minibatch: int = 128,
         learning_rate: float | str = "auto",
@@ -158,7 +162,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     ) -> None:
         self.model, self.params, self.inference, self.mean, self.prior = model, params, inference, mean, prior
         self.top, self.solver, self.link, self.family, self.classes = top, solver, link, family, classes
-        self.epochs, self.minibatch, self.learning_rate = epochs, minibatch, learning_rate
+        self.ignore_index, self.epochs, self.minibatch, self.learning_rate = (
+            ignore_index,
+            epochs,
+            minibatch,
+            learning_rate,
+        )
         self.output, self.dtype, self.tolerance, self.iterations = output, dtype, tolerance, iterations
         self.preconditioner, self.rank, self.samples, self.variance = preconditioner, rank, samples, variance
         self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
@@ -232,6 +241,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         self._probe = draw_inputs(source)
         check_prior(self.prior, lin)
         J = self._jacobian(source)
+        labels = None
+        if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
+            labels = as_labels(J.targets() if y is None else y, J.n)
+            fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
+            if fewer is not None:
+                return self._condition(*fewer, classes, prior)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
             solver = choose_likelihood_solver(
@@ -239,12 +254,14 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             )
             if solver == "cg-weight" and self.inference == "laplace":
                 check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
-        targets = None
-        if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
-            targets = self._labels(y, J, classes, refit=prior is not None)
+        targets = None if labels is None else self._labels(labels, J, classes, refit=prior is not None)
         J = J if source.changes else J.cached_if_fits()
         if targets is None:
-            targets = self._labels(y, J, classes, refit=prior is not None)
+            labels = as_labels(J.targets(), J.n)
+            fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
+            if fewer is not None:
+                return self._condition(*fewer, classes, prior)
+            targets = self._labels(labels, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
         check_ranks_agree(lin, None, options=list_options(self), labels=targets)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
@@ -303,15 +320,16 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         if y is None:
             raise ValueError("fit requires y to be passed, but the target y is None: give one label for each example.")
         labels = as_labels(y, len(X))
+        fewer = leave_out_ignored(X, labels, labels, self.ignore_index)
+        labels = labels if fewer is None else fewer[1]
         count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
         if count == 1:
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
         outputs = count if labels.ndim == 2 or count > 2 else 1
         return default_network(X.shape[1], outputs, seed=self.seed, X=X)
 
-    def _labels(self, y: Any, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
-        """The likelihood's targets, from labels that are given or come with the data."""
-        labels = as_labels(J.targets() if y is None else y, J.n)
+    def _labels(self, labels: np.ndarray, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
+        """The likelihood's targets, from labels."""
         if refit and (labels.ndim == 2) != self.multilabel_:
             needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
