@@ -27,7 +27,6 @@ from linnet.jacobian import Jacobian
 from linnet.linalg import (
     Preconditioner,
     Solution,
-    as_weight,
     cg,
     cholesky_,
     log_det_from_tridiagonals,
@@ -45,6 +44,7 @@ from linnet.probability import (
     Prior,
     SamplePosterior,
     WeightPosterior,
+    row_curvature,
 )
 
 Inference = Literal["map", "laplace", "vi"]
@@ -250,7 +250,7 @@ def _iterative(data: Observations, prior: Prior, how: InferenceOptions) -> ModeF
         best = _fit_variational(data, how, variance, delta, preconditioner=P)
         return replace(fit, posterior=_posterior(best, variance, J), best=best)
     k, root, Phi = settings.samples, mode.root, J.scaled(d)
-    weight = as_weight(data.likelihood.curvature(mode.f))
+    weight = row_curvature(data.likelihood, mode.f)
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
     h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)

@@ -42,7 +42,16 @@ from linnet.jacobian.frozen_layers import SourceWithActivations, store_activatio
 from linnet.jacobian.kronecker import Kronecker, Rotation
 from linnet.jacobian.passes import Pass, Piece
 from linnet.jacobian.plan import Plan, Request, describe, has_many_outputs
-from linnet.linalg import LinearOperator, RowFn, add_symmetric_, apply_to_columns, check_fn_result, check_weight, weigh
+from linnet.linalg import (
+    ClassBlocks,
+    LinearOperator,
+    RowFn,
+    add_symmetric_,
+    apply_to_columns,
+    check_fn_result,
+    check_weight,
+    weigh,
+)
 from linnet.network import check_outputs_finite
 
 T = TypeVar("T")
@@ -645,7 +654,7 @@ class Jacobian(LinearOperator):
             root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
         """
         self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
-        if root is not None and tuple(root.shape[:2]) != (self.n, self.c):
+        if root is not None and not isinstance(root, ClassBlocks) and tuple(root.shape[:2]) != (self.n, self.c):
             raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
         if self.passes.rotation is not None:
             raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")

@@ -16,7 +16,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, check_ranks_agree, dense_budget, messages
+from linnet._common import check_fits, check_ranks_agree, messages
 from linnet._estimator import (
     ErrorBarsMixin,
     HubMixin,
@@ -66,6 +66,7 @@ from linnet.laplace.structures import (
     SubnetworkCurvature,
     kernels_of,
 )
+from linnet.linalg import ClassBlocks
 from linnet.network import FlatOutput, Params, check_module
 from linnet.probability import (
     Bernoulli,
@@ -81,6 +82,7 @@ from linnet.probability import (
     check_prior,
     likelihood_for,
     make_prior,
+    row_root,
 )
 
 log = logging.getLogger("linnet")
@@ -329,7 +331,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         )
         return count
 
-    def _fitted(self, root: Tensor) -> CurvatureStructure:
+    def _fitted(self, root: Any) -> CurvatureStructure:
         """The structure for a root of the curvature at noise one."""
         J, name = self._J, self.structure_
         if self.draws_ is not None:
@@ -346,23 +348,27 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if name == "samples":
             options: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
             return SampledCurvature(J, root, k=self.samples, memory=self.memory, **options)
-        simple: dict[str, Callable[[Jacobian, Tensor], CurvatureStructure]] = {
+        simple: dict[str, Callable[[Jacobian, Any], CurvatureStructure]] = {
             "full": FullCurvature,
             "function": KernelCurvature,
             "diag": DiagonalCurvature,
         }
         return simple[name](J, root)
 
-    def _root(self, f: Tensor) -> Tensor:
-        """A root of the curvature at noise one, (n, c), or (n, c, m)."""
-        if self.draws_ is None:
-            check_curvature(self._unit, f, self.memory)
-            root = self._unit.root(f)
-        else:
+    def _root(self, f: Tensor) -> Any:
+        """A root of the curvature at noise one, (n, c), or (n, c, m), or `ClassBlocks`."""
+        root: Any
+        if self.draws_ is not None:
             root = sample_root(self._unit, f, self.draws_, seed=self.seed)
+        else:
+            check_curvature(self._unit, f[:256])
+            root = self._unit.root(f) if self.structure_ == "function" else row_root(self._unit, f)
+            root = root.view_as(f) if root.ndim == 1 else root
         kept = self._kept_sites(self._y)
         if kept is None:
             return root
+        if isinstance(root, ClassBlocks):
+            return root * kept.flatten().to(root.pi)
         rows = kept.repeat_interleave(self._read.shape[0], 1).to(root)
         return root * (rows if root.ndim == 2 else rows[..., None])
 
@@ -913,17 +919,8 @@ def check_structure_fits(la: Laplace, J: Jacobian) -> None:
         )
 
 
-def check_curvature(unit: Likelihood, f: Tensor, memory: float | str) -> None:
-    """Raise where the curvature of all examples does not fit memory, or is none."""
-    n, c = f.shape
-    size, limit = 3 * n * c * c * f.element_size(), dense_budget(memory, f.device)
-    if not unit.diagonal and size > limit:
-        raise MemoryError(
-            f"The curvature of {n:,} examples with {c:,} outputs takes {size / 2**30:.1f} GiB, and there are "
-            f"{limit / 2**30:.1f} GiB. Draw the Fisher information instead, with draws=1 or a few, or allow more "
-            "with memory=."
-        )
-    few = f[:256]
+def check_curvature(unit: Likelihood, few: Tensor) -> None:
+    """Raise where the curvature at the outputs of a few examples is none."""
     root, B = unit.root(few), unit.curvature(few)
     found = root.square() if root.ndim == 2 else root @ root.mT
     if not torch.allclose(found, B, rtol=1e-3, atol=1e-5 * float(B.abs().max())):
