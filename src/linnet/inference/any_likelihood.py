@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from linnet._common import check_fits
 from linnet.inference import variational
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale
@@ -281,6 +282,13 @@ def _choose_on_part(
     if not prior.scales:
         return Choice((1.0,), (), 0.0), J.n
     examples = min(J.n, max(1, SUBSET_ROWS // J.c))
+    check_fits(
+        24 * (examples * J.c) ** 2,
+        settings.memory,
+        J.device,
+        what=f"The evidence that chooses the scale of the prior, for {J.c:,} outputs,",
+        instead="Give prior= as a variance, or fewer outputs (output=)",
+    )
     index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
     part = J.subset(index).cached()
     base = part.outputs() if mean is None else mean[index.to(mean.device)]

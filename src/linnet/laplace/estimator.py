@@ -32,7 +32,15 @@ from linnet._estimator import (
     list_options,
 )
 from linnet.data import Batch
-from linnet.inference import LogDet, Slope, SolverSettings, check_covariance_fits, choose_solver, maximize
+from linnet.inference import (
+    LogDet,
+    Slope,
+    SolverSettings,
+    check_covariance_fits,
+    check_outputs_fit,
+    choose_solver,
+    maximize,
+)
 from linnet.jacobian import Jacobian, Linearization, combine_outputs, has_many_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
@@ -250,6 +258,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         check_prior(self.prior, self.lin_)
         inputs, J, targets = self._labeled(inputs, y)
         check_structure_fits(self, J)
+        check_outputs_fit(J)
         self._probe = draw_inputs(J._source)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)

@@ -15,7 +15,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet._common import check_ranks_agree
+from linnet._common import check_fits, check_ranks_agree
 from linnet._estimator import (
     HubMixin,
     check_has_exact,
@@ -37,6 +37,7 @@ from linnet.inference import (
     Training,
     any_likelihood,
     check_only_map,
+    check_outputs_fit,
     choose_likelihood_solver,
 )
 from linnet.jacobian import Jacobian, linearize
@@ -247,11 +248,20 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
             if fewer is not None:
                 return self._condition(*fewer, classes, prior)
+        check_outputs_fit(J)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
             solver = choose_likelihood_solver(
                 *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
             )
+            if self.inference == "vi" and J.c > 1:
+                check_fits(
+                    4 * J.n * J.c**2 * J.dtype.itemsize,
+                    self.memory,
+                    J.device,
+                    what=f"inference='vi' with {J.n:,} examples and {J.c:,} classes",
+                    instead="Use inference='laplace' or 'map'",
+                )
             if solver == "cg-weight" and self.inference == "laplace":
                 check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
         targets = None if labels is None else self._labels(labels, J, classes, refit=prior is not None)
@@ -377,10 +387,16 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         labels = self.classes_[chosen]
         return torch.as_tensor(labels, device=p.device) if self._tensors and isinstance(like(X, p), Tensor) else labels
 
-    def predict_logits(self, X: Any) -> tuple[Any, Any]:
-        """Mean (n, c) and covariance (n, c, c) of the logits of each input, as ``variance_`` says."""
-        f, blocks = self._predict(X, "blocks")
-        return like(X, f), like(X, blocks)
+    def predict_logits(self, X: Any, *, return_std: bool = False) -> tuple[Any, Any]:
+        """Mean (n, c) of the logits of each input, and their covariance (n, c, c) or standard deviation (n, c).
+
+        Args:
+            X: Inputs.
+            return_std: Whether the standard deviation takes the place of the covariance, which many classes have no
+                memory for.
+        """
+        f, spread = self._predict(X, "variance" if return_std else "blocks")
+        return like(X, f), like(X, spread.sqrt() if return_std else spread)
 
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""

@@ -26,7 +26,7 @@ from linnet._estimator import (
     like,
     list_options,
 )
-from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, choose_solver
+from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
 from linnet.inference.gaussian import closed_form, updates
 from linnet.jacobian import Jacobian, Linearization, has_many_outputs, linearize
 from linnet.linalg import Stack
@@ -186,6 +186,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         jacobians = [self._jacobian(X) for X in inputs]
         self._probe = draw_inputs(jacobians[0]._source)
         rows = max(J.shape[0] for J in jacobians)
+        for J in jacobians:
+            check_outputs_fit(J)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
         if self.solver == "auto" and has_many_outputs(jacobians[0].c, self.samples):
