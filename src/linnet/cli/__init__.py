@@ -42,6 +42,7 @@ Params = Annotated[list[str] | None, Option(help='Parameters to use, by name: "l
 Top = Annotated[str | None, Option(help="Instead of --params: number of blocks from the top.")]
 Prior = Annotated[str, Option(help="balanced, shared, ntk, layerwise, unit, a variance, or glob=variance,...")]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")]
+Variance = Annotated[str, Option(help="Error bars: auto, exact, or samples (for many outputs).")]
 Seed = Annotated[int, Option(min=0, help="Seed of everything that is drawn, including weights that --model draws.")]
 Out = Annotated[Path, Option(help="Folder for the results.")]
 File = Annotated[Path | None, Option("--out", help="File for the numbers.")]
@@ -117,6 +118,7 @@ def adapt(
         str, Option(help="auto (a new head if the outputs do not match the targets), new, or keep.")
     ] = "auto",
     features: Annotated[str | None, Option(help="Module that a new head reads, by name; or output.")] = None,
+    variance: Variance = "auto",
     size: Size = None,
     gray: Gray = False,
     pixel_mean: PixelMean = None,
@@ -153,6 +155,7 @@ def uncertainty(
         str, Option(help="auto, full, function, lowrank, kron, ekfac, diag, subnetwork or samples.")
     ] = "auto",
     prior: Prior = "shared",
+    variance: Variance = "auto",
     size: Size = None,
     gray: Gray = False,
     pixel_mean: PixelMean = None,
