@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -25,10 +26,12 @@ from experiments import common
 from experiments.common import plots
 from experiments.common.data import color_images, mnist
 from experiments.common.networks import LATENT, lenet5, load_encoder
-from experiments.common.probes import invert
 from experiments.common.training import in_parts
 from experiments.zhang2022.spectra import from_generator
+from linnet._estimator import like
+from linnet.data import Signature
 from linnet.fisher import top_projections
+from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent, draw_latents
 
 NFK, MAPPED, PIXELS = "NFK, mapped to latents", "PCA, mapped to latents", "PCA, added up"
 PARTS = ("mnist", "cifar10")
@@ -42,8 +45,70 @@ FULL = Sizes(components=100, samples=5000, held=1000, real=2000)
 QUICK = Sizes(components=8, samples=100, held=40, real=40)
 
 
+@dataclass(frozen=True)
+class Inversion:
+    """A linear map from embeddings to the latents of a generator.
+
+    Attributes:
+        embedding: The fitted `linnet.FisherEmbedding` of the discriminator.
+        generator: From latents to samples.
+        W: (k, d), and ``b`` (d,): the latent of x is ``E(x) W + b``, flattened.
+        b: See W.
+        shape: Of one latent.
+        explained: Share of the latents' variance that the map explains on the samples it was fitted to.
+    """
+
+    embedding: Any
+    generator: Generator
+    W: Tensor
+    b: Tensor
+    shape: tuple[int, ...]
+    explained: float
+
+    def latents(self, X: Any) -> Any:
+        """The latents of examples, (n, *shape)."""
+        E = torch.as_tensor(self.embedding.transform(X)).to(self.W)
+        return like(X, (E @ self.W + self.b).view(-1, *self.shape))
+
+    def reconstruct(self, X: Any) -> Any:
+        """What the generator makes of the latents of examples."""
+        h = torch.as_tensor(self.latents(X))
+        source = GeneratedSamples(self.generator, h, Signature(lambda x: x), device=self.W.device)
+        return like(X, torch.cat([batch.args[0] for batch in source.batches(256)]))
+
+
+def invert(
+    embedding: Any, generator: Generator, *, latent: Latent, samples: int = 10_000, ridge: float = 0.0, seed: int = 0
+) -> Inversion:
+    r"""Invert a GAN by a linear map from embeddings to latents (Zhang et al. 2022, appendix C.2).
+
+    .. math:: \min_W \sum_i \| h_i - W e(G(h_i)) - b \|^2 + \lambda \|W\|^2
+
+    Args:
+        embedding: A fitted `linnet.FisherEmbedding` of the discriminator.
+        generator: G.
+        latent: What h is drawn from; see `linnet.scores.gan`.
+        samples: How many h.
+        ridge: lambda.
+        seed: Of h.
+    """
+    h = draw_latents(latent, samples, seed)
+    lin = embedding.lin_
+    E = embedding.transform(GeneratedSamples(generator, h, Signature(lin.module.forward), device=lin.device)).double()
+    H = h.flatten(1).to(E)
+    if len(H) <= E.shape[1]:
+        raise ValueError(f"A map from {E.shape[1]} numbers needs more than as many samples; got {len(H)}.")
+    # Centered, so that the constant is not penalized.
+    e, mean = E - E.mean(0), H.mean(0)
+    A = torch.cat([e, torch.full((), ridge, dtype=E.dtype).sqrt() * torch.eye(E.shape[1]).to(E)])
+    W = torch.linalg.lstsq(A, torch.cat([H - mean, H.new_zeros(E.shape[1], H.shape[1])])).solution
+    left = (H - mean - e @ W).square().sum() / (H - mean).square().sum()
+    b = mean - E.mean(0) @ W
+    return Inversion(embedding, generator, W, b, tuple(h.shape[1:]), 1 - float(left))
+
+
 class Pixels(nn.Module):
-    """Principal components of images, in the form of an embedding that `experiments.common.probes.invert` takes."""
+    """Principal components of images, in the form of an embedding that `invert` takes."""
 
     def __init__(self, X: Tensor, k: int) -> None:
         super().__init__()
