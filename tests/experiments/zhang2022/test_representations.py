@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,6 +85,22 @@ def test_redrawn_layers_are_new_and_the_others_are_not():
     # From the new one upwards, batch norm has seen the images.
     means = [float(block[1].running_mean.abs().sum()) for block in new[1:]]
     assert means[0] == 0 and min(means[1:]) > 0
+
+
+# Probes.
+
+
+def test_the_penalty_of_a_probe_is_chosen_by_held_out_examples():
+    y = torch.arange(200) % 2
+    E = torch.cat([normal(200, 3) + 2 * normal(2, 3, seed=1)[y], normal(200, 150, seed=5), torch.ones(200, 1)], 1)
+    each = [nfk_probe.fit_probe(E, y, penalties=(penalty,)) for penalty in (10.0, 0.1, 1e-6)]
+    best, right = max(each, key=lambda found: found[1])
+    found, held_out = nfk_probe.fit_probe(E, y, penalties=(10.0, 0.1, 1e-6))
+    assert held_out == right > min(share for _, share in each) and found[-1].C == best[-1].C
+    # Without a spread of each, the unit of the features is free.
+    a, b = (nfk_probe.fit_probe(k * E, y, penalties=(1.0,), standardize=False)[0] for k in (1, 100))
+    f, g = a.decision_function(E.numpy()), b.decision_function(100 * E.numpy())
+    np.testing.assert_allclose(f, g, rtol=0.01, atol=0.01)
 
 
 # Distillation with an embedding of the student's own.
