@@ -8,7 +8,6 @@ the evidence at the network's own weights is not left as it is: with one prior f
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -90,8 +89,7 @@ def rescale(model: nn.Sequential, k: float) -> nn.Sequential:
 
 
 def fit(model: nn.Module, X: Tensor, y: Tensor, prior: Any) -> linnet.Laplace:
-    with warnings.catch_warnings():  # how far a network is from a mode is not asked here
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+    with common.expect(common.FAR):  # how far a network is from a mode is not asked here
         return linnet.Laplace(model, "regression", prior=prior, noise=NOISE).fit(X, y)
 
 

@@ -9,7 +9,6 @@ for the one that needs them, a temperature. Turned digits and Fashion-MNIST are 
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace as Sizes
 from typing import Any, NamedTuple
@@ -162,8 +161,7 @@ def methods(nets: Sequence[nn.Module], data: Data, sizes: Sizes) -> dict[str, Ca
     exact = linnet.Laplace(net, structure="full", progress=False)
 
     def fitted(la: linnet.Laplace) -> linnet.Laplace:
-        with warnings.catch_warnings():  # a network stopped by held-out digits is not at a mode
-            warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        with common.expect(common.FAR):  # a network stopped by held-out digits is not at a mode
             return la.fit(X, y)
 
     last = linnet.Laplace(net, params=f"{len(net) - 1}.*", progress=False)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ for CIFAR-10 should not be sure of. Every method is kept as soon as it is there.
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,14 +94,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             continue
         X, y = (t.to(options.device) for t in training(options, count))
         clock = common.Clock(options.device)
-        with clock("fit"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        with clock("fit"), common.expect(common.FAR):
             la = linnet.Laplace(net, samples=options.samples, seed=options.seed, progress=False, **METHODS[name])
             la.fit(X, y)
         keep(name, ask(la, X_test, y_test, others, options, clock) | {"training images": count})
         clock = common.Clock(options.device)
-        with clock("fit"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
+        with clock("fit"), common.expect(common.WIDE):
             la.tune(narrow=False)
         keep(name + ALONE, ask(la, X_test, y_test, others, options, clock) | {"training images": count})
     return parts

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +145,7 @@ def average_links(la: linnet.Laplace, X: Tensor, links: Sequence[str]) -> tuple[
 
 def tune_alone(la: linnet.Laplace) -> linnet.Laplace:
     """The largest evidence; that it is too wide is the point."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
+    with common.expect(common.WIDE):
         return la.tune("shared", narrow=False)
 
 

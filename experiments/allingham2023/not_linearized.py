@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace as Sizes
@@ -46,9 +45,7 @@ CPU = Sizes(
 
 def posterior(model: nn.Module, data: tuple[Tensor, Tensor], case: str, precision: float | None) -> linnet.Laplace:
     """With a given precision, or the one that the evidence chooses, whatever averaging costs then."""
-    with warnings.catch_warnings():  # neither how far from a mode the network is nor how wide the prior is asked here
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
-        warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
+    with common.expect(common.FAR, common.WIDE):
         if case == CURVE:
             given: dict[str, Any] = {"likelihood": "regression", "noise": evidence.NOISE}
         else:

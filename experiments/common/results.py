@@ -10,6 +10,7 @@ import os
 import platform
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,39 +41,24 @@ cuda` and `python -m experiments encoders` write those of the GANs, the VAE and 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of results/README.md.
+    """A row of results/README.md."""
 
-    Attributes:
-        what: What was measured.
-        paper: The paper's value, or what it says in words.
-        ours: Our value.
-        differs: What differs from the paper's setting.
-    """
-
-    what: str
-    paper: str
-    ours: str
-    differs: str
+    what: str  # what was measured
+    paper: str  # the paper's value, or what it says in words
+    ours: str  # our value
+    differs: str  # what differs from the paper's setting
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment hands back.
+    """What an experiment hands back."""
 
-    Attributes:
-        metrics: Every number, as JSON. "parts" are put beside those that other runs have kept.
-        figure: The figure.
-        rows: Its rows of results/README.md.
-        command: For the table, where several runs made the parts; None for the command that was given.
-        time: The same; None for that of this run.
-        renewed: The outcome from all parts, for those that other processes kept while this one was made.
-    """
-
-    metrics: dict[str, Any]
-    figure: Figure
-    rows: Sequence[Row]
-    command: str | None = None
-    time: str | None = None
+    metrics: dict[str, Any]  # Every number, as JSON. "parts" are put beside those that other runs have kept.
+    figure: Figure  # the figure
+    rows: Sequence[Row]  # its rows of results/README.md
+    command: str | None = None  # for the table, where several runs made the parts; None for the command that was given
+    time: str | None = None  # the same; None for that of this run
+    # the outcome from all parts, for those that other processes kept while this one was made
     renewed: Callable[[dict[str, Any]], Outcome] | None = None
 
 
@@ -105,6 +91,19 @@ class Clock:
         start = self.now()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+
+
+FAR, WIDE, OWN = "The network is far from a mode", "The prior that the evidence chose", "The network's residuals"
+"""Beginnings of warnings: a network was stopped early; a prior is wide; data are those that the network has seen."""
+
+
+@contextmanager
+def expect(*beginnings: str) -> Iterator[None]:
+    """Do not show warnings that begin so: what they warn of is what the experiment is about."""
+    with warnings.catch_warnings():
+        for beginning in beginnings:
+            warnings.filterwarnings("ignore", beginning, UserWarning)
+        yield
 
 
 # Options.

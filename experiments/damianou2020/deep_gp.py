@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -194,8 +193,7 @@ def of_seed(sizes: Sizes, depths: Sequence[int], seed: int) -> tuple[dict[str, A
         with torch.no_grad():
             f, noise = tuned.model(at)[:, 0], (tuned.model(X)[:, 0] - y).square().mean()
         found[NETWORK] = f[None], noise.expand(1, len(f))
-    with clock(LAPLACE), warnings.catch_warnings():  # a network stopped by held-out points is not at a mode
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+    with clock(LAPLACE), common.expect(common.FAR):  # a network stopped by held-out points is not at a mode
         la = linnet.Laplace(tuned.model, "regression", progress=False).fit(X, y)
         found[LAPLACE] = one_of(la.predict(at, return_std=True, noise=True))
     with clock(TANGENT):

@@ -60,25 +60,16 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a device.
+    """What is measured on a device."""
 
-    Attributes:
-        n: Examples, for the network of 803,601 parameters.
-        h: Widths of networks for 1,000 examples; they have about 20 h^2 parameters.
-        examples: Those 1,000.
-        networks: Classifier to batch size.
-        columns: Of the Fisher-vector products.
-        limit: Seconds after which a contender is not tried on a larger size, and that the paper's CG may take.
-        patience: A contender that takes longer than this is run once.
-    """
-
-    n: tuple[int, ...]
-    h: tuple[int, ...]
-    networks: dict[str, int]
-    examples: int = 1000
-    columns: tuple[int, ...] = (1, 16)
+    n: tuple[int, ...]  # examples, for the network of 803,601 parameters
+    h: tuple[int, ...]  # widths of networks for 1,000 examples; they have about 20 h^2 parameters
+    networks: dict[str, int]  # classifier to batch size
+    examples: int = 1000  # examples of the networks of widths h
+    columns: tuple[int, ...] = (1, 16)  # columns of the Fisher-vector products
+    # seconds after which a contender is not tried on a larger size, and that the paper's CG may take
     limit: float = 20.0
-    patience: float = 2.0
+    patience: float = 2.0  # seconds; a contender that takes longer is run once
     width: int = 200
 
 

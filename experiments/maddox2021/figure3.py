@@ -42,19 +42,12 @@ FULL = Sizes(widths=(10, 100, 1000, 5000), steps=1500, seeds=6, grid=161)
 
 @dataclass(frozen=True)
 class Curve:
-    """A function, where it is observed and where it is shown.
+    """A function, where it is observed and where it is shown."""
 
-    Attributes:
-        name: In words.
-        inside: Intervals of the observations.
-        limit: The grid goes from -limit to limit.
-        n: Observations.
-    """
-
-    name: str
-    inside: tuple[tuple[float, float], ...]
-    limit: float
-    n: int = 40
+    name: str  # in words
+    inside: tuple[tuple[float, float], ...]  # intervals of the observations
+    limit: float  # the grid goes from -limit to limit
+    n: int = 40  # observations
 
     def truth(self, x: Tensor) -> Tensor:
         return torch.sin(3 * x) + 0.5 * x if self.name == "wave" else torch.sin(2 * x)

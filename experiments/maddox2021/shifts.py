@@ -58,27 +58,16 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One network and the points it is adapted with.
+    """One network and the points it is adapted with."""
 
-    Attributes:
-        model: Layers in order; the outputs are mean and log variance.
-        adapt: The points.
-        test: Where to predict.
-        search: What fine-tuning tries, with as many epochs as the network was trained for.
-        unit: Original units per unit of the targets, whose zero is ``level``.
-        level: See unit.
-        device: Where everything is.
-        seed: Of everything drawn.
-    """
-
-    model: nn.Sequential
-    adapt: Labeled
-    test: Labeled
-    search: Search
-    unit: float = 1.0
-    level: float = 0.0
-    device: str = "cpu"
-    seed: int = 0
+    model: nn.Sequential  # layers in order; the outputs are mean and log variance
+    adapt: Labeled  # the points
+    test: Labeled  # where to predict
+    search: Search  # what fine-tuning tries, with as many epochs as the network was trained for
+    unit: float = 1.0  # original units per unit of the targets, whose zero is ``level``
+    level: float = 0.0  # see unit
+    device: str = "cpu"  # where everything is
+    seed: int = 0  # seed of everything that is drawn
 
     def network(self) -> dict[str, Any]:
         """The network as it is."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,17 +76,11 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Tasks:
-    """Sinusoids, each with its points.
+    """Sinusoids, each with its points."""
 
-    Attributes:
-        X: Points (tasks, n, 1).
-        y: Noisy values (tasks, n).
-        parameters: Amplitude, phase, frequency (tasks, 3).
-    """
-
-    X: Tensor
-    y: Tensor
-    parameters: Tensor
+    X: Tensor  # points (tasks, n, 1)
+    y: Tensor  # noisy values (tasks, n)
+    parameters: Tensor  # amplitude, phase, frequency (tasks, 3)
 
     def few(self, shots: int) -> tuple[Tensor, Tensor]:
         """The first points of each task."""
@@ -151,8 +144,7 @@ class Tangent:
 
 def call_quietly(fit: Any, *arguments: Any) -> Any:
     """Without the warning that the network was trained on these data: on the source task it was, by design."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The network's residuals", category=UserWarning)
+    with common.expect(common.OWN):
         return fit(*arguments)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,21 +47,13 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Split:
-    """Standardized examples of several splits of one set, one split a row.
+    """Standardized examples of several splits of one set, one split a row."""
 
-    Attributes:
-        X: Training inputs (s, n, d).
-        y: Training targets (s, n).
-        X_test: Test inputs (s, m, d).
-        y_test: Test targets (s, m).
-        unit: The targets' standard deviations (s,).
-    """
-
-    X: Tensor
-    y: Tensor
-    X_test: Tensor
-    y_test: Tensor
-    unit: Tensor
+    X: Tensor  # training inputs (s, n, d)
+    y: Tensor  # training targets (s, n)
+    X_test: Tensor  # test inputs (s, m, d)
+    y_test: Tensor  # test targets (s, m)
+    unit: Tensor  # the targets' standard deviations (s,)
 
 
 def load(folder: Path, name: str, splits: int, *, largest: int | None = None, device: str = "cpu") -> Split:
@@ -102,8 +93,7 @@ def load(folder: Path, name: str, splits: int, *, largest: int | None = None, de
 
 def tangent(model: torch.nn.Module, X: Tensor, y: Tensor, at: Tensor, **settings: Any) -> Prediction:
     """Fit and predict; the warning about the network's own data is the point of the second setting."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The network's residuals", category=UserWarning)
+    with common.expect(common.OWN):
         fitted = linnet.TangentRegressor(model, **settings).fit(X, y)
     mean, std = fitted.predict(at, return_std=True, noise=True)
     return Prediction(mean, std.square())

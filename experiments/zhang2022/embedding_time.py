@@ -43,37 +43,21 @@ TOLERANCE = 1e-4  # of linnet's eigenvalues in the timings
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        n: Examples of the timings.
-        published: Of these, examples that the published algorithm is tried on.
-        whole: Up to so many, it runs all its iterations, above one; with so many, also without tf32.
-        exact: Up to so many, errors to the exact eigenvalues in float64 are given.
-        gram: Up to so many, the Gram matrix is tried.
-        components: Of the timings.
-        images: Of the accuracy.
-        leading: Components of the accuracy.
-        ranks: Numbers of processes.
-        shared: Images that the ranks share.
-        krylov: Passes of linnet's that errors are given for.
-        power: Passes of the published algorithm's.
-        small: A small network instead of WRN-40-2.
-    """
-
-    n: tuple[int, ...]
-    published: tuple[int, ...]
-    whole: int
-    exact: int
-    gram: int
-    components: int
-    images: int
-    leading: int
-    ranks: tuple[int, ...]
-    shared: int
-    krylov: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    power: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)
-    small: bool = False
+    n: tuple[int, ...]  # examples of the timings
+    published: tuple[int, ...]  # those of n that the published algorithm is tried on
+    whole: int  # up to so many, it runs all its iterations, above one; with so many, also without tf32
+    exact: int  # up to so many, errors to the exact eigenvalues in float64 are given
+    gram: int  # up to so many, the Gram matrix is tried
+    components: int  # components of the timings
+    images: int  # images of the accuracy
+    leading: int  # components of the accuracy
+    ranks: tuple[int, ...]  # numbers of processes
+    shared: int  # images that the ranks share
+    krylov: tuple[int, ...] = (1, 2, 3, 4, 5, 6)  # passes of linnet's that errors are given for
+    power: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)  # passes of the published algorithm's
+    small: bool = False  # whether to take a small network instead of WRN-40-2
 
 
 FULL = Sizes(

@@ -47,23 +47,14 @@ QUICK = Sizes(components=8, samples=100, held=40, real=40)
 
 @dataclass(frozen=True)
 class Inversion:
-    """A linear map from embeddings to the latents of a generator.
+    """A linear map from embeddings to the latents of a generator."""
 
-    Attributes:
-        embedding: The fitted `linnet.FisherEmbedding` of the discriminator.
-        generator: From latents to samples.
-        W: (k, d), and ``b`` (d,): the latent of x is ``E(x) W + b``, flattened.
-        b: See W.
-        shape: Of one latent.
-        explained: Share of the latents' variance that the map explains on the samples it was fitted to.
-    """
-
-    embedding: Any
-    generator: Generator
-    W: Tensor
-    b: Tensor
-    shape: tuple[int, ...]
-    explained: float
+    embedding: Any  # the fitted `linnet.FisherEmbedding` of the discriminator
+    generator: Generator  # from latents to samples
+    W: Tensor  # (k, d), and ``b`` (d,): the latent of x is ``E(x) W + b``, flattened
+    b: Tensor  # see W
+    shape: tuple[int, ...]  # shape of one latent
+    explained: float  # share of the latents' variance that the map explains on the samples it was fitted to
 
     def latents(self, X: Any) -> Any:
         """The latents of examples, (n, *shape)."""

@@ -82,19 +82,12 @@ def attention_distance(strength: float, sizes: Sequence[int] = (1024, 256, 64)) 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Versions of the training images, one after the other, and what the teacher says of each.
+    """Versions of the training images, one after the other, and what the teacher says of each."""
 
-    Attributes:
-        X: Images (versions * n, 3, 32, 32).
-        y: Labels.
-        known: By method, what the student is to match, (versions * n, ...).
-        versions: How many.
-    """
-
-    X: Tensor
-    y: Tensor
-    known: Mapping[str, Tensor]
-    versions: int
+    X: Tensor  # images (versions * n, 3, 32, 32)
+    y: Tensor  # labels
+    known: Mapping[str, Tensor]  # by method, what the student is to match, (versions * n, ...)
+    versions: int  # how many
 
     def but_last(self, held: int) -> Lesson:
         """Without the last images of each version."""

@@ -76,21 +76,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its images.
+    """A model and its images."""
 
-    Attributes:
-        model: With its score.
-        score: See `linnet.scores`.
-        train: Images and labels.
-        test: The same.
-        activations: By name, from images to features (n, d).
-    """
-
-    model: nn.Module
-    score: linnet.scores.Score
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    activations: Mapping[str, Callable[[Tensor], Tensor]]
+    model: nn.Module  # with its score
+    score: linnet.scores.Score  # see `linnet.scores`
+    train: tuple[Tensor, Tensor]  # images and labels
+    test: tuple[Tensor, Tensor]  # the same
+    activations: Mapping[str, Callable[[Tensor], Tensor]]  # by name, from images to features (n, d)
 
 
 def layers(blocks: nn.Module, side: int = 2) -> Callable[[Tensor], Tensor]:
