@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.models import ResNet, WideResNet
 from experiments.common.data import ROTATIONS
-from experiments.common.results import RESULTS, data_file, replace_file, results_folder
+from experiments.common.results import RESULTS, data_file, results_folder
+from linnet._common import atomic_write
 from linnet.scores.elbo import Bound
 from linnet.testing.architectures.dense import mlp
 
@@ -45,9 +46,8 @@ def load(net: Net, folder: Path | None, name: str) -> Net:
 
 def store(net: nn.Module, folder: Path, name: str) -> Path:
     """Write the weights, as float16, to folder/name.safetensors, which `load` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
     state = {key: (t.half() if t.is_floating_point() else t).cpu().contiguous() for key, t in net.state_dict().items()}
-    with replace_file(folder / f"{name}.safetensors") as temporary:
+    with atomic_write(folder / f"{name}.safetensors") as temporary:
         save_file(state, temporary)
     return folder / f"{name}.safetensors"
 

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from linnet._common import atomic_write
 
 if TYPE_CHECKING:  # slow to import, and not needed to read data
     from matplotlib.figure import Figure
@@ -244,7 +245,7 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
             **parts,
         }
         write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
-        with replace_file(where / "figure.png") as temporary:
+        with atomic_write(where / "figure.png") as temporary:
             outcome.figure.savefig(temporary, format="png", dpi=150)
         before = table.read_text(encoding="utf-8") if table.exists() else ""
         shown = outcome.command or command, outcome.time or str(spent)
@@ -286,22 +287,8 @@ def clean(value: Any) -> Any:
 
 
 def write(path: Path, text: str) -> None:
-    with replace_file(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
-    """A temporary name in the same folder, renamed to `path` when the block has ended well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def machine(device: str) -> str:

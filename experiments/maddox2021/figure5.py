@@ -26,7 +26,7 @@ from experiments.common import plots
 from experiments.common.data import grayscale
 from experiments.common.networks import lenet
 from experiments.common.statistics import average, show_error, show_value, summarize
-from experiments.common.training import Labeled, Search, in_parts, steps, train
+from experiments.common.training import Labeled, Search, accuracy, in_parts, steps, train
 from linnet.fisher import probes
 
 SPACES = ("function", "parameters")
@@ -86,10 +86,6 @@ def describe(whole: probes.Spectrum) -> dict[str, Any]:
     }
 
 
-def accuracy(net: nn.Module, data: Labeled) -> float:
-    return float((in_parts(net, data.X).argmax(1) == data.y).double().mean())
-
-
 def with_last_layer_of(net: nn.Sequential, data: Labeled, *, epochs: int, seed: int) -> nn.Sequential:
     """A copy of the network whose last layer alone has been trained on the data."""
     new = copy.deepcopy(net)
@@ -134,7 +130,7 @@ def of_epochs(data: Labeled, test: Labeled, X: Tensor, sizes: Sizes, seed: int, 
     return {
         str(epoch): {
             **both(one, kept[last], X),
-            "accuracy": accuracy(one, test),
+            "accuracy": accuracy(one, *test.X, test.y),
             "effective rank": spectrum(one, X).effective_rank,
         }
         for epoch, one in kept.items()
@@ -159,7 +155,9 @@ def of_nodes(net: nn.Sequential, test: Labeled, X: Tensor, sizes: Sizes, seed: i
     for unit in chosen[: sizes.units].tolist():
         new = remove_unit(net, unit)
         moved = float((in_parts(new, (X,)).softmax(1) - before).abs().sum(1).mean() / 2)
-        out.append({"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, test)})
+        out.append(
+            {"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, *test.X, test.y)}
+        )
     return out
 
 
@@ -193,7 +191,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             nets[one] = of_tasks(sets, sizes, one, options.device)
         found = {
             "similarity": pairs(nets[seed], nets[other], X),
-            "accuracy on MNIST": {name: accuracy(nets[seed][name], test) for name in SETS},
+            "accuracy on MNIST": {name: accuracy(nets[seed][name], *test.X, test.y) for name in SETS},
             "spectrum": {name: describe(spectrum(net, X)) for name, net in nets[seed].items()},
         }
         parts = common.keep(options, "figure5", {key: {"tasks": {f"seed {seed}": found}}})
