@@ -9,7 +9,7 @@ for the one that needs them, a temperature. Turned digits and Fashion-MNIST are 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace as Sizes
 from typing import Any, NamedTuple
 
@@ -246,7 +246,7 @@ def summarize_seeds(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]:
+def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> Iterator[common.Row]:
     differs = f"CNN with 1,610 parameters, {sizes.train} digits of MNIST, {sizes.test} for the test; {seeds} seeds"
     differs += f"; {TRIED}"
     paper = {
@@ -254,7 +254,6 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
         ENSEMBLE: "ResNet-18, CIFAR-100: -0.90, -6.86, -14.17, -22.29, -31.07",
     }
     laplace = "linearized Laplace's column is not in the slides' text"
-    out = []
     for name, one in table.items():
         told_joint = []
         for key in JOINT:
@@ -262,13 +261,12 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
             gap = show_interval(one["less ensemble"][key]["5"], digits=2)
             told_joint.append(f"{JOINT[key]} {values}; less the ensemble's at 5: {gap}")
         said = paper.get(name, "not on the slides" if name == TEMPERATURE else laplace)
-        out.append(common.Row(f"{name}: joint log likelihood for kappa = 1 .. 5", said, "; ".join(told_joint), differs))
+        yield common.Row(f"{name}: joint log likelihood for kappa = 1 .. 5", said, "; ".join(told_joint), differs)
         nll = ", ".join(f"{angle}°: {show_value(value['nll'])}" for angle, value in one["scores"]["angles"].items())
-        out.append(common.Row(f"{name}: NLL by angle", "not on the slides", nll, differs))
+        yield common.Row(f"{name}: NLL by angle", "not on the slides", nll, differs)
         area = one["scores"]["AUROC"][UNKNOWN]
         auroc = ", ".join(f"{key} {show_value(value, 3)}" for key, value in area.items())
-        out.append(common.Row(f"{name}: AUROC of {UNKNOWN}", "not on the slides", auroc, differs))
-    return out
+        yield common.Row(f"{name}: AUROC of {UNKNOWN}", "not on the slides", auroc, differs)
 
 
 def figure(table: Mapping[str, Any], sizes: Sizes) -> Figure:

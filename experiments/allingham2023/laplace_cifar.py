@@ -9,7 +9,7 @@ for CIFAR-10 should not be sure of. Every method is kept as soon as it is there.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -213,23 +213,19 @@ def areas(known: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | Non
 # Tables and the figure.
 
 
-def rows(found: Mapping[str, Any], where: str) -> list[common.Row]:
-    out = []
+def rows(found: Mapping[str, Any], where: str) -> Iterator[common.Row]:
     for name, one in found.items():
         joints = ", ".join(f"{value:.2f}" for value in one["joint log likelihood"].values())
-        out.append(
-            common.Row(
-                f"{name}: NLL, ECE, joint log likelihood for kappa = 1 .. 5",
-                "ResNet-18, CIFAR-100, MAP: -1.40, -13.97, -27.89, -41.83, -55.89; ensemble of 5: -0.90 .. -31.07",
-                f"{one['nll']:.4f}, {one['ece']:.3f}, {joints}",
-                f"ResNet-20, CIFAR-10, {where}",
-            )
+        yield common.Row(
+            f"{name}: NLL, ECE, joint log likelihood for kappa = 1 .. 5",
+            "ResNet-18, CIFAR-100, MAP: -1.40, -13.97, -27.89, -41.83, -55.89; ensemble of 5: -0.90 .. -31.07",
+            f"{one['nll']:.4f}, {one['ece']:.3f}, {joints}",
+            f"ResNet-20, CIFAR-10, {where}",
         )
     for name, one in found.items():
         for title, area in one["unknown"].items():
             told = ", ".join(f"{key} {value:.3f}" for key, value in area.items())
-            out.append(common.Row(f"{name}: AUROC of {title}", "not on the slides", told, where))
-    return out
+            yield common.Row(f"{name}: AUROC of {title}", "not on the slides", told, where)
 
 
 def figure(found: Mapping[str, Any]) -> Figure:

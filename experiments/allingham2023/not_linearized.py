@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -171,12 +171,12 @@ def summarize_networks(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> list[common.Row]:
+def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> Iterator[common.Row]:
     kinds = {
         CURVE: f"tanh, 2 layers of {sizes.width}, {sizes.n} points",
         DIGITS: f"CNN, 1,898 parameters, {sizes.digits} digits",
     }
-    paper, out = "the network with drawn weights underfits (figure, no numbers)", []
+    paper = "the network with drawn weights underfits (figure, no numbers)"
     for case, found in table.items():
         error = "RMSE" if case == CURVE else "share of wrong labels"
         differs = f"{kinds[case]}; {sizes.draws} draws, {count} networks, 95 % intervals"
@@ -184,14 +184,13 @@ def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> list[common.Row]
             cell = found[CHOSEN][data]
             each = {way: (show_value(cell[way]["nll"]), show_value(cell[way]["error"], 3)) for way in COLORS}
             ways = "; ".join(f"{way} {', '.join(both)}" for way, both in each.items())
-            out.append(common.Row(f"{case}, the evidence's lambda: NLL and {error}, {data} data", paper, ways, differs))
+            yield common.Row(f"{case}, the evidence's lambda: NLL and {error}, {data} data", paper, ways, differs)
             gaps = "; ".join(
                 f"{name}: {show_interval(one[data]['not linearized less linear']['nll'], digits=2)}"
                 for name, one in found.items()
             )
             what = f"{case}: NLL of the network with drawn weights less the linear model's by lambda, {data} data"
-            out.append(common.Row(what, paper, gaps, differs))
-    return out
+            yield common.Row(what, paper, gaps, differs)
 
 
 def figure(first: Problem, table: Mapping[str, Any], sizes: Sizes, seed: int) -> Figure:

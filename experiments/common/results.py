@@ -10,7 +10,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,7 @@ class Outcome:
 
     metrics: dict[str, Any]  # Every number, as JSON. "parts" are put beside those that other runs have kept.
     figure: Figure  # the figure
-    rows: Sequence[Row]  # its rows of results/README.md
+    rows: Iterable[Row]  # its rows of results/README.md
     command: str | None = None  # for the table, where several runs made the parts; None for the command that was given
     time: str | None = None  # the same; None for that of this run
     # the outcome from all parts, for those that other processes kept while this one was made
@@ -235,6 +235,7 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
             parts = {"parts": merge(kept, clean(outcome.metrics["parts"]))}
             if outcome.renewed is not None and parts["parts"] != clean(outcome.metrics["parts"]):
                 outcome = outcome.renewed(parts["parts"])
+        rows = list(outcome.rows)
         record = {
             "experiment": name,
             "command": command,
@@ -249,8 +250,8 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
             outcome.figure.savefig(temporary, format="png", dpi=150)
         before = table.read_text(encoding="utf-8") if table.exists() else ""
         shown = outcome.command or command, outcome.time or str(spent)
-        write(table, update_table(before, name, *shown, outcome.rows))
-    for row in outcome.rows:
+        write(table, update_table(before, name, *shown, rows))
+    for row in rows:
         print(f"{row.what}: {row.ours}")
     return where
 

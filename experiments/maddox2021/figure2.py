@@ -12,7 +12,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -316,8 +316,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     return statistics.linear_regression(x, y).slope if len(last) > 1 else math.nan
 
 
-def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> list[common.Row]:
-    rows = []
+def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[common.Row]:
     for device, found in devices.items():
         where = f"`--device {device}`, {found['machine']}"
         where += "".join(f"; {key}: {value}" for key, value in found.get("notes", {}).items())
@@ -335,7 +334,7 @@ def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> list[common.Row]:
                 off = max((row.get("error per example", math.nan) for row in mine), default=None)
                 reached.append(text if off is None else f"{text}, off by up to {off:.0e} per example")
             differs = f"log evidence alone, float64; {where}"
-            rows.append(common.Row(f"log evidence against {of}", paper, "; ".join(reached), differs))
+            yield common.Row(f"log evidence against {of}", paper, "; ".join(reached), differs)
         if "products" not in found:
             continue
         for k in dict.fromkeys(row["k"] for row in found["products"]):
@@ -345,14 +344,13 @@ def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> list[common.Row]:
                 text = ", ".join(f"{row['network']} {row['speedup']:.1f}" for row in mine)
                 differs = f"random images and weights; {where}"
                 what = f"speedup over double backward, {contender.removeprefix('linnet, ')}, k = {k}"
-                rows.append(common.Row(what, paper if k == 1 else "not in the paper", text, differs))
+                yield common.Row(what, paper if k == 1 else "not in the paper", text, differs)
         mine = [row for row in found["products"] if row["contender"] == DIFFERENCE and "relative error" in row]
         errors = sorted(row["relative error"] for row in mine)
         if errors:
             text = f"{errors[0]:.1g} to {errors[-1]:.1g}"
             what = "relative error of the finite difference"
-            rows.append(common.Row(what, "on the order of 0.001", text, f"untrained networks; {where}"))
-    return rows
+            yield common.Row(what, "on the order of 0.001", text, f"untrained networks; {where}")
 
 
 def seconds_of(value: float) -> str:

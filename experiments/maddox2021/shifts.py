@@ -11,7 +11,7 @@ import argparse
 import copy
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,9 +211,8 @@ def run_cases(
 
 def rows(
     tables: Mapping[str, Any], *, said: Mapping[str, str], differs: str, unit: str, digits: int = 3
-) -> list[common.Row]:
+) -> Iterator[common.Row]:
     """For each shift and contender the RMSE against the points, and its difference to linnet at the most points."""
-    out = []
     for shift, sizes in tables.items():
         most = max(sizes)
         for name, last in sizes[most].items():
@@ -222,8 +221,7 @@ def rows(
                 errors += f"; less the linearized network's at {most}: {show_interval(last[LESS], digits=digits)}"
             errors += f"; NLL at {most}: {show_error(last['nll'], 2)}"
             what = f"{shift}, {name}: RMSE{unit} by points"
-            out.append(common.Row(what, said.get(name, "not in the paper"), errors, differs))
-    return out
+            yield common.Row(what, said.get(name, "not in the paper"), errors, differs)
 
 
 # Panels.

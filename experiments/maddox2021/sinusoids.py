@@ -337,7 +337,7 @@ def summary(found: list[list[dict[str, float]]]) -> dict[str, Any]:
     return out
 
 
-def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -> list[common.Row]:
+def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -> Iterator[common.Row]:
     differs = f"the paper plots a few tasks; mean ± standard error over {sources} sources x {count} tasks"
     alike = "comparable with the transferred RBF process (figure 6)"
     said = {
@@ -347,13 +347,11 @@ def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -
         "ABLR, source": "clearly worse than the finite NTK",
         "deep kernel, source": "underfits",
     }
-    rows = []
     for name in ROWS:
         one = table[name]
         ours = f"{show_error(one['rmse'])}, {show_error(one['nll'])}, {100 * one['coverage']['mean']:.0f} %"
         what = f"{shots} points, {name}: RMSE, NLL, coverage"
-        rows.append(common.Row(what, said.get(name, "not in the paper"), ours, differs))
-    return rows
+        yield common.Row(what, said.get(name, "not in the paper"), ours, differs)
 
 
 def figure(

@@ -259,9 +259,10 @@ def rank(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return dict(sorted(out.items(), key=lambda item: item[1]["rank"]))
 
 
-def table_rows(results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, Any], limit: int) -> list[common.Row]:
+def table_rows(
+    results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, Any], limit: int
+) -> Iterator[common.Row]:
     """Per setting and method, the means over sets."""
-    rows = []
     for setting in SETTINGS:
         tangents = [m for m in ranking[setting] if m in TANGENTS]
         shown = [NETWORK, LAST, FINE, *([RETRAINED] if setting == "new" else []), ENSEMBLE, *tangents[:3]]
@@ -269,16 +270,13 @@ def table_rows(results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, A
             shown.append(DEFAULT)
         for method in shown:
             one = ranking[setting][method]
-            rows.append(
-                common.Row(
-                    f"{setting} data, {method}: NLL - network, RMSE / network, coverage",
-                    "not in the paper",
-                    f"{one['NLL less network']:+.3f}, {one['RMSE over network']:.3f}, {100 * one['coverage']:.0f} % "
-                    f"(mean rank {one['rank']:.1f})",
-                    f"means over {len(results[setting])} sets, at most {limit:,} adaptation examples",
-                )
+            yield common.Row(
+                f"{setting} data, {method}: NLL - network, RMSE / network, coverage",
+                "not in the paper",
+                f"{one['NLL less network']:+.3f}, {one['RMSE over network']:.3f}, {100 * one['coverage']:.0f} % "
+                f"(mean rank {one['rank']:.1f})",
+                f"means over {len(results[setting])} sets, at most {limit:,} adaptation examples",
             )
-    return rows
 
 
 def figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:

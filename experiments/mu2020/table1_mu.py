@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -260,8 +260,7 @@ def said(part: str, name: str, top: str) -> str:
     return f"{known[name][int(top) - 1]:.2f}" if known.get(name) and top != ALL else "not in the paper"
 
 
-def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row]:
-    result = []
+def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for part, tops in tables.items():
         found = parts[part]
         less = " instead of 50,000" if part in ("gan", "vae") else ""
@@ -275,8 +274,7 @@ def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row
                         ours += f"; less linear {statistics.show_interval(cell['less linear'])}"
                     what = f"{PARTS[part]}, {'all blocks' if top == ALL else f'top {top}'}, {name}: accuracy %"
                     text = f"{differs}, {cell['accuracy']['count']} draws, 95 % interval"
-                    result.append(common.Row(what, said(part, name, top), ours, text))
-    return result
+                    yield common.Row(what, said(part, name, top), ours, text)
 
 
 def figure(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> Figure:

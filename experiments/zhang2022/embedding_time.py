@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -285,8 +285,7 @@ def outcome(panels: Mapping[str, Any]) -> common.Outcome:
     return common.Outcome({"settings": settings, "parts": ordered}, figure(ordered), table(ordered))
 
 
-def table(panels: Mapping[str, Any]) -> list[common.Row]:
-    rows: list[common.Row] = []
+def table(panels: Mapping[str, Any]) -> Iterator[common.Row]:
     if "time" in panels:
         found = panels["time"]
         at = {(row["n"], row["contender"]): row for row in found["rows"]}
@@ -306,7 +305,7 @@ def table(panels: Mapping[str, Any]) -> list[common.Row]:
         what = f"{found['components']} components of {found['network']} against n"
         paper = "its algorithm takes nearly linear time; the Gram matrix ends at 2^14"
         whole = "the published algorithm above its largest whole run from one iteration"
-        rows.append(common.Row(what, paper, ours, f"{found['machine']}; {whole}"))
+        yield common.Row(what, paper, ours, f"{found['machine']}; {whole}")
     if "accuracy" in panels:
         found = panels["accuracy"]
         power = min(row["error"] for row in found["rows"] if row["contender"] == PUBLISHED)
@@ -314,14 +313,13 @@ def table(panels: Mapping[str, Any]) -> list[common.Row]:
         ours = f"largest relative error {found['error']:.1e} after {found['passes taken']} passes; the published "
         ours += f"algorithm {power:.1e} after 12"
         differs = f"against the exact decomposition in float64; {found['machine']}"
-        rows.append(common.Row(what, "errors small for the leading modes, in a figure", ours, differs))
+        yield common.Row(what, "errors small for the leading modes, in a figure", ours, differs)
     if "ranks" in panels:
         found = panels["ranks"]
         text = ", ".join(f"{row['speedup']:.1f} with {row['ranks']}" for row in found["rows"])
         ours = f"{text}; same eigenvalues to {max(row['difference'] for row in found['rows']):.0e}"
         differs = f"processes of one thread each, {found['network']}, {found['images']:,} images; {found['machine']}"
-        rows.append(common.Row("speedup with ranks", "almost linear in the number of GPUs", ours, differs))
-    return rows
+        yield common.Row("speedup with ranks", "almost linear in the number of GPUs", ours, differs)
 
 
 def figure(panels: Mapping[str, Any]) -> Figure:

@@ -8,7 +8,7 @@ repository, and `experiments.common.networks.load_encoder` reads them. `--parts`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ def figure(options: argparse.Namespace, folder: Path, parts: Mapping[str, Any]) 
     return result
 
 
-def rows(parts: Mapping[str, Any]) -> list[common.Row]:
+def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     """One for each network."""
     three = "{output, training images:.2f}, {output, test images:.2f}, {output, generated images:.2f}"
     told = {
@@ -234,11 +234,9 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
             "the paper's has 17K",
         ),
     }
-    found = []
     for name, (what, paper, text, differs) in told.items():
         if name in parts:
             sizes = " and ".join(f"{p:,}" for p in parts[name]["parameters"])
             spent = f"{common.duration(parts[name]['seconds'])} on {parts[name]['machine']}"
             ours = text.format(**parts[name])
-            found.append(common.Row(what, paper, ours, f"{sizes} parameters; {differs}; {spent}"))
-    return found
+            yield common.Row(what, paper, ours, f"{sizes} parameters; {differs}; {spent}")

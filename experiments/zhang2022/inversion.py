@@ -9,7 +9,7 @@ MNIST, CIFAR-10 or both.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as Sizes
@@ -229,8 +229,7 @@ def pictures(own: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def rows(parts: Mapping[str, Any]) -> list[common.Row]:
-    result = []
+def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
         differs = f"100 components; DCGAN of `encoders`; {common.duration(part['seconds'])} on {part['machine']}"
         for way in (NFK, MAPPED, PIXELS):
@@ -242,8 +241,7 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
             if key in one:
                 ours += f"; {100 * one[key]:.0f} % of new latents explained"
             said = {NFK: "faithful (figure 4, no number)", PIXELS: "blurry"}.get(way, "not in the paper")
-            result.append(common.Row(f"{name}, images from their components: {way}", said, ours, differs))
-    return result
+            yield common.Row(f"{name}, images from their components: {way}", said, ours, differs)
 
 
 def figure(shown: Mapping[str, Mapping[str, Tensor]]) -> Figure:

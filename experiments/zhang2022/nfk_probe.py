@@ -12,7 +12,7 @@ import argparse
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -285,8 +285,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome({"parts": ordered}, figure(ordered), rows(ordered), command, spent)
 
 
-def rows(parts: Mapping[str, Any]) -> list[common.Row]:
-    result = []
+def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
         said, title = SAID.get(name, {}), TITLES[name]
         differs = (
@@ -299,21 +298,18 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
             known = ", ".join(f"{key}: {said[key]}" for key in keys if key in said)
             paper = known or said.get(what, "not in the paper")
             ours = ", ".join(f"{key.removeprefix('activations, ')}: {shown[key]}" for key in keys)
-            result.append(common.Row(f"{title}, probe on {what}, accuracy %", paper, ours, differs))
+            yield common.Row(f"{title}, probe on {what}, accuracy %", paper, ours, differs)
         if WHOLE in shown:
             key = next(key for key in part if key.endswith("components less the others"))
             gap = {k: 100 * v for k, v in part[key][WHOLE].items()}
             ours = f"{shown[WHOLE]}; {key.split()[0]} components less that {statistics.show_interval(gap)} points"
-            result.append(
-                common.Row(f"{title}, whole Fisher vector", said.get(WHOLE, "not in the paper"), ours, differs)
-            )
+            yield common.Row(f"{title}, whole Fisher vector", said.get(WHOLE, "not in the paper"), ours, differs)
         for key, table in part["few labels"].items():
             ours = ", ".join(f"{n}: {100 * v['mean']:.1f}" for n, v in table.items())
             known = name == GAN and key.isdigit()
             paper = ", ".join(f"{n}: {v}" for n, v in SAID_LABELS.items()) if known else "not in the paper"
             what = f"{title}, few labels, {key}{' components' if key.isdigit() else ''}, accuracy %"
-            result.append(common.Row(what, paper, ours, f"means of draws of labels; {differs}"))
-    return result
+            yield common.Row(what, paper, ours, f"means of draws of labels; {differs}")
 
 
 def figure(parts: Mapping[str, Any]) -> Figure:

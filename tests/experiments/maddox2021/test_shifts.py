@@ -86,7 +86,7 @@ def test_differences_are_paired_over_seeds():
     table = shifts.summary([run(0, 1.0, 1.5), run(1, 3.0, 3.7)])["s"][5]
     less = table["x"]["rmse less that of the linearized network"]
     assert less["mean"] == pytest.approx(0.6) and less["low"] < 0.5 and table["x"]["rmse"]["mean"] == pytest.approx(2.6)
-    assert "NLL at 5: 0.00" in shifts.rows({"s": {5: table}}, said={}, differs="", unit="")[0].ours
+    assert "NLL at 5: 0.00" in next(shifts.rows({"s": {5: table}}, said={}, differs="", unit="")).ours
     assert shifts.part(run(0, 1.0, 2.0))["s"]["5 points"]["seed 0"]["x"]["rmse"] == 2.0
     (first, second) = shifts.rows({"s": {5: table}}, said={"x": "said"}, differs="", unit="")
     assert first.paper == "not in the paper" and second.paper == "said" and "at 5: +0.600" in second.ours
