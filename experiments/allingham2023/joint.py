@@ -55,16 +55,7 @@ QUICK = Sizes(seeds=2, train=30, held=20, test=20, epochs=3, draws=10, angles=(0
 CPU = Sizes(
     seeds=5, train=500, held=200, test=200, epochs=60, draws=2000, angles=(0, 15, 30, TURNED, 60, 90), channels=(4, 8)
 )
-CUDA = Sizes(
-    seeds=10,
-    train=500,
-    held=200,
-    test=1000,
-    epochs=60,
-    draws=2000,
-    angles=(0, 15, 30, TURNED, 60, 75, 90),
-    channels=(4, 8),
-)
+CUDA = Sizes(**vars(CPU) | {"seeds": 10, "test": 1000, "angles": (0, 15, 30, TURNED, 60, 75, 90)})
 
 
 class Found(NamedTuple):
@@ -126,17 +117,9 @@ def train_members(data: Labeled, sizes: Sizes, seed: int, device: str) -> tuple[
     """The network after a search, and members that are trained likewise from other weights; float64."""
     search = Search((3e-3, 1e-2), sizes.epochs, patience=15)
     first = fine_tune(lambda _: network(sizes, 100 * seed, device), data, search, seed=seed)
-    others = [
-        train(
-            network(sizes, 100 * seed + i, device),
-            data,
-            epochs=first.epochs,
-            rate=first.rate,
-            batch=search.batch,
-            seed=100 * seed + i,
-        )
-        for i in range(1, MEMBERS)
-    ]
+    how = {"epochs": first.epochs, "rate": first.rate, "batch": search.batch}
+    seeds = [100 * seed + i for i in range(1, MEMBERS)]
+    others = [train(network(sizes, one, device), data, seed=one, **how) for one in seeds]
     return [one.double().eval() for one in (first.model, *others)], {"rate": first.rate, "epochs": first.epochs}
 
 

@@ -48,12 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 ARGUMENTS = {
-    "--methods": {
-        "nargs": "*",
-        "choices": METHODS,
-        "default": list(METHODS),
-        "help": "default: all; none shows what is kept",
-    },
+    "--methods": common.several(METHODS, "default: all; none shows what is kept", nargs="*"),
     "--train": {"type": int, "nargs": 3, "help": "images for each method (default: 1000 100 40; cuda: more)"},
     "--samples": "posterior samples (default: 16; cuda: 32)",
     "--test": "test images (default: 300; cuda: 10,000)",

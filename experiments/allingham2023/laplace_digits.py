@@ -150,7 +150,7 @@ def tune_alone(la: linnet.Laplace) -> linnet.Laplace:
 
 
 ARGUMENTS = {
-    "--kinds": {"nargs": "+", "choices": KINDS, "default": list(KINDS), "help": "default: both"},
+    "--kinds": common.several(KINDS, "default: both"),
     "--decays": {"type": float, "nargs": "+", "default": list(DECAYS), "help": "default: 0 and 1e-3"},
     "--networks": "networks of each kind (default: 3)",
 }

@@ -110,6 +110,11 @@ def expect(*beginnings: str) -> Iterator[None]:
 # Options.
 
 
+def several(choices: Iterable[Any], text: str = "", **how: Any) -> dict[str, Any]:
+    """An option that takes some of the choices, by default all of them."""
+    return {"nargs": "+", "choices": choices, "default": list(choices), "help": text, **how}
+
+
 def kind_of(options: argparse.Namespace) -> str:
     """The size of a run: "quick", or the kind of its device."""
     return "quick" if options.quick else options.device.partition(":")[0]

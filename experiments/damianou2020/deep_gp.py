@@ -218,13 +218,7 @@ def one_of(moments: tuple[Tensor, Tensor]) -> Moments:
 
 ARGUMENTS = {
     "--seeds": "draws of data and networks (default: 5)",
-    "--layers": {
-        "type": int,
-        "nargs": "+",
-        "choices": (2, 3),
-        "default": [2],
-        "help": "of deep processes (default: 2)",
-    },
+    "--layers": common.several((2, 3), "of deep processes (default: 2)", type=int, default=[2]),
 }
 
 

@@ -260,14 +260,7 @@ def products(device: str, chosen: Sizes) -> list[dict[str, Any]]:
 # The experiment.
 
 
-ARGUMENTS = {
-    "--panels": {
-        "nargs": "+",
-        "choices": PANELS,
-        "default": list(PANELS),
-        "help": "what to measure; the others stay as they are",
-    },
-}
+ARGUMENTS = {"--panels": common.several(PANELS, "what to measure; the others stay as they are")}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:

@@ -52,7 +52,7 @@ ARGUMENTS = {
     "--test": "test images (default: 300; cuda: 10,000)",
     "--draws": "of fit images (default: 3; cuda: 1)",
     "--top": "blocks that adapt, 0 for all (default: 1; cuda: 0)",
-    "--means": {"nargs": "+", "choices": MEANS, "default": list(MEANS)},
+    "--means": common.several(MEANS),
     "--inference": {"nargs": "+", "choices": INFERENCES, "help": f"default: all, above {DENSE:,} images map"},
 }
 

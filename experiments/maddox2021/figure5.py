@@ -44,17 +44,8 @@ QUICK = Sizes(seeds=2, half=200, epochs=1, images=10, few=100, marks=(0, 1, 2), 
 CPU = Sizes(
     seeds=10, half=6000, epochs=2, images=100, few=500, marks=(0, 1, 2, 5, 10, 20, 40, 90), runs=3, units=10, test=2000
 )
-CUDA = Sizes(
-    seeds=25,
-    half=30_000,
-    epochs=5,
-    images=300,
-    few=10_000,
-    marks=(0, 1, 2, 5, 10, 20, 40, 90),
-    runs=5,
-    units=40,
-    test=10_000,
-)
+MORE = {"seeds": 25, "half": 30_000, "epochs": 5, "images": 300, "few": 10_000, "runs": 5, "units": 40, "test": 10_000}
+CUDA = Sizes(**vars(CPU) | MORE)
 
 
 def gray(folder: Any, name: str, train_: bool, device: str) -> Labeled:

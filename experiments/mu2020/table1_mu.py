@@ -200,13 +200,7 @@ def measure(
 
 ARGUMENTS = {
     "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: the other three"},
-    "--tops": {
-        "type": int,
-        "nargs": "+",
-        "choices": TOPS,
-        "default": list(TOPS),
-        "help": "blocks that adapt, 0 for all",
-    },
+    "--tops": common.several(TOPS, "blocks that adapt, 0 for all", type=int),
     "--draws": {"type": int, "nargs": "+", "help": "seeds of labels and test images (0 1 2)"},
     "--labels": "default: 100; cuda: 500",
     "--test": "test images of a draw (default: 1,000; cuda: 5,000)",

@@ -90,7 +90,7 @@ def with_head(net: ResNet, head: nn.Module) -> nn.Module:
 ARGUMENTS = {
     "--depth": {"type": int, "default": 20, "help": "of the ResNet: 20, 32 or 56 (default: 20)"},
     "--sizes": {"type": int, "nargs": "*", "help": "labels (default: 100 300; cuda: to 10,000)"},
-    "--sets": {"nargs": "+", "choices": SETS, "default": list(SETS)},
+    "--sets": common.several(SETS),
     "--seeds": "draws of labels, --seed the first (default: 3)",
     "--test": "test images of a draw (default: 500; cuda: all)",
     "--blocks": {"type": int, "default": 1, "help": "residual blocks that adapt (default: 1)"},

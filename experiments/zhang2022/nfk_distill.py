@@ -148,7 +148,7 @@ def teach(
 
 
 ARGUMENTS = {
-    "--methods": {"nargs": "*", "choices": PAPER, "default": list(PAPER)},
+    "--methods": common.several(PAPER, nargs="*"),
     "--seeds": {"type": int, "nargs": "*", "default": [0, 1, 2]},
     "--epochs": {"type": int, "default": 60, "help": "over the training images (default: 60)"},
     "--components": {"type": int, "default": COMPONENTS, "help": "of the embedding (default: 20)"},

@@ -179,14 +179,7 @@ def from_generator(G: nn.Module, n: int) -> linnet.scores.Score:
 
 
 ARGUMENTS = {
-    "--digits": {
-        "type": int,
-        "nargs": 2,
-        "choices": range(10),
-        "default": (3, 8),
-        "metavar": "DIGIT",
-        "help": "default: 3 8",
-    },
+    "--digits": common.several(range(10), "default: 3 8", type=int, nargs=2, default=(3, 8), metavar="DIGIT"),
     "--images": "images of every spectrum (default: 400 to 1,500)",
 }
 
