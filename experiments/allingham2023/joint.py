@@ -30,7 +30,7 @@ from experiments.common.statistics import show_interval, show_value, subtract, s
 from experiments.common.training import Labeled, Search, fine_tune, in_parts, in_turn, train
 from linnet import metrics
 
-NAME, SIZE, MEMBERS = "joint", 20, 5
+SIZE, MEMBERS = 20, 5
 MAP, TEMPERATURE, ENSEMBLE = "MAP", "temperature by held-out digits", "ensemble of 5"
 DEFAULT, ALONE, LAST = "linnet", "linnet, the evidence alone", "linnet, last layer"
 METHODS = {
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             fitted = methods(nets, data, sizes)
             found = {name: score(make(), data, sizes, seed) for name, make in fitted.items()}
         one = {"chosen": chosen, **clock.seconds, "methods": {name: found[name] for name in METHODS}}
-        parts = common.keep(options, NAME, {where: {f"seed {seed}": one}})
+        parts = common.keep(options, {where: {f"seed {seed}": one}})
         print(f"seed {seed}:", {name: round(one["angles"]["0"]["nll"], 3) for name, one in found.items()}, flush=True)
     # Seeds that other runs of the same size have kept count too: they may run side by side.
     each = list(parts[where].values())
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "summary": table,
         "parts": parts,
     }
-    command = f"python -m experiments {NAME}" + (" --quick" if options.quick else "")
+    command = f"python -m experiments {options.name}" + (" --quick" if options.quick else "")
     if options.device != "cpu":
         command += f" --device {options.device}"
     spent = common.duration(sum(one["seconds"] for one in each)) + (" of CPU" if options.device == "cpu" else "")

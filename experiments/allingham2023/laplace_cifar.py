@@ -29,7 +29,7 @@ from linnet import metrics
 from linnet.laplace import predictive
 from linnet.probability import Categorical
 
-NAME, MAP, ALONE = "laplace_cifar", "MAP", ", the evidence alone"
+MAP, ALONE = "MAP", ", the evidence alone"
 COMMAND = "python -m experiments laplace_cifar (and --device cuda)"
 KAPPAS = (1, 2, 3, 4, 5)
 LINKS = ("probit", "centered", "mc")
@@ -60,7 +60,7 @@ ARGUMENTS = {
 def run(options: argparse.Namespace) -> common.Outcome:
     """The network alone, then each method, with the default prior and with that of largest evidence."""
     common.fill(options, DEFAULTS)
-    parts = measure(options) if options.methods else common.earlier(options, NAME).get("parts", {})
+    parts = measure(options) if options.methods else common.kept_parts(options)
     if not parts:
         raise ValueError("Nothing is kept yet: name what to measure with --methods, or leave it out for all.")
     order = sorted(parts, key=lambda where: -image_count(where))
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def keep(name: str, found: dict[str, Any]) -> None:
         nonlocal parts
-        parts = common.keep(options, NAME, {where: {name: found}})
+        parts = common.keep(options, {where: {name: found}})
         print(name, {key: value for key, value in found.items() if key != "unknown"}, found["unknown"], flush=True)
 
     net = resnet(options.data / "weights").to(options.device)

@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
                 with torch.no_grad():
                     loss = float(nn.functional.cross_entropy(one(data.X), data.y))
                 kept = {case: {f"seed {seed}": {"training loss": loss, "methods": scores}}}
-                parts = common.keep(options, "laplace_digits", kept)
+                parts = common.keep(options, kept)
             print(f"{case} done", flush=True)
     each = {case: list(found.values()) for case, found in sorted(parts.items(), reverse=True)}
     summary = {case: summarize_networks(found) for case, found in each.items()}

@@ -29,7 +29,6 @@ from experiments.common.training import Labeled, squared_error, train
 from linnet import metrics
 from linnet.probability import Categorical, Gaussian, Likelihood
 
-NAME = "not_linearized"
 MAP, LINEAR, NETWORK = "the network alone", "linear model", "network with drawn weights"
 CURVE, DIGITS = "curve", "digits"
 CHOSEN = "evidence"
@@ -141,7 +140,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             given = problem(case, sizes, seed)
             first = first or given
             found.append(of_problem(given, sizes, seed))
-            common.keep(options, NAME, {case: {f"seed {seed}": found[-1]}})
+            common.keep(options, {case: {f"seed {seed}": found[-1]}})
             print(f"{case}, seed {seed} done", flush=True)
     assert first is not None
     table = {case: summarize_networks(found) for case, found in each.items()}

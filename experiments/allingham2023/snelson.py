@@ -29,7 +29,7 @@ from experiments.common.training import Labeled, squared_error, train
 from linnet.inference import LOG_2PI
 from linnet.limits import InfiniteWidth, infinite_width
 
-NAME, DEPTH, NOISE = "snelson", 3, 0.25
+DEPTH, NOISE = 3, 0.25
 GAP = (2.7, 3.9)
 LAST, FULL = "last layer", "whole Jacobian"
 LIMIT = {LAST: "nngp", FULL: "ntk"}
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         found, shown = of_seed(sizes, seed)
         curves = curves or shown
         each.append(found)
-        common.keep(options, NAME, {f"seed {seed}": found})
+        common.keep(options, {f"seed {seed}": found})
         print(f"seed {seed} done", flush=True)
     table = summarize_seeds(each)
     record = {

@@ -159,29 +159,37 @@ def results_folder(out: Path | None, *, quick: bool) -> Path:
     return out if out is not None else RESULTS / "quick" if quick else RESULTS
 
 
-def earlier(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What an experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
-    folders = [results_folder(options.out, quick=options.quick)] + ([] if options.quick else [RESULTS])
-    for folder in folders:
-        path = Path(folder) / name / "metrics.json"
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))
+def own_folder(options: argparse.Namespace) -> Path:
+    """Where the experiment writes."""
+    return results_folder(options.out, quick=options.quick) / options.name
+
+
+def earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """What the experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
+    for folder in [own_folder(options)] + ([] if options.quick else [RESULTS / options.name]):
+        if (folder / "metrics.json").exists():
+            return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     return {}
 
 
 # Results in parts, each kept as soon as it is there: runs side by side, or cut short, keep what they had.
 
 
-def keep(options: argparse.Namespace, name: str, part: Mapping[str, Any]) -> dict[str, Any]:
+def kept_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """The parts that earlier runs have kept."""
+    return earlier(options).get("parts", {})
+
+
+def keep(options: argparse.Namespace, part: Mapping[str, Any]) -> dict[str, Any]:
     """Put a part of a result, a nested dict, beside the earlier ones in metrics.json; returns all of them.
 
     Other processes may do so at the same time. Where both have a number, the new one stays.
     """
-    where = results_folder(options.out, quick=options.quick) / name
+    where = own_folder(options)
     where.mkdir(parents=True, exist_ok=True)
     with lock(where.parent):
-        record = earlier(options, name)
-        record = {"experiment": name, **record, "parts": merge(record.get("parts", {}), clean(part))}
+        record = earlier(options)
+        record = {"experiment": options.name, **record, "parts": merge(record.get("parts", {}), clean(part))}
         write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     return record["parts"]
 
@@ -203,14 +211,14 @@ def measure_parts(
     options: argparse.Namespace, names: Sequence[str], measure: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any]:
     """Measure parts of an experiment by name and keep each, with its seconds and the machine; returns all parts."""
-    parts = earlier(options, options.name).get("parts", {})
+    parts = kept_parts(options)
     for name in names:
         clock = Clock(options.device)
         with clock("seconds"):
             found = measure(name)
         found |= {**clock.seconds, "machine": machine(options.device)}
         print(f"{name}: { ({key: value for key, value in found.items() if key != 'path'}) }", flush=True)
-        parts = keep(options, options.name, {name: found})
+        parts = keep(options, {name: found})
     return parts
 
 

@@ -28,7 +28,7 @@ from experiments.common.processes import Process
 from experiments.common.statistics import interval, show_interval, show_value, summarize
 from experiments.common.training import Labeled, Search, fine_tune, squared_error
 
-NAME, NOISE = "deep_gp", 0.05
+NOISE = 0.05
 TRIED = "the deep GP's steps and rates are the last of four settings tried on these seeds, the others' the first"
 SAMPLES = 5
 """Draws of the hidden layers in a step of training."""
@@ -233,7 +233,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     for seed in seeds:
         scores, shown = of_seed(sizes, options.layers, seed)
         first = first or shown
-        parts = common.keep(options, NAME, {where: {f"seed {seed}": scores}})
+        parts = common.keep(options, {where: {f"seed {seed}": scores}})
         print(f"seed {seed}:", {name: round(one["nll"], 3) for name, one in scores.items()}, flush=True)
     # Seeds that other runs of the same size have kept count too: they may run side by side.
     each = list(parts[where].values())
@@ -247,7 +247,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     }
     networks = sum(one[name]["seconds"] for one in each for name in one if name not in (LAPLACE, TANGENT))
     spent = f"{common.duration(networks)} of CPU"
-    command = f"python -m experiments {NAME}" + (" --quick" if options.quick else "")
+    command = f"python -m experiments {options.name}" + (" --quick" if options.quick else "")
     return common.Outcome(record, figure(first, table), rows(table, sizes, len(each)), command=command, time=spent)
 
 

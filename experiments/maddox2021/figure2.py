@@ -269,7 +269,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if kind not in SIZES:
         raise ValueError(f"The sizes are chosen for --device cpu and cuda; got {options.device!r}.")
     chosen = QUICK if options.quick else SIZES[kind]
-    devices = common.earlier(options, "figure2").get("devices", {})
+    devices = common.earlier(options).get("devices", {})
     own = devices.setdefault(kind, {})
     own["machine"] = common.machine(options.device)
     panels = {"data": against_data, "parameters": against_parameters, "products": products}

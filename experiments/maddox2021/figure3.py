@@ -141,9 +141,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     parts: dict[str, Any] = {}
     for seed in seeds:
         found.append({**of_widths(sizes, seed, wide), ARCHITECTURES: of_shapes(sizes, seed, sine)})
-        parts = common.keep(
-            options, "figure3", {panel: {f"seed {seed}": bare(one)} for panel, one in found[-1].items()}
-        )
+        parts = common.keep(options, {panel: {f"seed {seed}": bare(one)} for panel, one in found[-1].items()})
         print(f"seed {seed} done", flush=True)
     table = summarize([{panel: bare(one) for panel, one in each.items()} for each in found], average)
     apart = differences(found, sine)

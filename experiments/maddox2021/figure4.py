@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     def keep(depth: int, n: int, name: str, seed: int, found: dict[str, Any]) -> None:
         nonlocal parts
         where = {setting(n, options): {name: {f"seed {seed}": found | {"machine": machine}}}}
-        parts = common.keep(options, "figure4", {f"ResNet-{depth}": where})
+        parts = common.keep(options, {f"ResNet-{depth}": where})
         said = found.get("failed") or ", ".join(f"{key} {found[key]:.4f}" for key in SCORES)
         print(f"ResNet-{depth}, {n:,} images, draw {seed}, {name}: {said}", flush=True)
 

@@ -185,14 +185,12 @@ def run(options: argparse.Namespace) -> common.Outcome:
             "accuracy on MNIST": {name: accuracy(nets[seed][name], *test.X, test.y) for name in SETS},
             "spectrum": {name: describe(spectrum(net, X)) for name, net in nets[seed].items()},
         }
-        parts = common.keep(options, "figure5", {key: {"tasks": {f"seed {seed}": found}}})
+        parts = common.keep(options, {key: {"tasks": {f"seed {seed}": found}}})
         print(f"seed {seed}: {found['similarity'][SAME]}", flush=True)
     for seed in list(seeds)[: sizes.runs]:
         epochs = of_epochs(sets[FIRST], test, X, sizes, seed, options.device)
         nodes = of_nodes(nets[seed][FIRST], test, X, sizes, seed)
-        parts = common.keep(
-            options, "figure5", {key: {"epochs": {f"seed {seed}": epochs}, "nodes": {f"seed {seed}": nodes}}}
-        )
+        parts = common.keep(options, {key: {"epochs": {f"seed {seed}": epochs}, "nodes": {f"seed {seed}": nodes}}})
         print(f"seed {seed}: epochs and nodes done", flush=True)
     names = [f"seed {seed}" for seed in seeds]
     return outcome(parts, key, names, sizes)

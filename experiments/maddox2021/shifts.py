@@ -202,7 +202,7 @@ def run_cases(
             for case in cases(seed):
                 found = case.all(skip=skip)
                 runs.append({"shift": shift, "seed": seed, "points": len(case.adapt), "contenders": found})
-                parts = common.keep(options, options.name, {key: part(runs[-1])})
+                parts = common.keep(options, {key: part(runs[-1])})
             print(f"{shift}, seed {seed} done", flush=True)
             example = example or case
     assert example is not None

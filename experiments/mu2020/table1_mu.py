@@ -191,7 +191,7 @@ def measure(
                 print(f"{part}, top {place}, draw {draw}, {key}: {100 * row['accuracy']:.1f} %", flush=True)
         kept = {key: {str(draw): row} for key, row in rows.items()}
         sizes = {"labels": options.labels, "test images": options.test}
-        common.keep(options, "table1_mu", {part: {**sizes, "rows": {place: kept}}})
+        common.keep(options, {part: {**sizes, "rows": {place: kept}}})
     return rows
 
 
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = {"quick": ["gan"], "cpu": ["mnist"]}.get(kind, ["gan", "vae", "rotation"])
     options.draws = options.draws or ([0] if options.quick else [0, 1, 2])
-    parts = common.earlier(options, "table1_mu").get("parts", {})
+    parts = common.kept_parts(options)
     for part in options.parts:
         start, data = time.perf_counter(), images(part, options)
         count = min(3, len(encoder(part, options)) - 1)  # below the blocks that adapt there is at least one
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             for top in tops[:2] if options.quick else tops:
                 measure(part, top, draw, data, options)
         spent = {"seconds": time.perf_counter() - start, "machine": common.machine(options.device)}
-        parts = common.keep(options, "table1_mu", {part: {"last run": spent}})
+        parts = common.keep(options, {part: {"last run": spent}})
     ordered = {part: parts[part] for part in PARTS if part in parts}
     tables = {part: table(found) for part, found in ordered.items()}
     command = "python -m experiments table1_mu (and --device cuda)"

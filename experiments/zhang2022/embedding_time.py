@@ -259,12 +259,12 @@ ARGUMENTS = {"--panels": common.several(PANELS, "what to measure; the others sta
 
 def run(options: argparse.Namespace) -> common.Outcome:
     chosen = QUICK if options.quick else FULL
-    panels = common.earlier(options, "embedding_time").get("parts", {})
+    panels = common.kept_parts(options)
     measures = {"time": against_n, "accuracy": accuracy, "ranks": ranks}
     for name in options.panels:
         where = "cpu" if name == "ranks" else options.device
         found = {"machine": common.machine(where), **measures[name](options, chosen)}
-        panels = common.keep(options, "embedding_time", {name: found})
+        panels = common.keep(options, {name: found})
     return outcome(panels)
 
 

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = {"quick": PARTS, "cpu": ("mnist",)}.get(common.kind_of(options), PARTS[:3])
     makers = {"gan": train_color_gan, "vae": train_vae, "rotation": train_rotation, "mnist": train_digit_gan}
-    folder = common.results_folder(options.out, quick=options.quick) / "encoders"
+    folder = common.own_folder(options)
     parts = common.measure_parts(options, options.parts, lambda name: makers[name](options, folder))
     command = "python -m experiments encoders (and --device cuda)"
     spent = common.duration(sum(part["seconds"] for part in parts.values()))

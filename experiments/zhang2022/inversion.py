@@ -203,7 +203,7 @@ ARGUMENTS = {
 def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = ("cifar10",) if options.device.startswith("cuda") else ("mnist",)
-    own = common.results_folder(options.out, quick=options.quick) / "inversion"
+    own = common.own_folder(options)
     own.mkdir(parents=True, exist_ok=True)
 
     def measure_part(name: str) -> dict[str, Any]:

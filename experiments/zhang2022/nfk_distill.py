@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.quick:
         shape, count, options.epochs, options.components = (10, 1), 24, 2, 4
         options.seeds = options.seeds[:1]
-    parts = common.earlier(options, "nfk_distill").get("parts", {})
+    parts = common.kept_parts(options)
     if options.methods and (options.seeds or options.tune):
         teacher = (WideResNet(10, 1).eval() if options.quick else wide_resnet()).to(options.device)
         test = tuple(t.to(options.device) for t in cifar10(options.data, "test", count=count))
@@ -180,13 +180,13 @@ def tune(given: Lesson, held: tuple[Tensor, Tensor], shape: tuple[int, int], opt
     """The accuracy of each setting on held-out training images, after a third of the epochs."""
     rest = given.but_last(len(held[1]))
     passes = max(1, round(options.epochs / given.versions / 3))
-    parts: Any = common.earlier(options, "nfk_distill").get("parts", {})
+    parts: Any = common.kept_parts(options)
     for method in options.methods:
         for i, settings in enumerate(SETTINGS[method] if len(SETTINGS[method]) > 1 else ()):
             net = teach(method, rest, settings, passes=passes, seed=100, shape=shape)
             row = {**settings, "held-out accuracy": accuracy(net, *held)}
             print(f"{method}: {row}", flush=True)
-            parts = common.keep(options, "nfk_distill", {"tuning": {method: {str(i): row}}})
+            parts = common.keep(options, {"tuning": {method: {str(i): row}}})
     return parts
 
 
@@ -201,7 +201,7 @@ def train_students(
     given: Lesson, test: tuple[Tensor, Tensor], teacher: nn.Module, shape: tuple[int, int], options: argparse.Namespace
 ) -> Any:
     """Students by method and seed."""
-    parts = common.keep(options, "nfk_distill", {"teacher": {"test accuracy": accuracy(teacher, *test)}})
+    parts = common.keep(options, {"teacher": {"test accuracy": accuracy(teacher, *test)}})
     passes = options.epochs // given.versions
     for seed in options.seeds:
         for method in options.methods:
@@ -215,7 +215,7 @@ def train_students(
                 "machine": common.machine(options.device),
             }
             print(f"{method}, seed {seed}: {100 * row['test accuracy']:.2f} %, {row['seconds']:.0f} s", flush=True)
-            parts = common.keep(options, "nfk_distill", {"students": {method: {str(seed): row}}})
+            parts = common.keep(options, {"students": {method: {str(seed): row}}})
     return parts
 
 

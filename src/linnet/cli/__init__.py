@@ -75,10 +75,11 @@ def _command(run: str, names: str, /, **own: tuple[Any, Any]) -> Callable[[Calla
 
     def add(described: Callable[[], None]) -> None:
         known = {"context": (typer.Context, Parameter.empty), **OPTIONS, **own}
-        call.__signature__ = Signature(  # type: ignore[attr-defined]
+        parameters = [
             Parameter(name, Parameter.KEYWORD_ONLY, annotation=known[name][0], default=known[name][1])
             for name in ("context", *names.split())
-        )
+        ]
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         app.command(described.__name__, help=described.__doc__)(call)
 
     return add

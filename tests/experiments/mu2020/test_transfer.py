@@ -163,7 +163,7 @@ def test_errors_are_those_of_paired_differences():
 
 
 def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
-    options, spent = Namespace(out=tmp_path, quick=False), common.Spent(1.0, 1.0)
+    options, spent = Namespace(name="some", out=tmp_path, quick=False), common.Spent(1.0, 1.0)
     drawn = draws({LINEAR: [0.5] * 3, GRADIENTS: [0.6, 0.7, 0.8]})
     runs = [{**run, "seed": seed} for seed, run in enumerate(drawn)]
     said = {
@@ -171,11 +171,11 @@ def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
         "differs": lambda how, runs, gain: f"{gains.draws(runs)} draws",
         "command": "some",
     }
-    parts = gains.keep(options, "some", "here", {"of": "all"}, runs[0])
+    parts = gains.keep(options, "here", {"of": "all"}, runs[0])
     early = gains.of_parts(parts, "here", **said)
     assert early.rows[0].differs == "1 draws"
-    gains.keep(options, "some", "here", {"of": "all"}, runs[1])
-    gains.keep(options, "some", "there", {"of": "all"}, runs[2])
+    gains.keep(options, "here", {"of": "all"}, runs[1])
+    gains.keep(options, "there", {"of": "all"}, runs[2])
     where = common.save(early, tmp_path, name="some", command="given", spent=spent, device="cpu")
     record = json.loads((where / "metrics.json").read_text())
     assert record["settings"] == {"draws": 2, "of": "all"} and record["parts"].keys() == {"here", "there"}

@@ -139,9 +139,9 @@ def test_a_student_may_give_its_embedding_itself():
 def test_parts_of_several_runs_are_kept(tmp_path):
     import argparse
 
-    options = argparse.Namespace(out=tmp_path, quick=False)
-    common.keep(options, "some", {"a": {"x": 1.0}})
-    assert common.keep(options, "some", {"a": {"y": float("nan")}, "b": 2}) == {"a": {"x": 1.0, "y": None}, "b": 2}
+    options = argparse.Namespace(name="some", out=tmp_path, quick=False)
+    common.keep(options, {"a": {"x": 1.0}})
+    assert common.keep(options, {"a": {"y": float("nan")}, "b": 2}) == {"a": {"x": 1.0, "y": None}, "b": 2}
     record = json.loads((tmp_path / "some" / "metrics.json").read_text())
     assert record["parts"]["a"] == {"x": 1.0, "y": None}
 

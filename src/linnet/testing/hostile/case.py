@@ -90,7 +90,7 @@ class Register:
         **ways: Any,
     ) -> None:
         """Add a case for each way: its name is the prefix and the name of the way, its factory is `make` of the way."""
-        fields = {} if expects is None else {"expects": expects}
+        fields: dict[str, Any] = {} if expects is None else {"expects": expects}
         for name, way in ways.items():
             self(prefix + name, make(way), data, **fields)
 
