@@ -234,19 +234,12 @@ class _FeatureReader(NetworkWithHead):
 
 @dataclass(frozen=True)
 class _View:
-    """What two examples show of a network.
+    """What two examples show of a network."""
 
-    Attributes:
-        reader: The network up to its features.
-        trace: Calls of the whole network.
-        example: The examples.
-        sample: The features of the examples.
-    """
-
-    reader: _FeatureReader
-    trace: Trace
-    example: Batch
-    sample: Tensor
+    reader: _FeatureReader  # the network up to its features
+    trace: Trace  # calls of the whole network
+    example: Batch  # the examples
+    sample: Tensor  # the features of the examples
 
 
 def _locate(model: nn.Module, source: Source, features: str | None, pool: Pool) -> _View:
