@@ -359,7 +359,7 @@ def test_a_network_that_runs_only_under_autocast(base: torch.dtype) -> None:
         model(X)
     lin = linnet.linearize(model)
     with pytest.warns(
-        UserWarning, match=r"runs only under torch\.autocast\. linnet runs it under .*as in self\.head"
+        UserWarning, match=r"runs only under torch\.autocast\. linnet runs the .*as in self\.head"
     ) as said:
         f = lin(X)
         J = lin.jacobian(X, 3)

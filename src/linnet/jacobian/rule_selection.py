@@ -574,8 +574,8 @@ def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtyp
         dtype: Dtype of the columns.
     """
     x = use.call.x
-    wide = None if x is None else torch.promote_types(x.dtype, torch.float32)  # what `widen` makes of half precision
-    if x is None or not (use.rule.takes_half and x.dtype == g.dtype and wide == dtype):
+    half = use.rule.takes_half and x is not None and x.dtype == g.dtype in HALF
+    if not (half and dtype == torch.float32):
         g = g.to(dtype)
         x = x.to(dtype) if x is not None and x.is_floating_point() else x
     if x is not None and x.is_floating_point():

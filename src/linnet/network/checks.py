@@ -66,9 +66,9 @@ def warn_of_compiled(model: nn.Module) -> None:
 def warn_of_autocast(dtype: torch.dtype, dtypes: Iterable[torch.dtype]) -> None:
     """Say that a network of several dtypes runs only under autocast."""
     warnings.warn(
-        f"The network has parameters in {', '.join(sorted(map(str, dtypes)))}, and its layers meet without a cast: it "
-        f"runs only under torch.autocast. linnet runs it under torch.autocast in {dtype}. To run it without, cast between "
-        "layers, as in self.head(x.to(self.head.weight.dtype)).",
+        f"The network has parameters in {', '.join(sorted(map(str, dtypes)))}, and its layers meet without a cast: the "
+        f"network runs only under torch.autocast. linnet runs the network under torch.autocast in {dtype}. To run the "
+        "network without autocast, cast between layers, as in self.head(x.to(self.head.weight.dtype)).",
         stacklevel=2,
     )
 
