@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, startup
+from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, scale, startup
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -74,7 +74,17 @@ def main() -> None:
     nine.add_argument("--out", type=Path, default=None, help="JSON file (default: results/proofs-DEVICE.json)")
     nine.add_argument("--rounds", type=int, default=3)
     nine.add_argument("--n", type=int, default=None, help="another number of examples")
+    ten = commands.add_parser("scale", help="today's models beside a training step: passes, Gram matrices, estimators")
+    ten.add_argument("--device", default="cpu")
+    ten.add_argument("--out", type=Path, default=None, help="JSON file (default: results/scale-DEVICE.json)")
+    ten.add_argument("--rounds", type=int, default=5)
+    ten.add_argument("--only", default="all", help="passes, a network, estimators, laplace, outputs, adapters or kron")
+    ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
     args = parser.parse_args()
+    if args.command == "scale":
+        kept = args.out or Path(__file__).parent / "results" / f"scale-{args.device.split(':')[0]}.json"
+        scale.run(args.device, None if args.profile else kept, args.rounds, args.only, table=args.profile)
+        return
     if args.command == "proofs":
         proofs.run(args.device, args.out, args.rounds, args.n)
         return

@@ -156,7 +156,7 @@ def attach_head(
         >>> model[2].out_features
         10
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     messages.check_batch_size(batch_size, auto=False)
     check_pool(pool)
     source = as_source(X, model.forward)
@@ -210,7 +210,7 @@ def put_head(
         >>> put_head(model, X[:2], Readout(*weights, head.task_, head.classes_, head.penalty_))(X).shape
         torch.Size([60, 1])
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     check_pool(pool)
     return _assemble(model, readout, _locate(model, as_source(X, model.forward), features, pool))
 
@@ -234,19 +234,12 @@ class _FeatureReader(NetworkWithHead):
 
 @dataclass(frozen=True)
 class _View:
-    """What two examples show of a network.
+    """What two examples show of a network."""
 
-    Attributes:
-        reader: The network up to its features.
-        trace: Calls of the whole network.
-        example: The examples.
-        sample: The features of the examples.
-    """
-
-    reader: _FeatureReader
-    trace: Trace
-    example: Batch
-    sample: Tensor
+    reader: _FeatureReader  # the network up to its features
+    trace: Trace  # calls of the whole network
+    example: Batch  # the examples
+    sample: Tensor  # the features of the examples
 
 
 def _locate(model: nn.Module, source: Source, features: str | None, pool: Pool) -> _View:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from linnet._common import budget, format_bytes, rank_and_world
+from linnet._common import format_bytes, rank_and_world
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -83,7 +83,7 @@ def prepare(block: ColumnBlock, request: Request, *, k: int, engine: Engine = "a
     if chosen == "autodiff" and request not in PRODUCTS:
         return block.expand()
     if not isinstance(block, LazyBlock):
-        return block
+        return block.widen()
     return block.for_few() if request in PRODUCTS else block.as_outer_product()
 
 
@@ -236,7 +236,7 @@ def describe(passes: Pass) -> Plan:
         c=first.c,
         chunk=passes.chunk_size(),
         per_example=first.per_example,
-        budget=budget(s.memory, lin.device),
+        budget=passes.chunk_room,
         data=chunks.kind,
         note=note if world == 1 else f"{note}, {world} ranks",
     )
@@ -269,10 +269,11 @@ def chunk_size(n: int, per_example: int, limit: int) -> int:
 
 
 def working_size(blocks: Sequence[ColumnBlock], itemsize: int) -> int:
-    """Bytes per example of the rows of all blocks and of the largest patches of a convolution."""
+    """Bytes per example of the rows of all blocks, of the largest patches of a convolution, and of what is formed."""
     rows = sum(f.c * f.q for f in blocks if not isinstance(f, EmbeddingBlock))
     patches = max((f.size.groups * f.size.T * f.size.dx for f in blocks if isinstance(f, LazyBlock)), default=0)
-    return itemsize * (rows + patches)
+    formed = sum(f.formed // f.n for f in blocks if isinstance(f, EmbeddingBlock))
+    return itemsize * (rows + patches) + formed
 
 
 def _count(number: float) -> str:

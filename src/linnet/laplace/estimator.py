@@ -254,7 +254,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
         check_options(self)
         inputs = check_inputs(self, X, reset=True)
-        self._attach(self.model)
+        self._attach(check_module(self.model))
         check_prior(self.prior, self.lin_)
         inputs, J, targets = self._labeled(inputs, y)
         check_structure_fits(self, J)

@@ -323,8 +323,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
-            check_module(self.model)
-            return self.model
+            return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         if y is None:
