@@ -286,7 +286,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             )
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
-        self._settle_variance(J.c)
+        self._settle_variance(J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path
         self.elbo_ = None if fit.best is None else fit.best.elbo

@@ -28,7 +28,7 @@ from linnet._estimator import (
 )
 from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
 from linnet.inference.gaussian import closed_form, updates
-from linnet.jacobian import Jacobian, Linearization, has_many_outputs, linearize
+from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.linalg import Stack
 from linnet.network import Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, check_prior, make_prior
@@ -190,7 +190,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             check_outputs_fit(J)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
-        if self.solver == "auto" and has_many_outputs(jacobians[0].c, self.samples):
+        if self.solver == "auto" and jacobians[0].has_many_outputs(self.samples):
             solver = "cg-weight"  # the one that needs no rows of the Jacobian
         if solver.startswith("cg"):
             check_has_exact(self.variance, f"solver={solver!r}", "solver='function' or 'weight' where they fit")
@@ -283,7 +283,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
         self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
-        self._settle_variance(task.base.shape[1])
+        self._settle_variance(task.J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
         self.noise_ = self.noise if self._noise_name is None else _single(fit.choice.noise)
