@@ -281,8 +281,8 @@ def choose_layer_scales(
         alpha = mode.alpha
         return _AtMode(mode.log_evidence, lambda: scale_slopes(kernels, s, mode=mode, likelihood=likelihood))
 
-    x0, wide = [math.log(s) for s in start], math.log(1e8)
-    found = maximize(objective, [x0], [(t - wide, t + wide / 2) for t in x0], gain=1e-6)
+    x0, wide = [math.log(s) for s in start], 28.0  # twelve decades
+    found = maximize(objective, [x0], [(t - wide, t + wide) for t in x0], gain=1e-6)
     if common is not None and common.log_evidence > found.value:
         return replace(common, scales=common.scales * len(kernels))
     return Choice(tuple(math.exp(t) for t in found.x), (), found.value, found.rising)
