@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Sequence
@@ -130,6 +129,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     """
 
     mode_: Mode | None
+    _SHARED = (*Tangent._SHARED, "scale_examples_", "multilabel_")
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             (True, torch.Size([30, 3]))
         """
         check_is_fitted(self)
-        other = copy.copy(self)
+        other = self._without_data()
         other._condition(self._inputs(X, reset=False), y, self.classes_, Prior("given", self.prior_variance_))
         return other
 

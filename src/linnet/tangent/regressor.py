@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -117,6 +116,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         (torch.Size([20]), True)
     """
 
+    _SHARED = (*Tangent._SHARED, "prior_", "_log_variances", "_one_column")
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -219,7 +220,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
-        return [self, *(self._copy(task, fit, [X]) for task, fit, X in rest)]
+        return [self, *(self._with_task(task, fit, [X]) for task, fit, X in rest)]
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
@@ -291,8 +292,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
 
-    def _copy(self, task: Task, fit: Fit, inputs: list[Any]) -> TangentRegressor:
-        other = copy.copy(self)
+    def _with_task(self, task: Task, fit: Fit, inputs: list[Any]) -> TangentRegressor:
+        other = self._without_data()
         other._set(task, fit, inputs)
         return other
 
@@ -327,7 +328,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         y = self._targets(y, J)
         task = self._task(J, y, X)
         whole, fit = updates.extend(self._train, self._fit_, task)
-        return self._copy(whole, fit, [*self._train_inputs, X])
+        return self._with_task(whole, fit, [*self._train_inputs, X])
 
     def refit(self, X: Any, y: Any = None) -> TangentRegressor:
         """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
@@ -354,9 +355,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         prior = Prior("given", self.prior_variance_)
         (fit,) = closed_form.condition([task], prior, self._settings(J.dtype))
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
-        other = self._copy(task, replace(fit, choice=kept), [X])
+        other = self._with_task(task, replace(fit, choice=kept), [X])
         other._one_column = y.ndim == 1
-        other.__dict__.pop("tasks_", None)
         return other
 
     # Predictions.
