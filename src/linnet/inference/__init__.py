@@ -16,6 +16,7 @@ from linnet.inference.problem import (
     check_covariance_fits,
     choose_likelihood_solver,
     choose_solver,
+    searches_all_features,
 )
 from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples
 
@@ -51,4 +52,5 @@ __all__ = [
     "mode_by_passes",
     "posterior_samples",
     "scale_slopes",
+    "searches_all_features",
 ]

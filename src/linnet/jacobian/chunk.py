@@ -200,7 +200,7 @@ class ChunkBuilder:
         shared: list[ColumnBlock] = []
 
         def take(i: int, use: RecordedCall, g: Tensor) -> None:
-            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.dtype)
+            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.row_dtype)
             if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
                 shared.extend(found)
             else:
@@ -227,7 +227,7 @@ class ChunkBuilder:
             if g is None:
                 continue
             try:
-                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.dtype)
+                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.row_dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
@@ -571,7 +571,7 @@ class NetworkChunks(ChunkSource):
 
     def _by_backward(self, kind: Request) -> bool:
         # Reverse mode adds up over the examples, which half precision is too short for.
-        return kind == "rmatmul" and self.lin.model_dtype == self.lin.dtype
+        return kind == "rmatmul" and self.lin.model_dtype == self.lin.network.row_dtype
 
     def build(self, batch: Batch, request: ChunkRequest) -> Chunk:
         """The chunk of a batch, in the way that is cheapest for a request."""

@@ -105,14 +105,15 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
 
 def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
     """The diagonal of ``J^T W J``, (p,)."""
+    rows = J.lin.network.row_dtype
 
     def run() -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
-            part = torch.zeros(J.shape[1], dtype=J.dtype, device=J.device)
+            part = torch.zeros(J.shape[1], dtype=rows, device=J.device)
             b = piece.batch
             w = weight.view(J.n, J.c) if weight is not None and weight.ndim == 1 else weight
-            w = None if w is None else w[b.start : b.start + b.n]
+            w = None if w is None else w[b.start : b.start + b.n].to(rows)
             for block in piece.blocks:
                 block.squares(w, part)
             total += part
@@ -144,7 +145,7 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
         found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
-            part = None if root is None else root[b.start : b.start + b.n]
+            part = None if root is None else root[b.start : b.start + b.n].to(J.lin.network.row_dtype)
             found.add(piece.blocks, part, b.n)
         found.over_ranks()
         return found

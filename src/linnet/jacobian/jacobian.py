@@ -89,6 +89,10 @@ class Jacobian(LinearOperator):
         return self.c
 
     @property
+    def eps(self) -> float:
+        return torch.finfo(self.lin.network.row_dtype).eps
+
+    @property
     def plan(self) -> Plan:
         """Which engine serves each layer, chunk and memory; print it."""
         return describe(self.passes)

@@ -141,7 +141,7 @@ class RuleSelection:
     @property
     def _rounds_to_half(self) -> bool:
         """Whether the network runs in half precision."""
-        return self.network.model_dtype != self.network.dtype
+        return self.network.model_dtype != self.network.row_dtype
 
     @property
     def has_rest(self) -> bool:
@@ -168,12 +168,12 @@ class RuleSelection:
             # The calls depend on the data beyond the first examples: trust no rule with them.
             return RuleAssignment([None] * len(recording.uses), tuple(self.network.theta), ())
         names = tuple(self.network.theta)
-        found = inspect(small, self.network.dtype, names=names)
+        found = inspect(small, self.network.row_dtype, names=names)
         if found.failed and probe.n > 1:
             # Calls that all examples share have no gradient by example, until their output is repeated for each.
             for spread in (found.failed, *({i} for i in sorted(found.failed))):
                 trial = self._spread(small, probe, found.changes.spread | spread)
-                better = None if trial is None else inspect(trial, self.network.dtype, names=names)
+                better = None if trial is None else inspect(trial, self.network.row_dtype, names=names)
                 if better is not None and len(better.rest) < len(found.rest):
                     found = better
                 if not found.failed:

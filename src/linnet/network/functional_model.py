@@ -56,6 +56,7 @@ class FunctionalModel:
         places: Every place of the module tree where a selected parameter hangs, to the name of the parameter.
         unused: A copy of the module that has never run.
         first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
+        products: The dtype that products with the Jacobian have at least.
     """
 
     module: nn.Module
@@ -70,6 +71,7 @@ class FunctionalModel:
     places: dict[str, str]
     unused: nn.Module
     first_state: list[tuple[Any, ...]] | None
+    products: torch.dtype = torch.float32
 
     @classmethod
     def of(
@@ -118,7 +120,12 @@ class FunctionalModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the Jacobian: the dtype of the parameters, but at least float32."""
+        """Dtype of the Jacobian's products: `row_dtype`, unless ``products`` has more digits."""
+        return torch.promote_types(self.row_dtype, self.products)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Dtype in which rows of the Jacobian are made: the dtype of the parameters, but at least float32."""
         return torch.promote_types(self.model_dtype, torch.float32)
 
     @property

@@ -136,6 +136,14 @@ class ColumnBlock(ABC):
     def expand(self) -> DenseBlock:
         """The same columns as explicit rows."""
 
+    def in_dtype(self, dtype: torch.dtype) -> ColumnBlock:
+        """The same columns for products in another dtype: its numbers are converted when they are there."""
+        same = all(t.dtype == dtype for t in self.tensors() if t.is_floating_point())
+        return self if same else self._converted(dtype)
+
+    def _converted(self, dtype: torch.dtype) -> ColumnBlock:
+        return self.expand().in_dtype(dtype)
+
     def rounded(self) -> ColumnBlock:
         """The same in the nearest numbers of tf32, where Gram matrices are made of them; see `as_tf32`."""
         return self
@@ -197,6 +205,9 @@ class DenseBlock(ColumnBlock):
 
     def expand(self) -> DenseBlock:
         return self
+
+    def _converted(self, dtype: torch.dtype) -> DenseBlock:
+        return DenseBlock(self.ranges, [part.to(dtype) for part in self.parts])
 
     def rounded(self) -> DenseBlock:
         return DenseBlock(self.ranges, [as_tf32(part) for part in self.parts])
