@@ -1,11 +1,11 @@
-"""python -m benchmarks NAME: passes, proofs, adapt, sampling, heads, command, laplace, peers or startup."""
+"""python -m benchmarks NAME: passes, proofs, adapt, sampling, heads, command, laplace, peers, precision or startup."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, startup
+from benchmarks import adapt, command, heads, laplace, passes, precision, proofs, sampling, startup
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -74,7 +74,17 @@ def main() -> None:
     nine.add_argument("--out", type=Path, default=None, help="JSON file (default: results/proofs-DEVICE.json)")
     nine.add_argument("--rounds", type=int, default=3)
     nine.add_argument("--n", type=int, default=None, help="another number of examples")
+    ten = commands.add_parser("precision", help="networks in float32 beside float64: how far predictions are apart")
+    ten.add_argument("--device", default="cpu")
+    ten.add_argument("--data", type=Path, default=None, help="a folder with uci (default: scikit-learn's digits alone)")
+    ten.add_argument("--out", type=Path, default=None, help="JSON file (default: results/precision-DEVICE.json)")
+    ten.add_argument("--only", default="", help="jobs whose name has this in it")
+    ten.add_argument("--n", type=int, default=600, help="examples of a fit at most")
     args = parser.parse_args()
+    if args.command == "precision":
+        kept = args.out or Path(__file__).parent / "results" / f"precision-{args.device.split(':')[0]}.json"
+        precision.run(args.data, kept, args.only, args.n, args.device)
+        return
     if args.command == "proofs":
         proofs.run(args.device, args.out, args.rounds, args.n)
         return

@@ -36,6 +36,7 @@ from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
+from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, gather, store, store_each
 from linnet.jacobian.chunk import ChunkSource, NetworkChunks
 from linnet.jacobian.frozen_layers import SourceWithActivations, store_activations
@@ -90,7 +91,12 @@ class Jacobian(LinearOperator):
 
     @property
     def eps(self) -> float:
-        return torch.finfo(self.lin.network.row_dtype).eps
+        """The relative rounding of products: of the network's passes, unless all blocks are in memory.
+
+        Products with blocks in memory are in ``dtype``. Convolutions with few columns are not: they convolve.
+        """
+        exact = self.in_memory and not any(isinstance(block, LazyBlock) for block in self._sample)
+        return torch.finfo(self.dtype if exact else self.lin.network.row_dtype).eps
 
     @property
     def plan(self) -> Plan:
