@@ -137,8 +137,8 @@ class Laplace(HubMixin, BaseEstimator):
         draws: None for the exact Fisher information; a number m replaces it by the average of m labels drawn for
             each example: unbiased, and m backward passes in place of one for each class.
         tolerance: Relative residual of the solve for "samples".
-        dtype: Dtype of the network, as for `TangentRegressor`. Curvatures, solves and predictions are in float64, unless
-            a GPU is slow at float64.
+        dtype: Dtype of the network, as for `TangentRegressor`. Curvatures, solves and predictions are in float64,
+            unless a GPU is slow at float64.
         memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
