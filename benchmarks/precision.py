@@ -56,7 +56,8 @@ def furthest(found: Any, exact: Any) -> float:
 
 
 def _vector(x: Any) -> Tensor:
-    return torch.as_tensor(x).detach().double().cpu().flatten()
+    values = x.detach() if isinstance(x, Tensor) else np.asarray(x, dtype=float)
+    return torch.as_tensor(values).double().cpu().flatten()
 
 
 def train(net: nn.Module, X: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], steps: int) -> nn.Module:

@@ -116,6 +116,27 @@ def test_kronecker_factors_and_coordinates(case):
     close(values[0], values[1], 1e-6)
 
 
+def test_squares_in_the_dtype_of_the_rows(case):
+    model, X = case
+    J = linnet.linearize(model).with_products(torch.float64).jacobian(X, batch_size=5)
+    scale = torch.rand(J.shape[1])
+    for one in (J, J.cached()):
+        quick = one.in_row_dtype()
+        assert quick.gram_diag(scale=scale).dtype == torch.float32
+        close(quick.gram_diag(scale=scale).double(), one.gram_diag(scale=scale.double()), 1e-6)
+        close(quick.gram_blocks(scale=scale).double(), one.gram_blocks(scale=scale.double()), 1e-6)
+    exact = linnet.linearize(model).to(torch.float64).jacobian(X)
+    assert exact.in_row_dtype() is exact
+
+
+def test_the_plan_names_both_dtypes(case):
+    model, X = case
+    lin = linnet.linearize(model)
+    assert lin.jacobian(X).plan.note == "float32 on cpu, precision highest"
+    note = lin.with_products(torch.float64).jacobian(X).plan.note
+    assert note == "float32, products in float64, on cpu, precision highest"
+
+
 def test_nothing_is_copied(case):
     model, X = case
     lin = linnet.linearize(model).with_products(torch.float64)

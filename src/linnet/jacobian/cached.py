@@ -168,6 +168,9 @@ class StoredChunks(ChunkSource):
     def with_settings(self, settings: PassSettings) -> StoredChunks:
         return replace(self, settings=settings)
 
+    def with_lin(self, lin: Linearization) -> StoredChunks:
+        return replace(self, lin=lin)
+
     def begin(self) -> None:
         """Nothing runs, and nothing is to be checked."""
 

@@ -419,6 +419,10 @@ class ChunkSource(ABC):
         """The same chunks with other settings."""
 
     @abstractmethod
+    def with_lin(self, lin: Linearization) -> ChunkSource:
+        """The same chunks for products in another dtype."""
+
+    @abstractmethod
     def begin(self) -> None:
         """Check, before a pass, that all ranks have the same weights and data, and that the network can be run."""
 
@@ -480,6 +484,9 @@ class NetworkChunks(ChunkSource):
 
     def with_settings(self, settings: PassSettings) -> NetworkChunks:
         return replace(self, settings=settings, proofs=Proofs(), whole=self)
+
+    def with_lin(self, lin: Linearization) -> NetworkChunks:
+        return replace(self, lin=lin, whole=self)
 
     def begin(self) -> None:
         if not self.agreed:

@@ -210,8 +210,8 @@ def describe(passes: Pass) -> Plan:
             )
         )
     world = rank_and_world()[1]
-    rows, products = (str(dtype).removeprefix("torch.") for dtype in (lin.network.row_dtype, lin.dtype))
-    kinds = rows if rows == products else f"{rows}, products in {products},"
+    network, total = (str(dtype).removeprefix("torch.") for dtype in (lin.network.row_dtype, lin.dtype))
+    kinds = network if network == total else f"{network}, products in {total},"
     note = f"{kinds} on {lin.device}, precision {s.precision}"
     return Plan(
         lines=tuple(lines),
