@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import Deferred, Precision, check_ranks_agree, forward_mode, noting_saved_tensors
+from linnet._common import Deferred, Precision, budget, check_ranks_agree, forward_mode, noting_saved_tensors
 from linnet.data import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import combine
 from linnet.jacobian.blocks.convolution import LazyBlock
+from linnet.jacobian.cuda.replay import Loan, Replays, can_record
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule, Slot
 from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
@@ -41,7 +42,7 @@ from linnet.jacobian.rule_selection import (
     streamed,
     warn_fallback,
 )
-from linnet.network import FunctionalModel, check_outputs_finite, examples_interact
+from linnet.network import FunctionalModel, address, check_outputs_finite, examples_interact
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization
@@ -75,6 +76,10 @@ class Chunk:
     blocks: list[ColumnBlock]
     truth: Truth | None = None
     signature: tuple[Any, ...] = ()
+
+    def copy(self, *, blocks: bool) -> Chunk:
+        """The chunk with a copy of its outputs and, if ``blocks``, of its columns."""
+        return replace(self, f=self.f.clone(), blocks=[f.copy() for f in self.blocks] if blocks else self.blocks)
 
 
 @final
@@ -178,9 +183,12 @@ class ChunkBuilder:
 
     def _without_autocast(self, prepare: Prepare) -> Prepare:
         """The same outside of bf16's autocast: products of blocks are float32."""
+        kind = self.network.device.type
 
         def prepared(block: ColumnBlock) -> ColumnBlock:
-            with torch.autocast(self.network.device.type, enabled=False):
+            if not torch.is_autocast_enabled(kind):
+                return prepare(block)
+            with torch.autocast(kind, enabled=False):
                 return prepare(block)
 
         return prepared
@@ -306,6 +314,10 @@ class Proofs:
         new = key not in self._seen
         self._seen.add(key)
         return new
+
+    def has(self, way: str, batch: Batch) -> bool:
+        """Whether a chunk made in this way has been claimed."""
+        return (way, *_composition(batch)) in self._seen
 
     def forget(self) -> None:
         """All chunks are new again: a pass broke off, and its claims were not all met."""
@@ -444,6 +456,7 @@ class NetworkChunks(ChunkSource):
         late: Checks outputs when all minibatches have been taken; None checks them in every pass.
         agreed: Whether the ranks have found that they have the same weights and data.
         whole: The chunks whose first examples stand for the first examples here; None for these themselves.
+        replays: Chunks that a GPU has recorded.
     """
 
     lin: Linearization
@@ -453,6 +466,7 @@ class NetworkChunks(ChunkSource):
     late: Deferred | None = None
     agreed: bool = False
     whole: NetworkChunks | None = None
+    replays: Replays[Chunk] = field(default_factory=Replays)
 
     @property
     def n(self) -> int:
@@ -473,7 +487,7 @@ class NetworkChunks(ChunkSource):
 
     def around(self, lin: Linearization) -> NetworkChunks:
         """The chunks of the same data by another network with the same layers."""
-        return replace(self, lin=lin, proofs=Proofs(), whole=self)
+        return replace(self, lin=lin, proofs=Proofs(), whole=self, replays=Replays())
 
     def over(self, source: Source, late: Deferred | None = None) -> NetworkChunks:
         """The chunks of other examples of the same kind."""
@@ -483,10 +497,10 @@ class NetworkChunks(ChunkSource):
         return self.over(self.source.subset(index))
 
     def with_settings(self, settings: PassSettings) -> NetworkChunks:
-        return replace(self, settings=settings, proofs=Proofs(), whole=self)
+        return replace(self, settings=settings, proofs=Proofs(), whole=self, replays=Replays())
 
     def with_lin(self, lin: Linearization) -> NetworkChunks:
-        return replace(self, lin=lin, whole=self)
+        return replace(self, lin=lin, whole=self, replays=Replays())
 
     def begin(self) -> None:
         if not self.agreed:
@@ -496,6 +510,7 @@ class NetworkChunks(ChunkSource):
 
     def forget_proofs(self) -> None:
         self.proofs.forget()
+        self.replays.clear()
 
     # The first examples.
 
@@ -510,7 +525,9 @@ class NetworkChunks(ChunkSource):
         """Check the network on the first examples and measure what an example takes."""
         self.lin.network.check_unchanged()
         sizes: dict[tuple[int, int], int] = {}
-        own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
+        module = self.lin.module
+        weights = (*self.lin.theta.values(), *module.parameters(), *module.buffers())
+        own = {address(t) for t in weights}
 
         def note(t: Tensor) -> Tensor:
             try:
@@ -562,9 +579,16 @@ class NetworkChunks(ChunkSource):
 
     def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
         for batch in self.batches(size, start, stop):
-            made = [self.build(batch, request)]
+            loan = self._borrow(batch, request)
+            # A product is done with a chunk before the next chunk is made; other passes hold several.
+            hold = request.kind not in PRODUCTS
+            made = [self.build(batch, request) if loan is None else loan.value.copy(blocks=hold)]
             f = made[0].f
-            yield batch, made.pop()
+            try:
+                yield batch, made.pop()
+            finally:
+                if loan is not None:
+                    loan.give_back()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self.late is not None:
                 self.late.add(f, batch.index)
@@ -580,12 +604,31 @@ class NetworkChunks(ChunkSource):
         # Reverse mode adds up over the examples, which half precision is too short for.
         return kind == "rmatmul" and self.lin.model_dtype == self.lin.network.row_dtype
 
+    def _borrow(self, batch: Batch, request: ChunkRequest) -> Loan[Chunk] | None:
+        """The chunk of a batch as a GPU has recorded it; None if there is no such record.
+
+        Only chunks that have been compared with reverse mode are recorded and played.
+        """
+        s, lin = self.settings, self.lin
+        if not can_record(lin.device) or s.memory != "auto" or self.source.changes or request.rotation is not None:
+            return None
+        if lin.rules.has_rest or self._prefers_autodiff(request) or not self.proofs.has("rules", batch):
+            return None
+        make = partial(lin.chunks.build_by_rules, precision=s.precision, prepare=request.prepare)
+        key, room = (request.kind, request.k, s.precision, s.engine), partial(budget, s.memory, lin.device)
+        return self.replays.borrow(key, batch, make, needs=batch.n * self.first.per_example, room=room)
+
+    def _prefers_autodiff(self, request: ChunkRequest) -> bool:
+        """Whether autodiff alone is the cheapest way for a request."""
+        auto = self.settings.engine == "auto" and request.kind in PRODUCTS and request.rotation is None
+        wins = auto and autodiff_wins(request.kind, k=request.k, c=self.first.c)
+        return self.settings.engine == "autodiff" or wins
+
     def build(self, batch: Batch, request: ChunkRequest) -> Chunk:
         """The chunk of a batch, in the way that is cheapest for a request."""
         s, lin, kind, k = self.settings, self.lin, request.kind, request.k
         product, c = kind in PRODUCTS, self.first.c
-        auto = s.engine == "auto" and product and request.rotation is None
-        autodiff = s.engine == "autodiff" or (auto and autodiff_wins(kind, k=k, c=c))
+        autodiff = self._prefers_autodiff(request)
         backward = self._by_backward(kind)
         forward = autodiff and product and not backward and lin.rules.can("forward_mode", batch)
         if s.engine == "autodiff" or (autodiff and (backward or forward)):

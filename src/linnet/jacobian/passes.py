@@ -21,6 +21,7 @@ from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.chunk import ChunkRequest, ChunkSource, Prepare
+from linnet.jacobian.cuda.replay import CHUNK, free_replays
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
 from linnet.jacobian.proofs import Disproved
@@ -151,11 +152,15 @@ class Pass:
     def _prepare_for(self, kind: Request, k: int) -> Prepare:
         """Prepares a block for a kind of products, in the coordinates and the dtype of this pass."""
         rotation, rounds = self.rotation, kind == "gram" and self._in_tf32
-        dtype = self.lin.network.row_dtype if kind in POSITIVE else self.lin.dtype
+        rows = self.lin.network.row_dtype
+        dtype = rows if kind in POSITIVE else self.lin.dtype
+        wide = self.lin.model_dtype == rows != dtype  # half precision is multiplied as it is
 
         def ready(block: ColumnBlock) -> ColumnBlock:
-            block = block if rotation is None else rotation(block)
-            block = prepare(block.in_dtype(dtype), kind, k=k, engine=self.settings.engine).in_dtype(dtype)
+            block = block if rotation is None else rotation(block.widen())
+            if wide:  # so that rows, bilinear products and ghost products are of the same numbers
+                block = block.in_dtype(dtype)
+            block = prepare(block, kind, k=k, engine=self.settings.engine).in_dtype(dtype)
             return block.rounded() if rounds else block
 
         return ready
@@ -177,15 +182,29 @@ class Pass:
             each = min(first.per_example, 3 * first.graph) if columns else first.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.lin.device)
-            size = self._settle(f"{columns} {self.n}", chunk_size(self.n, each, s.room))
+            size = self._settle(f"{columns} {self.n}", each, s.room, self._share)
             if columns and self.lin.network.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
 
-    def _settle(self, kind: str, size: int) -> int:
-        """The size that chunks had before, unless memory has shrunk or doubled: the same chunks are proved once."""
-        known = self.settings.sizes.get(kind, 0)
-        if not known <= size < 2 * known:
+    @property
+    def _share(self) -> float:
+        """Share of a pass's memory that one chunk takes: of a GPU's memory as much as can be recorded."""
+        return CHUNK if self.settings.memory == "auto" and self.lin.device.type == "cuda" else 1.0
+
+    @property
+    def chunk_room(self) -> int:
+        """Bytes that one chunk may take."""
+        return int(self._share * budget(self.settings.memory, self.lin.device))
+
+    def _settle(self, kind: str, each: int, room: int, share: float) -> int:
+        """Examples of ``each`` bytes per chunk, in a share of the room.
+
+        Chunks keep the size that they had before while it fits and is no less than half: the same chunks are proved
+        once.
+        """
+        size, known = chunk_size(self.n, each, int(share * room)), self.settings.sizes.get(kind, 0)
+        if not known * each <= room or not size < 2 * known:
             self.settings.sizes[kind] = size
         return self.settings.sizes[kind]
 
@@ -203,8 +222,8 @@ class Pass:
             size = min(s.batch_size, self.n)
         else:
             room = budget(s.memory, self.lin.device) if room is None else room
-            size = min(chunk_size(self.n, self._gram_example, int(GRAM[0] * room)), max(512, ceil(self.n / 16)))
-            size = self._settle(f"gram {self.n}", size)
+            size = self._settle(f"gram {self.n}", self._gram_example, room, min(GRAM[0], self._share))
+            size = min(size, max(512, ceil(self.n / 16)))
         return size if s.largest is None else min(size, s.largest)
 
     @property
@@ -231,6 +250,9 @@ class Pass:
                 self.lin.rules.deny(found.ability)
                 self.chunks.forget_proofs()
             except torch.OutOfMemoryError:
+                if free_replays():
+                    torch.cuda.empty_cache()
+                    continue
                 size = s.used or self.chunk_size()
                 if size == 1 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                     raise

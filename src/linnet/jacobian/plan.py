@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from linnet._common import budget, format_bytes, rank_and_world
+from linnet._common import format_bytes, rank_and_world
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -78,7 +78,7 @@ def prepare(block: ColumnBlock, request: Request, *, k: int, engine: Engine = "a
     if chosen == "autodiff" and request not in PRODUCTS:
         return block.expand()
     if not isinstance(block, LazyBlock):
-        return block
+        return block.widen()
     return block.for_few() if request in PRODUCTS else block.as_outer_product()
 
 
@@ -220,7 +220,7 @@ def describe(passes: Pass) -> Plan:
         c=first.c,
         chunk=passes.chunk_size(),
         per_example=first.per_example,
-        budget=budget(s.memory, lin.device),
+        budget=passes.chunk_room,
         data=chunks.kind,
         note=note if world == 1 else f"{note}, {world} ranks",
     )

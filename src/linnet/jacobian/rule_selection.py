@@ -515,10 +515,13 @@ def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtyp
         dtype: Dtype of the columns.
     """
     x = use.call.x
+    if x is None or not (use.rule.takes_half and x.dtype == g.dtype):
+        g = g.to(dtype)
+        x = x.to(dtype) if x is not None and x.is_floating_point() else x
     if x is not None and x.is_floating_point():
-        x = use.rule.prepare(use.call, x.to(dtype))
+        x = use.rule.prepare(use.call, x)
     x = None if x is None else arrange(x, kept.layout, n)
-    g = arrange(g.to(dtype).movedim(0, -1), kept.layout, n).movedim(-1, 1)
+    g = arrange(g.movedim(0, -1), kept.layout, n).movedim(-1, 1)
     return use.rule.make_blocks(use.call, x, g, kept.slots, kept.layout)
 
 

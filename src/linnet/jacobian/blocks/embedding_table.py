@@ -26,7 +26,8 @@ class EmbeddingBlock(ColumnBlock):
         super().__init__([table], n=g.shape[0], c=g.shape[1])
         kept = ids >= 0 if dropped else None
         self.ids = ids if kept is None else ids.clamp(min=0)
-        self.g = g if kept is None or bool(kept.all()) else g * kept[:, None, :, None]
+        # On a GPU the question whether all are kept would wait for the answer.
+        self.g = g if kept is None or (g.is_cpu and bool(kept.all())) else g * kept[:, None, :, None]
         self.vocabulary = (table[1] - table[0]) // g.shape[-1]
 
     @property
