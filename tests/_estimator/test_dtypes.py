@@ -127,6 +127,16 @@ def test_classification_in_float32_is_close_to_float64(large, data, tmp_path, in
     close(linnet.load(tmp_path / "classifier", net).predict_proba(X), own.predict_proba(X), 1e-9)
 
 
+def test_minibatches_are_in_the_dtype_of_the_network(large, data):
+    X, _, y = data
+    net = trained(3, X[:40], y[:40])
+    options = {"inference": "map", "solver": "adam", "epochs": 20, "minibatch": 20, "prior": 1.0}
+    own = linnet.TangentClassifier(net, **options).fit(X[40:], y[40:])
+    exact = linnet.TangentClassifier(net, dtype="float64", **options).fit(X[40:], y[40:])
+    assert (own.mode_.u.dtype, own.posterior_.delta.dtype) == (torch.float32, torch.float64)
+    close(own.predict_proba(X), exact.predict_proba(X), 1e-3)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_error_bars_in_float32_are_close_to_float64(large, data, tmp_path, structure):
     X, _, y = data

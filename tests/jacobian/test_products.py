@@ -122,6 +122,7 @@ def test_squares_in_the_dtype_of_the_rows(case):
     scale = torch.rand(J.shape[1])
     for one in (J, J.cached()):
         quick = one.in_row_dtype()
+        assert quick.outputs().dtype == torch.float32
         assert quick.gram_diag(scale=scale).dtype == torch.float32
         close(quick.gram_diag(scale=scale).double(), one.gram_diag(scale=scale.double()), 1e-6)
         close(quick.gram_blocks(scale=scale).double(), one.gram_blocks(scale=scale.double()), 1e-6)

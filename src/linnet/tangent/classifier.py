@@ -173,8 +173,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         inputs = self._inputs(X, reset=True)
         model = self._network(inputs, y)
         self._choose(model, inputs)
-        self._attached_jacobian(model, inputs, self.dtype)
-        fit = self._condition(inputs, y, self.classes)
+        J = self._attached_jacobian(model, inputs, self.dtype)
+        fit = self._condition(inputs, y, self.classes, J=J)
         names = ["all"] if len(fit.choice.scales) == 1 else list(self.lin_.layout.layers)
         self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
         self.scale_examples_ = fit.examples
@@ -218,15 +218,17 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         training = Training(self.epochs, self.minibatch, self.learning_rate)
         return InferenceOptions(self.inference, self.family, self._settings(eps, solver="auto")), training
 
-    def _condition(self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None) -> ModeFit:
-        """Find the posterior; with the prior that was asked for, unless one is given."""
+    def _condition(
+        self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None, *, J: Jacobian | None = None
+    ) -> ModeFit:
+        """Find the posterior; with the prior that was asked for, unless one is given; J is that of the inputs."""
         lin = self.lin_
         how, training = self._how(torch.finfo(lin.dtype).eps)
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
         self._probe = draw_inputs(source)
         check_prior(self.prior, lin)
-        J = self._jacobian(source)
+        J = self._jacobian(source) if J is None or training is not None else J
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
             solver = choose_likelihood_solver(
