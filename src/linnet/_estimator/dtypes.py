@@ -17,6 +17,7 @@ from torch import nn
 
 from linnet._common import free_memory
 from linnet.jacobian import Jacobian, Linearization
+from linnet.network import CannotCast
 
 SMALL = 2**26
 """Bytes of float32 weights up to which a CPU runs a network in float64 by default: digits against time and memory."""
@@ -93,8 +94,8 @@ def choose_dtypes(model: nn.Module, dtype: Any) -> Dtypes:
 def make_jacobian(model: nn.Module, dtype: Any, make: Callable[[Dtypes], Jacobian]) -> Jacobian:
     """The Jacobian of the training data in the dtypes of an estimator.
 
-    A network whose forward names a dtype, as ``x.float()`` does, may fail in another one. The first examples show that,
-    and "auto" then runs the network as it is.
+    A network whose forward names a dtype, as ``x.float()`` does, cannot be cast. The first examples show that, and
+    "auto" then runs the network as it is.
 
     Args:
         model: The network.
@@ -107,7 +108,7 @@ def make_jacobian(model: nn.Module, dtype: Any, make: Callable[[Dtypes], Jacobia
         return J
     try:
         _ = J.c
-    except (RuntimeError, TypeError):  # where the inputs are at fault, the network as it is fails too
+    except CannotCast:
         return make(replace(chosen, network=None))
     return J
 

@@ -189,8 +189,8 @@ class Pass:
 
     @property
     def _share(self) -> float:
-        """Share of a pass's memory that one chunk takes: of a GPU's memory as much as can be recorded."""
-        return CHUNK if self.settings.memory == "auto" and self.lin.device.type == "cuda" else 1.0
+        """Share of a pass's memory that one chunk takes: less where a GPU records chunks."""
+        return CHUNK if self.chunks.can_replay else 1.0
 
     @property
     def chunk_room(self) -> int:
@@ -230,7 +230,7 @@ class Pass:
     def _gram_example(self) -> int:
         """Bytes of an example in a Gram matrix's chunk: not all of its blocks become rows."""
         spared, first = 0, self.chunks.first
-        for f in first.blocks:
+        for f in first.planned:
             if choose(f, "gram", k=1, engine=self.settings.engine) == "ghost" and not isinstance(f, EmbeddingBlock):
                 sides = f.size.groups * f.size.T * (f.size.dx + f.c * f.size.dg) if isinstance(f, LazyBlock) else 0
                 spared += max(0, f.c * f.q - sides)

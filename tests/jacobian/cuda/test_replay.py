@@ -24,7 +24,7 @@ class Overwriting:
         self.make, self.value, self.lent = make, make(batch), False
 
     @classmethod
-    def record(cls, batch, make):
+    def record(cls, batch, make, alike):
         return cls(make, batch)
 
     def play(self, batch):
@@ -37,7 +37,9 @@ class Overwriting:
         return self.value
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv2d", "resnet", "vit", "embedding", "tied_weights", "dict_inputs", "language_model"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "conv2d", "resnet", "vit", "embedding", "tied_weights", "dict_inputs", "language_model"]
+)
 def test_no_pass_keeps_what_the_next_chunk_overwrites(monkeypatch, name):
     case = linnet.testing.zoo()[name]
     count: list[int] = []
@@ -49,6 +51,7 @@ def test_no_pass_keeps_what_the_next_chunk_overwrites(monkeypatch, name):
 
     monkeypatch.setattr(replay, "_Replay", Counting)
     monkeypatch.setattr(chunk, "can_record", lambda device: True)
+    monkeypatch.setattr(chunk, "try_unwatched", lambda make: make())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: 0)
     model, data = case.build(), case.data(8, 0)
     dense = case.dense(model, data)

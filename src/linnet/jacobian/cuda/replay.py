@@ -9,6 +9,7 @@ cannot be recorded, and its chunks are made as before.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -47,7 +48,14 @@ class Replays(Generic[T]):
         self.__init__()
 
     def borrow(
-        self, key: Hashable, batch: Batch, make: Callable[[Batch], T], *, needs: int, room: Callable[[], int]
+        self,
+        key: Hashable,
+        batch: Batch,
+        make: Callable[[Batch], T],
+        alike: Callable[[T, T], bool],
+        *,
+        needs: int,
+        room: Callable[[], int],
     ) -> Loan[T] | None:
         """What ``make`` gives for a batch on a GPU, by a recorded graph; None if there is none, or not yet.
 
@@ -57,7 +65,8 @@ class Replays(Generic[T]):
         Args:
             key: What the kernels depend on beside the shapes of the inputs.
             batch: The examples, on the GPU.
-            make: Makes the result; must not wait for the GPU.
+            make: Makes the result.
+            alike: Whether two results of the same batch differ by rounding only.
             needs: Bytes that the result takes while it is made.
             room: Gives the bytes that a pass may take.
         """
@@ -72,7 +81,7 @@ class Replays(Generic[T]):
             # Half of the memory that is free counts as room; what the records hold was free before.
             if self._visits[whole] < 2 or held + needs > SHARE * (room() + held // 2):
                 return None
-            self._known[whole] = _Replay.record(batch, make)
+            self._known[whole] = _Replay.record(batch, make, alike)
             self._held += needs
         found = self._known[whole]
         if found is None or found.lent:
@@ -114,8 +123,8 @@ class _Replay(Generic[T]):
         self.inputs, self.graph, self.value, self.lent = inputs, graph, value, False
 
     @classmethod
-    def record(cls, batch: Batch, make: Callable[[Batch], T]) -> _Replay[T] | None:
-        """The graph of what ``make`` does with a batch; None if it cannot be recorded."""
+    def record(cls, batch: Batch, make: Callable[[Batch], T], alike: Callable[[T, T], bool]) -> _Replay[T] | None:
+        """The graph of what ``make`` does with a batch; None if it cannot be recorded, or gives other numbers."""
         inputs: list[Tensor] = []
 
         def keep(t: Tensor) -> Tensor:
@@ -123,7 +132,8 @@ class _Replay(Generic[T]):
             return inputs[-1]
 
         own = batch.with_inputs(keep)
-        if not _runs_without_waiting(partial(make, own)):
+        expected = try_unwatched(partial(make, own))
+        if expected is None:
             return None
         graph = torch.cuda.CUDAGraph()
         try:
@@ -132,7 +142,8 @@ class _Replay(Generic[T]):
         except (RuntimeError, ValueError, TypeError, AttributeError):
             _record_nothing()
             return None
-        return cls(inputs, graph, value)
+        found = cls(inputs, graph, value)
+        return found if alike(found.play(batch), expected) else None
 
     def play(self, batch: Batch) -> T:
         """What the kernels make of other examples; overwrites what they made before."""
@@ -147,17 +158,24 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _runs_without_waiting(make: Callable[[], object]) -> bool:
-    """Whether a computation never waits for the GPU: numbers cannot be looked at while a graph is recorded."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+def try_unwatched(make: Callable[[], T]) -> T | None:
+    """What a computation gives that never waits for the GPU; None where it waits.
+
+    Nothing can look at numbers while a graph is recorded. Networks may ask whether a graph is being recorded and then
+    leave their looks out, so here the answer is yes.
+    """
+    before, asked = torch.cuda.get_sync_debug_mode(), torch.cuda.is_current_stream_capturing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.is_current_stream_capturing = lambda: True
     try:
-        make()
-    except RuntimeError:
-        return False
+        return make()
+    except (RuntimeError, ValueError, TypeError, AttributeError):
+        return None
     finally:
+        torch.cuda.is_current_stream_capturing = asked
         torch.cuda.set_sync_debug_mode(before)
-    return True
 
 
 def _record_nothing() -> None:
