@@ -671,7 +671,7 @@ class Bent(Likelihood):
         ({"likelihood": "regression", "noise": -1.0}, ValueError, "must be positive and finite"),
         ({"rank": 0}, ValueError, "rank must be a positive number; got 0"),
         ({"size": -3}, ValueError, "size must be a positive number"),
-        ({"draws": 0}, ValueError, "draws must be None or a positive number"),
+        ({"draws": 0}, ValueError, "draws must be .auto., None or a positive number"),
         ({"dtype": "half"}, ValueError, "dtype must be 'auto', 'float32' or 'float64'"),
         ({"likelihood": Bent()}, ValueError, "not positive semi-definite"),
     ],

@@ -47,6 +47,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "top": _option(str | None, "Instead of --params: number of blocks from the top.", None),
     "prior": _option(str, "balanced, shared, ntk, layerwise, unit, a variance, or glob=variance,...", "shared"),
     "device": _option(str, "auto, cpu, cuda or cuda:N.", "auto"),
+    "variance": _option(str, "Error bars: auto, exact, or samples (for many outputs).", "auto"),
     "seed": _option(int, "Seed of everything that is drawn, including weights that --model draws.", 0, min=0),
     "out": _option(Path, "Folder for the results."),
     "force": _option(bool, "Replace the files of an earlier run.", False, "--force"),
@@ -122,7 +123,7 @@ def demo() -> None:
 
 @_command(
     "fit.adapt",
-    f"{FIT} prior inference mean head features {INPUTS} force",
+    f"{FIT} prior inference mean head features variance {INPUTS} force",
     top=_option(str | None, "Instead of --params: number of blocks from the top, or evidence.", None),
     prior=(OPTIONS["prior"][0], "balanced"),
     inference=_option(str, "For classes: auto, vi, laplace or map.", "auto"),
@@ -139,7 +140,7 @@ def adapt() -> None:
 
 @_command(
     "fit.add_error_bars",
-    f"{FIT} structure prior {INPUTS} force",
+    f"{FIT} structure prior variance {INPUTS} force",
     structure=_option(str, "auto, full, function, lowrank, kron, ekfac, diag, subnetwork or samples.", "auto"),
 )
 def uncertainty() -> None:

@@ -52,6 +52,10 @@ AGAIN = 2**24
 """Bytes of the network's graph up to which all examples of a new chunk, at most 64, are run once more in other batches;
 of larger chunks it is a sixteenth. Certainty against the time of a first pass."""
 
+ALL_OUTPUTS, FEW_OUTPUTS = 64, 8
+"""Up to the first number of outputs, the first examples are differentiated in all of them, and with more outputs in the
+second number of them: what a chunk takes is counted from these. The time of a first pass against its exact size."""
+
 NOTHING = nullcontext()
 
 Judge = Callable[[], Truth]
@@ -139,9 +143,10 @@ class ChunkBuilder:
             if along is None or not along.shape[1] or not (columns and graph):
                 f = net.forward(leaves, batch)
             else:
-                views = net.layout.unflatten(along[:, 0].to(net.model_dtype))
+                views = net.layout.unflatten(along[:, 0])
                 # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
-                tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
+                copies = zip(net.theta.items(), torch._foreach_mul(list(views.values()), 1.0), strict=True)
+                tangent = {name: t.to(like.dtype) for (name, like), t in copies}
                 shared = SharedOutputs() if along.shape[1] > 1 else None
                 with forward_mode(net.module), nullcontext() if shared is None else shared:
                     f, product = autodiff.dual(lambda theta: net.forward(theta, batch), leaves, tangent)
@@ -159,6 +164,7 @@ class ChunkBuilder:
         precision: Precision,
         *,
         columns: bool = False,
+        few: bool = False,
         prepare: Prepare = lambda block: block,
         prove: OtherBatches | None = None,
     ) -> Chunk:
@@ -168,6 +174,7 @@ class ChunkBuilder:
             batch: The examples, on the device of the network.
             precision: Precision of the network's passes.
             columns: Products of autodiff go column by column.
+            few: Of many outputs the layer rules make the rows of the first few alone.
             prepare: Applied to each block as soon as it is there, so that what it was made of can be freed.
             prove: Some of the examples in other batches, if the columns are to be compared with reverse mode. The
                 columns of autodiff are compared when they are used, the columns of layer rules by the caller, with the
@@ -186,7 +193,7 @@ class ChunkBuilder:
             if blocks is None:
                 if not recording.uses:  # emptied by a stream that broke off
                     recording = self.rules.record(batch, assignment.changes)
-                blocks, assignment = self._captured(recording, assignment, batch, prepare)
+                blocks, assignment = self._captured(recording, assignment, batch, prepare, few)
         if assignment.rest:
             judge = None if truth is None else partial(_same, truth)
             seed = None if prove is None else prove.truth
@@ -236,11 +243,18 @@ class ChunkBuilder:
         return blocks + [prepare(block) for block in combine(shared)]
 
     def _captured(
-        self, recording: Recording, assignment: RuleAssignment, batch: Batch, prepare: Prepare
+        self,
+        recording: Recording,
+        assignment: RuleAssignment,
+        batch: Batch,
+        prepare: Prepare,
+        few: bool = False,
     ) -> tuple[list[ColumnBlock], RuleAssignment]:
         out = recording.out
         pairs = [(use, kept) for use, kept in zip(recording.uses, assignment.kept, strict=True) if kept]
-        seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
+        c = out.shape[1]
+        rows = FEW_OUTPUTS if few and c > ALL_OUTPUTS else c
+        seeds = torch.eye(rows, c, dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
         grads = gradients(out, [use for use, _ in pairs], seeds, batched=assignment.batched)
         blocks: list[ColumnBlock] = []
         for (use, kept), g in zip(pairs, grads, strict=True):
@@ -252,7 +266,7 @@ class ChunkBuilder:
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
                 fewer = self.rules.leave_to_autodiff(recording.signature, names)
-                return self._captured(recording, fewer, batch, prepare)
+                return self._captured(recording, fewer, batch, prepare, few)
         return [prepare(block) for block in combine(blocks)], assignment
 
     def _autodiff(
@@ -350,7 +364,7 @@ class FirstExamples:
 
     Attributes:
         c: Outputs.
-        blocks: Columns of the Jacobian of the first examples.
+        blocks: Columns of the Jacobian of the first examples: rows of all outputs, or of the first ones of many.
         batch: One or two of the examples.
         per_example: Bytes that an example takes in a chunk.
         graph: Bytes that an example takes in the graph of the network, without blocks and rows.
@@ -365,6 +379,16 @@ class FirstExamples:
     graph: int
     inputs: int
     rest: int
+
+    @property
+    def planned(self) -> list[ColumnBlock]:
+        """The blocks as they are with all outputs, for counts of cost alone: their tensors may hold fewer outputs."""
+        return [block.with_outputs(self.c) for block in self.blocks]
+
+    @property
+    def share(self) -> float:
+        """The part of all outputs that the blocks hold."""
+        return min((block.c for block in self.blocks), default=self.c) / self.c
 
 
 @dataclass(frozen=True)
@@ -551,7 +575,7 @@ class NetworkChunks(ChunkSource):
             return t.detach()  # an output that its own graph saved would never be freed
 
         self.lin.rules.assign(batch)
-        build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision)
+        build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision, few=True)
         try:
             with noting_saved_tensors(note):
                 chunk = build()
@@ -565,15 +589,18 @@ class NetworkChunks(ChunkSource):
         for block in chunk.blocks:
             for t in block.tensors():
                 note(t)
-        return FirstExamples(
+        blocks = sum(sizes.values()) - graph * batch.n
+        found = FirstExamples(
             c=chunk.f.shape[1],
             blocks=chunk.blocks,
             batch=batch.part(0, min(2, batch.n)),
-            per_example=sum(sizes.values()) // batch.n + working_size(chunk.blocks, self.lin.dtype.itemsize),
+            per_example=0,
             graph=graph,
             inputs=batch.input_bytes // batch.n,
             rest=batch.rest_bytes // batch.n,
         )
+        each = int(graph * batch.n + blocks / found.share) // batch.n
+        return replace(found, per_example=each + working_size(found.planned, self.lin.dtype.itemsize))
 
     # Chunks.
 
@@ -612,7 +639,7 @@ class NetworkChunks(ChunkSource):
 
     def _by_backward(self, kind: Request) -> bool:
         # Reverse mode adds up over the examples, which half precision is too short for.
-        return kind == "rmatmul" and self.lin.model_dtype == self.lin.dtype
+        return kind == "rmatmul" and not self.lin.rules.differentiates_in_half
 
     def _borrow(self, batch: Batch, request: ChunkRequest) -> Loan[Chunk] | None:
         """The chunk of a batch as a GPU has recorded it; None if there is no such record.

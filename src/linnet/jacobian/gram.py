@@ -17,7 +17,7 @@ from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
-from linnet.linalg import weigh
+from linnet.linalg import blocks_of_chunk, weigh
 from linnet.network import check_same_shapes
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
             part = torch.zeros(J.shape[1], dtype=J.dtype, device=J.device)
             b = piece.batch
-            w = weight.view(J.n, J.c) if weight is not None and weight.ndim == 1 else weight
-            w = None if w is None else w[b.start : b.start + b.n]
+            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c)
             for block in piece.blocks:
                 block.squares(w, part)
             total += part
@@ -144,7 +143,7 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
         found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
-            part = None if root is None else root[b.start : b.start + b.n]
+            part = None if root is None else blocks_of_chunk(root, b.start, b.start + b.n, J.c)
             found.add(piece.blocks, part, b.n)
         found.over_ranks()
         return found

@@ -222,7 +222,7 @@ class Pass:
     def _gram_example(self) -> int:
         """Bytes of an example in a Gram matrix's chunk: not all of its blocks become rows."""
         spared, first = 0, self.chunks.first
-        for f in first.blocks:
+        for f in first.planned:
             if choose(f, "gram", k=1, engine=self.settings.engine) == "ghost" and not isinstance(f, EmbeddingBlock):
                 sides = f.size.groups * f.size.T * (f.size.dx + f.c * f.size.dg) if isinstance(f, LazyBlock) else 0
                 spared += max(0, f.c * f.q - sides)

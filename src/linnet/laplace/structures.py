@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import Jacobian, WeightedRows, constant_over
+from linnet.jacobian import Jacobian, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -78,7 +78,7 @@ class FullCurvature(CurvatureStructure):
 
     name = "full"
 
-    def __init__(self, J: Jacobian, root: Tensor) -> None:
+    def __init__(self, J: Jacobian, root: Any) -> None:
         G = J.normal_matrix(weight_from_root(root))
         self.G = 0.5 * (G + G.T)
 
@@ -96,7 +96,7 @@ class KernelCurvature(CurvatureStructure):
 
     name = "function"
 
-    def __init__(self, J: Jacobian, root: Tensor) -> None:
+    def __init__(self, J: Jacobian, root: Any) -> None:
         self.J, self.root = J.cached(), as_weight(root)
         self._kernel: tuple[Tensor, Tensor] | None = None
 
@@ -136,7 +136,7 @@ class DiagonalCurvature(CurvatureStructure):
 
     name = "diag"
 
-    def __init__(self, J: Jacobian, root: Tensor) -> None:
+    def __init__(self, J: Jacobian, root: Any) -> None:
         self.values = J.column_norms(weight_from_root(root))
 
     def log_det(self, prior: Prior) -> LogDet:
@@ -156,7 +156,7 @@ class KroneckerCurvature(CurvatureStructure):
         corrected: EKFAC: the exact curvature along the eigenvectors of the factors.
     """
 
-    def __init__(self, J: Jacobian, root: Tensor, *, corrected: bool = False) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, corrected: bool = False) -> None:
         self.name = "ekfac" if corrected else "kron"
         self.factors = J.kronecker(root)
         self.rotation, self.values = self.factors.decomposed()
@@ -187,7 +187,7 @@ class LowRankCurvature(CurvatureStructure):
 
     name = "lowrank"
 
-    def __init__(self, J: Jacobian, root: Tensor, *, rank: int, **options: Any) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, rank: int, **options: Any) -> None:
         V = WeightedRows(J, root)
         try:
             found = low_rank(V, min(rank, *J.shape), **options)
@@ -229,7 +229,7 @@ class SubnetworkCurvature(CurvatureStructure):
 
     name = "subnetwork"
 
-    def __init__(self, J: Jacobian, root: Tensor, *, size: int, variance: Tensor, t: float) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, size: int, variance: Tensor, t: float) -> None:
         weight = weight_from_root(root)
         marginal = variance / (1 + t * variance * J.column_norms(weight))
         self.index = marginal.topk(min(size, len(variance))).indices.sort().values
@@ -266,7 +266,7 @@ class SampledCurvature(CurvatureStructure):
 
     name = "samples"
 
-    def __init__(self, J: Jacobian, root: Tensor, *, k: int, probes: int = 16, **options: Any) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, k: int, probes: int = 16, **options: Any) -> None:
         self.J, self.root, self.k, self.probes, self.options = J, root, k, probes, options
         self._last: tuple[float, Samples] | None = None
 
@@ -307,8 +307,7 @@ class _SampledLogDet(LogDet):
         return found.log_det, [by_layer[name][0] for name in self.prior.scales]
 
     def traces(self) -> list[float]:
-        root = self.structure.root
-        values = self.structure.J.column_norms(weight_from_root(root))
+        values = estimate_column_norms(self.structure.J, self.structure.root)
         return _of_diagonal(values, self.prior).traces()
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -122,6 +123,14 @@ class ColumnBlock(ABC):
     def bytes(self) -> int:
         """Memory held."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def with_outputs(self, c: int) -> ColumnBlock:
+        """The block as if it had c outputs, for counts of cost alone: the tensors stay as they are."""
+        if self.c == c:
+            return self
+        other = copy(self)
+        other.c = c
+        return other
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
