@@ -227,7 +227,7 @@ class ChunkBuilder:
         shared: list[ColumnBlock] = []
 
         def take(i: int, use: RecordedCall, g: Tensor) -> None:
-            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.dtype)
+            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.row_dtype)
             if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
                 shared.extend(found)
             else:
@@ -261,7 +261,7 @@ class ChunkBuilder:
             if g is None:
                 continue
             try:
-                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.dtype)
+                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.row_dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
@@ -326,6 +326,12 @@ def _lazy_again(
 ) -> ColumnBlock:
     x, g = tensors
     return rule.make_blocks(LayerCall(None, {}, conf), x, g, slots, layout)[0]
+
+
+def _check_finite(chunk: tuple[Tensor, Tensor, Batch] | None) -> None:
+    """Raise if the outputs of a chunk are not finite: whether they are, the outputs, the examples."""
+    if chunk is not None and not bool(chunk[0]):
+        check_outputs_finite(chunk[1], chunk[2].start, chunk[2].positions)  # says which example it is
 
 
 class Proofs:
@@ -472,6 +478,10 @@ class ChunkSource(ABC):
         """The same chunks with other settings."""
 
     @abstractmethod
+    def with_lin(self, lin: Linearization) -> ChunkSource:
+        """The same chunks for products in another dtype."""
+
+    @abstractmethod
     def begin(self) -> None:
         """Check, before a pass, that all ranks have the same weights and data, and that the network can be run."""
 
@@ -535,6 +545,9 @@ class NetworkChunks(ChunkSource):
 
     def with_settings(self, settings: PassSettings) -> NetworkChunks:
         return replace(self, settings=settings, proofs=Proofs(), whole=self, replays=Replays())
+
+    def with_lin(self, lin: Linearization) -> NetworkChunks:
+        return replace(self, lin=lin, whole=self, replays=Replays())
 
     def begin(self) -> None:
         if not self.agreed:
@@ -615,6 +628,7 @@ class NetworkChunks(ChunkSource):
         return (batch.rest for batch in self.batches(size, 0, self.n))
 
     def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
+        last: tuple[Tensor, Tensor, Batch] | None = None
         for batch in self.batches(size, start, stop):
             loan = self._borrow(batch, request)
             # A product is done with a chunk before the next chunk is made; other passes hold several.
@@ -626,11 +640,12 @@ class NetworkChunks(ChunkSource):
             finally:
                 if loan is not None:
                     loan.give_back()
-            # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self.late is not None:
                 self.late.add(f, batch.index)
-            elif not bool(f.isfinite().all()):
-                check_outputs_finite(f, batch.start, batch.positions)  # says which example it is
+            else:  # a GPU is asked for the answer when it has the work of the next chunk
+                _check_finite(last)
+                last = f.isfinite().all(), f, batch
+        _check_finite(last)
 
     def by_columns(self, kind: Request, k: int) -> bool:
         if self.settings.engine != "auto" or kind not in PRODUCTS or not autodiff_wins(kind, k=k, c=self.first.c):
