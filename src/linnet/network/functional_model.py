@@ -70,6 +70,7 @@ class FunctionalModel:
         unused: A copy of the module that has never run.
         autocast: Whether the network runs only under autocast; shared by all forms of the network.
         first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
+        products: The dtype that products with the Jacobian have at least.
     """
 
     module: nn.Module
@@ -85,6 +86,7 @@ class FunctionalModel:
     unused: nn.Module
     autocast: Autocast
     first_state: list[tuple[Any, ...]] | None
+    products: torch.dtype = torch.float32
 
     @classmethod
     def of(
@@ -135,7 +137,12 @@ class FunctionalModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the Jacobian: it holds the dtypes of all selected parameters, and is at least float32."""
+        """Dtype of the Jacobian's products: `row_dtype`, unless ``products`` has more digits."""
+        return torch.promote_types(self.row_dtype, self.products)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Dtype of the Jacobian's rows: it holds the dtypes of all selected parameters, and is at least float32."""
         return reduce(torch.promote_types, (t.dtype for t in self.theta.values()), torch.float32)
 
     @property

@@ -95,6 +95,9 @@ class SumBlock(ColumnBlock):
     def widen(self) -> SumBlock:
         return SumBlock([part.widen() for part in self.parts])
 
+    def _converted(self, dtype: torch.dtype) -> SumBlock:
+        return SumBlock([part.in_dtype(dtype) for part in self.parts])
+
     def expand(self) -> DenseBlock:
         rows = [part.expand().parts for part in self.parts]
         return DenseBlock(self.ranges, [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)])
