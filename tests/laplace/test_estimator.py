@@ -700,7 +700,7 @@ def test_bad_data_is_refused() -> None:
     with pytest.raises(ValueError, match="k is a number of samples"):
         la.sample(X, 0)
     with pytest.raises(MemoryError, match=r"24 examples with 3 outputs takes .* with draws=1"):
-        Laplace(model, structure="kron", prior=1.0, memory=1000).fit(X, CLASSES)
+        Laplace(model, structure="ekfac", prior=1.0, memory=1000).fit(X, CLASSES)
     with pytest.raises(ValueError, match="at must be"):
         la.log_evidence("mode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method must be"):
@@ -731,6 +731,29 @@ def test_the_module_is_left_alone_and_watched() -> None:
         model[0].weight += 1
     with pytest.raises(RuntimeError, match="changed"):
         la.predict(NEW)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_first_pass_gives_what_passes_of_their_own_give(case: str, structure: str) -> None:
+    """Outputs, curvature and gradient come from one pass; the references are separate passes and the dense gradient."""
+    la, _ = fitted(case, structure, variance=0.7)
+    J = la._J
+    torch.testing.assert_close(la._f, J.outputs(), rtol=1e-12, atol=1e-12)
+    other = la._fitted(la._unit.root(la._f))
+    torch.testing.assert_close(la._structure.values, other.values, rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+    residual = la.likelihood_.residual(la._f, la._y).flatten()
+    theta = la.lin_.layout.flatten(la.lin_.theta)
+    g = J.dense().T @ residual - theta / la.prior_variance_
+    assert la.gradient_norm_ == pytest.approx(float(g.norm()), rel=1e-9)
+
+
+def test_outputs_that_are_not_finite_are_named_in_the_first_pass() -> None:
+    model = net(3)
+    with torch.no_grad():
+        model[-1].bias.fill_(float("inf"))
+    with pytest.raises(ValueError, match=r"(?i)finite"):
+        Laplace(model, structure="kron", prior=1.0).fit(X, CLASSES)
 
 
 def test_float32_is_close() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from linnet._common import add_up, bar, budget, rank_and_world, share_rows
+from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
 from linnet.jacobian.blocks.composite import cut_by_layer
 from linnet.jacobian.column_moments import Moments
@@ -109,13 +111,9 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
     def run() -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
-            part = torch.zeros(J.shape[1], dtype=J.dtype, device=J.device)
             b = piece.batch
             w = weight.view(J.n, J.c) if weight is not None and weight.ndim == 1 else weight
-            w = None if w is None else w[b.start : b.start + b.n]
-            for block in piece.blocks:
-                block.squares(w, part)
-            total += part
+            _add_squares(piece.blocks, None if w is None else w[b.start : b.start + b.n], total, J.dtype)
         add_up(total)
         return total.to(J.dtype)
 
@@ -137,11 +135,9 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
 
 def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
     """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass."""
-    first, engine = J.passes.chunks.first, J.passes.settings.engine
 
     def run() -> Kronecker:
-        sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
-        found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
+        found = _empty_kronecker(J)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
             part = None if root is None else root[b.start : b.start + b.n]
@@ -150,6 +146,83 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
         return found
 
     return J.passes.complete(run)
+
+
+Form = Literal["kron", "diag"]
+"""Forms of a curvature that add up over the examples: Kronecker factors, or the diagonal."""
+
+RootFn = Callable[[Tensor], Tensor]
+"""From outputs (n, c) to a root of the curvature in these outputs, (n, c) where it is diagonal, or (n, c, m)."""
+
+
+@dataclass(frozen=True)
+class CurvatureSums:
+    """What one pass over the data tells about a network and its likelihood.
+
+    Attributes:
+        f: Outputs, (n, c).
+        gradient: ``J^T u``, (p,).
+        factors: Kronecker factors of ``J^T L L^T J``; None for the form "diag".
+        squares: The diagonal of ``J^T L L^T J``, (p,); None for the form "kron".
+    """
+
+    f: Tensor
+    gradient: Tensor
+    factors: Kronecker | None = None
+    squares: Tensor | None = None
+
+
+def compute_curvature(J: Jacobian, form: Form, root: RootFn, u: Callable[[Batch], Tensor]) -> CurvatureSums:
+    """Outputs, curvature and gradient in one pass; the root of each chunk comes from the outputs of the chunk.
+
+    Args:
+        J: (n c, p).
+        form: Which curvature.
+        root: Gives L.
+        u: From a batch with its outputs ``batch.f`` to the (n, c) that the gradient takes.
+    """
+
+    def run() -> CurvatureSums:
+        f = torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+        gradient, squares = (torch.zeros(J.shape[1], dtype=torch.float64, device=J.device) for _ in range(2))
+        factors = _empty_kronecker(J) if form == "kron" else None
+        for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
+            b = replace(piece.batch, f=piece.f)
+            f[b.start : b.start + b.n] = piece.f
+            L = root(piece.f)
+            if factors is None:
+                _add_squares(piece.blocks, L.square() if L.ndim == 2 else L @ L.mT, squares, J.dtype)
+            else:
+                factors.add(piece.blocks, L, b.n)
+            part = torch.zeros(J.shape[1], 1, dtype=J.dtype, device=J.device)
+            for block in piece.blocks:
+                block.rmatmul(u(b)[..., None], part)
+            gradient += part[:, 0]
+            del piece
+        share_rows(f, J.n, 1)
+        if factors is not None:
+            factors.over_ranks()
+            add_up(gradient)
+            return CurvatureSums(f, gradient.to(J.dtype), factors=factors)
+        add_up(gradient, squares)
+        return CurvatureSums(f, gradient.to(J.dtype), squares=squares.to(J.dtype))
+
+    return J.passes.complete(run)
+
+
+def _empty_kronecker(J: Jacobian) -> Kronecker:
+    """Sums to add the Kronecker factors of J to."""
+    first, engine = J.passes.chunks.first, J.passes.settings.engine
+    sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
+    return Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
+
+
+def _add_squares(blocks: Sequence[ColumnBlock], weight: Tensor | None, total: Tensor, dtype: torch.dtype) -> None:
+    """Adds the diagonal of ``J^T W J`` of a chunk to a sum in float64, (p,); weight (n, c) or (n, c, c)."""
+    part = torch.zeros_like(total, dtype=dtype)
+    for block in blocks:
+        block.squares(weight, part)
+    total += part
 
 
 def _diagonal(scale: Tensor | None) -> Scale:

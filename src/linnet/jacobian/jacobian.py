@@ -629,12 +629,34 @@ class Jacobian(LinearOperator):
         Args:
             root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
         """
-        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
+        self._check_kronecker()
         if root is not None and tuple(root.shape[:2]) != (self.n, self.c):
             raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
+        return gram.compute_kronecker(self, root)
+
+    def curvature(self, form: gram.Form, root: gram.RootFn, u: Callable[[Batch], Tensor]) -> gram.CurvatureSums:
+        """Outputs, ``J^T u`` and the sums of a form of ``J^T L L^T J``, all in one pass.
+
+        Args:
+            form: "kron" as `kronecker`, or "diag" as `column_norms`.
+            root: From the outputs (n, c) of a chunk to L, (n, c) where it is diagonal, or (n, c, m).
+            u: From a chunk, whose outputs are ``batch.f``, to (n, c).
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+            >>> found = J.curvature("diag", torch.ones_like, lambda batch: torch.ones_like(batch.f))
+            >>> found.f.shape, found.gradient.tolist(), found.squares.tolist()
+            (torch.Size([2, 1]), [4.0, 4.0, 2.0], [10.0, 16.0, 2.0])
+        """
+        if form == "kron":
+            self._check_kronecker()
+        return gram.compute_curvature(self, form, root, u)
+
+    def _check_kronecker(self) -> None:
+        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
         if self.passes.rotation is not None:
             raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
-        return gram.compute_kronecker(self, root)
 
 
 def _product(piece: Piece, V: Tensor) -> Tensor:

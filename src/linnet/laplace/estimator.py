@@ -28,7 +28,7 @@ from linnet._estimator import (
 )
 from linnet.data import Batch
 from linnet.inference import LogDet, Slope, SolverSettings, check_covariance_fits, choose_solver, maximize
-from linnet.jacobian import Jacobian, Linearization, combine_outputs, linearize
+from linnet.jacobian import CurvatureSums, Jacobian, Linearization, combine_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import (
@@ -227,14 +227,15 @@ class Laplace(HubMixin, BaseEstimator):
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         check_ranks_agree(self.lin_, None, options=list_options(self), targets=self._y)
-        f = J.outputs()
-        self._train_inputs, self._f = inputs, f
+        self._train_inputs = inputs
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
+        sums = self._first_pass(J) if self.structure_ in BOUNDED and self.draws is None else None
+        self._f = f = J.outputs() if sums is None else sums.f
         self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws is None else J
         self._prior = make_prior(self.lin_, self.prior, J=self._J)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
-        self._noise = 1.0
-        self._structure = self._fitted(self._root(f))
+        self._noise, unit = 1.0, self._unit
+        self._structure = self._fitted(self._root(f) if sums is None or self.structure_ == "ekfac" else None, sums)
         self._log_det = self._structure.log_det(self._prior)
         self.tune_path_ = ()
         search = Search(bool(self._prior.scales), self._noise_free, bounded=self.structure_ in BOUNDED)
@@ -249,7 +250,7 @@ class Laplace(HubMixin, BaseEstimator):
                 self._by_output(search)
         else:
             self._refresh()
-        self._measure_distance()
+        self._measure_distance(None if sums is None or self._unit is not unit else sums.gradient / self._noise)
         self._narrow(search.scales)
         self.lin_.check_unchanged(contents=True)
         return self
@@ -272,9 +273,30 @@ class Laplace(HubMixin, BaseEstimator):
         found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
         return {"function": "function", "weight": "full"}.get(found, "samples")
 
-    def _fitted(self, root: Tensor) -> CurvatureStructure:
-        """The structure for a root of the curvature at noise one."""
+    def _first_pass(self, J: Jacobian) -> CurvatureSums:
+        """Outputs, curvature and gradient of the log likelihood at noise one, from one pass over the data."""
+        unit, y, seen = self._unit, self._y, list[bool]()
+
+        def root(f: Tensor) -> Tensor:
+            if not seen and bool(f.isfinite().all()):  # the pass itself refuses outputs that are not
+                check_root(unit, f)
+                seen.append(True)
+            return unit.root(f)
+
+        def residual(batch: Batch) -> Tensor:
+            assert batch.f is not None
+            return unit.residual(batch.f, y[batch.start : batch.start + batch.n])
+
+        return J.curvature("diag" if self.structure_ == "diag" else "kron", root, residual)
+
+    def _fitted(self, root: Tensor | None, sums: CurvatureSums | None = None) -> CurvatureStructure:
+        """The structure for a root of the curvature at noise one, or from what a first pass has found."""
         J, name = self._J, self.structure_
+        if name == "diag" and sums is not None:
+            return DiagonalCurvature(J, root, sums=sums)
+        if name in ("kron", "ekfac") and sums is not None:
+            return KroneckerCurvature(J, root, corrected=name == "ekfac", sums=sums)
+        assert root is not None
         if self.draws is not None:
             J = combine_outputs(J, root)
             J = J.cached_if_fits() if self.structure_ in KEPT else J
@@ -573,11 +595,16 @@ class Laplace(HubMixin, BaseEstimator):
         residual = self._unit.residual(f, self._y)
         return float((residual.square() / self._unit.curvature(f)).double().sum())
 
-    def _measure_distance(self) -> None:
-        """How far the network is from a mode; a warning where it is so far that error bars mean nothing."""
-        residual = self.likelihood_.residual(self._f, self._y)
+    def _measure_distance(self, g: Tensor | None) -> None:
+        """How far the network is from a mode; a warning where it is so far that error bars mean nothing.
+
+        Args:
+            g: The gradient of the log likelihood, (p,), where it is known; None makes a pass for it.
+        """
         S = self.prior_variance_
-        g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
+        if g is None:
+            residual = self.likelihood_.residual(self._f, self._y)
+            g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
         theta = self.lin_.layout.flatten(self.lin_.theta)
         inner = torch.where(S > 0, g - theta / S, 0.0)
         self.gradient_norm_ = float(inner.norm())
@@ -828,6 +855,11 @@ def check_curvature(unit: Likelihood, f: Tensor, memory: float | str) -> None:
             f"{limit / 2**30:.1f} GiB. Draw the Fisher information instead, with draws=1 or a few, or allow more "
             "with memory=."
         )
+    check_root(unit, f)
+
+
+def check_root(unit: Likelihood, f: Tensor) -> None:
+    """Raise where the curvature in the outputs is none: where its root times itself is something else."""
     few = f[:256]
     root, B = unit.root(few), unit.curvature(few)
     found = root.square() if root.ndim == 2 else root @ root.mT

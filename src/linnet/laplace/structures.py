@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import Jacobian, WeightedRows, constant_over
+from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -132,12 +132,22 @@ class KernelCurvature(CurvatureStructure):
 
 @final
 class DiagonalCurvature(CurvatureStructure):
-    """See the module."""
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L; None where the pass has been made.
+        sums: What a pass over the data has found; None makes the pass.
+    """
 
     name = "diag"
 
-    def __init__(self, J: Jacobian, root: Tensor) -> None:
-        self.values = J.column_norms(weight_from_root(root))
+    def __init__(self, J: Jacobian, root: Tensor | None, *, sums: CurvatureSums | None = None) -> None:
+        found = None if sums is None else sums.squares
+        if found is None:
+            assert root is not None
+            found = J.column_norms(weight_from_root(root))
+        self.values = found
 
     def log_det(self, prior: Prior) -> LogDet:
         return _of_diagonal(self.values, prior)
@@ -152,15 +162,20 @@ class KroneckerCurvature(CurvatureStructure):
 
     Args:
         J: Of the training data.
-        root: L.
+        root: L; None where the pass for the factors has been made.
         corrected: EKFAC: the exact curvature along the eigenvectors of the factors.
+        sums: What a pass over the data has found; None makes the pass.
     """
 
-    def __init__(self, J: Jacobian, root: Tensor, *, corrected: bool = False) -> None:
+    def __init__(
+        self, J: Jacobian, root: Tensor | None, *, corrected: bool = False, sums: CurvatureSums | None = None
+    ) -> None:
         self.name = "ekfac" if corrected else "kron"
-        self.factors = J.kronecker(root)
+        factors = None if sums is None else sums.factors
+        self.factors = J.kronecker(root) if factors is None else factors
         self.rotation, self.values = self.factors.decomposed()
         if corrected:
+            assert root is not None
             self.values = J.rotated(self.rotation).column_norms(weight_from_root(root))
 
     def log_det(self, prior: Prior) -> LogDet:
