@@ -214,7 +214,8 @@ def _empty_kronecker(J: Jacobian) -> Kronecker:
     """Sums to add the Kronecker factors of J to."""
     first, engine = J.passes.chunks.first, J.passes.settings.engine
     sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
-    return Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
+    memory = J.passes.settings.memory
+    return Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device, n=J.n, memory=memory)
 
 
 def _add_squares(blocks: Sequence[ColumnBlock], weight: Tensor | None, total: Tensor, dtype: torch.dtype) -> None:

@@ -150,7 +150,7 @@ class Pass:
         rotation, rounds = self.rotation, kind == "gram" and self._in_tf32
 
         def ready(block: ColumnBlock) -> ColumnBlock:
-            block = block if rotation is None else rotation(block)
+            block = block if rotation is None else rotation(block, whole=kind in ("diag", "squares"))
             block = prepare(block, kind, k=k, engine=self.settings.engine)
             return block.rounded() if rounds else block
 

@@ -172,8 +172,8 @@ class KroneckerCurvature(CurvatureStructure):
     ) -> None:
         self.name = "ekfac" if corrected else "kron"
         factors = None if sums is None else sums.factors
-        self.factors = J.kronecker(root) if factors is None else factors
-        self.rotation, self.values = self.factors.decomposed()
+        factors = J.kronecker(root) if factors is None else factors
+        self.rotation, self.values = factors.decomposed()
         if corrected:
             assert root is not None
             self.values = J.rotated(self.rotation).column_norms(weight_from_root(root))
