@@ -748,6 +748,19 @@ def test_the_first_pass_gives_what_passes_of_their_own_give(case: str, structure
     assert la.gradient_norm_ == pytest.approx(float(g.norm()), rel=1e-9)
 
 
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "full"])
+def test_variances_of_many_priors_come_from_one_pass(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table for each output gives, for any factor of the prior variances, the variances of that posterior."""
+    la, _ = fitted("softmax", structure)
+    J, S, t = la.lin_.jacobian(NEW), la.prior_variance_, 1 / la._noise
+    variance = la._structure.variance_by_factor(J, S, t)
+    if structure != "full":
+        monkeypatch.setattr(linnet.Jacobian, "grouped_squares", None)  # the pass has been made
+    for factor in (1e-6, 1e-3, 0.3, 1.0, 40.0, 1e6):
+        exact = la._structure.posterior(factor * S, t).variance(J)
+        torch.testing.assert_close(variance(factor), exact, rtol=1e-9 if structure == "full" else 4e-5, atol=0)
+
+
 def test_outputs_that_are_not_finite_are_named_in_the_first_pass() -> None:
     model = net(3)
     with torch.no_grad():

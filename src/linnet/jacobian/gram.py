@@ -120,6 +120,32 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
     return J.passes.complete(run)
 
 
+def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    """For each row the sum of ``scale_j J_ij^2`` over the columns j of each group, (n c, count).
+
+    Args:
+        J: (n c, p).
+        parts: Pairs of a scale (p,) and the number of the group of each column (p,); the sums add up.
+        count: Number of groups.
+    """
+
+    def run() -> Tensor:
+        out = torch.zeros(J.shape[0], count, dtype=J.dtype, device=J.device)
+        for piece in J.passes.pieces("diag", 1, "squares of J"):
+            total = out.new_zeros(count, piece.batch.n * J.c)
+            for block in piece.blocks:
+                for (a, b), rows in by_range(block):
+                    squares = rows.flatten(0, 1).T.square().to(total)
+                    for scale, group in parts:
+                        total.index_add_(0, group[a:b], scale[a:b, None] * squares)
+            out[piece.rows] = total.T
+            del piece
+        share_rows(out, J.n, J.c)
+        return out
+
+    return J.passes.complete(run)
+
+
 def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
     """Means and squares of the columns, in one pass."""
 

@@ -599,6 +599,21 @@ class Jacobian(LinearOperator):
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         return gram.compute_column_norms(self, weight)
 
+    def grouped_squares(self, parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+        """For each row the sum of ``scale_j J_ij^2`` over the columns j of each group, (n c, count), in one pass.
+
+        Args:
+            parts: Pairs of a scale (p,) and the number of the group of each column (p,); the sums add up.
+            count: Number of groups.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 2.0]]))
+            >>> J.grouped_squares([(torch.ones(3), torch.tensor([1, 1, 0]))], 2).tolist()
+            [[1.0, 5.0]]
+        """
+        return gram.compute_grouped_squares(self, parts, count)
+
     def layer_grams(self) -> dict[str, Tensor]:
         """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
 

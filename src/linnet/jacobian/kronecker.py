@@ -27,7 +27,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, check_fits, dense_budget, messages
+from linnet._common import TEMPORARY, add_up, check_fits, dense_budget, messages
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
@@ -59,10 +59,6 @@ class Side(ABC):
     @abstractmethod
     def add(self, rows: Tensor, weight: float = 1.0) -> None:
         """Add rows (groups, m, d), each outer product times a weight."""
-
-    @abstractmethod
-    def decompose(self) -> SideSpectrum:
-        """The eigenvalues, and the directions that they belong to."""
 
     def scale(self, factor: float) -> None:
         """Multiply the sum by a factor."""
@@ -102,10 +98,6 @@ class DenseSide(Side):
     def add(self, rows: Tensor, weight: float = 1.0) -> None:
         self.total.add_((rows.mT @ rows).double(), alpha=weight)
 
-    def decompose(self) -> SideSpectrum:
-        values, Q = torch.linalg.eigh(self.total)
-        return SideSpectrum(values.clamp_min(0), Basis(Q))
-
 
 @final
 class SketchedSide(Side):
@@ -133,6 +125,7 @@ class SketchedSide(Side):
         self.trace.add_(rows.square().sum((1, 2)).double(), alpha=weight)
 
     def decompose(self) -> SideSpectrum:
+        """The eigenvalues, and the directions that they belong to."""
         k = self.omega.shape[1]
         # A shift of the size of rounding makes the core positive definite; the eigenvalues give it back.
         shift = self.eps * self.product.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
@@ -367,40 +360,58 @@ class Kronecker:
 
     def decomposed(self) -> tuple[Rotation, Tensor]:
         """The coordinates in which the blocks are diagonal, and the curvature along them, (p,)."""
-        turns: dict[Range, Turn] = {}
-        values = self.squares.clone()
-        known: dict[tuple[int, float], list[tuple[Side, SideSpectrum]]] = {}
-        rest: dict[Range, float] = {}
+        distinct: dict[tuple[int, float], list[Side]] = {}
+        spectra: dict[int, SideSpectrum] = {}
+        owners: dict[int, Range] = {}
 
-        def decompose(side: Side, what: str, r: Range) -> SideSpectrum:
+        def first_alike(side: Side, what: str, r: Range) -> Side:
+            """The first of the sides that are the same sum."""
             size = float(side.sums[-1].sum())
             if not math.isfinite(size):
                 raise ArithmeticError(f"The curvature of {_name(self.layout, r)} ({what}) is not finite.")
-            found = known.setdefault((side.d, size), [])
-            for other, spectrum in found:
+            found = distinct.setdefault((side.d, size), [])
+            owners.setdefault(id(side), r)
+            for other in found:
                 if side.equals(other):
-                    return spectrum
-            spectrum = side.decompose()
-            found.append((side, replace(spectrum, basis=spectrum.basis.to(self.dtype))))
-            if spectrum.rest:
-                rest[r] = max(spectrum.rest, rest.get(r, 0.0))
-            return found[-1][1]
+                    return other
+            found.append(side)
+            return side
 
-        for pair in self.pairs.values():
-            g = decompose(pair.gradients, "output gradients", _ranges(pair)[0])
+        pairs = [
+            (
+                pair,
+                first_alike(pair.gradients, "output gradients", _ranges(pair)[0]),
+                None if pair.weight is None else first_alike(pair.inputs, "inputs", pair.weight),
+            )
+            for pair in self.pairs.values()
+        ]
+        for r, block in self.exact.items():
+            if not bool(torch.isfinite(block).all()):
+                raise ArithmeticError(f"The curvature of {_name(self.layout, r)} (an exact block) is not finite.")
+        sides = [side for alike in distinct.values() for side in alike]
+        whole = [side for side in sides if isinstance(side, DenseSide)]
+        found = _eigh([*(side.total for side in whole), *(block[None] for block in self.exact.values())])
+        for side in sides:
+            if isinstance(side, SketchedSide):
+                spectrum = side.decompose()
+                spectra[id(side)] = replace(spectrum, basis=spectrum.basis.to(self.dtype))
+        for side, (v, Q) in zip(whole, found, strict=False):
+            spectra[id(side)] = SideSpectrum(v, Basis(Q.to(self.dtype)))
+        turns: dict[Range, Turn] = {}
+        values = self.squares.clone()
+        for pair, gradients, inputs in pairs:
+            g = spectra[id(gradients)]
             if pair.weight is not None:
-                a = decompose(pair.inputs, "inputs", pair.weight)
+                a = spectra[id(inputs)]
                 product = g.values[..., :, None] * a.values[..., None, :]  # (groups, dg, dx)
                 values[slice(*pair.weight)] = (product.mT if pair.swapped else product).flatten()
                 turns[pair.weight] = Turn(g.basis, a.basis, pair.swapped)
             if pair.bias is not None:
                 values[slice(*pair.bias)] = g.values.flatten()
                 turns[pair.bias] = Turn(g.basis)
-        for r, block in self.exact.items():
-            if not bool(torch.isfinite(block).all()):
-                raise ArithmeticError(f"The curvature of {_name(self.layout, r)} (an exact block) is not finite.")
-            v, Q = torch.linalg.eigh(block)
-            values[slice(*r)], turns[r] = v.clamp_min(0), Turn(Basis(Q[None].to(self.dtype)))
+        for r, (v, Q) in zip(self.exact, found[len(whole) :], strict=True):
+            values[slice(*r)], turns[r] = v[0], Turn(Basis(Q.to(self.dtype)))
+        rest = {owners[key]: spectrum.rest for key, spectrum in spectra.items() if spectrum.rest}
         if rest:
             self._warn_of(rest)
         return Rotation(turns, self.layout), values.to(self.dtype)
@@ -620,6 +631,25 @@ def _through(root: Tensor | None, g: Tensor) -> Tensor:
 
 def _ranges(pair: Pair) -> list[Range]:
     return [r for r in (pair.weight, pair.bias) if r is not None]
+
+
+def _eigh(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues, those that rounding has left below zero being zero, and vectors, of each (groups, d, d).
+
+    Matrices of one size go together: a GPU takes longer to start a small decomposition than to make it.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    by_size: dict[int, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        by_size.setdefault(matrix.shape[-1], []).append(i)
+    for d, places in by_size.items():
+        step = max(1, TEMPORARY // max(1, d * d))
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            values, Q = torch.linalg.eigh(torch.cat([matrices[i] for i in some]))
+            counts = [len(matrices[i]) for i in some]
+            found.update(zip(some, zip(values.clamp_min(0).split(counts), Q.split(counts), strict=True), strict=True))
+    return [found[i] for i in range(len(matrices))]
 
 
 def _name(layout: Layout, r: Range) -> str:

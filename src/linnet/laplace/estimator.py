@@ -516,15 +516,14 @@ class Laplace(HubMixin, BaseEstimator):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        J = self._jacobian(check_inputs(self, X, reset=False)).cached_if_fits()
+        J = self._jacobian(check_inputs(self, X, reset=False))
+        J = J if self.structure_ in BOUNDED else J.cached_if_fits()
         f = J.outputs()
         targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
-        S, t = self.prior_variance_, 1 / self._noise
+        variance = self._structure.variance_by_factor(J, self.prior_variance_, 1 / self._noise)
 
         def score(factor: float) -> float:
-            # The same as with the prior variances times the factor, and the kernel stays.
-            variance = factor * self._structure.posterior(S, t * factor).variance(J)
-            return log_score(self.likelihood_, f, variance, targets)
+            return log_score(self.likelihood_, f, variance(factor), targets)
 
         self._multiply(laplace_search.choose_factor(score))
 
@@ -534,14 +533,14 @@ class Laplace(HubMixin, BaseEstimator):
         if not by_evidence or not isinstance(self._predictive.inner, Bernoulli | Categorical):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
-        J = self._J.subset(index).cached_if_fits() if self._J.by_position else self._J
+        J = self._J.subset(index) if self._J.by_position else self._J
         f, y, sites = self._f[index], self._y[index], math.prod(self._read.shape[1:])
         each = self._unit.log_prob(self._f, self._y) / sites
-        own, S, t = float(each[index].mean()), self.prior_variance_, 1 / self._noise
+        own = float(each[index].mean())
+        variance = self._structure.variance_by_factor(J, self.prior_variance_, 1 / self._noise)
 
         def cost(factor: float) -> float:
-            variance = factor * self._structure.posterior(S, t * factor).variance(J)
-            return own - log_score(self.likelihood_, f, variance, y) / (len(index) * sites)
+            return own - log_score(self.likelihood_, f, variance(factor), y) / (len(index) * sites)
 
         limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
         self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
