@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian import Jacobian, Rotation, constant_over, kronecker
+from linnet.data import Batch
+from linnet.jacobian import Jacobian, Rotation, constant_over, gram, kronecker, streaming
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.kronecker import EXACT, DenseSide, Kronecker, SketchedSide
@@ -442,3 +446,97 @@ def test_rows_turn_before_or_after_they_are_made() -> None:
             one, two = (rotation(block, whole=whole).expand() for whole in (False, True))
             for a, b in zip(one.parts, two.parts, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+# Streams: a backward pass for each column of the root, in chunks that do not hold the gradients of all layers.
+
+
+class Encoder(nn.Module):
+    """Tokens, an adapter, attention by hand, a norm, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.q, self.v = nn.Embedding(7, 6), Adapter(6, 5, 2), Adapter(6, 5, 2)
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        q, v = self.q(h), self.v(h)
+        return self.head(self.norm((q @ q.mT).softmax(-1) @ v).mean(1))
+
+
+STREAMED: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "mlp": lambda: CASES["mlp"],
+    "tokens": lambda: (Positions(), ids(8)),
+    "adapters": lambda: adapted(2),
+    "encoder": lambda: (Encoder(), ids(8)),
+}
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("name", list(STREAMED))
+def test_streams_give_what_whole_chunks_give(name: str, diagonal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X = STREAMED[name]()
+    lin = linnet.linearize(double(model).eval())
+
+    def root(f: Tensor) -> Tensor:
+        return f.square() + 1 if diagonal else Categorical().root(f)
+
+    def u(batch: Batch) -> Tensor:
+        assert batch.f is not None
+        return batch.f.cos()
+
+    whole = lin.jacobian(X, batch_size=3).curvature("kron", root, u)
+    monkeypatch.setattr(gram, "streams", lambda passes: True)
+    found = lin.jacobian(X, batch_size=3).curvature("kron", root, u)
+    assert not lin.rules.denied("stream")
+    torch.testing.assert_close(found.f, whole.f, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.gradient, whole.gradient, rtol=1e-9, atol=1e-11)
+    assert found.factors is not None and whole.factors is not None
+    assert found.factors.n == whole.factors.n == len(X)
+    for key, pair in whole.factors.pairs.items():
+        torch.testing.assert_close(found.factors.pairs[key].A, pair.A, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.factors.pairs[key].G, pair.G, rtol=1e-9, atol=1e-12)
+    for r, block in whole.factors.exact.items():
+        torch.testing.assert_close(found.factors.exact[r], block, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.factors.squares, whole.factors.squares, rtol=1e-9, atol=1e-12)
+
+
+def test_networks_stream_where_their_gradients_do_not_fit() -> None:
+    def asks(name: str, **options: Any) -> bool:
+        model, X = {**CASES, "adapters": adapted(2)}[name]
+        J = linnet.linearize(double(model).eval()).jacobian(X, **options)
+        assert J.c == 3  # the first examples have run
+        return streaming.streams(J.passes)
+
+    assert asks("adapters", memory=2**12) and asks("mlp", memory=2**10)
+    assert not asks("adapters")  # all of it fits
+    assert not asks("cnn", memory=2**12) and not asks("tied", memory=2**10)
+    model, X = adapted(2)
+    J = linnet.linearize(model).jacobian(X, memory=2**15)
+    assert J.passes.chunk_size() < streaming._chunk_size(J.passes)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, X = adapted(2)
+    lin = linnet.linearize(model)
+    whole = lin.jacobian(X).curvature("kron", Categorical().root, lambda batch: torch.ones_like(batch.f))  # type: ignore[arg-type]
+    monkeypatch.setattr(kronecker, "dense_budget", lambda *_: 2**30)
+    if wrong:
+        original = streaming.build_blocks
+
+        def spoiled(use: Any, kept: Any, g: Tensor, **options: Any) -> Any:
+            return original(use, kept, 1.01 * g, **options)
+
+        monkeypatch.setattr(streaming, "build_blocks", spoiled)
+    else:
+        monkeypatch.setattr(streaming, "streamed", lambda *_, **__: False)
+    J = lin.jacobian(X, memory=2**14)
+    found = J.curvature("kron", Categorical().root, lambda batch: torch.ones_like(batch.f))  # type: ignore[arg-type]
+    assert lin.rules.denied("stream")
+    assert found.factors is not None and whole.factors is not None
+    for key, pair in whole.factors.pairs.items():
+        torch.testing.assert_close(found.factors.pairs[key].G, pair.G, rtol=1e-9, atol=1e-12)

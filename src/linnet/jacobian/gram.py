@@ -19,6 +19,7 @@ from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
+from linnet.jacobian.streaming import add_streams, streams
 from linnet.linalg import weigh
 from linnet.network import check_same_shapes
 
@@ -212,6 +213,9 @@ def compute_curvature(J: Jacobian, form: Form, root: RootFn, u: Callable[[Batch]
         f = torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
         gradient, squares = (torch.zeros(J.shape[1], dtype=torch.float64, device=J.device) for _ in range(2))
         factors = _empty_kronecker(J) if form == "kron" else None
+        if factors is not None and streams(J.passes):
+            add_streams(J.passes, factors, f, gradient, root=root, u=u)
+            return finish(f, gradient, factors, squares)
         for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
             b = replace(piece.batch, f=piece.f)
             f[b.start : b.start + b.n] = piece.f
@@ -225,6 +229,10 @@ def compute_curvature(J: Jacobian, form: Form, root: RootFn, u: Callable[[Batch]
                 block.rmatmul(u(b)[..., None], part)
             gradient += part[:, 0]
             del piece
+        return finish(f, gradient, factors, squares)
+
+    def finish(f: Tensor, gradient: Tensor, factors: Kronecker | None, squares: Tensor) -> CurvatureSums:
+        """Put the sums of all ranks together."""
         share_rows(f, J.n, 1)
         if factors is not None:
             factors.over_ranks()

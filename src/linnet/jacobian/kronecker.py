@@ -314,19 +314,26 @@ class Kronecker:
                     r: like.new_zeros(b - a, b - a) for a, b in block.ranges if b - a <= EXACT for r in [(a, b)]
                 }
 
-    def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int) -> None:
-        """Take in a chunk of n examples; root L is None (the identity), (n, c) or (n, c, m)."""
+    def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int, *, inputs: bool = True) -> None:
+        """Take in a chunk.
+
+        Args:
+            blocks: Columns of the chunk.
+            root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
+            n: Examples that are counted.
+            inputs: Whether the inputs are counted: once, where a chunk comes in several parts with the same inputs.
+        """
         for block in blocks:
             if isinstance(block, OuterProductBlock) and block.ranges[0] in self.pairs:
-                self._add_pair(self.pairs[block.ranges[0]], block, root)
+                self._add_pair(self.pairs[block.ranges[0]], block, root, inputs=inputs)
             elif isinstance(block, OuterProductBlock | DenseBlock):
                 self._add_rows(block.expand(), root)
             else:
                 self._add_squares(block, root)
         self.n += n
 
-    def _add_pair(self, pair: Pair, block: OuterProductBlock, root: Tensor | None) -> None:
-        if block.weight is not None:
+    def _add_pair(self, pair: Pair, block: OuterProductBlock, root: Tensor | None, *, inputs: bool) -> None:
+        if block.weight is not None and inputs:
             # (groups, n T, dx)
             pair.inputs.add(block.x.transpose(0, 1).flatten(1, 2), 1 / block.x.shape[2])
         h = _through(root, block.g)
