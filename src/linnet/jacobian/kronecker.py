@@ -271,48 +271,33 @@ class Kronecker:
     ) -> None:
         self.layout, self.n = layout, 0
         self.pairs: dict[Range, Pair] = {}
-        self.exact: dict[Range, Tensor] = {}
         # Sums over all data are in float64, as everywhere.
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.squares, self.dtype = like.new_zeros(p), dtype
         outer = [block for block in sample if isinstance(block, OuterProductBlock)]
-        most = None if n is None else {id(block): n * block.x.shape[2] for block in outer}
-
-        def columns(d: int, rows: int | None) -> int:
-            """Columns of a sketch: enough for all rows where they are few."""
-            enough = d if rows is None else rows + 16
-            return min(d, enough if enough <= d // 4 else LEADING)
-
-        lengths: list[tuple[int, int, int]] = []  # groups, d, columns of the sketch
-        for block in outer:
-            groups, rows = block.x.shape[1], None if most is None else most[id(block)]
-            if block.weight is not None:
-                lengths.append((groups, block.x.shape[-1], columns(block.x.shape[-1], rows)))
-            d = block.g.shape[-1]
-            lengths.append((groups, d, columns(d, None if rows is None else rows * block.c)))
-        longest = _longest_decomposed(lengths, memory, device)
-
+        shapes = [_side_shapes(block, n) for block in outer]
+        longest = _longest_decomposed([shape for both in shapes for shape in both], memory, device)
         sketches: dict[tuple[int, int], Tensor] = {}
 
-        def side(groups: int, d: int, rows: int | None) -> Side:
+        def empty(groups: int, d: int, k: int) -> Side:
             if d <= longest:
                 return DenseSide(groups, d, device)
-            size = d, columns(d, rows)
-            if size not in sketches:
-                random = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-                sketches[size] = torch.linalg.qr(random)[0].to(device)
-            return SketchedSide(groups, sketches[size])
+            if (d, k) not in sketches:
+                random = torch.randn(d, k, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+                sketches[d, k] = torch.linalg.qr(random)[0].to(device)
+            return SketchedSide(groups, sketches[d, k])
 
-        for block in outer:
-            groups, rows = block.x.shape[1], None if most is None else most[id(block)]
-            inputs = side(groups, block.x.shape[-1] if block.weight is not None else 0, rows)
-            gradients = side(groups, block.g.shape[-1], None if rows is None else rows * block.c)
-            self.pairs[block.ranges[0]] = Pair(block.weight, block.bias, block.swapped, inputs, gradients)
-        for block in sample:
-            if not isinstance(block, OuterProductBlock | EmbeddingBlock):
-                self.exact |= {
-                    r: like.new_zeros(b - a, b - a) for a, b in block.ranges if b - a <= EXACT for r in [(a, b)]
-                }
+        for block, (inputs, gradients) in zip(outer, shapes, strict=True):
+            pair = Pair(block.weight, block.bias, block.swapped, empty(*inputs), empty(*gradients))
+            self.pairs[block.ranges[0]] = pair
+        small = [
+            (a, b)
+            for block in sample
+            if not isinstance(block, OuterProductBlock | EmbeddingBlock)
+            for a, b in block.ranges
+            if b - a <= EXACT
+        ]
+        self.exact = {(a, b): like.new_zeros(b - a, b - a) for a, b in small}
 
     def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int, *, inputs: bool = True) -> None:
         """Take in a chunk.
@@ -435,19 +420,38 @@ class Kronecker:
         )
 
 
-def _longest_decomposed(lengths: Sequence[tuple[int, int, int]], memory: float | str, device: torch.device) -> int:
+Shape = tuple[int, int, int]
+"""Of a side: its groups, its length, and the columns of its sketch."""
+
+
+def _side_shapes(block: OuterProductBlock, n: int | None) -> tuple[Shape, Shape]:
+    """The shapes of the sides of inputs and of output gradients, for n examples; None for very many examples.
+
+    A sketch of few rows has a column for each row, and some more, so that the sketch is exact.
+    """
+    groups, T, dx = block.x.shape[1:]
+    dg = block.g.shape[-1]
+
+    def columns(d: int, rows: float) -> int:
+        return int(min(d, rows + 16 if rows + 16 <= d // 4 else LEADING))
+
+    rows = math.inf if n is None else n * T
+    inputs = dx if block.weight is not None else 0
+    return (groups, inputs, columns(inputs, rows)), (groups, dg, columns(dg, rows * block.c))
+
+
+def _longest_decomposed(lengths: Sequence[Shape], memory: float | str, device: torch.device) -> int:
     """The longest side that is decomposed whole; longer sides are sketched.
 
     Args:
-        lengths: For each side its groups, its length and the columns of its sketch.
+        lengths: The shapes of all sides.
         memory: Bytes that all sides may take, or "auto".
         device: Device of the sides.
     """
     limit = dense_budget(memory, device)
     # A sum and its directions, in float64.
-    sketched = sum(16 * groups * d * k for groups, d, k in lengths)
+    taken = sum(16 * groups * d * k for groups, d, k in lengths)
     cubes = longest = 0
-    taken = sketched
     for d in sorted({d for _, d, _ in lengths}):
         alike = [(groups, k) for groups, length, k in lengths if length == d]
         cubes += sum(groups for groups, _ in alike) * d**3
@@ -460,7 +464,7 @@ def _longest_decomposed(lengths: Sequence[tuple[int, int, int]], memory: float |
             sum(16 * groups * d * (d if d <= longest else k) for groups, d, k in lengths),
             memory,
             device,
-            what="The Kronecker factors of all layers",
+            what="A posterior with Kronecker factors of all layers",
             instead="Use structure='diag', or fewer parameters (params=)",
         )
     return longest
