@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, startup
+from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, scale, startup
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -40,10 +40,12 @@ def main() -> None:
     )
     four.add_argument("--data", type=Path, default=None, help="CIFAR-10 and weights/resnet20_cifar10 (default: random)")
     five = commands.add_parser("laplace", help="error bars beside laplace-torch's: the same numbers, and how long")
-    five.add_argument("--peer", required=True, help="a Python interpreter that has laplace-torch")
+    five.add_argument("--peer", default=None, help="a Python interpreter that has laplace-torch")
     five.add_argument("--out", type=Path, default=None, help="JSON file (default: results/laplace-cpu.json)")
-    five.add_argument("--only", default="all", choices=("all", "agreement", "speed"))
+    five.add_argument("--only", default="all", choices=("all", "agreement", "speed", "passes"))
     five.add_argument("--rounds", type=int, default=3)
+    five.add_argument("--device", default="cpu", help="of --only passes")
+    five.add_argument("--n", type=int, default=4096, help="examples of --only passes")
     six = commands.add_parser("heads", help="gradient features against fine-tuning of the same top layers")
     six.add_argument("--device", default="cpu")
     six.add_argument("--out", type=Path, default=None, help="JSON file (default: results/heads-DEVICE.json)")
@@ -74,7 +76,17 @@ def main() -> None:
     nine.add_argument("--out", type=Path, default=None, help="JSON file (default: results/proofs-DEVICE.json)")
     nine.add_argument("--rounds", type=int, default=3)
     nine.add_argument("--n", type=int, default=None, help="another number of examples")
+    ten = commands.add_parser("scale", help="today's models beside a training step: passes, Gram matrices, estimators")
+    ten.add_argument("--device", default="cpu")
+    ten.add_argument("--out", type=Path, default=None, help="JSON file (default: results/scale-DEVICE.json)")
+    ten.add_argument("--rounds", type=int, default=5)
+    ten.add_argument("--only", default="all", help="passes, or the name of a network")
+    ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
     args = parser.parse_args()
+    if args.command == "scale":
+        kept = args.out or Path(__file__).parent / "results" / f"scale-{args.device.split(':')[0]}.json"
+        scale.run(args.device, None if args.profile else kept, args.rounds, args.only, table=args.profile)
+        return
     if args.command == "proofs":
         proofs.run(args.device, args.out, args.rounds, args.n)
         return
@@ -95,7 +107,7 @@ def main() -> None:
         return
     if args.command == "laplace":
         kept = args.out or Path(__file__).parent / "results" / "laplace-cpu.json"
-        laplace.run(args.peer, kept, args.only, args.rounds)
+        laplace.run(args.peer, kept, args.only, args.rounds, args.device, args.n)
         return
     if args.command == "sampling":
         kept = args.out or Path(__file__).parent / "results" / f"sampling-{args.device.split(':')[0]}.json"

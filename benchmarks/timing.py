@@ -11,22 +11,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def milliseconds(contenders: Mapping[str, Callable[[], object]], device: str, *, rounds: int = 5) -> dict[str, float]:
-    """Median wall time of each contender, after one round of warm-up.
+def milliseconds(
+    contenders: Mapping[str, Callable[[], object]], device: str, *, rounds: int = 5, warmup: int = 1
+) -> dict[str, float]:
+    """Median wall time of each contender, after some rounds of warm-up.
 
     Args:
         contenders: Name to what is timed.
         device: Synchronized before the clock is read, if it is a GPU.
         rounds: Timed rounds.
+        warmup: Rounds before these.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(rounds + 1):
+    for i in range(rounds + warmup):
         for name, run in contenders.items():
             synchronize(device)
             start = time.perf_counter()
             run()
             synchronize(device)
-            if i:
+            if i >= warmup:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 

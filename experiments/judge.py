@@ -222,17 +222,11 @@ def within(margin: float) -> Condition:
 
 
 class Finding(NamedTuple):
-    """What an experiment says of a claim.
+    """What an experiment says of a claim."""
 
-    Attributes:
-        numbers: Our numbers, as a short text.
-        verdict: One of VERDICTS, computed from the same numbers.
-        why: Where the claim did not come out, the believed cause and the evidence for the cause.
-    """
-
-    numbers: str
-    verdict: str
-    why: str = ""
+    numbers: str  # our numbers, as a short text
+    verdict: str  # one of VERDICTS, computed from the same numbers
+    why: str = ""  # where the claim did not come out, the believed cause and the evidence for the cause
 
 
 @dataclass(frozen=True)
@@ -242,23 +236,16 @@ class Claim:
     A template holds fields `{name:format}`. A name is one of `compare` or `facts`, `each` for all intervals that are
     judged, `mean` for the mean over them, or a path into the metrics (see `select`), with a factor before it:
     `{100 * parts > teacher > test accuracy:.1f}`.
-
-    Attributes:
-        experiment: The experiment whose metrics.json judges the claim.
-        text: Figure, table or slide, a colon, and the claim in our words.
-        compare: Name to reading, or a function from metrics to names and values, of which the intervals are judged.
-        numbers: Our numbers, a template.
-        why: The cause where the claim did not come out, a template.
-        holds: What must hold for every interval.
-        facts: More names for the templates: functions of the metrics.
     """
 
-    experiment: str
-    text: str
+    experiment: str  # the experiment whose metrics.json judges the claim
+    text: str  # figure, table or slide, a colon, and the claim in our words
+    # name to reading, or a function from metrics to names and values, of which the intervals are judged
     compare: Mapping[str, Reading] | Callable[[Metrics], Mapping[str, Any]]
-    numbers: str
-    why: str = ""
-    holds: Condition = ahead
+    numbers: str  # our numbers, a template
+    why: str = ""  # the cause where the claim did not come out, a template
+    holds: Condition = ahead  # what must hold for every interval
+    # more names for the templates: functions of the metrics
     facts: Mapping[str, Callable[[Metrics], Any]] = field(default_factory=dict)
 
     @property

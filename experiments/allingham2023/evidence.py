@@ -8,8 +8,7 @@ the evidence at the network's own weights is not left as it is: with one prior f
 from __future__ import annotations
 
 import argparse
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
@@ -90,8 +89,7 @@ def rescale(model: nn.Sequential, k: float) -> nn.Sequential:
 
 
 def fit(model: nn.Module, X: Tensor, y: Tensor, prior: Any) -> linnet.Laplace:
-    with warnings.catch_warnings():  # how far a network is from a mode is not asked here
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+    with common.expect(common.FAR):  # how far a network is from a mode is not asked here
         return linnet.Laplace(model, "regression", prior=prior, noise=NOISE).fit(X, y)
 
 
@@ -189,28 +187,25 @@ def summarize_networks(each: Sequence[Mapping[str, Any]], lambdas: Sequence[floa
     return {"grid": grid, "choices": choices}
 
 
-def rows(summary: Mapping[str, Any], p: int, count: int) -> list[common.Row]:
+def rows(summary: Mapping[str, Any], p: int, count: int) -> Iterator[common.Row]:
     differs = (
         f"the slide gives no data: a curve with a gap, {p:,} parameters; mean ± standard error of {count} networks"
     )
     grid = summary["grid"]
     best = grid["test"]
-    out = [
-        common.Row(
-            "one lambda for all weights, test log likelihood where each is largest",
-            "the largest evidence does not have the best error bars",
-            f"network's evidence {show_error(grid['network']['test'], 3)}, linear mode's "
-            f"{show_error(grid['linear mode']['test'], 3)}, best {show_error(best['test'], 3)}; log10 lambda "
-            f"{show_error(grid['network']['log10 lambda'])}, {show_error(grid['linear mode']['log10 lambda'])}, "
-            f"{show_error(best['log10 lambda'])}",
-            differs,
-        )
-    ]
+    yield common.Row(
+        "one lambda for all weights, test log likelihood where each is largest",
+        "the largest evidence does not have the best error bars",
+        f"network's evidence {show_error(grid['network']['test'], 3)}, linear mode's "
+        f"{show_error(grid['linear mode']['test'], 3)}, best {show_error(best['test'], 3)}; log10 lambda "
+        f"{show_error(grid['network']['log10 lambda'])}, {show_error(grid['linear mode']['log10 lambda'])}, "
+        f"{show_error(best['log10 lambda'])}",
+        differs,
+    )
     for name, one in summary["choices"].items():
         values = ", ".join(f"k = {k}: {show_error(found['test'], 3)}" for k, found in one.items())
         text = f"{name}: test log likelihood when a normalized layer is scaled by k"
-        out.append(common.Row(text, "the likelihood is invariant, the norm of the weights is not", values, differs))
-    return out
+        yield common.Row(text, "the likelihood is invariant, the norm of the weights is not", values, differs)
 
 
 def figure(

@@ -9,8 +9,7 @@ for the one that needs them, a temperature. Turned digits and Fashion-MNIST are 
 from __future__ import annotations
 
 import argparse
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace as Sizes
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from experiments.common.statistics import show_interval, show_value, subtract, s
 from experiments.common.training import Labeled, Search, fine_tune, in_parts, in_turn, train
 from linnet import metrics
 
-NAME, SIZE, MEMBERS = "joint", 20, 5
+SIZE, MEMBERS = 20, 5
 MAP, TEMPERATURE, ENSEMBLE = "MAP", "temperature by held-out digits", "ensemble of 5"
 DEFAULT, ALONE, LAST = "linnet", "linnet, the evidence alone", "linnet, last layer"
 METHODS = {
@@ -56,16 +55,7 @@ QUICK = Sizes(seeds=2, train=30, held=20, test=20, epochs=3, draws=10, angles=(0
 CPU = Sizes(
     seeds=5, train=500, held=200, test=200, epochs=60, draws=2000, angles=(0, 15, 30, TURNED, 60, 90), channels=(4, 8)
 )
-CUDA = Sizes(
-    seeds=10,
-    train=500,
-    held=200,
-    test=1000,
-    epochs=60,
-    draws=2000,
-    angles=(0, 15, 30, TURNED, 60, 75, 90),
-    channels=(4, 8),
-)
+CUDA = Sizes(**vars(CPU) | {"seeds": 10, "test": 1000, "angles": (0, 15, 30, TURNED, 60, 75, 90)})
 
 
 class Found(NamedTuple):
@@ -127,17 +117,9 @@ def train_members(data: Labeled, sizes: Sizes, seed: int, device: str) -> tuple[
     """The network after a search, and members that are trained likewise from other weights; float64."""
     search = Search((3e-3, 1e-2), sizes.epochs, patience=15)
     first = fine_tune(lambda _: network(sizes, 100 * seed, device), data, search, seed=seed)
-    others = [
-        train(
-            network(sizes, 100 * seed + i, device),
-            data,
-            epochs=first.epochs,
-            rate=first.rate,
-            batch=search.batch,
-            seed=100 * seed + i,
-        )
-        for i in range(1, MEMBERS)
-    ]
+    how = {"epochs": first.epochs, "rate": first.rate, "batch": search.batch}
+    seeds = [100 * seed + i for i in range(1, MEMBERS)]
+    others = [train(network(sizes, one, device), data, seed=one, **how) for one in seeds]
     return [one.double().eval() for one in (first.model, *others)], {"rate": first.rate, "epochs": first.epochs}
 
 
@@ -162,8 +144,7 @@ def methods(nets: Sequence[nn.Module], data: Data, sizes: Sizes) -> dict[str, Ca
     exact = linnet.Laplace(net, structure="full", progress=False)
 
     def fitted(la: linnet.Laplace) -> linnet.Laplace:
-        with warnings.catch_warnings():  # a network stopped by held-out digits is not at a mode
-            warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        with common.expect(common.FAR):  # a network stopped by held-out digits is not at a mode
             return la.fit(X, y)
 
     last = linnet.Laplace(net, params=f"{len(net) - 1}.*", progress=False)  # type: ignore[arg-type]
@@ -217,7 +198,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             fitted = methods(nets, data, sizes)
             found = {name: score(make(), data, sizes, seed) for name, make in fitted.items()}
         one = {"chosen": chosen, **clock.seconds, "methods": {name: found[name] for name in METHODS}}
-        parts = common.keep(options, NAME, {where: {f"seed {seed}": one}})
+        parts = common.keep(options, {where: {f"seed {seed}": one}})
         print(f"seed {seed}:", {name: round(one["angles"]["0"]["nll"], 3) for name, one in found.items()}, flush=True)
     # Seeds that other runs of the same size have kept count too: they may run side by side.
     each = list(parts[where].values())
@@ -229,7 +210,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "summary": table,
         "parts": parts,
     }
-    command = f"python -m experiments {NAME}" + (" --quick" if options.quick else "")
+    command = f"python -m experiments {options.name}" + (" --quick" if options.quick else "")
     if options.device != "cpu":
         command += f" --device {options.device}"
     spent = common.duration(sum(one["seconds"] for one in each)) + (" of CPU" if options.device == "cpu" else "")
@@ -248,7 +229,7 @@ def summarize_seeds(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]:
+def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> Iterator[common.Row]:
     differs = f"CNN with 1,610 parameters, {sizes.train} digits of MNIST, {sizes.test} for the test; {seeds} seeds"
     differs += f"; {TRIED}"
     paper = {
@@ -256,7 +237,6 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
         ENSEMBLE: "ResNet-18, CIFAR-100: -0.90, -6.86, -14.17, -22.29, -31.07",
     }
     laplace = "linearized Laplace's column is not in the slides' text"
-    out = []
     for name, one in table.items():
         told_joint = []
         for key in JOINT:
@@ -264,13 +244,12 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
             gap = show_interval(one["less ensemble"][key]["5"], digits=2)
             told_joint.append(f"{JOINT[key]} {values}; less the ensemble's at 5: {gap}")
         said = paper.get(name, "not on the slides" if name == TEMPERATURE else laplace)
-        out.append(common.Row(f"{name}: joint log likelihood for kappa = 1 .. 5", said, "; ".join(told_joint), differs))
+        yield common.Row(f"{name}: joint log likelihood for kappa = 1 .. 5", said, "; ".join(told_joint), differs)
         nll = ", ".join(f"{angle}°: {show_value(value['nll'])}" for angle, value in one["scores"]["angles"].items())
-        out.append(common.Row(f"{name}: NLL by angle", "not on the slides", nll, differs))
+        yield common.Row(f"{name}: NLL by angle", "not on the slides", nll, differs)
         area = one["scores"]["AUROC"][UNKNOWN]
         auroc = ", ".join(f"{key} {show_value(value, 3)}" for key, value in area.items())
-        out.append(common.Row(f"{name}: AUROC of {UNKNOWN}", "not on the slides", auroc, differs))
-    return out
+        yield common.Row(f"{name}: AUROC of {UNKNOWN}", "not on the slides", auroc, differs)
 
 
 def figure(table: Mapping[str, Any], sizes: Sizes) -> Figure:

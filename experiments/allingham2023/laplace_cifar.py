@@ -9,8 +9,7 @@ for CIFAR-10 should not be sure of. Every method is kept as soon as it is there.
 from __future__ import annotations
 
 import argparse
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -30,7 +29,7 @@ from linnet import metrics
 from linnet.laplace import predictive
 from linnet.probability import Categorical
 
-NAME, MAP, ALONE = "laplace_cifar", "MAP", ", the evidence alone"
+MAP, ALONE = "MAP", ", the evidence alone"
 COMMAND = "python -m experiments laplace_cifar (and --device cuda)"
 KAPPAS = (1, 2, 3, 4, 5)
 LINKS = ("probit", "centered", "mc")
@@ -49,12 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 ARGUMENTS = {
-    "--methods": {
-        "nargs": "*",
-        "choices": METHODS,
-        "default": list(METHODS),
-        "help": "default: all; none shows what is kept",
-    },
+    "--methods": common.several(METHODS, "default: all; none shows what is kept", nargs="*"),
     "--train": {"type": int, "nargs": 3, "help": "images for each method (default: 1000 100 40; cuda: more)"},
     "--samples": "posterior samples (default: 16; cuda: 32)",
     "--test": "test images (default: 300; cuda: 10,000)",
@@ -66,7 +60,7 @@ ARGUMENTS = {
 def run(options: argparse.Namespace) -> common.Outcome:
     """The network alone, then each method, with the default prior and with that of largest evidence."""
     common.fill(options, DEFAULTS)
-    parts = measure(options) if options.methods else common.earlier(options, NAME).get("parts", {})
+    parts = measure(options) if options.methods else common.kept_parts(options)
     if not parts:
         raise ValueError("Nothing is kept yet: name what to measure with --methods, or leave it out for all.")
     order = sorted(parts, key=lambda where: -image_count(where))
@@ -82,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def keep(name: str, found: dict[str, Any]) -> None:
         nonlocal parts
-        parts = common.keep(options, NAME, {where: {name: found}})
+        parts = common.keep(options, {where: {name: found}})
         print(name, {key: value for key, value in found.items() if key != "unknown"}, found["unknown"], flush=True)
 
     net = resnet(options.data / "weights").to(options.device)
@@ -95,14 +89,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             continue
         X, y = (t.to(options.device) for t in training(options, count))
         clock = common.Clock(options.device)
-        with clock("fit"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        with clock("fit"), common.expect(common.FAR):
             la = linnet.Laplace(net, samples=options.samples, seed=options.seed, progress=False, **METHODS[name])
             la.fit(X, y)
         keep(name, ask(la, X_test, y_test, others, options, clock) | {"training images": count})
         clock = common.Clock(options.device)
-        with clock("fit"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
+        with clock("fit"), common.expect(common.WIDE):
             la.tune(narrow=False)
         keep(name + ALONE, ask(la, X_test, y_test, others, options, clock) | {"training images": count})
     return parts
@@ -216,23 +208,19 @@ def areas(known: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | Non
 # Tables and the figure.
 
 
-def rows(found: Mapping[str, Any], where: str) -> list[common.Row]:
-    out = []
+def rows(found: Mapping[str, Any], where: str) -> Iterator[common.Row]:
     for name, one in found.items():
         joints = ", ".join(f"{value:.2f}" for value in one["joint log likelihood"].values())
-        out.append(
-            common.Row(
-                f"{name}: NLL, ECE, joint log likelihood for kappa = 1 .. 5",
-                "ResNet-18, CIFAR-100, MAP: -1.40, -13.97, -27.89, -41.83, -55.89; ensemble of 5: -0.90 .. -31.07",
-                f"{one['nll']:.4f}, {one['ece']:.3f}, {joints}",
-                f"ResNet-20, CIFAR-10, {where}",
-            )
+        yield common.Row(
+            f"{name}: NLL, ECE, joint log likelihood for kappa = 1 .. 5",
+            "ResNet-18, CIFAR-100, MAP: -1.40, -13.97, -27.89, -41.83, -55.89; ensemble of 5: -0.90 .. -31.07",
+            f"{one['nll']:.4f}, {one['ece']:.3f}, {joints}",
+            f"ResNet-20, CIFAR-10, {where}",
         )
     for name, one in found.items():
         for title, area in one["unknown"].items():
             told = ", ".join(f"{key} {value:.3f}" for key, value in area.items())
-            out.append(common.Row(f"{name}: AUROC of {title}", "not on the slides", told, where))
-    return out
+            yield common.Row(f"{name}: AUROC of {title}", "not on the slides", told, where)
 
 
 def figure(found: Mapping[str, Any]) -> Figure:

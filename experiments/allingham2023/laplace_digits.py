@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -146,13 +145,12 @@ def average_links(la: linnet.Laplace, X: Tensor, links: Sequence[str]) -> tuple[
 
 def tune_alone(la: linnet.Laplace) -> linnet.Laplace:
     """The largest evidence; that it is too wide is the point."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
+    with common.expect(common.WIDE):
         return la.tune("shared", narrow=False)
 
 
 ARGUMENTS = {
-    "--kinds": {"nargs": "+", "choices": KINDS, "default": list(KINDS), "help": "default: both"},
+    "--kinds": common.several(KINDS, "default: both"),
     "--decays": {"type": float, "nargs": "+", "default": list(DECAYS), "help": "default: 0 and 1e-3"},
     "--networks": "networks of each kind (default: 3)",
 }
@@ -180,7 +178,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
                 with torch.no_grad():
                     loss = float(nn.functional.cross_entropy(one(data.X), data.y))
                 kept = {case: {f"seed {seed}": {"training loss": loss, "methods": scores}}}
-                parts = common.keep(options, "laplace_digits", kept)
+                parts = common.keep(options, kept)
             print(f"{case} done", flush=True)
     each = {case: list(found.values()) for case, found in sorted(parts.items(), reverse=True)}
     summary = {case: summarize_networks(found) for case, found in each.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,8 +74,7 @@ NOTES = {
 def predict(model: nn.Module, X: Tensor, y: Tensor, at: Tensor, given: Mapping[str, Any]) -> Prediction:
     """Fit and predict; a network that was stopped early is not at a mode, as is usual."""
     options = {key: value for key, value in given.items() if key != "narrow"}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+    with common.expect(common.FAR):
         la = linnet.Laplace(model, "regression", progress=False, **options).fit(X, y)
         if "narrow" in given:
             la.tune(narrow=given["narrow"])

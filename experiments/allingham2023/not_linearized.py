@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -30,7 +29,6 @@ from experiments.common.training import Labeled, squared_error, train
 from linnet import metrics
 from linnet.probability import Categorical, Gaussian, Likelihood
 
-NAME = "not_linearized"
 MAP, LINEAR, NETWORK = "the network alone", "linear model", "network with drawn weights"
 CURVE, DIGITS = "curve", "digits"
 CHOSEN = "evidence"
@@ -46,9 +44,7 @@ CPU = Sizes(
 
 def posterior(model: nn.Module, data: tuple[Tensor, Tensor], case: str, precision: float | None) -> linnet.Laplace:
     """With a given precision, or the one that the evidence chooses, whatever averaging costs then."""
-    with warnings.catch_warnings():  # neither how far from a mode the network is nor how wide the prior is asked here
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
-        warnings.filterwarnings("ignore", "The prior that the evidence chose", UserWarning)
+    with common.expect(common.FAR, common.WIDE):
         if case == CURVE:
             given: dict[str, Any] = {"likelihood": "regression", "noise": evidence.NOISE}
         else:
@@ -144,7 +140,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             given = problem(case, sizes, seed)
             first = first or given
             found.append(of_problem(given, sizes, seed))
-            common.keep(options, NAME, {case: {f"seed {seed}": found[-1]}})
+            common.keep(options, {case: {f"seed {seed}": found[-1]}})
             print(f"{case}, seed {seed} done", flush=True)
     assert first is not None
     table = {case: summarize_networks(found) for case, found in each.items()}
@@ -174,12 +170,12 @@ def summarize_networks(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> list[common.Row]:
+def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> Iterator[common.Row]:
     kinds = {
         CURVE: f"tanh, 2 layers of {sizes.width}, {sizes.n} points",
         DIGITS: f"CNN, 1,898 parameters, {sizes.digits} digits",
     }
-    paper, out = "the network with drawn weights underfits (figure, no numbers)", []
+    paper = "the network with drawn weights underfits (figure, no numbers)"
     for case, found in table.items():
         error = "RMSE" if case == CURVE else "share of wrong labels"
         differs = f"{kinds[case]}; {sizes.draws} draws, {count} networks, 95 % intervals"
@@ -187,14 +183,13 @@ def rows(table: Mapping[str, Any], sizes: Sizes, count: int) -> list[common.Row]
             cell = found[CHOSEN][data]
             each = {way: (show_value(cell[way]["nll"]), show_value(cell[way]["error"], 3)) for way in COLORS}
             ways = "; ".join(f"{way} {', '.join(both)}" for way, both in each.items())
-            out.append(common.Row(f"{case}, the evidence's lambda: NLL and {error}, {data} data", paper, ways, differs))
+            yield common.Row(f"{case}, the evidence's lambda: NLL and {error}, {data} data", paper, ways, differs)
             gaps = "; ".join(
                 f"{name}: {show_interval(one[data]['not linearized less linear']['nll'], digits=2)}"
                 for name, one in found.items()
             )
             what = f"{case}: NLL of the network with drawn weights less the linear model's by lambda, {data} data"
-            out.append(common.Row(what, paper, gaps, differs))
-    return out
+            yield common.Row(what, paper, gaps, differs)
 
 
 def figure(first: Problem, table: Mapping[str, Any], sizes: Sizes, seed: int) -> Figure:

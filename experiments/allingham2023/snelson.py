@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -29,7 +29,7 @@ from experiments.common.training import Labeled, squared_error, train
 from linnet.inference import LOG_2PI
 from linnet.limits import InfiniteWidth, infinite_width
 
-NAME, DEPTH, NOISE = "snelson", 3, 0.25
+DEPTH, NOISE = 3, 0.25
 GAP = (2.7, 3.9)
 LAST, FULL = "last layer", "whole Jacobian"
 LIMIT = {LAST: "nngp", FULL: "ntk"}
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         found, shown = of_seed(sizes, seed)
         curves = curves or shown
         each.append(found)
-        common.keep(options, NAME, {f"seed {seed}": found})
+        common.keep(options, {f"seed {seed}": found})
         print(f"seed {seed} done", flush=True)
     table = summarize_seeds(each)
     record = {
@@ -304,14 +304,13 @@ def summarize_seeds(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"kernels": both["kernels"], "slopes": slopes, "posteriors": both["posteriors"]}
 
 
-def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]:
+def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> Iterator[common.Row]:
     differs = f"data made here, {sizes.n} points; erf, {DEPTH} hidden layers; {seeds} seeds, 95 % intervals"
-    out = []
     for which, kind in LIMIT.items():
         errors = ", ".join(f"{w}: {show_value(one[which], 3)}" for w, one in table["kernels"].items())
         what = f"kernel of the {which} as drawn, relative distance from the {kind.upper()}, by width"
         ours = f"{errors}; slope in log width {show_value(table['slopes'][which])}"
-        out.append(common.Row(what, "convergence can be fast (no numbers)", ours, differs))
+        yield common.Row(what, "convergence can be fast (no numbers)", ours, differs)
     for name, _, widths in series(sizes):
         values = []
         for w in widths:
@@ -319,15 +318,12 @@ def rows(table: Mapping[str, Any], sizes: Sizes, seeds: int) -> list[common.Row]
             apart = f"{show_value(one['means apart'])}, {show_value(one['deviations apart'])}"
             values.append(f"{w}: {apart}, {show_value(one['test NLL'], 3)}")
         base = table["posteriors"]["NTK" if FULL in name else "NNGP"]["test NLL"]
-        out.append(
-            common.Row(
-                f"{name}: means and log deviations apart from the limit's, and test NLL, by width",
-                "50 units look like the process (figure, no numbers)" if name == BAYES else "not on the slides",
-                f"{'; '.join(values)}; test NLL of the limit {show_value(base, 3)}",
-                f"{differs}; means in units of the limit's standard deviations",
-            )
+        yield common.Row(
+            f"{name}: means and log deviations apart from the limit's, and test NLL, by width",
+            "50 units look like the process (figure, no numbers)" if name == BAYES else "not on the slides",
+            f"{'; '.join(values)}; test NLL of the limit {show_value(base, 3)}",
+            f"{differs}; means in units of the limit's standard deviations",
         )
-    return out
 
 
 def series(sizes: Sizes) -> list[tuple[str, str, tuple[int, ...]]]:

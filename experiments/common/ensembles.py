@@ -22,19 +22,12 @@ FINE_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
 @dataclass(frozen=True)
 class Trained:
-    """Networks at the step that was best on their validation data, or where they were told to stop.
+    """Networks at the step that was best on their validation data, or where they were told to stop."""
 
-    Attributes:
-        theta: Parameters (m, p), one network a row.
-        steps: Gradient steps taken by each (m,).
-        loss: Mean squared error on the validation data there (m,); NaN without validation data.
-        valid: Predictions of the validation data there (m, nv); empty without.
-    """
-
-    theta: Tensor
-    steps: Tensor
-    loss: Tensor
-    valid: Tensor
+    theta: Tensor  # parameters (m, p), one network a row
+    steps: Tensor  # gradient steps taken by each (m,)
+    loss: Tensor  # mean squared error on the validation data there (m,); NaN without validation data
+    valid: Tensor  # predictions of the validation data there (m, nv); empty without
 
 
 def initial(m: int, widths: Widths, *, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -236,15 +229,10 @@ def search_settings(
 
 @dataclass(frozen=True)
 class Fitted:
-    """Networks trained on all their data after a search, and the noise that their validation errors show.
+    """Networks trained on all their data after a search, and the noise that their validation errors show."""
 
-    Attributes:
-        theta: Parameters (s, members, p).
-        noise: Variance to add to the members' disagreement (s,).
-    """
-
-    theta: Tensor
-    noise: Tensor
+    theta: Tensor  # parameters (s, members, p)
+    noise: Tensor  # variance to add to the members' disagreement (s,)
 
     def predict(self, X: Tensor, widths: Widths, *, members: int | None = None) -> Prediction:
         """Mean over members, and noise plus their disagreement, at X (s, n, d)."""

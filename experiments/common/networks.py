@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.models import ResNet, WideResNet
 from experiments.common.data import ROTATIONS
-from experiments.common.results import RESULTS, data_file, replace_file, results_folder
+from experiments.common.results import RESULTS, data_file, results_folder
+from linnet._common import atomic_write
 from linnet.scores.elbo import Bound
 from linnet.testing.architectures.dense import mlp
 
@@ -45,9 +46,8 @@ def load(net: Net, folder: Path | None, name: str) -> Net:
 
 def store(net: nn.Module, folder: Path, name: str) -> Path:
     """Write the weights, as float16, to folder/name.safetensors, which `load` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
     state = {key: (t.half() if t.is_floating_point() else t).cpu().contiguous() for key, t in net.state_dict().items()}
-    with replace_file(folder / f"{name}.safetensors") as temporary:
+    with atomic_write(folder / f"{name}.safetensors") as temporary:
         save_file(state, temporary)
     return folder / f"{name}.safetensors"
 
@@ -195,17 +195,9 @@ def minilm(folder: Path) -> Any:
 
     name = "minilm_l6_h384_fp16"
     described = json.loads(data_file(folder, f"{name}.json").read_text(encoding="utf-8"))
-    keys = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "layer_norm_eps",
-        "vocab_size",
-        "max_position_embeddings",
-        "type_vocab_size",
-    )
-    config = BertConfig(**{key: described[key] for key in keys}, attn_implementation="eager")
+    keys = "hidden_size num_hidden_layers num_attention_heads intermediate_size layer_norm_eps vocab_size"
+    keys += " max_position_embeddings type_vocab_size"
+    config = BertConfig(**{key: described[key] for key in keys.split()}, attn_implementation="eager")
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     net = BertModel(config, add_pooling_layer=False)
     stored = load_file(data_file(folder, f"{name}.safetensors"))
@@ -241,18 +233,21 @@ def digit_vae(folder: Path) -> DigitVAE:
 
 
 class Generator(nn.Module):
-    """DCGAN generator (Radford et al. 2016): from latents (n, 100) to images (n, 1, 28, 28) in [-1, 1].
+    """DCGAN generator (Radford et al. 2016): from latents (n, 100) to images in [-1, 1].
 
-    >>> Generator(4)(torch.zeros(3, 100)).shape
-    torch.Size([3, 1, 28, 28])
+    Images are (n, 1, 28, 28), with color (n, 3, 32, 32).
+
+    >>> Generator(4)(torch.zeros(3, 100)).shape, Generator(4, color=True)(torch.zeros(2, 100)).shape
+    (torch.Size([3, 1, 28, 28]), torch.Size([2, 3, 32, 32]))
     """
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, *, color: bool = False) -> None:
         super().__init__()
         w, layers = width, []
-        for shape in ((LATENT, 4 * w, 4, 1, 0), (4 * w, 2 * w, 3, 2, 1), (2 * w, w, 4, 2, 1)):
+        for shape in ((LATENT, 4 * w, 4, 1, 0), (4 * w, 2 * w, 4 if color else 3, 2, 1), (2 * w, w, 4, 2, 1)):
             layers += [convolve(*shape, up=True), nn.BatchNorm2d(shape[1]), nn.ReLU()]
-        self.main = nn.Sequential(*layers, convolve(w, 1, 4, 2, 1, up=True), nn.Tanh())
+        last = nn.ConvTranspose2d(w, 3, 4, stride=2, padding=1) if color else convolve(w, 1, 4, 2, 1, up=True)
+        self.main = nn.Sequential(*layers, last, nn.Tanh())
 
     def forward(self, z: Tensor) -> Tensor:
         return self.main(z[:, :, None, None])
@@ -288,24 +283,6 @@ class ColorDiscriminator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.blocks(x)).flatten()
-
-
-class ColorGenerator(nn.Module):
-    """From latents (n, 100) to images (n, 3, 32, 32) in [-1, 1].
-
-    >>> ColorGenerator(4)(torch.zeros(2, 100)).shape
-    torch.Size([2, 3, 32, 32])
-    """
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        w, layers = width, []
-        for shape in ((LATENT, 4 * w, 4, 1, 0), (4 * w, 2 * w, 4, 2, 1), (2 * w, w, 4, 2, 1)):
-            layers += [convolve(*shape, up=True), nn.BatchNorm2d(shape[1]), nn.ReLU()]
-        self.main = nn.Sequential(*layers, nn.ConvTranspose2d(w, 3, 4, stride=2, padding=1), nn.Tanh())
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.main(z[:, :, None, None])
 
 
 class ColorVAE(nn.Module):
@@ -353,47 +330,46 @@ def _decode(model: ColorVAE, z: Tensor) -> Tensor:
     return model.decode(z)
 
 
-def color_gan(folder: Path = TRAINED, *, width: int = 64) -> tuple[ColorDiscriminator, ColorGenerator]:
-    """The DCGAN that `encoders` has trained on CIFAR-10, in eval mode."""
-    D = load(ColorDiscriminator(width), folder, "dcgan_discriminator_cifar10")
-    return D, load(ColorGenerator(width), folder, "dcgan_generator_cifar10")
-
-
-def color_vae(folder: Path = TRAINED, *, width: int = 64) -> ColorVAE:
-    """The VAE that `encoders` has trained on CIFAR-10, in eval mode."""
-    return load(ColorVAE(width), folder, "vae_cifar10")
-
-
-def rotation_network(folder: Path = TRAINED, *, depth: int = 22, width: int = 2) -> WideResNet:
-    """The network that `encoders` has trained to see by which angle images of CIFAR-10 were turned, in eval mode."""
-    return load(WideResNet(depth, width, ROTATIONS), folder, "rotation_cifar10")
-
-
-def digit_gan(folder: Path = TRAINED, *, widths: tuple[int, int] = DIGIT_WIDTHS) -> tuple[Discriminator, Generator]:
-    """The small DCGAN that `encoders` has trained on MNIST, in eval mode."""
-    D = load(Discriminator(widths[0]), folder, "dcgan_discriminator_mnist")
-    return D, load(Generator(widths[1]), folder, "dcgan_generator_mnist")
-
-
 def wide_resnet(folder: Path = RESULTS / "wrn", *, depth: int = 40, width: int = 2) -> WideResNet:
     """The trained network, in eval mode and float32."""
     return load(WideResNet(depth, width), folder, WRN)
 
 
+FILES = {
+    "gan": ("dcgan_discriminator_cifar10", "dcgan_generator_cifar10"),
+    "vae": ("vae_cifar10",),
+    "rotation": ("rotation_cifar10",),
+    "mnist": ("dcgan_discriminator_mnist", "dcgan_generator_mnist"),
+}
+"""What `encoders` trains, by name: two networks of a GAN, or one; and the files of their weights."""
+
+
+def make_encoder(part: str, *, quick: bool = False) -> tuple[Any, ...]:
+    """New networks of `FILES`; if it is to be quick, small ones. The rotation network sees by which angle."""
+    width, (d, g) = (4, (4, 4)) if quick else (64, DIGIT_WIDTHS)
+    makers: dict[str, Callable[[], tuple[nn.Module, ...]]] = {
+        "gan": lambda: (ColorDiscriminator(width), Generator(width, color=True)),
+        "vae": lambda: (ColorVAE(width),),
+        "rotation": lambda: (WideResNet(22, 1 if quick else 2, ROTATIONS),),
+        "mnist": lambda: (Discriminator(d), Generator(g)),
+    }
+    return makers[part]()
+
+
+def read_encoder(part: str, folder: Path, *, quick: bool = False) -> tuple[Any, ...]:
+    """The networks of `FILES` with the weights of a folder, in eval mode."""
+    pairs = zip(make_encoder(part, quick=quick), FILES[part], strict=True)
+    return tuple(load(net, folder, name) for net, name in pairs)
+
+
 def load_encoder(options: argparse.Namespace, part: str) -> Any:
-    """What `encoders` has trained: the pairs "gan" and "mnist", "vae", "rotation"; if it is to be quick, small and new.
+    """What `encoders` has trained: a pair of networks or one; if it is to be quick, small and new.
 
     The weights are this run's where they were made there, else those of the results.
     """
-    quick = {
-        "gan": lambda: (ColorDiscriminator(4), ColorGenerator(4)),
-        "mnist": lambda: (Discriminator(4), Generator(4)),
-        "vae": lambda: ColorVAE(4),
-        "rotation": lambda: WideResNet(22, 1, ROTATIONS),
-    }
-    if options.quick:
-        return quick[part]()
-    full = {"gan": color_gan, "mnist": digit_gan, "vae": color_vae, "rotation": rotation_network}
-    name = {"gan": "dcgan_generator_cifar10", "mnist": "dcgan_generator_mnist"}.get(part, f"{part}_cifar10")
     own = results_folder(options.out, quick=False) / "encoders"
-    return full[part](own if (own / f"{name}.safetensors").exists() else TRAINED)
+    if options.quick:
+        found = make_encoder(part, quick=True)
+    else:
+        found = read_encoder(part, own if (own / f"{FILES[part][-1]}.safetensors").exists() else TRAINED)
+    return found if len(found) > 1 else found[0]

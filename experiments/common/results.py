@@ -8,15 +8,17 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from linnet._common import atomic_write
 
 if TYPE_CHECKING:  # slow to import, and not needed to read data
     from matplotlib.figure import Figure
@@ -40,39 +42,24 @@ cuda` and `python -m experiments encoders` write those of the GANs, the VAE and 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of results/README.md.
+    """A row of results/README.md."""
 
-    Attributes:
-        what: What was measured.
-        paper: The paper's value, or what it says in words.
-        ours: Our value.
-        differs: What differs from the paper's setting.
-    """
-
-    what: str
-    paper: str
-    ours: str
-    differs: str
+    what: str  # what was measured
+    paper: str  # the paper's value, or what it says in words
+    ours: str  # our value
+    differs: str  # what differs from the paper's setting
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment hands back.
+    """What an experiment hands back."""
 
-    Attributes:
-        metrics: Every number, as JSON. "parts" are put beside those that other runs have kept.
-        figure: The figure.
-        rows: Its rows of results/README.md.
-        command: For the table, where several runs made the parts; None for the command that was given.
-        time: The same; None for that of this run.
-        renewed: The outcome from all parts, for those that other processes kept while this one was made.
-    """
-
-    metrics: dict[str, Any]
-    figure: Figure
-    rows: Sequence[Row]
-    command: str | None = None
-    time: str | None = None
+    metrics: dict[str, Any]  # Every number, as JSON. "parts" are put beside those that other runs have kept.
+    figure: Figure  # the figure
+    rows: Iterable[Row]  # its rows of results/README.md
+    command: str | None = None  # for the table, where several runs made the parts; None for the command that was given
+    time: str | None = None  # the same; None for that of this run
+    # the outcome from all parts, for those that other processes kept while this one was made
     renewed: Callable[[dict[str, Any]], Outcome] | None = None
 
 
@@ -107,7 +94,25 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
 
 
+FAR, WIDE, OWN = "The network is far from a mode", "The prior that the evidence chose", "The network's residuals"
+"""Beginnings of warnings: a network was stopped early; a prior is wide; data are those that the network has seen."""
+
+
+@contextmanager
+def expect(*beginnings: str) -> Iterator[None]:
+    """Do not show warnings that begin so: what they warn of is what the experiment is about."""
+    with warnings.catch_warnings():
+        for beginning in beginnings:
+            warnings.filterwarnings("ignore", beginning, UserWarning)
+        yield
+
+
 # Options.
+
+
+def several(choices: Iterable[Any], text: str = "", **how: Any) -> dict[str, Any]:
+    """An option that takes some of the choices, by default all of them."""
+    return {"nargs": "+", "choices": choices, "default": list(choices), "help": text, **how}
 
 
 def kind_of(options: argparse.Namespace) -> str:
@@ -154,29 +159,37 @@ def results_folder(out: Path | None, *, quick: bool) -> Path:
     return out if out is not None else RESULTS / "quick" if quick else RESULTS
 
 
-def earlier(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What an experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
-    folders = [results_folder(options.out, quick=options.quick)] + ([] if options.quick else [RESULTS])
-    for folder in folders:
-        path = Path(folder) / name / "metrics.json"
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))
+def own_folder(options: argparse.Namespace) -> Path:
+    """Where the experiment writes."""
+    return results_folder(options.out, quick=options.quick) / options.name
+
+
+def earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """What the experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
+    for folder in [own_folder(options)] + ([] if options.quick else [RESULTS / options.name]):
+        if (folder / "metrics.json").exists():
+            return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     return {}
 
 
 # Results in parts, each kept as soon as it is there: runs side by side, or cut short, keep what they had.
 
 
-def keep(options: argparse.Namespace, name: str, part: Mapping[str, Any]) -> dict[str, Any]:
+def kept_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """The parts that earlier runs have kept."""
+    return earlier(options).get("parts", {})
+
+
+def keep(options: argparse.Namespace, part: Mapping[str, Any]) -> dict[str, Any]:
     """Put a part of a result, a nested dict, beside the earlier ones in metrics.json; returns all of them.
 
     Other processes may do so at the same time. Where both have a number, the new one stays.
     """
-    where = results_folder(options.out, quick=options.quick) / name
+    where = own_folder(options)
     where.mkdir(parents=True, exist_ok=True)
     with lock(where.parent):
-        record = earlier(options, name)
-        record = {"experiment": name, **record, "parts": merge(record.get("parts", {}), clean(part))}
+        record = earlier(options)
+        record = {"experiment": options.name, **record, "parts": merge(record.get("parts", {}), clean(part))}
         write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     return record["parts"]
 
@@ -198,14 +211,14 @@ def measure_parts(
     options: argparse.Namespace, names: Sequence[str], measure: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any]:
     """Measure parts of an experiment by name and keep each, with its seconds and the machine; returns all parts."""
-    parts = earlier(options, options.name).get("parts", {})
+    parts = kept_parts(options)
     for name in names:
         clock = Clock(options.device)
         with clock("seconds"):
             found = measure(name)
         found |= {**clock.seconds, "machine": machine(options.device)}
         print(f"{name}: { ({key: value for key, value in found.items() if key != 'path'}) }", flush=True)
-        parts = keep(options, options.name, {name: found})
+        parts = keep(options, {name: found})
     return parts
 
 
@@ -235,6 +248,7 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
             parts = {"parts": merge(kept, clean(outcome.metrics["parts"]))}
             if outcome.renewed is not None and parts["parts"] != clean(outcome.metrics["parts"]):
                 outcome = outcome.renewed(parts["parts"])
+        rows = list(outcome.rows)
         record = {
             "experiment": name,
             "command": command,
@@ -245,12 +259,12 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
             **parts,
         }
         write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
-        with replace_file(where / "figure.png") as temporary:
+        with atomic_write(where / "figure.png") as temporary:
             outcome.figure.savefig(temporary, format="png", dpi=150)
         before = table.read_text(encoding="utf-8") if table.exists() else ""
         shown = outcome.command or command, outcome.time or str(spent)
-        write(table, update_table(before, name, *shown, outcome.rows))
-    for row in outcome.rows:
+        write(table, update_table(before, name, *shown, rows))
+    for row in rows:
         print(f"{row.what}: {row.ours}")
     return where
 
@@ -287,22 +301,8 @@ def clean(value: Any) -> Any:
 
 
 def write(path: Path, text: str) -> None:
-    with replace_file(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
-    """A temporary name in the same folder, renamed to `path` when the block has ended well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def machine(device: str) -> str:

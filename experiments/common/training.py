@@ -23,15 +23,10 @@ BATCH, RATE, DECAY = 256, 0.2, 5e-4
 
 @dataclass(frozen=True)
 class Labeled:
-    """Examples as the top of a network takes them.
+    """Examples as the top of a network takes them."""
 
-    Attributes:
-        X: Tensors (n, ...).
-        y: Labels (n,).
-    """
-
-    X: Inputs
-    y: Tensor
+    X: Inputs  # tensors (n, ...)
+    y: Tensor  # labels (n,)
 
     def __getitem__(self, index: Any) -> Labeled:
         return Labeled(tuple(x[index] for x in self.X), self.y[index])
@@ -104,21 +99,13 @@ def probabilities(model: nn.Module, X: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Search:
-    """What fine-tuning tries.
+    """What fine-tuning tries."""
 
-    Attributes:
-        rates: Learning rates of Adam.
-        epochs: At most.
-        patience: Epochs without a better loss on what is held out, after which a rate is given up.
-        batch: Examples of a step, at least.
-        steps: Of an epoch, at most: with many examples a step takes more of them.
-    """
-
-    rates: Sequence[float]
-    epochs: int
-    patience: int = 5
-    batch: int = 32
-    steps: int = 64
+    rates: Sequence[float]  # learning rates of Adam
+    epochs: int  # at most
+    patience: int = 5  # epochs without a better loss on what is held out, after which a rate is given up
+    batch: int = 32  # examples of a step, at least
+    steps: int = 64  # steps of an epoch, at most: with many examples a step takes more of them
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -29,7 +28,7 @@ from experiments.common.processes import Process
 from experiments.common.statistics import interval, show_interval, show_value, summarize
 from experiments.common.training import Labeled, Search, fine_tune, squared_error
 
-NAME, NOISE = "deep_gp", 0.05
+NOISE = 0.05
 TRIED = "the deep GP's steps and rates are the last of four settings tried on these seeds, the others' the first"
 SAMPLES = 5
 """Draws of the hidden layers in a step of training."""
@@ -194,8 +193,7 @@ def of_seed(sizes: Sizes, depths: Sequence[int], seed: int) -> tuple[dict[str, A
         with torch.no_grad():
             f, noise = tuned.model(at)[:, 0], (tuned.model(X)[:, 0] - y).square().mean()
         found[NETWORK] = f[None], noise.expand(1, len(f))
-    with clock(LAPLACE), warnings.catch_warnings():  # a network stopped by held-out points is not at a mode
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+    with clock(LAPLACE), common.expect(common.FAR):  # a network stopped by held-out points is not at a mode
         la = linnet.Laplace(tuned.model, "regression", progress=False).fit(X, y)
         found[LAPLACE] = one_of(la.predict(at, return_std=True, noise=True))
     with clock(TANGENT):
@@ -220,13 +218,7 @@ def one_of(moments: tuple[Tensor, Tensor]) -> Moments:
 
 ARGUMENTS = {
     "--seeds": "draws of data and networks (default: 5)",
-    "--layers": {
-        "type": int,
-        "nargs": "+",
-        "choices": (2, 3),
-        "default": [2],
-        "help": "of deep processes (default: 2)",
-    },
+    "--layers": common.several((2, 3), "of deep processes (default: 2)", type=int, default=[2]),
 }
 
 
@@ -241,7 +233,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     for seed in seeds:
         scores, shown = of_seed(sizes, options.layers, seed)
         first = first or shown
-        parts = common.keep(options, NAME, {where: {f"seed {seed}": scores}})
+        parts = common.keep(options, {where: {f"seed {seed}": scores}})
         print(f"seed {seed}:", {name: round(one["nll"], 3) for name, one in scores.items()}, flush=True)
     # Seeds that other runs of the same size have kept count too: they may run side by side.
     each = list(parts[where].values())
@@ -255,7 +247,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     }
     networks = sum(one[name]["seconds"] for one in each for name in one if name not in (LAPLACE, TANGENT))
     spent = f"{common.duration(networks)} of CPU"
-    command = f"python -m experiments {NAME}" + (" --quick" if options.quick else "")
+    command = f"python -m experiments {options.name}" + (" --quick" if options.quick else "")
     return common.Outcome(record, figure(first, table), rows(table, sizes, len(each)), command=command, time=spent)
 
 

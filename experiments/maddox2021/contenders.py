@@ -32,19 +32,12 @@ class TooSlow(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """A network with one output, data and noise variance.
+    """A network with one output, data and noise variance."""
 
-    Attributes:
-        model: In float32, as it was trained; every contender computes in float64.
-        X: Inputs (n, 5).
-        y: Targets (n,).
-        noise: Of the observations, a hundredth of the kernel's mean diagonal.
-    """
-
-    model: nn.Module
-    X: Tensor
-    y: Tensor
-    noise: float
+    model: nn.Module  # in float32, as it was trained; every contender computes in float64
+    X: Tensor  # inputs (n, 5)
+    y: Tensor  # targets (n,)
+    noise: float  # noise variance of the observations, a hundredth of the kernel's mean diagonal
 
     @property
     def p(self) -> int:

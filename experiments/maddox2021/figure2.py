@@ -12,7 +12,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,25 +60,16 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a device.
+    """What is measured on a device."""
 
-    Attributes:
-        n: Examples, for the network of 803,601 parameters.
-        h: Widths of networks for 1,000 examples; they have about 20 h^2 parameters.
-        examples: Those 1,000.
-        networks: Classifier to batch size.
-        columns: Of the Fisher-vector products.
-        limit: Seconds after which a contender is not tried on a larger size, and that the paper's CG may take.
-        patience: A contender that takes longer than this is run once.
-    """
-
-    n: tuple[int, ...]
-    h: tuple[int, ...]
-    networks: dict[str, int]
-    examples: int = 1000
-    columns: tuple[int, ...] = (1, 16)
+    n: tuple[int, ...]  # examples, for the network of 803,601 parameters
+    h: tuple[int, ...]  # widths of networks for 1,000 examples; they have about 20 h^2 parameters
+    networks: dict[str, int]  # classifier to batch size
+    examples: int = 1000  # examples of the networks of widths h
+    columns: tuple[int, ...] = (1, 16)  # columns of the Fisher-vector products
+    # seconds after which a contender is not tried on a larger size, and that the paper's CG may take
     limit: float = 20.0
-    patience: float = 2.0
+    patience: float = 2.0  # seconds; a contender that takes longer is run once
     width: int = 200
 
 
@@ -269,14 +260,7 @@ def products(device: str, chosen: Sizes) -> list[dict[str, Any]]:
 # The experiment.
 
 
-ARGUMENTS = {
-    "--panels": {
-        "nargs": "+",
-        "choices": PANELS,
-        "default": list(PANELS),
-        "help": "what to measure; the others stay as they are",
-    },
-}
+ARGUMENTS = {"--panels": common.several(PANELS, "what to measure; the others stay as they are")}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
@@ -285,7 +269,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if kind not in SIZES:
         raise ValueError(f"The sizes are chosen for --device cpu and cuda; got {options.device!r}.")
     chosen = QUICK if options.quick else SIZES[kind]
-    devices = common.earlier(options, "figure2").get("devices", {})
+    devices = common.earlier(options).get("devices", {})
     own = devices.setdefault(kind, {})
     own["machine"] = common.machine(options.device)
     panels = {"data": against_data, "parameters": against_parameters, "products": products}
@@ -325,8 +309,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     return statistics.linear_regression(x, y).slope if len(last) > 1 else math.nan
 
 
-def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> list[common.Row]:
-    rows = []
+def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[common.Row]:
     for device, found in devices.items():
         where = f"`--device {device}`, {found['machine']}"
         where += "".join(f"; {key}: {value}" for key, value in found.get("notes", {}).items())
@@ -344,7 +327,7 @@ def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> list[common.Row]:
                 off = max((row.get("error per example", math.nan) for row in mine), default=None)
                 reached.append(text if off is None else f"{text}, off by up to {off:.0e} per example")
             differs = f"log evidence alone, float64; {where}"
-            rows.append(common.Row(f"log evidence against {of}", paper, "; ".join(reached), differs))
+            yield common.Row(f"log evidence against {of}", paper, "; ".join(reached), differs)
         if "products" not in found:
             continue
         for k in dict.fromkeys(row["k"] for row in found["products"]):
@@ -354,14 +337,13 @@ def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> list[common.Row]:
                 text = ", ".join(f"{row['network']} {row['speedup']:.1f}" for row in mine)
                 differs = f"random images and weights; {where}"
                 what = f"speedup over double backward, {contender.removeprefix('linnet, ')}, k = {k}"
-                rows.append(common.Row(what, paper if k == 1 else "not in the paper", text, differs))
+                yield common.Row(what, paper if k == 1 else "not in the paper", text, differs)
         mine = [row for row in found["products"] if row["contender"] == DIFFERENCE and "relative error" in row]
         errors = sorted(row["relative error"] for row in mine)
         if errors:
             text = f"{errors[0]:.1g} to {errors[-1]:.1g}"
             what = "relative error of the finite difference"
-            rows.append(common.Row(what, "on the order of 0.001", text, f"untrained networks; {where}"))
-    return rows
+            yield common.Row(what, "on the order of 0.001", text, f"untrained networks; {where}")
 
 
 def seconds_of(value: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -42,19 +42,12 @@ FULL = Sizes(widths=(10, 100, 1000, 5000), steps=1500, seeds=6, grid=161)
 
 @dataclass(frozen=True)
 class Curve:
-    """A function, where it is observed and where it is shown.
+    """A function, where it is observed and where it is shown."""
 
-    Attributes:
-        name: In words.
-        inside: Intervals of the observations.
-        limit: The grid goes from -limit to limit.
-        n: Observations.
-    """
-
-    name: str
-    inside: tuple[tuple[float, float], ...]
-    limit: float
-    n: int = 40
+    name: str  # in words
+    inside: tuple[tuple[float, float], ...]  # intervals of the observations
+    limit: float  # the grid goes from -limit to limit
+    n: int = 40  # observations
 
     def truth(self, x: Tensor) -> Tensor:
         return torch.sin(3 * x) + 0.5 * x if self.name == "wave" else torch.sin(2 * x)
@@ -148,9 +141,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     parts: dict[str, Any] = {}
     for seed in seeds:
         found.append({**of_widths(sizes, seed, wide), ARCHITECTURES: of_shapes(sizes, seed, sine)})
-        parts = common.keep(
-            options, "figure3", {panel: {f"seed {seed}": bare(one)} for panel, one in found[-1].items()}
-        )
+        parts = common.keep(options, {panel: {f"seed {seed}": bare(one)} for panel, one in found[-1].items()})
         print(f"seed {seed} done", flush=True)
     table = summarize([{panel: bare(one) for panel, one in each.items()} for each in found], average)
     apart = differences(found, sine)
@@ -179,7 +170,7 @@ def differences(found: Sequence[Mapping[str, Any]], x: Tensor) -> dict[str, Any]
     return out
 
 
-def rows(table: Mapping[str, Any], apart: Mapping[str, Any], seeds: int) -> list[common.Row]:
+def rows(table: Mapping[str, Any], apart: Mapping[str, Any], seeds: int) -> Iterator[common.Row]:
     differs = f"the paper's data are not given: our own curves with 40 points; mean ± standard error over {seeds} seeds"
 
     def by_name(panel: str, key: str, digits: int = 2) -> str:
@@ -189,25 +180,20 @@ def rows(table: Mapping[str, Any], apart: Mapping[str, Any], seeds: int) -> list
         UNTRAINED: "predictive variances rise with width",
         TRAINED: "less predictive variance than untrained, above all around the data",
     }
-    out = []
-
-    def add(what: str, paper: str, ours: str, more: str = differs) -> None:
-        out.append(common.Row(what, paper, ours, more))
-
     for panel, text in said.items():
         for where in ("near the data", "away from the data"):
             what = f"{panel} ReLU networks by width: median posterior standard deviation {where}"
-            add(what, text, by_name(panel, f"std {where}", 3))
+            yield common.Row(what, text, by_name(panel, f"std {where}", 3), differs)
         what = f"{panel} ReLU networks by width: RMSE of the posterior mean"
-        add(what, "reasonable with 5,000 units", by_name(panel, "RMSE of the posterior mean"))
-    add(
+        yield common.Row(what, "reasonable with 5,000 units", by_name(panel, "RMSE of the posterior mean"), differs)
+    yield common.Row(
         "ReLU networks by width: mean posterior standard deviation near the data",
         said[TRAINED],
         "; ".join(f"{panel} {by_name(panel, 'mean std near the data', 3)}" for panel in said),
         "the mean was looked at first and contradicts the paper, the median of the rows above was added after; "
         f"{differs}",
     )
-    add(
+    yield common.Row(
         "ReLU networks by width: largest posterior standard deviation near the data, largest output weight",
         "not in the paper",
         "; ".join(
@@ -217,20 +203,21 @@ def rows(table: Mapping[str, Any], apart: Mapping[str, Any], seeds: int) -> list
         "believed to be why the mean rises, not tested: features jump at the kink of a unit by its output weight, and "
         f"training makes some of these large; {differs}",
     )
-    add(
+    yield common.Row(
         "architectures with about 21,000 parameters: RMSE of the network, of the posterior mean",
         "vastly differ",
         "; ".join(by_name(ARCHITECTURES, f"RMSE of the {of}") for of in ("network", "posterior mean")),
+        differs,
     )
-    add(
+    yield common.Row(
         "architectures: RMS distance of their posterior means",
         "significantly different outside of the training data",
         "; ".join(
             f"{where}: {show_error(one['two architectures'])}, two starts of one {show_error(one['two starts'])}"
             for where, one in apart.items()
         ),
+        differs,
     )
-    return out
 
 
 # The figure.

@@ -52,7 +52,7 @@ ARGUMENTS = {
     "--test": "test images (default: 300; cuda: 10,000)",
     "--draws": "of fit images (default: 3; cuda: 1)",
     "--top": "blocks that adapt, 0 for all (default: 1; cuda: 0)",
-    "--means": {"nargs": "+", "choices": MEANS, "default": list(MEANS)},
+    "--means": common.several(MEANS),
     "--inference": {"nargs": "+", "choices": INFERENCES, "help": f"default: all, above {DENSE:,} images map"},
 }
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     def keep(depth: int, n: int, name: str, seed: int, found: dict[str, Any]) -> None:
         nonlocal parts
         where = {setting(n, options): {name: {f"seed {seed}": found | {"machine": machine}}}}
-        parts = common.keep(options, "figure4", {f"ResNet-{depth}": where})
+        parts = common.keep(options, {f"ResNet-{depth}": where})
         said = found.get("failed") or ", ".join(f"{key} {found[key]:.4f}" for key in SCORES)
         print(f"ResNet-{depth}, {n:,} images, draw {seed}, {name}: {said}", flush=True)
 

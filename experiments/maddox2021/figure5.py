@@ -26,7 +26,7 @@ from experiments.common import plots
 from experiments.common.data import grayscale
 from experiments.common.networks import lenet
 from experiments.common.statistics import average, show_error, show_value, summarize
-from experiments.common.training import Labeled, Search, in_parts, steps, train
+from experiments.common.training import Labeled, Search, accuracy, in_parts, steps, train
 from linnet.fisher import probes
 
 SPACES = ("function", "parameters")
@@ -44,17 +44,8 @@ QUICK = Sizes(seeds=2, half=200, epochs=1, images=10, few=100, marks=(0, 1, 2), 
 CPU = Sizes(
     seeds=10, half=6000, epochs=2, images=100, few=500, marks=(0, 1, 2, 5, 10, 20, 40, 90), runs=3, units=10, test=2000
 )
-CUDA = Sizes(
-    seeds=25,
-    half=30_000,
-    epochs=5,
-    images=300,
-    few=10_000,
-    marks=(0, 1, 2, 5, 10, 20, 40, 90),
-    runs=5,
-    units=40,
-    test=10_000,
-)
+MORE = {"seeds": 25, "half": 30_000, "epochs": 5, "images": 300, "few": 10_000, "runs": 5, "units": 40, "test": 10_000}
+CUDA = Sizes(**vars(CPU) | MORE)
 
 
 def gray(folder: Any, name: str, train_: bool, device: str) -> Labeled:
@@ -84,10 +75,6 @@ def describe(whole: probes.Spectrum) -> dict[str, Any]:
         "components for 99 %": whole.components(0.99),
         "shares": {str(k): float(shares[k - 1]) for k in at},
     }
-
-
-def accuracy(net: nn.Module, data: Labeled) -> float:
-    return float((in_parts(net, data.X).argmax(1) == data.y).double().mean())
 
 
 def with_last_layer_of(net: nn.Sequential, data: Labeled, *, epochs: int, seed: int) -> nn.Sequential:
@@ -134,7 +121,7 @@ def of_epochs(data: Labeled, test: Labeled, X: Tensor, sizes: Sizes, seed: int, 
     return {
         str(epoch): {
             **both(one, kept[last], X),
-            "accuracy": accuracy(one, test),
+            "accuracy": accuracy(one, *test.X, test.y),
             "effective rank": spectrum(one, X).effective_rank,
         }
         for epoch, one in kept.items()
@@ -159,7 +146,9 @@ def of_nodes(net: nn.Sequential, test: Labeled, X: Tensor, sizes: Sizes, seed: i
     for unit in chosen[: sizes.units].tolist():
         new = remove_unit(net, unit)
         moved = float((in_parts(new, (X,)).softmax(1) - before).abs().sum(1).mean() / 2)
-        out.append({"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, test)})
+        out.append(
+            {"unit": unit, **both(net, new, X), "probability moved": moved, "accuracy": accuracy(new, *test.X, test.y)}
+        )
     return out
 
 
@@ -193,17 +182,15 @@ def run(options: argparse.Namespace) -> common.Outcome:
             nets[one] = of_tasks(sets, sizes, one, options.device)
         found = {
             "similarity": pairs(nets[seed], nets[other], X),
-            "accuracy on MNIST": {name: accuracy(nets[seed][name], test) for name in SETS},
+            "accuracy on MNIST": {name: accuracy(nets[seed][name], *test.X, test.y) for name in SETS},
             "spectrum": {name: describe(spectrum(net, X)) for name, net in nets[seed].items()},
         }
-        parts = common.keep(options, "figure5", {key: {"tasks": {f"seed {seed}": found}}})
+        parts = common.keep(options, {key: {"tasks": {f"seed {seed}": found}}})
         print(f"seed {seed}: {found['similarity'][SAME]}", flush=True)
     for seed in list(seeds)[: sizes.runs]:
         epochs = of_epochs(sets[FIRST], test, X, sizes, seed, options.device)
         nodes = of_nodes(nets[seed][FIRST], test, X, sizes, seed)
-        parts = common.keep(
-            options, "figure5", {key: {"epochs": {f"seed {seed}": epochs}, "nodes": {f"seed {seed}": nodes}}}
-        )
+        parts = common.keep(options, {key: {"epochs": {f"seed {seed}": epochs}, "nodes": {f"seed {seed}": nodes}}})
         print(f"seed {seed}: epochs and nodes done", flush=True)
     names = [f"seed {seed}" for seed in seeds]
     return outcome(parts, key, names, sizes)

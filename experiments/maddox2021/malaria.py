@@ -53,17 +53,11 @@ CUDA = Sizes(width=500, epochs=500, points=(10, 30, 100, 300, 1000), test=5000, 
 
 @dataclass(frozen=True)
 class Maps:
-    """Pixels of a region.
+    """Pixels of a region."""
 
-    Attributes:
-        X: Longitude and latitude, standardized (m, 2).
-        place: Row and column on the map (m, 2).
-        rates: Prevalence by year, (m,) each.
-    """
-
-    X: Tensor
-    place: Tensor
-    rates: dict[str, Tensor]
+    X: Tensor  # longitude and latitude, standardized (m, 2)
+    place: Tensor  # row and column on the map (m, 2)
+    rates: dict[str, Tensor]  # prevalence by year, (m,) each
 
 
 def load(folder: Path, region: str) -> Maps:

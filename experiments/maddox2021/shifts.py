@@ -11,7 +11,7 @@ import argparse
 import copy
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,27 +58,16 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One network and the points it is adapted with.
+    """One network and the points it is adapted with."""
 
-    Attributes:
-        model: Layers in order; the outputs are mean and log variance.
-        adapt: The points.
-        test: Where to predict.
-        search: What fine-tuning tries, with as many epochs as the network was trained for.
-        unit: Original units per unit of the targets, whose zero is ``level``.
-        level: See unit.
-        device: Where everything is.
-        seed: Of everything drawn.
-    """
-
-    model: nn.Sequential
-    adapt: Labeled
-    test: Labeled
-    search: Search
-    unit: float = 1.0
-    level: float = 0.0
-    device: str = "cpu"
-    seed: int = 0
+    model: nn.Sequential  # layers in order; the outputs are mean and log variance
+    adapt: Labeled  # the points
+    test: Labeled  # where to predict
+    search: Search  # what fine-tuning tries, with as many epochs as the network was trained for
+    unit: float = 1.0  # original units per unit of the targets, whose zero is ``level``
+    level: float = 0.0  # see unit
+    device: str = "cpu"  # where everything is
+    seed: int = 0  # seed of everything that is drawn
 
     def network(self) -> dict[str, Any]:
         """The network as it is."""
@@ -213,7 +202,7 @@ def run_cases(
             for case in cases(seed):
                 found = case.all(skip=skip)
                 runs.append({"shift": shift, "seed": seed, "points": len(case.adapt), "contenders": found})
-                parts = common.keep(options, options.name, {key: part(runs[-1])})
+                parts = common.keep(options, {key: part(runs[-1])})
             print(f"{shift}, seed {seed} done", flush=True)
             example = example or case
     assert example is not None
@@ -222,9 +211,8 @@ def run_cases(
 
 def rows(
     tables: Mapping[str, Any], *, said: Mapping[str, str], differs: str, unit: str, digits: int = 3
-) -> list[common.Row]:
+) -> Iterator[common.Row]:
     """For each shift and contender the RMSE against the points, and its difference to linnet at the most points."""
-    out = []
     for shift, sizes in tables.items():
         most = max(sizes)
         for name, last in sizes[most].items():
@@ -233,8 +221,7 @@ def rows(
                 errors += f"; less the linearized network's at {most}: {show_interval(last[LESS], digits=digits)}"
             errors += f"; NLL at {most}: {show_error(last['nll'], 2)}"
             what = f"{shift}, {name}: RMSE{unit} by points"
-            out.append(common.Row(what, said.get(name, "not in the paper"), errors, differs))
-    return out
+            yield common.Row(what, said.get(name, "not in the paper"), errors, differs)
 
 
 # Panels.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,17 +76,11 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Tasks:
-    """Sinusoids, each with its points.
+    """Sinusoids, each with its points."""
 
-    Attributes:
-        X: Points (tasks, n, 1).
-        y: Noisy values (tasks, n).
-        parameters: Amplitude, phase, frequency (tasks, 3).
-    """
-
-    X: Tensor
-    y: Tensor
-    parameters: Tensor
+    X: Tensor  # points (tasks, n, 1)
+    y: Tensor  # noisy values (tasks, n)
+    parameters: Tensor  # amplitude, phase, frequency (tasks, 3)
 
     def few(self, shots: int) -> tuple[Tensor, Tensor]:
         """The first points of each task."""
@@ -151,8 +144,7 @@ class Tangent:
 
 def call_quietly(fit: Any, *arguments: Any) -> Any:
     """Without the warning that the network was trained on these data: on the source task it was, by design."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The network's residuals", category=UserWarning)
+    with common.expect(common.OWN):
         return fit(*arguments)
 
 
@@ -345,7 +337,7 @@ def summary(found: list[list[dict[str, float]]]) -> dict[str, Any]:
     return out
 
 
-def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -> list[common.Row]:
+def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -> Iterator[common.Row]:
     differs = f"the paper plots a few tasks; mean ± standard error over {sources} sources x {count} tasks"
     alike = "comparable with the transferred RBF process (figure 6)"
     said = {
@@ -355,13 +347,11 @@ def table_rows(table: Mapping[str, Any], shots: int, sources: int, count: int) -
         "ABLR, source": "clearly worse than the finite NTK",
         "deep kernel, source": "underfits",
     }
-    rows = []
     for name in ROWS:
         one = table[name]
         ours = f"{show_error(one['rmse'])}, {show_error(one['nll'])}, {100 * one['coverage']['mean']:.0f} %"
         what = f"{shots} points, {name}: RMSE, NLL, coverage"
-        rows.append(common.Row(what, said.get(name, "not in the paper"), ours, differs))
-    return rows
+        yield common.Row(what, said.get(name, "not in the paper"), ours, differs)
 
 
 def figure(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,21 +47,13 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Split:
-    """Standardized examples of several splits of one set, one split a row.
+    """Standardized examples of several splits of one set, one split a row."""
 
-    Attributes:
-        X: Training inputs (s, n, d).
-        y: Training targets (s, n).
-        X_test: Test inputs (s, m, d).
-        y_test: Test targets (s, m).
-        unit: The targets' standard deviations (s,).
-    """
-
-    X: Tensor
-    y: Tensor
-    X_test: Tensor
-    y_test: Tensor
-    unit: Tensor
+    X: Tensor  # training inputs (s, n, d)
+    y: Tensor  # training targets (s, n)
+    X_test: Tensor  # test inputs (s, m, d)
+    y_test: Tensor  # test targets (s, m)
+    unit: Tensor  # the targets' standard deviations (s,)
 
 
 def load(folder: Path, name: str, splits: int, *, largest: int | None = None, device: str = "cpu") -> Split:
@@ -102,8 +93,7 @@ def load(folder: Path, name: str, splits: int, *, largest: int | None = None, de
 
 def tangent(model: torch.nn.Module, X: Tensor, y: Tensor, at: Tensor, **settings: Any) -> Prediction:
     """Fit and predict; the warning about the network's own data is the point of the second setting."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The network's residuals", category=UserWarning)
+    with common.expect(common.OWN):
         fitted = linnet.TangentRegressor(model, **settings).fit(X, y)
     mean, std = fitted.predict(at, return_std=True, noise=True)
     return Prediction(mean, std.square())
@@ -269,9 +259,10 @@ def rank(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return dict(sorted(out.items(), key=lambda item: item[1]["rank"]))
 
 
-def table_rows(results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, Any], limit: int) -> list[common.Row]:
+def table_rows(
+    results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, Any], limit: int
+) -> Iterator[common.Row]:
     """Per setting and method, the means over sets."""
-    rows = []
     for setting in SETTINGS:
         tangents = [m for m in ranking[setting] if m in TANGENTS]
         shown = [NETWORK, LAST, FINE, *([RETRAINED] if setting == "new" else []), ENSEMBLE, *tangents[:3]]
@@ -279,16 +270,13 @@ def table_rows(results: Mapping[str, Mapping[str, Any]], ranking: Mapping[str, A
             shown.append(DEFAULT)
         for method in shown:
             one = ranking[setting][method]
-            rows.append(
-                common.Row(
-                    f"{setting} data, {method}: NLL - network, RMSE / network, coverage",
-                    "not in the paper",
-                    f"{one['NLL less network']:+.3f}, {one['RMSE over network']:.3f}, {100 * one['coverage']:.0f} % "
-                    f"(mean rank {one['rank']:.1f})",
-                    f"means over {len(results[setting])} sets, at most {limit:,} adaptation examples",
-                )
+            yield common.Row(
+                f"{setting} data, {method}: NLL - network, RMSE / network, coverage",
+                "not in the paper",
+                f"{one['NLL less network']:+.3f}, {one['RMSE over network']:.3f}, {100 * one['coverage']:.0f} % "
+                f"(mean rank {one['rank']:.1f})",
+                f"means over {len(results[setting])} sets, at most {limit:,} adaptation examples",
             )
-    return rows
 
 
 def figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -62,44 +62,26 @@ def errors(p: Tensor, reference: Tensor, y: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Whole:
-    """The network from its inputs.
+    """The network from its inputs."""
 
-    Attributes:
-        with_head: A copy of it with the head.
-        train: The inputs of the labeled examples.
-        test: Those of the examples to predict.
-    """
-
-    with_head: Callable[[nn.Module], nn.Module]
-    train: Labeled
-    test: Inputs
+    with_head: Callable[[nn.Module], nn.Module]  # makes a copy of the network with the head
+    train: Labeled  # the inputs of the labeled examples
+    test: Inputs  # those of the examples to predict
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One draw of labels, and what all contenders are given.
+    """One draw of labels, and what all contenders are given."""
 
-    Attributes:
-        top: The part of the network that may adapt.
-        train: Labeled examples, classes in turn.
-        test: Examples to predict.
-        classes: How many.
-        device: Where everything is.
-        search: Of fine-tuning.
-        seed: Of everything drawn.
-        dtype: Of linnet's computations where a contender does not say.
-        reference: Probabilities (m, c) by which differences of scores get their errors.
-    """
-
-    top: nn.Module
-    train: Labeled
-    test: Labeled
-    classes: int
-    device: str
-    search: Search
-    seed: int
-    dtype: str = "auto"
-    reference: Tensor | None = None
+    top: nn.Module  # the part of the network that may adapt
+    train: Labeled  # labeled examples, classes in turn
+    test: Labeled  # examples to predict
+    classes: int  # how many
+    device: str  # where everything is
+    search: Search  # what fine-tuning tries
+    seed: int  # seed of everything that is drawn
+    dtype: str = "auto"  # dtype of linnet's computations where a contender does not say
+    reference: Tensor | None = None  # probabilities (m, c) by which differences of scores get their errors
 
     def head(self, data: Labeled, penalty: Any = "cv") -> nn.Module:
         """The top with a head fitted to the features of the data."""

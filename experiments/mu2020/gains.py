@@ -87,19 +87,18 @@ def adapting(count: int, what: str) -> str:
 Run = Mapping[str, Any]
 
 
-def keep(options: argparse.Namespace, name: str, where: str, how: Mapping[str, Any], run: Run) -> dict[str, Any]:
+def keep(options: argparse.Namespace, where: str, how: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Print a run and put it beside those that are kept; returns all parts.
 
     Args:
         options: Of the command.
-        name: Of the experiment.
         where: The setting in words.
         how: What all runs of the setting have in common.
         run: "set", "seed", "labels" and "contenders", their scores by name.
     """
     key = f"{run['set']}, draw {run['seed']}, {run['labels']} labels"
     print(f"{key}:", {name: f"{100 * one['accuracy']:.1f} %" for name, one in run["contenders"].items()}, flush=True)
-    return common.keep(options, name, {where: {"settings": how, "runs": {key: run}}})
+    return common.keep(options, {where: {"settings": how, "runs": {key: run}}})
 
 
 def draws(runs: Sequence[Run]) -> int:

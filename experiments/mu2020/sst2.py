@@ -107,12 +107,12 @@ def run(options: argparse.Namespace) -> common.Outcome:
     data = [sst2(options.data, part) for part in ("train", "test")]
     if not 1 <= options.test <= len(data[1][1]):
         raise ValueError(f"SST-2 has {len(data[1][1]):,} test sentences; got --test {options.test}.")
-    where, parts = setting(options), common.earlier(options, "sst2").get("parts", {})
+    where, parts = setting(options), common.kept_parts(options)
     how = {"network": NETWORK, "layers that adapt": options.layers, "test sentences of a draw": options.test}
     for seed in range(options.seed, options.seed + options.seeds) if options.sizes else ():
         for one in draw(net.to(options.device), data[0], data[1], seed=seed, kind=kind, options=options):
             own = {"fine-tuning": {**vars(SEARCH[kind])}, "machine": common.machine(options.device)}
-            parts = gains.keep(options, "sst2", where, how, {"set": "SST-2", "seed": seed, **one, **own})
+            parts = gains.keep(options, where, how, {"set": "SST-2", "seed": seed, **one, **own})
     command = "python -m experiments sst2 --device cuda"
     return gains.of_parts(parts, where, said=SAID, differs=differs, command=command)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ def measure(
                 print(f"{part}, top {place}, draw {draw}, {key}: {100 * row['accuracy']:.1f} %", flush=True)
         kept = {key: {str(draw): row} for key, row in rows.items()}
         sizes = {"labels": options.labels, "test images": options.test}
-        common.keep(options, "table1_mu", {part: {**sizes, "rows": {place: kept}}})
+        common.keep(options, {part: {**sizes, "rows": {place: kept}}})
     return rows
 
 
@@ -200,13 +200,7 @@ def measure(
 
 ARGUMENTS = {
     "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: the other three"},
-    "--tops": {
-        "type": int,
-        "nargs": "+",
-        "choices": TOPS,
-        "default": list(TOPS),
-        "help": "blocks that adapt, 0 for all",
-    },
+    "--tops": common.several(TOPS, "blocks that adapt, 0 for all", type=int),
     "--draws": {"type": int, "nargs": "+", "help": "seeds of labels and test images (0 1 2)"},
     "--labels": "default: 100; cuda: 500",
     "--test": "test images of a draw (default: 1,000; cuda: 5,000)",
@@ -220,7 +214,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = {"quick": ["gan"], "cpu": ["mnist"]}.get(kind, ["gan", "vae", "rotation"])
     options.draws = options.draws or ([0] if options.quick else [0, 1, 2])
-    parts = common.earlier(options, "table1_mu").get("parts", {})
+    parts = common.kept_parts(options)
     for part in options.parts:
         start, data = time.perf_counter(), images(part, options)
         count = min(3, len(encoder(part, options)) - 1)  # below the blocks that adapt there is at least one
@@ -229,7 +223,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             for top in tops[:2] if options.quick else tops:
                 measure(part, top, draw, data, options)
         spent = {"seconds": time.perf_counter() - start, "machine": common.machine(options.device)}
-        parts = common.keep(options, "table1_mu", {part: {"last run": spent}})
+        parts = common.keep(options, {part: {"last run": spent}})
     ordered = {part: parts[part] for part in PARTS if part in parts}
     tables = {part: table(found) for part, found in ordered.items()}
     command = "python -m experiments table1_mu (and --device cuda)"
@@ -260,8 +254,7 @@ def said(part: str, name: str, top: str) -> str:
     return f"{known[name][int(top) - 1]:.2f}" if known.get(name) and top != ALL else "not in the paper"
 
 
-def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row]:
-    result = []
+def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for part, tops in tables.items():
         found = parts[part]
         less = " instead of 50,000" if part in ("gan", "vae") else ""
@@ -275,8 +268,7 @@ def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row
                         ours += f"; less linear {statistics.show_interval(cell['less linear'])}"
                     what = f"{PARTS[part]}, {'all blocks' if top == ALL else f'top {top}'}, {name}: accuracy %"
                     text = f"{differs}, {cell['accuracy']['count']} draws, 95 % interval"
-                    result.append(common.Row(what, said(part, name, top), ours, text))
-    return result
+                    yield common.Row(what, said(part, name, top), ours, text)
 
 
 def figure(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> Figure:

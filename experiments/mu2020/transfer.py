@@ -90,7 +90,7 @@ def with_head(net: ResNet, head: nn.Module) -> nn.Module:
 ARGUMENTS = {
     "--depth": {"type": int, "default": 20, "help": "of the ResNet: 20, 32 or 56 (default: 20)"},
     "--sizes": {"type": int, "nargs": "*", "help": "labels (default: 100 300; cuda: to 10,000)"},
-    "--sets": {"nargs": "+", "choices": SETS, "default": list(SETS)},
+    "--sets": common.several(SETS),
     "--seeds": "draws of labels, --seed the first (default: 3)",
     "--test": "test images of a draw (default: 500; cuda: all)",
     "--blocks": {"type": int, "default": 1, "help": "residual blocks that adapt (default: 1)"},
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             f"The last stage of ResNet-{options.depth} has {len(net.layer3)} blocks; got --blocks {options.blocks}."
         )
     top = linnet.fold_batchnorm(Top(copy.deepcopy(net), options.blocks).eval())
-    where, parts = setting(options), common.earlier(options, "transfer").get("parts", {})
+    where, parts = setting(options), common.kept_parts(options)
     how = {
         "network": f"ResNet-{options.depth}",
         "blocks that adapt": options.blocks,
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         data = [grayscale(options.data, name, train) for train in (True, False)]
         for seed in range(options.seed, options.seed + options.seeds):
             for one in draw(net, top, *data, seed=seed, kind=kind, options=options):
-                parts = gains.keep(options, "transfer", where, how, {"set": SETS[name], "seed": seed, **one, **own})
+                parts = gains.keep(options, where, how, {"set": SETS[name], "seed": seed, **one, **own})
     command = "python -m experiments transfer (and --device cuda, --depth 56)"
     return gains.of_parts(parts, where, said=SAID, differs=differs, command=command)
 

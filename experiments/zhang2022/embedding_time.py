@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,37 +43,21 @@ TOLERANCE = 1e-4  # of linnet's eigenvalues in the timings
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        n: Examples of the timings.
-        published: Of these, examples that the published algorithm is tried on.
-        whole: Up to so many, it runs all its iterations, above one; with so many, also without tf32.
-        exact: Up to so many, errors to the exact eigenvalues in float64 are given.
-        gram: Up to so many, the Gram matrix is tried.
-        components: Of the timings.
-        images: Of the accuracy.
-        leading: Components of the accuracy.
-        ranks: Numbers of processes.
-        shared: Images that the ranks share.
-        krylov: Passes of linnet's that errors are given for.
-        power: Passes of the published algorithm's.
-        small: A small network instead of WRN-40-2.
-    """
-
-    n: tuple[int, ...]
-    published: tuple[int, ...]
-    whole: int
-    exact: int
-    gram: int
-    components: int
-    images: int
-    leading: int
-    ranks: tuple[int, ...]
-    shared: int
-    krylov: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    power: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)
-    small: bool = False
+    n: tuple[int, ...]  # examples of the timings
+    published: tuple[int, ...]  # those of n that the published algorithm is tried on
+    whole: int  # up to so many, it runs all its iterations, above one; with so many, also without tf32
+    exact: int  # up to so many, errors to the exact eigenvalues in float64 are given
+    gram: int  # up to so many, the Gram matrix is tried
+    components: int  # components of the timings
+    images: int  # images of the accuracy
+    leading: int  # components of the accuracy
+    ranks: tuple[int, ...]  # numbers of processes
+    shared: int  # images that the ranks share
+    krylov: tuple[int, ...] = (1, 2, 3, 4, 5, 6)  # passes of linnet's that errors are given for
+    power: tuple[int, ...] = (2, 3, 4, 6, 8, 10, 12)  # passes of the published algorithm's
+    small: bool = False  # whether to take a small network instead of WRN-40-2
 
 
 FULL = Sizes(
@@ -270,24 +254,17 @@ def ranks(options: argparse.Namespace, chosen: Sizes) -> dict[str, Any]:
 # The experiment.
 
 
-ARGUMENTS = {
-    "--panels": {
-        "nargs": "+",
-        "choices": PANELS,
-        "default": list(PANELS),
-        "help": "what to measure; the others stay as they are",
-    },
-}
+ARGUMENTS = {"--panels": common.several(PANELS, "what to measure; the others stay as they are")}
 
 
 def run(options: argparse.Namespace) -> common.Outcome:
     chosen = QUICK if options.quick else FULL
-    panels = common.earlier(options, "embedding_time").get("parts", {})
+    panels = common.kept_parts(options)
     measures = {"time": against_n, "accuracy": accuracy, "ranks": ranks}
     for name in options.panels:
         where = "cpu" if name == "ranks" else options.device
         found = {"machine": common.machine(where), **measures[name](options, chosen)}
-        panels = common.keep(options, "embedding_time", {name: found})
+        panels = common.keep(options, {name: found})
     return outcome(panels)
 
 
@@ -301,8 +278,7 @@ def outcome(panels: Mapping[str, Any]) -> common.Outcome:
     return common.Outcome({"settings": settings, "parts": ordered}, figure(ordered), table(ordered))
 
 
-def table(panels: Mapping[str, Any]) -> list[common.Row]:
-    rows: list[common.Row] = []
+def table(panels: Mapping[str, Any]) -> Iterator[common.Row]:
     if "time" in panels:
         found = panels["time"]
         at = {(row["n"], row["contender"]): row for row in found["rows"]}
@@ -322,7 +298,7 @@ def table(panels: Mapping[str, Any]) -> list[common.Row]:
         what = f"{found['components']} components of {found['network']} against n"
         paper = "its algorithm takes nearly linear time; the Gram matrix ends at 2^14"
         whole = "the published algorithm above its largest whole run from one iteration"
-        rows.append(common.Row(what, paper, ours, f"{found['machine']}; {whole}"))
+        yield common.Row(what, paper, ours, f"{found['machine']}; {whole}")
     if "accuracy" in panels:
         found = panels["accuracy"]
         power = min(row["error"] for row in found["rows"] if row["contender"] == PUBLISHED)
@@ -330,14 +306,13 @@ def table(panels: Mapping[str, Any]) -> list[common.Row]:
         ours = f"largest relative error {found['error']:.1e} after {found['passes taken']} passes; the published "
         ours += f"algorithm {power:.1e} after 12"
         differs = f"against the exact decomposition in float64; {found['machine']}"
-        rows.append(common.Row(what, "errors small for the leading modes, in a figure", ours, differs))
+        yield common.Row(what, "errors small for the leading modes, in a figure", ours, differs)
     if "ranks" in panels:
         found = panels["ranks"]
         text = ", ".join(f"{row['speedup']:.1f} with {row['ranks']}" for row in found["rows"])
         ours = f"{text}; same eigenvalues to {max(row['difference'] for row in found['rows']):.0e}"
         differs = f"processes of one thread each, {found['network']}, {found['images']:,} images; {found['machine']}"
-        rows.append(common.Row("speedup with ranks", "almost linear in the number of GPUs", ours, differs))
-    return rows
+        yield common.Row("speedup with ranks", "almost linear in the number of GPUs", ours, differs)
 
 
 def figure(panels: Mapping[str, Any]) -> Figure:

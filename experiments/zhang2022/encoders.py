@@ -2,13 +2,13 @@
 
 On CIFAR-10 a DCGAN, a VAE and a network that sees by which angle an image was turned; on MNIST a small DCGAN, whose
 generator also serves the discriminator that is supplied. Their weights, as float16, are the result; they are not in the
-repository, and the functions of `experiments.common.networks` read them. `--parts` trains some and keeps the others.
+repository, and `experiments.common.networks.load_encoder` reads them. `--parts` trains some and keeps the others.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from benchmarks.models import WideResNet
 from experiments import common
 from experiments.common import networks, plots
-from experiments.common.data import ROTATIONS, augment, color_images, mnist, rotate
-from experiments.common.networks import LATENT, ColorDiscriminator, ColorGenerator, ColorVAE, draw_as_dcgan, store
+from experiments.common.data import augment, color_images, mnist, rotate
+from experiments.common.networks import LATENT, ColorVAE, draw_as_dcgan, make_encoder, read_encoder, store
 from experiments.common.training import accuracy, in_parts, train_gan, train_images, train_pair
 
-PARTS = ("gan", "vae", "rotation", "mnist")
+PARTS = tuple(networks.FILES)
 TITLES = {
     "gan": "DCGAN of CIFAR-10: samples",
     "vae": "VAE of CIFAR-10: test images, and decoded",
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = {"quick": PARTS, "cpu": ("mnist",)}.get(common.kind_of(options), PARTS[:3])
     makers = {"gan": train_color_gan, "vae": train_vae, "rotation": train_rotation, "mnist": train_digit_gan}
-    folder = common.results_folder(options.out, quick=options.quick) / "encoders"
+    folder = common.own_folder(options)
     parts = common.measure_parts(options, options.parts, lambda name: makers[name](options, folder))
     command = "python -m experiments encoders (and --device cuda)"
     spent = common.duration(sum(part["seconds"] for part in parts.values()))
@@ -69,16 +68,14 @@ def train_color_gan(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     """Discriminator and generator of CIFAR-10, from the start."""
     x, test = images_of(options)
     steps = options.steps or (2 if options.quick else 4000)
-    D, G = ColorDiscriminator(**width(options)), ColorGenerator(**width(options))
+    D, G = make_encoder("gan", quick=options.quick)
     for i, net in enumerate((D, G)):
         draw_as_dcgan(net, options.seed + i)
         net.to(options.device)
     # Shifts and mirrors of all that the discriminator sees keep it from learning 20,000 images by heart.
     how = {"steps": steps, "seed": options.seed, "batch": batch(options)}
     path = train_pair(D, G, x, rates=(2e-4,) * 2, change=augment, **how)
-    store(D, folder, "dcgan_discriminator_cifar10")
-    store(G, folder, "dcgan_generator_cifar10")
-    found = outputs(*networks.color_gan(folder, **width(options)), x, test)
+    found = outputs(*rounded("gan", options, folder, D, G), x, test)
     return {"steps": steps, **size(D, G), **found, "path": path}
 
 
@@ -91,9 +88,8 @@ def train_vae(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def loss_of(net: ColorVAE, images: Tensor, y: Tensor) -> Tensor:
         return -net.bound(images, seed=next(count)).mean() / images[0].numel()
 
-    net, path = train(lambda: ColorVAE(**width(options)), x, loss_of, options, epochs=epochs, rate=2e-3, adam=True)
-    store(net, folder, "vae_cifar10")
-    net = networks.color_vae(folder, **width(options)).to(options.device)
+    net, path = train("vae", x, loss_of, options, epochs=epochs, rate=2e-3, adam=True)
+    (net,) = rounded("vae", options, folder, net)
     with torch.no_grad():
         bound = in_parts(net.bound, (test,)).mean()
         error = in_parts(lambda x: (net(x) - x).square().flatten(1).mean(1), (test,)).mean()
@@ -105,26 +101,23 @@ def train_rotation(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """By which of four angles was an image of CIFAR-10 turned (Gidaris et al. 2018)?"""
     x, test = images_of(options)
     epochs = options.epochs or (1 if options.quick else 15)
-    shape = {"depth": 10, "width": 1} if options.quick else {"depth": 22, "width": 2}
 
     def loss_of(net: nn.Module, images: Tensor, y: Tensor) -> Tensor:
         turned, angles = rotate(images)
         return F.cross_entropy(net(turned), angles)
 
-    make = lambda: WideResNet(shape["depth"], shape["width"], ROTATIONS)  # noqa: E731
-    net, path = train(make, x, loss_of, options, epochs=epochs, rate=0.1)
-    store(net, folder, "rotation_cifar10")
-    net = networks.rotation_network(folder, **shape).to(options.device)
+    net, path = train("rotation", x, loss_of, options, epochs=epochs, rate=0.1)
+    (net,) = rounded("rotation", options, folder, net)
     return {"epochs": epochs, **size(net), "accuracy of angles, test": accuracy(net, *rotate(test)), "path": path}
 
 
 def train(
-    make: Callable[[], Any], x: Tensor, loss_of: Callable[..., Tensor], options: argparse.Namespace, **how: Any
+    part: str, x: Tensor, loss_of: Callable[..., Tensor], options: argparse.Namespace, **how: Any
 ) -> tuple[Any, list[dict[str, Any]]]:
     """A new network, in the layout that convolutions like best, trained on images without labels; and its losses."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        net = make().to(options.device, memory_format=torch.channels_last)
+        net = make_encoder(part, quick=options.quick)[0].to(options.device, memory_format=torch.channels_last)
     y = torch.zeros(len(x), dtype=torch.long, device=x.device)
     return net, train_images(net, x, y, seed=options.seed, loss_of=loss_of, batch=batch(options), **how)
 
@@ -135,23 +128,20 @@ def train_digit_gan(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     Against the supplied discriminator, trained to the end, a new generator learned a single figure and no digit (1,500
     steps, the discriminator training on at a tenth of the generator's rate).
     """
-    count = 64 if options.quick else None
+    count, widths = (64, (4, 4)) if options.quick else (None, networks.DIGIT_WIDTHS)
     x, test = (mnist(options.data, part, network="dcgan", count=count)[0].to(options.device) for part in (True, False))
     steps = options.steps or (2 if options.quick else 2500)
-    D, G = train_gan(x, steps=steps, seed=options.seed, widths=widths(options), batch=batch(options, 32))
-    store(D, folder, "dcgan_discriminator_mnist")
-    store(G, folder, "dcgan_generator_mnist")
-    D, G = networks.digit_gan(folder, widths=widths(options))
+    nets = train_gan(x, steps=steps, seed=options.seed, widths=widths, batch=batch(options, 32))
+    D, G = rounded("mnist", options, folder, *nets)
     supplied = networks.dcgan_discriminator(options.data / "weights")
     return {"steps": steps, **size(D, G), **outputs(D, G, x, test), "supplied one": outputs(supplied, G, x, test)}
 
 
-def width(options: argparse.Namespace) -> dict[str, int]:
-    return {"width": 4} if options.quick else {}
-
-
-def widths(options: argparse.Namespace) -> tuple[int, int]:
-    return (4, 4) if options.quick else networks.DIGIT_WIDTHS
+def rounded(part: str, options: argparse.Namespace, folder: Path, *nets: nn.Module) -> list[Any]:
+    """Networks as they come back from their files, with weights in float16."""
+    for net, name in zip(nets, networks.FILES[part], strict=True):
+        store(net, folder, name)
+    return [net.to(options.device) for net in read_encoder(part, folder, quick=options.quick)]
 
 
 def batch(options: argparse.Namespace, usual: int = 128) -> int:
@@ -179,12 +169,11 @@ def pictures(options: argparse.Namespace, folder: Path, name: str) -> Tensor | N
     """Images (n, c, h, w) in [0, 1] that show a network; None if its weights are not there."""
     h = torch.randn(SHOWN, LATENT, generator=torch.Generator().manual_seed(0))
     try:
-        if name == "gan":
-            return networks.color_gan(folder, **width(options))[1](h) / 2 + 0.5
-        if name == "mnist":
-            return networks.digit_gan(folder, widths=widths(options))[1](h) / 2 + 0.5
+        net = read_encoder(name, folder, quick=options.quick)[-1]
+        if name != "vae":
+            return net(h) / 2 + 0.5
         x = images_of(options)[1][: SHOWN // 2].cpu()
-        both = torch.stack([x, networks.color_vae(folder, **width(options))(x)], 1).flatten(0, 1)
+        both = torch.stack([x, net(x)], 1).flatten(0, 1)
         return (both / 2 + 0.5).clamp(0, 1)
     except FileNotFoundError:
         return None
@@ -216,7 +205,7 @@ def figure(options: argparse.Namespace, folder: Path, parts: Mapping[str, Any]) 
     return result
 
 
-def rows(parts: Mapping[str, Any]) -> list[common.Row]:
+def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     """One for each network."""
     three = "{output, training images:.2f}, {output, test images:.2f}, {output, generated images:.2f}"
     told = {
@@ -245,11 +234,9 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
             "the paper's has 17K",
         ),
     }
-    found = []
     for name, (what, paper, text, differs) in told.items():
         if name in parts:
             sizes = " and ".join(f"{p:,}" for p in parts[name]["parameters"])
             spent = f"{common.duration(parts[name]['seconds'])} on {parts[name]['machine']}"
             ours = text.format(**parts[name])
-            found.append(common.Row(what, paper, ours, f"{sizes} parameters; {differs}; {spent}"))
-    return found
+            yield common.Row(what, paper, ours, f"{sizes} parameters; {differs}; {spent}")

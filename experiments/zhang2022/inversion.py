@@ -9,7 +9,8 @@ MNIST, CIFAR-10 or both.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -25,10 +26,12 @@ from experiments import common
 from experiments.common import plots
 from experiments.common.data import color_images, mnist
 from experiments.common.networks import LATENT, lenet5, load_encoder
-from experiments.common.probes import invert
 from experiments.common.training import in_parts
 from experiments.zhang2022.spectra import from_generator
+from linnet._estimator import like
+from linnet.data import Signature
 from linnet.fisher import top_projections
+from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent, draw_latents
 
 NFK, MAPPED, PIXELS = "NFK, mapped to latents", "PCA, mapped to latents", "PCA, added up"
 PARTS = ("mnist", "cifar10")
@@ -42,8 +45,61 @@ FULL = Sizes(components=100, samples=5000, held=1000, real=2000)
 QUICK = Sizes(components=8, samples=100, held=40, real=40)
 
 
+@dataclass(frozen=True)
+class Inversion:
+    """A linear map from embeddings to the latents of a generator."""
+
+    embedding: Any  # the fitted `linnet.FisherEmbedding` of the discriminator
+    generator: Generator  # from latents to samples
+    W: Tensor  # (k, d), and ``b`` (d,): the latent of x is ``E(x) W + b``, flattened
+    b: Tensor  # see W
+    shape: tuple[int, ...]  # shape of one latent
+    explained: float  # share of the latents' variance that the map explains on the samples it was fitted to
+
+    def latents(self, X: Any) -> Any:
+        """The latents of examples, (n, *shape)."""
+        E = torch.as_tensor(self.embedding.transform(X)).to(self.W)
+        return like(X, (E @ self.W + self.b).view(-1, *self.shape))
+
+    def reconstruct(self, X: Any) -> Any:
+        """What the generator makes of the latents of examples."""
+        h = torch.as_tensor(self.latents(X))
+        source = GeneratedSamples(self.generator, h, Signature(lambda x: x), device=self.W.device)
+        return like(X, torch.cat([batch.args[0] for batch in source.batches(256)]))
+
+
+def invert(
+    embedding: Any, generator: Generator, *, latent: Latent, samples: int = 10_000, ridge: float = 0.0, seed: int = 0
+) -> Inversion:
+    r"""Invert a GAN by a linear map from embeddings to latents (Zhang et al. 2022, appendix C.2).
+
+    .. math:: \min_W \sum_i \| h_i - W e(G(h_i)) - b \|^2 + \lambda \|W\|^2
+
+    Args:
+        embedding: A fitted `linnet.FisherEmbedding` of the discriminator.
+        generator: G.
+        latent: What h is drawn from; see `linnet.scores.gan`.
+        samples: How many h.
+        ridge: lambda.
+        seed: Of h.
+    """
+    h = draw_latents(latent, samples, seed)
+    lin = embedding.lin_
+    E = embedding.transform(GeneratedSamples(generator, h, Signature(lin.module.forward), device=lin.device)).double()
+    H = h.flatten(1).to(E)
+    if len(H) <= E.shape[1]:
+        raise ValueError(f"A map from {E.shape[1]} numbers needs more than as many samples; got {len(H)}.")
+    # Centered, so that the constant is not penalized.
+    e, mean = E - E.mean(0), H.mean(0)
+    A = torch.cat([e, torch.full((), ridge, dtype=E.dtype).sqrt() * torch.eye(E.shape[1]).to(E)])
+    W = torch.linalg.lstsq(A, torch.cat([H - mean, H.new_zeros(E.shape[1], H.shape[1])])).solution
+    left = (H - mean - e @ W).square().sum() / (H - mean).square().sum()
+    b = mean - E.mean(0) @ W
+    return Inversion(embedding, generator, W, b, tuple(h.shape[1:]), 1 - float(left))
+
+
 class Pixels(nn.Module):
-    """Principal components of images, in the form of an embedding that `experiments.common.probes.invert` takes."""
+    """Principal components of images, in the form of an embedding that `invert` takes."""
 
     def __init__(self, X: Tensor, k: int) -> None:
         super().__init__()
@@ -147,7 +203,7 @@ ARGUMENTS = {
 def run(options: argparse.Namespace) -> common.Outcome:
     if options.parts is None:
         options.parts = ("cifar10",) if options.device.startswith("cuda") else ("mnist",)
-    own = common.results_folder(options.out, quick=options.quick) / "inversion"
+    own = common.own_folder(options)
     own.mkdir(parents=True, exist_ok=True)
 
     def measure_part(name: str) -> dict[str, Any]:
@@ -173,8 +229,7 @@ def pictures(own: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def rows(parts: Mapping[str, Any]) -> list[common.Row]:
-    result = []
+def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
         differs = f"100 components; DCGAN of `encoders`; {common.duration(part['seconds'])} on {part['machine']}"
         for way in (NFK, MAPPED, PIXELS):
@@ -186,8 +241,7 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
             if key in one:
                 ours += f"; {100 * one[key]:.0f} % of new latents explained"
             said = {NFK: "faithful (figure 4, no number)", PIXELS: "blurry"}.get(way, "not in the paper")
-            result.append(common.Row(f"{name}, images from their components: {way}", said, ours, differs))
-    return result
+            yield common.Row(f"{name}, images from their components: {way}", said, ours, differs)
 
 
 def figure(shown: Mapping[str, Mapping[str, Tensor]]) -> Figure:

@@ -82,19 +82,12 @@ def attention_distance(strength: float, sizes: Sequence[int] = (1024, 256, 64)) 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Versions of the training images, one after the other, and what the teacher says of each.
+    """Versions of the training images, one after the other, and what the teacher says of each."""
 
-    Attributes:
-        X: Images (versions * n, 3, 32, 32).
-        y: Labels.
-        known: By method, what the student is to match, (versions * n, ...).
-        versions: How many.
-    """
-
-    X: Tensor
-    y: Tensor
-    known: Mapping[str, Tensor]
-    versions: int
+    X: Tensor  # images (versions * n, 3, 32, 32)
+    y: Tensor  # labels
+    known: Mapping[str, Tensor]  # by method, what the student is to match, (versions * n, ...)
+    versions: int  # how many
 
     def but_last(self, held: int) -> Lesson:
         """Without the last images of each version."""
@@ -155,7 +148,7 @@ def teach(
 
 
 ARGUMENTS = {
-    "--methods": {"nargs": "*", "choices": PAPER, "default": list(PAPER)},
+    "--methods": common.several(PAPER, nargs="*"),
     "--seeds": {"type": int, "nargs": "*", "default": [0, 1, 2]},
     "--epochs": {"type": int, "default": 60, "help": "over the training images (default: 60)"},
     "--components": {"type": int, "default": COMPONENTS, "help": "of the embedding (default: 20)"},
@@ -169,7 +162,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     if options.quick:
         shape, count, options.epochs, options.components = (10, 1), 24, 2, 4
         options.seeds = options.seeds[:1]
-    parts = common.earlier(options, "nfk_distill").get("parts", {})
+    parts = common.kept_parts(options)
     if options.methods and (options.seeds or options.tune):
         teacher = (WideResNet(10, 1).eval() if options.quick else wide_resnet()).to(options.device)
         test = tuple(t.to(options.device) for t in cifar10(options.data, "test", count=count))
@@ -187,13 +180,13 @@ def tune(given: Lesson, held: tuple[Tensor, Tensor], shape: tuple[int, int], opt
     """The accuracy of each setting on held-out training images, after a third of the epochs."""
     rest = given.but_last(len(held[1]))
     passes = max(1, round(options.epochs / given.versions / 3))
-    parts: Any = common.earlier(options, "nfk_distill").get("parts", {})
+    parts: Any = common.kept_parts(options)
     for method in options.methods:
         for i, settings in enumerate(SETTINGS[method] if len(SETTINGS[method]) > 1 else ()):
             net = teach(method, rest, settings, passes=passes, seed=100, shape=shape)
             row = {**settings, "held-out accuracy": accuracy(net, *held)}
             print(f"{method}: {row}", flush=True)
-            parts = common.keep(options, "nfk_distill", {"tuning": {method: {str(i): row}}})
+            parts = common.keep(options, {"tuning": {method: {str(i): row}}})
     return parts
 
 
@@ -208,7 +201,7 @@ def train_students(
     given: Lesson, test: tuple[Tensor, Tensor], teacher: nn.Module, shape: tuple[int, int], options: argparse.Namespace
 ) -> Any:
     """Students by method and seed."""
-    parts = common.keep(options, "nfk_distill", {"teacher": {"test accuracy": accuracy(teacher, *test)}})
+    parts = common.keep(options, {"teacher": {"test accuracy": accuracy(teacher, *test)}})
     passes = options.epochs // given.versions
     for seed in options.seeds:
         for method in options.methods:
@@ -222,7 +215,7 @@ def train_students(
                 "machine": common.machine(options.device),
             }
             print(f"{method}, seed {seed}: {100 * row['test accuracy']:.2f} %, {row['seconds']:.0f} s", flush=True)
-            parts = common.keep(options, "nfk_distill", {"students": {method: {str(seed): row}}})
+            parts = common.keep(options, {"students": {method: {str(seed): row}}})
     return parts
 
 

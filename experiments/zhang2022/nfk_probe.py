@@ -11,20 +11,26 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from sklearn.exceptions import ConvergenceWarning, FitFailedWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, ShuffleSplit
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import linnet
 from experiments import common
 from experiments.common import plots, statistics
 from experiments.common.data import cifar10, color_images, mnist
-from experiments.common.logistic import RATIOS, Logistic, fit_logistic
 from experiments.common.networks import NOISE, WideResNet, dcgan_discriminator, digit_vae, load_encoder, wide_resnet
 from experiments.common.training import in_parts, in_turn
 from experiments.zhang2022.spectra import from_generator
@@ -58,7 +64,7 @@ class Sizes:
     dimensions: tuple[int, ...] = DIMENSIONS
     labels: tuple[int, ...] = LABELS
     draws: int = 3
-    penalties: tuple[float, ...] = RATIOS
+    penalties: tuple[float, ...] = (10.0, 1.0, 0.1, 0.01)
 
 
 SIZES = {
@@ -70,21 +76,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its images.
+    """A model and its images."""
 
-    Attributes:
-        model: With its score.
-        score: See `linnet.scores`.
-        train: Images and labels.
-        test: The same.
-        activations: By name, from images to features (n, d).
-    """
-
-    model: nn.Module
-    score: linnet.scores.Score
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    activations: Mapping[str, Callable[[Tensor], Tensor]]
+    model: nn.Module  # with its score
+    score: linnet.scores.Score  # see `linnet.scores`
+    train: tuple[Tensor, Tensor]  # images and labels
+    test: tuple[Tensor, Tensor]  # the same
+    activations: Mapping[str, Callable[[Tensor], Tensor]]  # by name, from images to features (n, d)
 
 
 def layers(blocks: nn.Module, side: int = 2) -> Callable[[Tensor], Tensor]:
@@ -141,18 +139,50 @@ def case(name: str, options: argparse.Namespace, sizes: Sizes) -> Case:
 # Probes.
 
 
+def fit_probe(
+    E: Tensor, y: Tensor, *, penalties: Sequence[float], standardize: bool = True, seed: int = 0
+) -> tuple[Pipeline, float]:
+    """A logistic regression, with the penalty of the best accuracy on a fifth of the examples that is held out.
+
+    Args:
+        E: Features (n, d).
+        y: Classes (n,).
+        penalties: Those tried, strongest first, over the mean squared length of the features. A penalty with which the
+            fit does not converge is not taken.
+        standardize: Whether each feature is divided by its spread.
+        seed: Of the examples that are held out.
+
+    Returns:
+        The probe, and its accuracy on these.
+    """
+    scaler = StandardScaler(with_std=standardize)
+    Z = scaler.fit_transform(as_array(E))
+    strengths = {"C": 1 / (np.square(Z).sum(1).mean() * np.array(penalties))}
+    split = ShuffleSplit(1, test_size=0.2, random_state=seed)
+    search = GridSearchCV(LogisticRegression(max_iter=2000), strengths, cv=split)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        warnings.simplefilter("ignore", FitFailedWarning)
+        search.fit(Z, as_array(y))
+    return make_pipeline(scaler, search.best_estimator_), float(search.best_score_)
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    return (x.double() if x.is_floating_point() else x).cpu().numpy()
+
+
 def probe_features(
     E: Tensor, there: Tensor, one: Case, *, standardize: bool, penalties: tuple[float, ...]
 ) -> tuple[dict[str, Any], Tensor]:
     """A probe's accuracy and its standard error over test images, and which it is right about."""
     start = time.perf_counter()
-    probe: Logistic = fit_logistic(E, one.train[1], standardize=standardize, penalty=penalties)
-    right = probe.right(there, one.test[1]).double().cpu()
+    probe, held_out = fit_probe(E, one.train[1], standardize=standardize, penalties=penalties)
+    right = torch.as_tensor(probe.predict(as_array(there)) == as_array(one.test[1])).double()
     found = {
         "accuracy": float(right.mean()),
         "error": float(right.std() / math.sqrt(len(right))),
         "numbers": E.shape[1],
-        "held-out accuracy": probe.held_out,
+        "held-out accuracy": held_out,
         "seconds": time.perf_counter() - start,
     }
     return found, right
@@ -222,8 +252,8 @@ def few_labels(E: Tensor, there: Tensor, one: Case, sizes: Sizes) -> dict[str, A
         for draw in range(sizes.draws):
             y = one.train[1].cpu()
             index = in_turn(y, count, 10, torch.Generator().manual_seed(draw)).to(E.device)
-            probe = fit_logistic(E[index], one.train[1][index], penalty=sizes.penalties[1:3], seed=draw)
-            values.append(float(probe.right(there, one.test[1]).double().mean()))
+            probe, _ = fit_probe(E[index], one.train[1][index], penalties=sizes.penalties[1:3], seed=draw)
+            values.append(float(probe.score(as_array(there), as_array(one.test[1]))))
         found[str(count)] = statistics.interval(values)
     return found
 
@@ -255,8 +285,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     return common.Outcome({"parts": ordered}, figure(ordered), rows(ordered), command, spent)
 
 
-def rows(parts: Mapping[str, Any]) -> list[common.Row]:
-    result = []
+def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
         said, title = SAID.get(name, {}), TITLES[name]
         differs = (
@@ -269,21 +298,18 @@ def rows(parts: Mapping[str, Any]) -> list[common.Row]:
             known = ", ".join(f"{key}: {said[key]}" for key in keys if key in said)
             paper = known or said.get(what, "not in the paper")
             ours = ", ".join(f"{key.removeprefix('activations, ')}: {shown[key]}" for key in keys)
-            result.append(common.Row(f"{title}, probe on {what}, accuracy %", paper, ours, differs))
+            yield common.Row(f"{title}, probe on {what}, accuracy %", paper, ours, differs)
         if WHOLE in shown:
             key = next(key for key in part if key.endswith("components less the others"))
             gap = {k: 100 * v for k, v in part[key][WHOLE].items()}
             ours = f"{shown[WHOLE]}; {key.split()[0]} components less that {statistics.show_interval(gap)} points"
-            result.append(
-                common.Row(f"{title}, whole Fisher vector", said.get(WHOLE, "not in the paper"), ours, differs)
-            )
+            yield common.Row(f"{title}, whole Fisher vector", said.get(WHOLE, "not in the paper"), ours, differs)
         for key, table in part["few labels"].items():
             ours = ", ".join(f"{n}: {100 * v['mean']:.1f}" for n, v in table.items())
             known = name == GAN and key.isdigit()
             paper = ", ".join(f"{n}: {v}" for n, v in SAID_LABELS.items()) if known else "not in the paper"
             what = f"{title}, few labels, {key}{' components' if key.isdigit() else ''}, accuracy %"
-            result.append(common.Row(what, paper, ours, f"means of draws of labels; {differs}"))
-    return result
+            yield common.Row(what, paper, ours, f"means of draws of labels; {differs}")
 
 
 def figure(parts: Mapping[str, Any]) -> Figure:

@@ -22,16 +22,8 @@ from experiments.common.networks import lenet5
 def launch(count: int, *, data: Path, n: int, components: int) -> dict[str, Any]:
     """Run this file in so many processes, one thread each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command += [
-        "-m",
-        "experiments.zhang2022.ranks",
-        "--data",
-        str(data),
-        "--examples",
-        str(n),
-        "--components",
-        str(components),
-    ]
+    command += ["-m", "experiments.zhang2022.ranks", "--data", str(data)]
+    command += ["--examples", str(n), "--components", str(components)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=common.ROOT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")

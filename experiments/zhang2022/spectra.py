@@ -179,14 +179,7 @@ def from_generator(G: nn.Module, n: int) -> linnet.scores.Score:
 
 
 ARGUMENTS = {
-    "--digits": {
-        "type": int,
-        "nargs": 2,
-        "choices": range(10),
-        "default": (3, 8),
-        "metavar": "DIGIT",
-        "help": "default: 3 8",
-    },
+    "--digits": common.several(range(10), "default: 3 8", type=int, nargs=2, default=(3, 8), metavar="DIGIT"),
     "--images": "images of every spectrum (default: 400 to 1,500)",
 }
 
@@ -238,7 +231,7 @@ def summary(found: Sequence[Found]) -> dict[str, Any]:
     return table
 
 
-def rows(table: Mapping[str, Any], sizes: Sizes) -> list[common.Row]:
+def rows(table: Mapping[str, Any], sizes: Sizes) -> Iterator[common.Row]:
     def counts(panel: str, name: str, kernel: str, *shares: float) -> str:
         kept = table[panel][name][kernel]["components"]
         return " / ".join(show_error(kept[f"{100 * share:g} %"], 0) for share in shares)
@@ -250,7 +243,6 @@ def rows(table: Mapping[str, Any], sizes: Sizes) -> list[common.Row]:
         n = table[panel][names[0]][kernel]["n"]
         return ", ".join(f"{name}: {counts(panel, name, kernel, *shares)}" for name in names) + f", of n = {n:,}"
 
-    result = []
     lenet, perceptron = (f"{name}, {TRAINED}" for name in ("LeNet-5", "MLP"))
     accuracy = [100 * table[CLASSIFIERS][name]["nfk"]["test accuracy"]["mean"] for name in (lenet, perceptron)]
     said = "LeNet-5 concentrates on fewer components than the MLP; no numbers"
@@ -261,12 +253,10 @@ def rows(table: Mapping[str, Any], sizes: Sizes) -> list[common.Row]:
     )
     for kernel in KERNELS:
         ours = versus(CLASSIFIERS, (lenet, perceptron), kernel, 0.9, 0.99, 0.995)
-        result.append(
-            common.Row(f"binary MNIST, {kernel.upper()}: components for 90 / 99 / 99.5 %", said, ours, differs)
-        )
+        yield common.Row(f"binary MNIST, {kernel.upper()}: components for 90 / 99 / 99.5 %", said, ours, differs)
     names = tuple(f"{name}, {UNTRAINED}" for name in ("LeNet-5", "MLP"))
     ours = versus(CLASSIFIERS, names, "nfk", 0.9, 0.99, 0.995)
-    result.append(common.Row("binary MNIST, NFK at initialization: the same", "not in the paper", ours, seeds))
+    yield common.Row("binary MNIST, NFK at initialization: the same", "not in the paper", ours, seeds)
 
     said = f"trained {PAPER}, untrained many more (no number); p = 17K, n about 100 times {PAPER}"
     large = table[LARGE_GAN][TRAINED]["nfk"]["p"]
@@ -280,11 +270,10 @@ def rows(table: Mapping[str, Any], sizes: Sizes) -> list[common.Row]:
         for kernel in KERNELS:
             ours = versus(panel, (TRAINED, UNTRAINED), kernel, 0.9, 0.995)
             what = f"{panel}, {kernel.upper()}: components for 90 / 99.5 %"
-            result.append(common.Row(what, said if kernel == "nfk" else "not in the paper", ours, settings[panel]))
+            yield common.Row(what, said if kernel == "nfk" else "not in the paper", ours, settings[panel])
         ours = f"{TRAINED}: {squared(panel, TRAINED)}, {UNTRAINED}: {squared(panel, UNTRAINED)}"
         what = f"{panel}, NFK: components for 99.5 % of the sum of squared eigenvalues"
-        result.append(common.Row(what, said + ", if this is what it counts", ours, settings[panel]))
-    return result
+        yield common.Row(what, said + ", if this is what it counts", ours, settings[panel])
 
 
 # The figure.

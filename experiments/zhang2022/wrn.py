@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     torch.manual_seed(options.seed)
     net = WideResNet(depth, width).to(options.device, memory_format=torch.channels_last)
     path = train_images(net, x, y, epochs=epochs, seed=options.seed, test=(test[0], test[1]))
-    folder = common.results_folder(options.out, quick=options.quick) / "wrn"
+    folder = common.own_folder(options)
     store(net, folder, WRN)
     rounded = accuracy(wide_resnet(folder, depth=depth, width=width).to(options.device), test[0], test[1])
     metrics = {

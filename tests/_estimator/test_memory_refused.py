@@ -88,3 +88,25 @@ def test_features_count_in_weight_space():
     sizes = {"device": CPU, "features": 10**6}
     assert choose_solver(10**6, 100, SolverSettings(memory=1e8), device=CPU) == "weight"
     assert choose_solver(10**6, 100, SolverSettings(memory=1e8), **sizes) == "cg-weight"
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        lambda: TangentRegressor(ONE).fit(X, y),
+        lambda: TangentClassifier(THREE, inference="map").fit(X, labels),
+        lambda: Laplace(THREE, structure="diag").fit(X, labels),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused_with_a_way_out(fit, monkeypatch):
+    monkeypatch.setattr(Counting, "seen", 0)
+    monkeypatch.setattr("linnet.inference.problem.free_memory", lambda device: 3000)
+    with pytest.raises(MemoryError, match=r"The outputs of 100 examples, \d numbers each, .* with output=, such as"):
+        fit()
+    assert Counting.seen <= 40
+
+
+def test_variational_covariances_that_do_not_fit_are_refused():
+    with pytest.raises(MemoryError, match=r"inference='vi' with 100 examples and 3 classes takes 28\.1 KiB"):
+        TangentClassifier(THREE, solver="cg-weight", memory=20_000).fit(X, labels)
+    assert TangentClassifier(THREE, solver="cg-weight", inference="map", memory=20_000).fit(X, labels).passes_ > 0

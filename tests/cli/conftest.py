@@ -1,4 +1,4 @@
-"""One run of `linnet adapt`, made once for all tests that only need a run."""
+"""What tests of commands share: a file of networks; one run of `linnet adapt` for all that only need a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import shutil
 import pytest
 
 from tests.support.command_cases import diabetes, done, networks
+
+
+@pytest.fixture
+def nets(tmp_path):
+    """A file of networks: what goes before the colon of --model."""
+    return networks(tmp_path)
 
 
 @pytest.fixture(scope="session")

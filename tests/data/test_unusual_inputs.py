@@ -47,10 +47,51 @@ def test_weights_are_not_a_network(name):
         USES[name](net().state_dict())
 
 
+def compiled_whole() -> nn.Module:
+    return torch.compile(net(), backend="eager")
+
+
+def compiled_inside() -> nn.Module:
+    model = net()
+    return nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
+
+
+@pytest.mark.parametrize("make", [compiled_whole, compiled_inside])
 @pytest.mark.parametrize("name", USES)
-def test_a_compiled_network_is_refused_by_name(name):
-    with pytest.raises(TypeError, match=r"torch.compile hides the calls. Pass .* model._orig_mod"):
-        USES[name](torch.compile(net(), backend="eager"))
+def test_a_compiled_network_runs_as_it_was_and_says_so_once(name, make):
+    if name == "training" and make is compiled_inside:
+        pytest.skip("training runs the network as it is given")
+    if name in ("head", "fold") and make is compiled_inside:
+        pytest.skip("the network that is returned has the compiled part")
+    model = make()
+    with pytest.warns(UserWarning, match=r"runs the module that was compiled, model\._orig_mod") as caught:
+        USES[name](model)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("make", [compiled_whole, compiled_inside])
+def test_a_compiled_network_gives_the_numbers_of_its_module(make):
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    A = linnet.testing.dense_jacobian(net(), X)
+    with pytest.warns(UserWarning, match="was compiled"):
+        lin = linnet.linearize(model)
+    assert torch.allclose(lin.jacobian(X).dense(), A, rtol=1e-5, atol=1e-6)
+    assert torch.equal(lin(X), model(X).detach())
+    assert (next(iter(lin.theta)) == "0.weight") is (make is compiled_whole)
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises(RuntimeError, match="has changed since the model was linearized"):
+        lin(X)
+
+
+def test_a_file_is_loaded_with_a_compiled_network(tmp_path):
+    model = net()
+    linnet.TangentRegressor(model, noise=0.1, prior=1.0).fit(X, X[:, :2]).save(tmp_path / "f")
+    with pytest.warns(UserWarning, match="was compiled"):
+        loaded = linnet.load(tmp_path / "f", torch.compile(model, backend="eager"))
+    assert loaded.predict(X).shape == (12, 2)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

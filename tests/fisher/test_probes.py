@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 from linnet.fisher import FisherEmbedding, probes
@@ -91,3 +92,34 @@ def test_features_of_a_kernel_have_its_inner_products() -> None:
     for wrong in ((normal(3, 4),), (normal(3, 3), normal(2, 4))):
         with pytest.raises(ValueError, match=r"needs a kernel \(n, n\), and others \(m, n\)"):
             probes.kernel_features(*wrong)
+
+
+# The kernel as features.
+
+
+def test_a_probe_on_the_kernel_is_one_on_all_fisher_scores() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    X, new = normal(30, 3), normal(7, 3, seed=2)
+    emb = FisherEmbedding(model, 5, progress=False).fit(X)
+    V, W = (emb.statistics_.vectors(emb.lin_.jacobian(x, progress=False)).dense() for x in (X, new))
+    torch.testing.assert_close(emb.gram(X), V @ V.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(emb.gram(new, X), W @ V.T, rtol=1e-9, atol=1e-9)
+    assert emb.gram(new.numpy(), X.numpy()).shape == (7, 30)
+    E, F = probes.kernel_features(emb.gram(X), emb.gram(new, X))
+    torch.testing.assert_close(E @ E.T, V @ V.T, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(F @ E.T, W @ V.T, rtol=1e-8, atol=1e-8)
+    # The embedding is the first of its columns, up to sign.
+    torch.testing.assert_close(E[:, :5].abs(), emb.transform(X).abs(), rtol=1e-6, atol=1e-6)
+    y = np.arange(30) % 2
+    a, b = (LogisticRegression(tol=1e-8).fit(features.numpy(), y) for features in (E, V))
+    np.testing.assert_allclose(a.decision_function(F.numpy()), b.decision_function(W.numpy()), rtol=1e-4)
+
+
+def test_kernels_of_other_shapes() -> None:
+    K = torch.eye(3)
+    assert probes.kernel_features(torch.zeros(3, 3) + 1.0)[0].shape == (3, 1)
+    with pytest.raises(ValueError, match=r"others \(m, n\); got \[\(3, 3\), \(2, 4\)\]"):
+        probes.kernel_features(K, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"kernel \(n, n\)"):
+        probes.kernel_features(torch.zeros(3, 2))

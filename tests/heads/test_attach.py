@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -175,15 +176,8 @@ def test_the_last_linear_is_replaced_in_place_and_the_network_untouched() -> Non
 
 
 def test_the_last_linear_is_the_last_one_called() -> None:
-    model = double(
-        Net(
-            lambda m, x: m.last(m.norm(m.first(x)).tanh()),
-            last=nn.Linear(6, 2),
-            spare=nn.Linear(6, 2),
-            norm=nn.LayerNorm(6),
-            first=nn.Linear(4, 6),
-        )
-    )
+    parts = {"last": nn.Linear(6, 2), "spare": nn.Linear(6, 2), "norm": nn.LayerNorm(6), "first": nn.Linear(4, 6)}
+    model = double(Net(lambda m, x: m.last(m.norm(m.first(x)).tanh()), **parts))
     X = normal(30, 4)
     new = attach_head(model, X, labels(X), penalty=1.0)
     assert isinstance(new.last, Head) and not isinstance(new.spare, Head)
@@ -564,42 +558,96 @@ def test_a_last_linear_that_is_no_head() -> None:
     attach_head(ended, X, labels(X), features="input of 0.4", penalty=1.0)  # no warning
 
 
-def test_features_that_are_not_a_vector_per_example() -> None:
-    X, y = normal(12, 3, 8, 8), torch.arange(12) % 3
-    model = double(ResNet(1))
-    for pool, error in (
-        ("none", r"one vector of features.*the layer3 has shape \(2, 64, 2, 2\)"),
-        ("cls", r"pool='cls' needs sequences"),
-        (lambda h: h.mean(3), r"after pool=, \(2, 64, 2\)"),
-        (lambda h: 3, r"after pool=, an int"),
-        ("max", r"pool must be one of 'auto'"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            attach_head(model, X, y, features="layer3", pool=pool)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"pool='tokens' needs sequences.*the linear has shape \(2, 10\)"):
-        attach_head(model, X, y, features="linear", pool="tokens")
-    with pytest.raises(ValueError, match=r"pool='spatial' needs maps.*the linear has shape \(2, 10\)"):
-        attach_head(model, X, y, features="linear", pool="spatial")
+FEW, NAMES, SEVENTH = normal(12, 4), [0, 1, 2] * 4, torch.tensor([7])
+IMAGES, RESNET = normal(12, 3, 8, 8), double(ResNet(1))
+
+
+def attach_few(y: Any, **how: Any) -> nn.Module:
+    return attach_head(mlp(), FEW[: len(y)], y, **how)
+
+
+def attach_pooled(pool: Any, features: str = "layer3") -> nn.Module:
+    return attach_head(RESNET, IMAGES, NAMES, features=features, pool=pool)
+
+
+def attach_case(name: str, features: str) -> nn.Module:
+    case = zoo()[name]
+    return attach_head(case.build(), case.data(6, 0), [0, 1] * 3, features=features)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: attach_pooled("none"), ValueError, r"one vector of features.*the layer3 has shape \(2, 64, 2, 2\)"),
+        (lambda: attach_pooled("cls"), ValueError, r"pool='cls' needs sequences"),
+        (lambda: attach_pooled(lambda h: h.mean(3)), ValueError, r"after pool=, \(2, 64, 2\)"),
+        (lambda: attach_pooled(lambda h: 3), ValueError, r"after pool=, an int"),
+        (lambda: attach_pooled("max"), ValueError, r"pool must be one of 'auto'"),
+        (
+            lambda: attach_pooled("tokens", "linear"),
+            ValueError,
+            r"'tokens' needs sequences.*linear has shape \(2, 10\)",
+        ),
+        (lambda: attach_pooled("spatial", "linear"), ValueError, r"'spatial' needs maps.*linear has shape \(2, 10\)"),
+        (lambda: attach_pooled("auto", "layer5"), ValueError, r"features='layer5'.*nearest names: 'layer"),
+        (lambda: attach_few(NAMES, features="layer4"), ValueError, r"features='layer4' names no module.*'0', '1'"),
+        (lambda: attach_few(NAMES, features=nn.Tanh()), TypeError, "features must be the name"),
+        (lambda: attach_case("called_three_times", "step"), ValueError, "'step' is called 3 times"),
+        (lambda: attach_case("unused_layer", "spare"), ValueError, r"'spare' is not called.*'body"),
+        (lambda: attach_few([1] * 12), ValueError, r"at least two; all 12 labels are"),
+        (lambda: attach_few(["a"] * 12), ValueError, r"at least two; all 12 labels are .*'a'"),
+        (
+            lambda: attach_head(mlp(), FEW, [0, 1] * 5),
+            ValueError,
+            r"12 examples, so y needs shape \(12,\).*got \(10,\)",
+        ),
+        (lambda: attach_few([[0, 3]] * 12), ValueError, r"labels or numbers\?"),
+        (lambda: attach_few([[0, 1]] * 11 + [[0, 0]]), ValueError, r"columns \[0\] of y are the same everywhere"),
+        (lambda: attach_few([0.5] * 11 + [float("nan")]), ValueError, "that of example 11 is"),
+        (lambda: attach_few(np.arange(12) % 3, task="multilabel"), ValueError, "zeros and ones"),
+        (lambda: attach_few(np.zeros((12, 2)), task="classification"), ValueError, "one label for each example"),
+        (lambda: attach_few(np.arange(12), task="ranking"), ValueError, "task must be one of"),
+        (lambda: attach_few(["a"] * 12, task="regression"), TypeError, "real numbers"),
+        (lambda: attach_few(normal(12), classes=[0, 1]), ValueError, "classes= is for labels"),
+        (lambda: attach_few(normal(12, 2), classes=[0, 1]), ValueError, "classes= is for labels"),
+        (lambda: attach_few(torch.eye(12)[:, :2], classes=[0, 1]), ValueError, "one column for each"),
+        (lambda: attach_few(np.array([1, "a", None] * 4, dtype=object)), TypeError, "Labels must be of one kind"),
+        (lambda: attach_few([0.5]), ValueError, "at least two examples"),
+        (
+            lambda: attach_few(NAMES, classes=range(10)),
+            ValueError,
+            r"10 classes and no example of 7 of them \(\[3, 4, 5",
+        ),
+        (
+            lambda: attach_few(NAMES, classes=[0, 1, 2, 3]),
+            ValueError,
+            r"1 of them \(\[3\]\).*leave them out of classes=",
+        ),
+        (lambda: attach_few(NAMES, classes=[0, 1]), ValueError, r"every label once; got \[0, 1\] without \[2\]"),
+        (lambda: attach_few(NAMES, classes=[0, 1, 2, 1]), ValueError, r"every label once; got \[[0-2, ]*\]\."),
+        (lambda: attach_few(NAMES, classes=[2, 0, 0, 1]), ValueError, r"every label once; got \[[0-2, ]*\]\."),
+        (lambda: attach_few(["a", "b", "c"]), ValueError, r"no class has two.*penalty='evidence' or a number"),
+        (lambda: attach_head("model", FEW, NAMES), TypeError, r"torch\.nn\.Module"),
+        (lambda: attach_few(NAMES, folds=1), ValueError, "at least 2 folds"),
+        (lambda: attach_few(NAMES, batch_size=0), ValueError, "batch_size must be"),
+        (lambda: attach_head(nn.Tanh(), FEW, NAMES), ValueError, "no parameters"),
+        (lambda: attach_head(mlp(), FEW), ValueError, "target y is None"),
+        (lambda: head_of(mlp()), ValueError, "no head of linnet"),
+        (
+            lambda: attach_head(mlp(), FEW.index_fill(0, SEVENTH, torch.inf), NAMES),
+            ValueError,
+            "example 7 has NaN or infinity",
+        ),
+    ],
+)
+def test_refused(call: Callable[[], Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_features_that_are_no_tensor() -> None:
     with pytest.raises(TypeError, match="the output is a dict"):
-        attach_head(Net(lambda m, x: {"a": m.a(x)}, a=nn.Linear(8, 2).double()), X, y, features="output")
-
-
-def test_names_that_are_not_there() -> None:
-    model, X = mlp(), normal(12, 4)
-    y = labels(X)
-    with pytest.raises(ValueError, match=r"features='layer4' names no module.*'0', '1'"):
-        attach_head(model, X, y, features="layer4")
-    resnet = ResNet(1)
-    with pytest.raises(ValueError, match=r"features='layer5'.*nearest names: 'layer"):
-        attach_head(resnet, torch.zeros(3, 3, 8, 8), [0, 1, 0], features="layer5")
-    with pytest.raises(TypeError, match="features must be the name"):
-        attach_head(model, X, y, features=model[1])  # type: ignore[arg-type]
-    twice = zoo()["called_three_times"]
-    with pytest.raises(ValueError, match="'step' is called 3 times"):
-        attach_head(twice.build(), twice.data(6, 0), [0, 1] * 3, features="step")
-    spare = zoo()["unused_layer"]
-    with pytest.raises(ValueError, match=r"'spare' is not called.*'body"):
-        attach_head(spare.build(), spare.data(6, 0), [0, 1] * 3, features="spare")
+        attach_head(Net(lambda m, x: {"a": m.a(x)}, a=nn.Linear(8, 2).double()), IMAGES, NAMES, features="output")
 
 
 def test_masks_that_do_not_fit() -> None:
@@ -615,66 +663,16 @@ def test_masks_that_do_not_fit() -> None:
         pool_features(hidden, "tokens", data["attention_mask"], "encoder")
 
 
-@pytest.mark.parametrize(
-    ("y", "error"),
-    [
-        ([1] * 12, r"at least two; all 12 labels are"),
-        (["a"] * 12, r"at least two; all 12 labels are .*'a'"),
-        ([0, 1] * 5, r"12 examples, so y needs shape \(12,\).*got \(10,\)"),
-        ([[0, 3]] * 12, r"labels or numbers\?"),
-        ([[0, 1]] * 11 + [[0, 0]], r"columns \[0\] of y are the same everywhere"),
-        ([0.5] * 11 + [float("nan")], "that of example 11 is"),
-    ],
-)
-def test_labels_that_cannot_be_fitted(y: Any, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        attach_head(mlp(), normal(12, 4), y)
-
-
-def test_fewer_examples_than_classes_and_classes_with_one() -> None:
-    X = normal(12, 4)
-    with pytest.raises(
-        ValueError, match=r"10 classes and no example of 7 of them \(\[3, 4, 5.*leave them out of classes="
-    ):
-        attach_head(mlp(), X[:6], [0, 1, 2] * 2, classes=range(10))
-    with pytest.raises(ValueError, match=r"classes= needs every label once.*without \[2\]"):
-        attach_head(mlp(), X[:6], [0, 1, 2] * 2, classes=[0, 1])
-    with pytest.raises(ValueError, match=r"classes= needs every label once"):
-        attach_head(mlp(), X[:6], [0, 1, 0] * 2, classes=[0, 1, 1])
+def test_classes_with_one_example() -> None:
     # One example of each: nothing can be held out, but there is a right answer with a given penalty.
-    with pytest.raises(ValueError, match=r"no class has two.*penalty='evidence' or a number"):
-        attach_head(mlp(), X[:3], ["a", "b", "c"])
     for penalty in ("evidence", 0.1):
-        new = attach_head(mlp(), X[:3], ["a", "b", "c"], penalty=penalty)  # type: ignore[arg-type]
-        assert new(X[:3]).argmax(1).tolist() == [0, 1, 2]
+        assert attach_few(["a", "b", "c"], penalty=penalty)(FEW[:3]).argmax(1).tolist() == [0, 1, 2]
     # A class with one example is always trained on.
-    y = ["rare", *["a", "b"] * 5, "a"]
-    new = attach_head(mlp(), X, y)
-    assert head_of(new).classes_.tolist() == ["a", "b", "rare"]
+    assert head_of(attach_few(["rare", *["a", "b"] * 5, "a"])).classes_.tolist() == ["a", "b", "rare"]
 
 
-def test_tasks_that_do_not_fit_the_targets() -> None:
-    model, X = mlp(), normal(12, 4)
-    for y, task, error in (
-        (np.arange(12) % 3, "multilabel", "zeros and ones"),
-        (np.zeros((12, 2)), "classification", "one label for each example"),
-        (np.arange(12), "ranking", "task must be one of"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            attach_head(model, X, y, task=task)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="real numbers"):
-        attach_head(model, X, ["a"] * 12, task="regression")
-    for y in (normal(12), normal(12, 2)):
-        with pytest.raises(ValueError, match="classes= is for labels"):
-            attach_head(model, X, y, classes=[0, 1])
-    with pytest.raises(ValueError, match="one column for each"):
-        attach_head(model, X, torch.eye(12)[:, :2], classes=[0, 1])
-    ages = attach_head(model, X, np.arange(12), task="regression")
-    assert head_of(ages).out_features == 1
-    with pytest.raises(TypeError, match="Labels must be of one kind"):
-        attach_head(model, X, np.array([1, "a", None] * 4, dtype=object))
-    with pytest.raises(ValueError, match="at least two examples"):
-        attach_head(model, X[:1], [0.5])
+def test_whole_numbers_are_ages_where_the_task_says_so() -> None:
+    assert head_of(attach_few(np.arange(12), task="regression")).out_features == 1
 
 
 @pytest.mark.parametrize("penalty", [0, -1.0, float("inf"), float("nan"), "auto", True])
@@ -683,27 +681,10 @@ def test_bad_penalties(penalty: Any) -> None:
         attach_head(mlp(), normal(12, 4), [0, 1] * 6, penalty=penalty)
 
 
-def test_other_bad_input() -> None:
-    X, y = normal(12, 4), [0, 1] * 6
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        attach_head("model", X, y)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 2 folds"):
-        attach_head(mlp(), X, y, folds=1)
-    with pytest.raises(ValueError, match="batch_size must be"):
-        attach_head(mlp(), X, y, batch_size=0)
-    with pytest.raises(ValueError, match="no parameters"):
-        attach_head(nn.Tanh(), X, y)
-    with pytest.raises(ValueError, match="target y is None"):
-        attach_head(mlp(), X)
-    with pytest.raises(ValueError, match="no head of linnet"):
-        head_of(mlp())
+def test_data_of_another_dtype() -> None:
     with pytest.raises(RuntimeError) as caught:
-        attach_head(mlp(), X.float(), y)
+        attach_head(mlp(), FEW.float(), NAMES)
     assert "nothing is cast in silence" in "".join(caught.value.__notes__)
-    X = X.clone()
-    X[7, 0] = float("inf")
-    with pytest.raises(ValueError, match="example 7 has NaN or infinity"):
-        attach_head(mlp(), X, y)
 
 
 def test_examples_that_interact_are_refused() -> None:
@@ -725,16 +706,8 @@ def test_a_vision_transformer_by_its_class_token() -> None:
     close(new(X), other(X))
 
 
-def test_classes_name_every_label_once() -> None:
-    X, y = normal(12, 4), [0, 1, 2] * 4
-    for classes in ([0, 1, 2, 1], [2, 0, 0, 1]):
-        with pytest.raises(ValueError, match=r"classes= needs every label once; got \[[0-2, ]*\]\."):
-            attach_head(mlp(), X, y, classes=classes)
-    with pytest.raises(ValueError, match=r"classes= needs every label once; got \[0, 1\] without \[2\]"):
-        attach_head(mlp(), X, y, classes=[0, 1])
-    with pytest.raises(ValueError, match=r"no example of 1 of them \(\[3\]\)"):
-        attach_head(mlp(), X, y, classes=[0, 1, 2, 3])
-    found, wanted = (head_of(attach_head(mlp(), X, y, classes=classes)) for classes in ([2, 0, 1], None))
+def test_classes_are_the_order_of_the_outputs() -> None:
+    found, wanted = (head_of(attach_few(NAMES, classes=classes)) for classes in ([2, 0, 1], None))
     assert list(found.classes_) == [2, 0, 1]
     torch.testing.assert_close(found.weight, wanted.weight[[2, 0, 1]], rtol=1e-5, atol=1e-7)
 

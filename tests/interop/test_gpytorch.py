@@ -20,6 +20,7 @@ from torch.func import functional_call, jacrev
 import linnet
 from linnet.data import Batch
 from linnet.interop.gpytorch import TangentGram, TangentKernel
+from linnet.testing.case import Net
 from tests.support.drawn import double, normal
 
 D = 3
@@ -310,27 +311,18 @@ def test_predictions_of_a_process_are_differentiable_in_the_inputs() -> None:
     assert torch.autograd.gradcheck(moments, (z,), rtol=1e-4)
 
 
-class Reads(nn.Module):
+def reads(m: nn.Module, x: Tensor) -> Tensor:
     """A network that reads a number from its input, so that torch cannot vectorize it over examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(D, 2)
-        self.unused = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x).tanh()
-        return y if y.sum().item() < 1e9 else y + self.unused
+    y = m.inner(x).tanh()
+    return y if y.sum().item() < 1e9 else y + m.unused
 
 
 @pytest.mark.parametrize(
     ("model", "vectorized"),
     [
-        (
-            nn.Sequential(nn.Linear(D, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2)),
-            None,
-        ),  # torch 2.13's vmap is wrong
-        (Reads(), False),
+        # torch 2.13's vmap is wrong.
+        (nn.Sequential(nn.Linear(D, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2)), None),
+        (Net(reads, inner=nn.Linear(D, 2), unused=nn.Parameter(torch.zeros(2))), False),
         (nn.Sequential(nn.Linear(D, 6), nn.GELU(), nn.BatchNorm1d(6), nn.Linear(6, 2)), True),
         (nn.Linear(D, 2), True),
     ],
@@ -347,20 +339,14 @@ def test_derivatives_of_rows_are_checked_before_they_are_vectorized(model: nn.Mo
     close(kernel(x, z).to_dense().detach(), kernel(x.detach(), z).to_dense())
 
 
-class Norms(nn.Module):
+def normed(m: nn.Module, x: Tensor) -> Tensor:
     """A network with a layer norm where the first input is large: vmap's rule for it is wrong there alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(D, 6), nn.LayerNorm(6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        return self.b(torch.where(x[:, :1] > 1, self.norm(h), h))
+    h = m.a(x)
+    return m.b(torch.where(x[:, :1] > 1, m.norm(h), h))
 
 
 def test_rows_are_checked_on_the_inputs_that_they_are_asked_for() -> None:
-    model = double(Norms())
+    model = double(Net(normed, a=nn.Linear(D, 6), norm=nn.LayerNorm(6), b=nn.Linear(6, 2)))
     features, small = TangentKernel(model)._features, normal(3, D).clamp(-1, 0.5)
     for x in (small, small + 3):  # what the first inputs do not show
         x = x.clone().requires_grad_()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
 from linnet.jacobian import Jacobian
+from linnet.jacobian import chunk as chunk_module
 from linnet.jacobian import gram as grams_module
 from linnet.jacobian import passes as passes_module
 from linnet.jacobian.blocks import base
@@ -1002,3 +1003,27 @@ def test_making_a_jacobian_runs_nothing(model, x, monkeypatch):
         made = [J.at({}), J.in_precision("high"), J.subset(torch.arange(2)), J.steady(), lin.to(torch.float64)]
         assert (J.n, J.by_position, J.lin.p) == (N, True, 43) and len(made) == 5
     assert J.shape == (N * C, 43)
+
+
+def test_many_outputs_are_counted_from_a_few_of_them(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 100)).double()
+    X = torch.randn(7, 1, 4, 4).double()
+
+    def measure():
+        J = linnet.linearize(model).jacobian(X)
+        return J, J.passes.chunks.first, str(J.plan), J.cache_size
+
+    J, first, plan, size = measure()
+    assert {block.c for block in first.blocks} == {chunk_module.FEW_OUTPUTS} and first.c == 100
+    monkeypatch.setattr(chunk_module, "ALL_OUTPUTS", 100)
+    _, whole, whole_plan, whole_size = measure()
+    assert {block.c for block in whole.blocks} == {100}
+    assert whole.per_example <= first.per_example < 1.5 * whole.per_example
+    assert whole_size <= size < 1.5 * whole_size
+    assert plan.splitlines()[2:] == whole_plan.splitlines()[2:]
+    dense = dense_jacobian(model, X)
+    V = torch.randn(J.shape[1], 3).double()
+    close(J @ V, dense @ V)
+    close(J.gram(), dense @ dense.T)
+    close(J.column_norms(), dense.square().sum(0))

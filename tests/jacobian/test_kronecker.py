@@ -479,8 +479,9 @@ def test_streams_give_what_whole_chunks_give(name: str, diagonal: bool, monkeypa
     model, X = STREAMED[name]()
     lin = linnet.linearize(double(model).eval())
 
-    def root(f: Tensor) -> Tensor:
-        return f.square() + 1 if diagonal else Categorical().root(f)
+    def root(batch: Batch) -> Tensor:
+        assert batch.f is not None
+        return batch.f.square() + 1 if diagonal else Categorical().root(batch.f)
 
     def u(batch: Batch) -> Tensor:
         assert batch.f is not None
@@ -517,13 +518,18 @@ def test_networks_stream_where_their_gradients_do_not_fit() -> None:
     assert J.passes.chunk_size() < streaming._chunk_size(J.passes)
 
 
+def softmax_root(batch: Batch) -> Tensor:
+    assert batch.f is not None
+    return Categorical().root(batch.f)
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
     wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, X = adapted(2)
     lin = linnet.linearize(model)
-    whole = lin.jacobian(X).curvature("kron", Categorical().root, lambda batch: torch.ones_like(batch.f))  # type: ignore[arg-type]
+    whole = lin.jacobian(X).curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
     monkeypatch.setattr(kronecker, "dense_budget", lambda *_: 2**30)
     if wrong:
         original = streaming.build_blocks
@@ -535,7 +541,7 @@ def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
     else:
         monkeypatch.setattr(streaming, "streamed", lambda *_, **__: False)
     J = lin.jacobian(X, memory=2**14)
-    found = J.curvature("kron", Categorical().root, lambda batch: torch.ones_like(batch.f))  # type: ignore[arg-type]
+    found = J.curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
     assert lin.rules.denied("stream")
     assert found.factors is not None and whole.factors is not None
     for key, pair in whole.factors.pairs.items():

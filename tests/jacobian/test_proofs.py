@@ -367,7 +367,7 @@ def test_gradients_that_are_zero_but_for_rounding():
 
 def truth(A: Tensor, U: Tensor) -> Truth:
     lin = linnet.linearize(mlp())
-    return Truth(U, A.T @ U.flatten(0, 1), lin.layout, (1e-8,) * U.shape[2], 1.0)
+    return Truth(U, A.T @ U.flatten(0, 1), lin.layout, (1e-8,) * U.shape[2], 1e-16, 1.0)
 
 
 def test_a_truth_tells_right_products_and_rows_from_wrong_ones():

@@ -671,7 +671,7 @@ class Bent(Likelihood):
         ({"likelihood": "regression", "noise": -1.0}, ValueError, "must be positive and finite"),
         ({"rank": 0}, ValueError, "rank must be a positive number; got 0"),
         ({"size": -3}, ValueError, "size must be a positive number"),
-        ({"draws": 0}, ValueError, "draws must be None or a positive number"),
+        ({"draws": 0}, ValueError, "draws must be .auto., None or a positive number"),
         ({"dtype": "half"}, ValueError, "dtype must be 'auto', 'float32' or 'float64'"),
         ({"likelihood": Bent()}, ValueError, "not positive semi-definite"),
     ],
@@ -699,8 +699,6 @@ def test_bad_data_is_refused() -> None:
         la.predict(X, return_std=True, return_cov=True)
     with pytest.raises(ValueError, match="k is a number of samples"):
         la.sample(X, 0)
-    with pytest.raises(MemoryError, match=r"24 examples with 3 outputs takes .* with draws=1"):
-        Laplace(model, structure="ekfac", prior=1.0, memory=1000).fit(X, CLASSES)
     with pytest.raises(ValueError, match="at must be"):
         la.log_evidence("mode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method must be"):

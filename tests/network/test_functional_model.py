@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import linnet
 from linnet._common import checksums, files
 from linnet.heads import attach_head
 from linnet.network import Watch
+from linnet.testing import check_operator, dense_jacobian
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.sin(2 * X[:, 0])
@@ -282,3 +284,37 @@ def test_checksums_of_parts_add_up() -> None:
     parts = checksums.combine_codes(codes[:4]) + checksums.combine_codes(codes[4:], 4)
     assert checksums.combine_codes(codes) == parts % 2**64
     assert checksums.combine_codes(codes) != checksums.combine_codes(codes.flip(0))
+
+
+class Checkpointed(nn.Module):
+    """A network that computes its middle again in the backward pass, or does not."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.reentrant = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2), reentrant
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.b(h).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        plain = self.reentrant is None
+        return self.c(self.middle(h) if plain else checkpoint(self.middle, h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("engine", ["auto", "rows", "autodiff"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_left_out(reentrant: bool, engine: str) -> None:
+    """What is computed again after the pass would be computed with the weights of the module."""
+    model, x = Checkpointed(reentrant).double(), torch.randn(5, 3, dtype=torch.float64)
+    plain = Checkpointed(None).double()
+    plain.load_state_dict(model.state_dict())
+    lin = linnet.linearize(model)
+    check_operator(lin.jacobian(x, 2, engine=engine), dense_jacobian(plain, x), blocks=2)
+    moved = {name: t + 0.3 for name, t in lin.theta.items()}
+    plain.load_state_dict(moved)
+    check_operator(lin.at(moved).jacobian(x, 2, engine=engine), dense_jacobian(plain, x), blocks=2)
+    model(x).sum().backward()  # the module itself goes on as before
+    plain.load_state_dict(model.state_dict())
+    plain(x).sum().backward()
+    assert torch.allclose(model.b.weight.grad, plain.b.weight.grad)

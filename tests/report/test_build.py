@@ -377,22 +377,9 @@ def test_refused(tmp_path):
 def test_of_a_run(tmp_path):
     nets = networks(tmp_path)
     train, test = diabetes(tmp_path)
-    line = [
-        "adapt",
-        "--model",
-        f"{nets}:numbers",
-        "--train",
-        train,
-        "--test",
-        test,
-        "--target",
-        "y",
-        "--standardize",
-        "--seed",
-        5,
-    ]
-    done(*line, "--out", tmp_path / "one")
-    done(*line, "--out", tmp_path / "two")
+    for name in ("one", "two"):
+        files = {"train": train, "test": test, "out": tmp_path / name}
+        done("adapt", model=f"{nets}:numbers", **files, target="y", standardize=True, seed=5)
     one, two = (Page((tmp_path / name / "report.html").read_text()) for name in ("one", "two"))
     for part in ("A network adapted to predict y", "60 rows of 4 columns", "bmi", "seed 5", "network as it was", "s5"):
         assert part in one.text

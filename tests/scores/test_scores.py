@@ -19,6 +19,7 @@ from linnet import scores
 from linnet.data import as_source
 from linnet.scores.elbo import LIKELIHOODS, draw_noise
 from linnet.scores.generated_samples import draw_latents
+from linnet.testing.case import Net
 from tests.support.drawn import double, normal
 
 X = normal(7, 3)
@@ -64,15 +65,7 @@ def test_a_single_logit_is_taken_as_it_is() -> None:
 
 
 def test_classifier_reads_the_logits_of_model_outputs() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.net(x)}
-
-    model = Wrapped()
+    model = Net(lambda m, x: {"logits": m.net(x)}, net=net())
     check(scores.classifier(), model, X, lambda: model.net(X).logsumexp(1))
 
 
@@ -98,15 +91,9 @@ def test_centered_are_the_energies() -> None:
 # GANs.
 
 
-class Deconvolution(nn.Module):
+def deconvolution() -> nn.Sequential:
     """Latents (m, 2) to samples (m, 3), with parts that act otherwise in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.net(z)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double()
 
 
 def reference(score: scores.Score, model: nn.Module, data: Tensor = X) -> Any:
@@ -119,15 +106,15 @@ def samples_of(source: Any, size: int) -> Tensor:
 
 
 def test_samples_are_those_of_the_generator_in_eval_mode_whatever_the_batch() -> None:
-    generator = Deconvolution().double().train()
+    generator = deconvolution().train()
     source = reference(scores.gan(generator, latent=2, samples=9, seed=3), net(1))
-    expected = Deconvolution().double().eval()
+    expected = deconvolution().eval()
     expected.load_state_dict(generator.state_dict())
     z = torch.randn(9, 2, generator=torch.Generator().manual_seed(3)).double()
     torch.testing.assert_close(samples_of(source, 4), expected(z).detach())
     torch.testing.assert_close(samples_of(source, 9), expected(z).detach())
     assert generator.training
-    assert float(generator.net[1].running_mean.abs().sum()) == 0
+    assert float(generator[1].running_mean.abs().sum()) == 0
 
 
 @pytest.mark.parametrize(
@@ -145,15 +132,7 @@ def test_samples_already_made_serve_without_a_generator() -> None:
 
 
 def test_a_final_sigmoid_is_left_out() -> None:
-    class Discriminator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.main = net(1, nn.Sigmoid())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.main(x).view(-1)
-
-    model, made = Discriminator(), normal(5, 3, seed=4)
+    model, made = Net(lambda m, x: m.main(x).view(-1), main=net(1, nn.Sigmoid())), normal(5, 3, seed=4)
     score = scores.gan(samples=made)
     check(score, model, X, lambda: model.main[:3](X)[:, 0])
     assert reference(score, model).n == 5
@@ -163,36 +142,21 @@ def test_a_final_sigmoid_is_left_out() -> None:
 
 
 def test_a_sigmoid_that_is_not_the_last_step_is_noticed() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.main = net(1, nn.Sigmoid())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 3 * self.main(x) - 1
-
+    model = Net(lambda m, x: 3 * m.main(x) - 1, main=net(1, nn.Sigmoid()))
     with pytest.raises(ValueError, match="not the sigmoid of"):
-        reference(scores.gan(samples=normal(5, 3, seed=4)), Gated())
-    model = Gated()
+        reference(scores.gan(samples=normal(5, 3, seed=4)), model)
     score = scores.gan(samples=normal(5, 3, seed=4), output=lambda raw: torch.logit((raw + 1) / 3))
     check(score, model, X, lambda: model.main[:3](X)[:, 0])
     assert reference(score, model).n == 5
 
 
 def test_probabilities_earn_a_warning() -> None:
-    class Probabilities(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.main = net(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.main(x).sigmoid()
-
+    model = Net(lambda m, x: m.main(x).sigmoid(), main=net(1))
     with pytest.warns(UserWarning, match="between 0 and 1"):
-        reference(scores.gan(samples=normal(20, 3, seed=4)), Probabilities())
+        reference(scores.gan(samples=normal(20, 3, seed=4)), model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reference(scores.gan(samples=normal(20, 3, seed=4), output=torch.logit), Probabilities())
+        reference(scores.gan(samples=normal(20, 3, seed=4), output=torch.logit), model)
 
 
 def wide(z: Tensor) -> Tensor:
@@ -418,22 +382,11 @@ def test_a_flow_needs_log_prob() -> None:
 # Sequences.
 
 
-class Recurrent(nn.Module):
-    """Logits (n, T, 6) of the next token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(6, 4), nn.Linear(4, 6)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.embed(tokens).cumsum(1).tanh())
-
-
 TOKENS = torch.randint(0, 6, (5, 7), generator=torch.Generator().manual_seed(0))
 
 
 def test_autoregressive_adds_up_the_tokens() -> None:
-    model = double(Recurrent())
+    model = double(Net(lambda m, x: m.out(m.embed(x).cumsum(1).tanh()), embed=nn.Embedding(6, 4), out=nn.Linear(4, 6)))
 
     def log_p() -> Tensor:
         logits = model(TOKENS)[:, :-1]
@@ -468,15 +421,7 @@ def test_hugging_face_language_models() -> None:
 
 
 def test_masked_convolutions_predict_the_position_itself() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(1, 4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(F.pad(x, (1, 0, 1, 0)))
-
-    model = double(Masked())
+    model = double(Net(lambda m, x: m.conv(F.pad(x, (1, 0, 1, 0))), conv=nn.Conv2d(1, 4, 2)))
     levels = torch.randint(0, 4, (3, 1, 5, 5), generator=torch.Generator().manual_seed(1))
     x = levels.double() / 3
     score = scores.autoregressive(targets=lambda x: (3 * x[:, 0]).round().long(), shift=False, axis=1)
@@ -530,6 +475,6 @@ def test_settings_come_back_without_functions() -> None:
         found = score.settings()
         assert found is not None
         assert scores.from_settings(found) == score
-    assert scores.gan(Deconvolution(), latent=2).settings() == {"name": "gan", "output": None}
+    assert scores.gan(deconvolution(), latent=2).settings() == {"name": "gan", "output": None}
     for score in (scores.energy(torch.sum), scores.vae(decode=dot), scores.gan(output=torch.logit)):
         assert score.settings() is None

@@ -49,20 +49,24 @@ number = 3
 """
 
 
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: Any, **options: Any) -> Any:
+    """Run a command; options as words, or by name: `out=path` for --out, `gray=True` for a flag."""
+    words = list(arguments)
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def done(*arguments: Any) -> str:
+def done(*arguments: Any, **options: Any) -> str:
     """Run a command that has to succeed; what it printed."""
-    result = run(*arguments)
+    result = run(*arguments, **options)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def refused(*arguments: Any, code: int = 2) -> str:
+def refused(*arguments: Any, code: int = 2, **options: Any) -> str:
     """Run a command that has to fail; what it said, on one line."""
-    result = run(*arguments)
+    result = run(*arguments, **options)
     assert result.exit_code == code, result.output
     assert "Error: " in result.output or "Usage:" in result.output, result.output
     assert "Traceback" not in result.output

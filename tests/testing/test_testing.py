@@ -1,5 +1,6 @@
 """The contract catches what is wrong, and the zoo is what it says."""
 
+import functools
 import importlib
 import re
 
@@ -7,43 +8,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.linalg import LinearOperator, Matrix
+from linnet.linalg import Matrix
 from linnet.testing import Case, call, check_operator, dense_jacobian, zoo
 
 CASES = list(zoo().values())
 ROWS, COLS, BLOCKS = 6, 5, 2
 
 
-class Broken(LinearOperator):
-    """A dense matrix whose method named `wrong` has its result passed through `change`."""
+def change(name: str, wrap) -> type[Matrix]:
+    """A dense matrix with one method changed: `wrap` gets the method as it was, and its arguments."""
+    method = getattr(Matrix, name)
 
-    def __init__(self, A: Tensor, *, wrong: str = "", change=lambda out: 1.001 * out) -> None:
-        super().__init__((A.shape[0], A.shape[1]), dtype=A.dtype, device=A.device)
-        self.base, self.wrong, self.change = Matrix(A), wrong, change
+    def changed(self, *args, **kwargs):
+        return wrap(functools.partial(method, self), *args, **kwargs)
 
-    def _do(self, method: str, *args):
-        out = getattr(self.base, method)(*args)
-        if method != self.wrong:
-            return out
-        return (self.change(out[0]), out[1]) if method == "_fused" else self.change(out)
+    return type("Changed", (Matrix,), {name: changed})
 
-    def _matmul(self, V):
-        return self._do("_matmul", V)
 
-    def _rmatmul(self, U):
-        return self._do("_rmatmul", U)
+def spoil(name: str, change_result) -> type[Matrix]:
+    """A dense matrix with the result of one method changed."""
 
-    def _fused(self, fn, V):
-        return self._do("_fused", fn, V)
+    def wrap(do, *args):
+        out = do(*args)
+        return (change_result(out[0]), out[1]) if name == "_fused" else change_result(out)
 
-    def _gram(self, other, scale):
-        return self._do("_gram", other, scale)
-
-    def _gram_diag(self, scale):
-        return self._do("_gram_diag", scale)
-
-    def _column_norms(self, weight):
-        return self._do("_column_norms", weight)
+    return change(name, wrap)
 
 
 def matrix(rows: int = ROWS, cols: int = COLS, seed: int = 3) -> Tensor:
@@ -51,7 +40,7 @@ def matrix(rows: int = ROWS, cols: int = COLS, seed: int = 3) -> Tensor:
 
 
 def raise_not_implemented(out):
-    raise NotImplementedError("Broken has none")
+    raise NotImplementedError("Changed has none")
 
 
 def skip(case: Case) -> None:
@@ -70,7 +59,7 @@ def example(data, i: int):
 
 def test_right_operator_passes():
     A, B = matrix(), matrix(rows=4, seed=4)
-    check_operator(Broken(A), A, blocks=BLOCKS, other=(Matrix(B), B))
+    check_operator(Matrix(A, block=BLOCKS), A, blocks=BLOCKS, other=(Matrix(B), B))
 
 
 def test_right_compositions_pass():
@@ -105,71 +94,47 @@ def test_zero_matrix_passes():
 def test_each_wrong_product_is_named(wrong, names):
     A = matrix()
     with pytest.raises(AssertionError, match=rf"^{names} disagrees .* relative error 1\.0e-03, above .* entry \("):
-        check_operator(Broken(A, wrong=wrong), A, blocks=BLOCKS)
+        check_operator(spoil(wrong, lambda out: 1.001 * out)(A), A, blocks=BLOCKS)
 
 
 @pytest.mark.parametrize("wrong", ["_gram", "_gram_diag", "_column_norms", "_fused"])
 def test_missing_methods_are_accepted_only_when_allowed(wrong):
     A = matrix()
-    op = Broken(A, wrong=wrong, change=raise_not_implemented)
+    op = spoil(wrong, raise_not_implemented)(A)
     method = "normal" if wrong == "_fused" else wrong[1:]
     with pytest.raises(
-        AssertionError, match=rf"{method}\(.*not implemented \(Broken has none\); allow=\('{method}',\)"
+        AssertionError, match=rf"{method}\(.*not implemented \(Changed has none\); allow=\('{method}',\)"
     ):
         check_operator(op, A)
     check_operator(op, A, allow=("normal", "fused") if wrong == "_fused" else (method,))
 
 
-class IgnoresWeight(Broken):
-    """Every product that takes a weight or a scale of one kind ignores it."""
-
-    def __init__(self, A: Tensor, kind: str) -> None:
-        super().__init__(A)
-        self.kind = kind
-
-    def normal(self, V, weight=None):
-        return super().normal(V, None if weight is not None and self.kind == f"normal{weight.ndim}" else weight)
-
-    def gram(self, other=None, scale=None):
-        return super().gram(other, None if self.kind == "gram" else scale)
-
-    def gram_diag(self, scale=None):
-        return super().gram_diag(None if self.kind == "gram_diag" else scale)
-
-    def column_norms(self, weight=None):
-        ignored = weight is not None and self.kind == f"column_norms{weight.ndim}"
-        return super().column_norms(None if ignored else weight)
-
-    def fused(self, fn, V):
-        return super().fused((lambda out, rows: out) if self.kind == "fused" else fn, V)
+def drop_operand(do, *args, ndim=1, **kwargs):
+    """A product that ignores weights and scales with so many axes, behind its first operand."""
+    given = [None if isinstance(x, Tensor) and x.ndim == ndim else x for x in (*args, *kwargs.values())]
+    return do(*args[:1], *given[1:]) if args else do(**dict(zip(kwargs, given, strict=True)))
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
+    ("method", "wrap", "names"),
     [
-        ("normal1", r"normal\(V, w\) with w \(rows,\) disagrees"),
-        ("normal3", r"normal\(V, W\) with W \(n, c, c\) disagrees"),
-        ("gram", r"gram\(scale\) disagrees"),
-        ("gram_diag", r"gram_diag\(scale\) disagrees"),
-        ("column_norms1", r"column_norms\(w\) with w \(rows,\) disagrees"),
-        ("column_norms3", r"column_norms\(W\) with W \(n, c, c\) disagrees"),
-        ("fused", r"fused\(tanh, v\) disagrees"),
+        ("normal", drop_operand, r"normal\(V, w\) with w \(rows,\) disagrees"),
+        ("normal", functools.partial(drop_operand, ndim=3), r"normal\(V, W\) with W \(n, c, c\) disagrees"),
+        ("normal", lambda do, V, w=None: do(V, w.mT if w is not None and w.ndim == 3 else w), r"normal\(V, W\)"),
+        ("gram", drop_operand, r"gram\(scale\) disagrees"),
+        ("gram_diag", drop_operand, r"gram_diag\(scale\) disagrees"),
+        ("column_norms", lambda do, w=None: do(w if w is None or w.ndim > 1 else None), r"column_norms\(w\) with w"),
+        ("column_norms", lambda do, w=None: do(w if w is None or w.ndim < 3 else None), r"column_norms\(W\) with W"),
+        ("fused", lambda do, fn, V: do(lambda out, rows: out, V), r"fused\(tanh, v\) disagrees"),
+        ("_matmul", lambda do, V: do(V[:, :1].expand_as(V)), r"^A @ V disagrees"),
+        ("_matmul", lambda do, V: do(V.mul_(2)) / 2, r"A @ v changed an operand of shape \(5,\) in place"),
+        ("__matmul__", lambda do, V: do(V[:COLS]), r"A @ V with V \(6,\) must raise .* it returned a result"),
     ],
 )
-def test_ignored_weights_are_caught(kind, names):
+def test_changed_operands_are_caught(method, wrap, names):
     A = matrix()
     with pytest.raises(AssertionError, match=names):
-        check_operator(IgnoresWeight(A, kind), A, blocks=BLOCKS)
-
-
-def test_transposed_block_weight_is_caught():
-    class Transposed(Broken):
-        def normal(self, V, weight=None):
-            return super().normal(V, weight.mT if weight is not None and weight.ndim == 3 else weight)
-
-    A = matrix()
-    with pytest.raises(AssertionError, match=r"normal\(V, W\)"):
-        check_operator(Transposed(A), A, blocks=BLOCKS)
+        check_operator(change(method, wrap)(A), A, blocks=BLOCKS)
 
 
 def test_wrong_cross_gram_is_caught():
@@ -178,38 +143,18 @@ def test_wrong_cross_gram_is_caught():
         check_operator(Matrix(A), A, other=(Matrix(2 * B), B))
 
 
-def test_wrong_block_product_is_caught():
-    class FirstColumnOnly(Broken):
-        def _matmul(self, V):
-            return super()._matmul(V[:, :1].expand_as(V))
-
-    A = matrix()
-    with pytest.raises(AssertionError, match=r"^A @ V disagrees"):
-        check_operator(FirstColumnOnly(A), A)
-
-
-def test_operand_changed_in_place_is_caught():
-    class Overwrites(Broken):
-        def _matmul(self, V):
-            return self.base._matmul(V.mul_(2)) / 2
-
-    A = matrix()
-    with pytest.raises(AssertionError, match=r"A @ v changed an operand of shape \(5,\) in place"):
-        check_operator(Overwrites(A), A)
-
-
 @pytest.mark.parametrize(
-    ("change", "names"),
+    ("result", "names"),
     [
         (lambda out: out.float(), "A @ v has dtype torch.float32, needed torch.float64"),
         (lambda out: out[:-1], r"A @ v has shape \(5,\), needed \(6,\)"),
         (lambda out: out * torch.nan, "A @ v disagrees .* got nan"),
     ],
 )
-def test_wrong_kind_of_result_is_caught(change, names):
+def test_wrong_kind_of_result_is_caught(result, names):
     A = matrix()
     with pytest.raises(AssertionError, match=names):
-        check_operator(Broken(A, wrong="_matmul", change=change), A)
+        check_operator(spoil("_matmul", result)(A), A)
 
 
 def test_shape_dtype_and_transpose_of_the_operator_are_checked():
@@ -219,23 +164,9 @@ def test_shape_dtype_and_transpose_of_the_operator_are_checked():
     with pytest.raises(AssertionError, match=r"A.dtype is torch.float64, needed torch.float32"):
         check_operator(Matrix(A), A.float())
 
-    class NewTranspose(Broken):
-        @property
-        def T(self):
-            return Matrix(self.base.A.T)
-
+    new = type("NewTranspose", (Matrix,), {"T": property(lambda self: Matrix(A.T))})
     with pytest.raises(AssertionError, match=r"A.T.T is not A itself"):
-        check_operator(NewTranspose(A), A)
-
-
-def test_operator_that_takes_any_shape_is_caught():
-    class Lenient(Broken):
-        def __matmul__(self, V):
-            return super().__matmul__(V[: self.shape[1]])
-
-    A = matrix()
-    with pytest.raises(AssertionError, match=r"A @ V with V \(6,\) must raise .* it returned a result"):
-        check_operator(Lenient(A), A)
+        check_operator(new(A), A)
 
 
 @pytest.mark.parametrize(
@@ -243,15 +174,14 @@ def test_operator_that_takes_any_shape_is_caught():
     [(ValueError("wrong"), "refused by a text without 5: wrong"), (KeyError("V"), "it raised KeyError")],
 )
 def test_unhelpful_refusal_is_caught(error, names):
-    class Terse(Broken):
-        def __matmul__(self, V):
-            if V.shape[0] != self.shape[1]:
-                raise error
-            return super().__matmul__(V)
+    def refuse(do, V):
+        if V.shape[0] != COLS:
+            raise error
+        return do(V)
 
     A = matrix()
     with pytest.raises(AssertionError, match=names):
-        check_operator(Terse(A), A)
+        check_operator(change("__matmul__", refuse)(A), A)
 
 
 def test_arguments_of_the_check_are_checked():
@@ -413,55 +343,35 @@ def test_zoo_takes_a_single_example_and_other_seeds():
     assert case.dense(model, case.data(1, 0)).shape == (3, 68)
 
 
-class Takes(Matrix):
-    """A dense matrix of which one method cuts its operand to the size that it needs."""
+def cut(position: int, size: int):
+    """A product that cuts one of its operands to the size that it needs."""
 
-    def __init__(self, A: Tensor, lenient: str) -> None:
-        super().__init__(A, block=BLOCKS)
-        self.lenient = lenient
+    def wrap(do, *args, **kwargs):
+        given = [*args, *kwargs.values()]
+        if len(given) > position and given[position] is not None:
+            given[position] = given[position][:size]
+        return do(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
-    def _cut(self, method: str, operand, size: int):
-        return operand[:size] if self.lenient == method and operand is not None else operand
-
-    def __matmul__(self, V):
-        if self.lenient == "columns" and V.ndim == 3:
-            V = V[:, :, 0]
-        return super().__matmul__(V.to(self.dtype) if self.lenient == "dtype" else V)
-
-    def normal(self, V, weight=None):
-        return super().normal(self._cut("normal(V)", V, COLS), self._cut("normal(V, w)", weight, ROWS))
-
-    def gram(self, other=None, scale=None):
-        return super().gram(other, self._cut("gram(scale)", scale, COLS))
-
-    def gram_diag(self, scale=None):
-        return super().gram_diag(self._cut("gram_diag(scale)", scale, COLS))
-
-    def gram_blocks(self, scale=None):
-        return super().gram_blocks(self._cut("gram_blocks(scale)", scale, COLS))
-
-    def column_norms(self, weight=None):
-        return super().column_norms(self._cut("column_norms(w)", weight, ROWS))
+    return wrap
 
 
 @pytest.mark.parametrize(
-    ("lenient", "names"),
+    ("method", "wrap", "names"),
     [
-        ("columns", "A @ V with V (5, 1, 1)"),
-        ("dtype", "A @ V with V in torch.float32"),
-        ("normal(V)", "normal(V) with V (6,)"),
-        ("normal(V, w)", "normal(V, w) with w (7,)"),
-        ("gram(scale)", "gram(scale) with scale (6,)"),
-        ("gram_diag(scale)", "gram_diag(scale) with scale (6,)"),
-        ("gram_blocks(scale)", "gram_blocks(scale) with scale (6,)"),
-        ("column_norms(w)", "column_norms(w) with w (7,)"),
+        ("__matmul__", lambda do, V: do(V[:, :, 0] if V.ndim == 3 else V), "A @ V with V (5, 1, 1)"),
+        ("__matmul__", lambda do, V: do(V.double()), "A @ V with V in torch.float32"),
+        ("normal", cut(0, COLS), "normal(V) with V (6,)"),
+        ("normal", cut(1, ROWS), "normal(V, w) with w (7,)"),
+        ("gram", cut(0, COLS), "gram(scale) with scale (6,)"),
+        ("gram_diag", cut(0, COLS), "gram_diag(scale) with scale (6,)"),
+        ("gram_blocks", cut(0, COLS), "gram_blocks(scale) with scale (6,)"),
+        ("column_norms", cut(0, ROWS), "column_norms(w) with w (7,)"),
     ],
 )
-def test_each_method_that_takes_any_operand_is_named(lenient, names):
+def test_each_method_that_takes_any_operand_is_named(method, wrap, names):
     A = matrix()
-    check_operator(Takes(A, ""), A, blocks=BLOCKS)
     with pytest.raises(AssertionError, match=f"^{re.escape(names)} must raise .* it returned a result"):
-        check_operator(Takes(A, lenient), A, blocks=BLOCKS)
+        check_operator(change(method, wrap)(A, block=BLOCKS), A, blocks=BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -469,13 +379,12 @@ def test_each_method_that_takes_any_operand_is_named(lenient, names):
     [("_matmul", "A @ V"), ("_rmatmul", "A.T @ U"), ("_fused", "normal(V)")],
 )
 def test_a_product_that_is_wrong_for_several_columns_alone_is_named(method, names):
-    class Several(Broken):
-        def _do(self, name, *args):
-            out = super()._do(name, *args)
-            if name != method or args[-1].shape[1] == 1:
-                return out
-            return (1.001 * out[0], out[1]) if name == "_fused" else 1.001 * out
+    def wrap(do, *args):
+        out = do(*args)
+        if args[-1].shape[1] == 1:
+            return out
+        return (1.001 * out[0], out[1]) if method == "_fused" else 1.001 * out
 
     A = matrix()
     with pytest.raises(AssertionError, match=f"^{re.escape(names)} disagrees"):
-        check_operator(Several(A), A, blocks=BLOCKS)
+        check_operator(change(method, wrap)(A), A, blocks=BLOCKS)

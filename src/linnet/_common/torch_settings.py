@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -139,6 +140,38 @@ CUDNN = Switch(
 )
 
 
+def _checkpoint_read() -> tuple[Any, ...]:
+    of: Any = torch.utils.checkpoint
+    return of.CheckpointFunction, of._checkpoint_without_reentrant_generator
+
+
+def _checkpoint_write(values: tuple[Any, ...]) -> None:
+    of: Any = torch.utils.checkpoint
+    of.CheckpointFunction, of._checkpoint_without_reentrant_generator = values
+
+
+class _NoReentrantCheckpoint:
+    """In the place of torch's function that computes a part of a network again in the backward pass."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _no_checkpoint(
+    function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *rest: Any, **kwargs: Any
+) -> Iterator[None]:
+    """In the place of torch's context that forgets what the forward pass has saved."""
+    with context_fn()[0]:
+        yield
+
+
+# In the backward pass the selected parameters are no longer in their places, and what is computed again would be
+# computed with other weights. Functions may hold ``checkpoint`` itself under any name, so its parts are replaced.
+NO_CHECKPOINTS = (_NoReentrantCheckpoint, _no_checkpoint)
+CHECKPOINTS = Switch(_checkpoint_read, _checkpoint_write, exact=NO_CHECKPOINTS)
+
+
 @contextmanager
 def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
     """Float32 products and convolutions at the given precision inside the block, whatever surrounds it."""
@@ -166,9 +199,10 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def network_settings(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
-    """For running the network: one attention path, recurrent layers that can be differentiated in eval mode."""
+    """For running the network: one attention path, no gradient checkpointing, recurrent layers with a derivative."""
     with (
         FASTPATH.at(False),
+        CHECKPOINTS.at(NO_CHECKPOINTS),
         CUDNN.at(False) if device.type == "cuda" and _recurrent(model) else nullcontext(),
         torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext(),
     ):

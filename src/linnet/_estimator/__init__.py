@@ -2,6 +2,7 @@
 
 from linnet._estimator import behavior, files
 from linnet._estimator.behavior import draw_inputs
+from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
@@ -10,6 +11,7 @@ from linnet._estimator.inputs import (
     default_network,
     has_fast_float64,
     has_targets_in_memory,
+    leave_out_ignored,
     like,
     list_options,
 )
@@ -17,17 +19,21 @@ from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffled
 
 __all__ = [
+    "ErrorBarsMixin",
     "HubMixin",
     "Linearity",
     "as_targets",
     "behavior",
+    "check_has_exact",
     "check_inputs",
+    "check_variance",
     "default_network",
     "draw_inputs",
     "epoch",
     "files",
     "has_fast_float64",
     "has_targets_in_memory",
+    "leave_out_ignored",
     "like",
     "list_options",
     "load",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import files
+from linnet.network import check_module
 from linnet.probability import Posterior
 
 READERS = {
@@ -44,7 +45,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
 
 def checksum(model: nn.Module) -> str:
     """The SHA-256 of parameters and buffers."""
-    return files.fingerprint(model.state_dict())
+    return files.fingerprint(check_module(model).state_dict())
 
 
 def base_of(estimator: Any) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet._common import kind
 from linnet.data import InMemory, Source, as_tensors, as_writable
 from linnet.jacobian import Jacobian
 
@@ -68,6 +69,57 @@ def as_targets(y: Any, J: Jacobian) -> Tensor:
         count = len(y) if y.ndim else "a number as"
         raise ValueError(f"There are {J.n} examples and {count} targets; give one target for each example.")
     return y
+
+
+def leave_out_ignored(X: Any, y: Any, labels: Tensor | np.ndarray, ignore_index: int | None) -> tuple[Any, Any] | None:
+    """Inputs and targets without the examples that have no label to learn from; None where there is no such example.
+
+    All labels of such an example are ``ignore_index``. Only integers are compared: labels of other kinds, such as
+    strings, are never ignored.
+
+    Args:
+        X: Inputs, as the user gave them.
+        y: Targets, as the user gave them; None where they come with the inputs.
+        labels: The targets, (n, ...).
+        ignore_index: The label; None for no label.
+
+    Raises:
+        ValueError: If there is no other label.
+
+    >>> leave_out_ignored(np.arange(3), None, np.array([1, -100, 0]), -100)
+    (array([0, 2]), None)
+    """
+    labels = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
+    if ignore_index is None or labels.dtype.kind not in "iu":
+        return None
+    ignored = (labels == ignore_index).reshape(len(labels), -1).all(1)
+    if not ignored.any():
+        return None
+    if ignored.all():
+        raise ValueError(
+            f"All {len(ignored):,} labels are {ignore_index}, which means that they are to be ignored: there is "
+            "nothing to fit. Give labels, or another ignore_index=."
+        )
+    kept = torch.from_numpy(~ignored).nonzero()[:, 0]
+    return _take(X, kept), y if y is None else _take(y if isinstance(y, Tensor) else np.asarray(y), kept)
+
+
+def _take(X: Any, index: Tensor) -> Any:
+    """Some of the examples."""
+    if isinstance(X, Tensor):
+        return X[index.to(X.device)]
+    if isinstance(X, np.ndarray):
+        return X[index.numpy()]
+    if isinstance(X, Mapping):
+        return {key: _take(value, index) for key, value in X.items()}
+    if isinstance(X, tuple):
+        return tuple(_take(value, index) for value in X)
+    if isinstance(X, torch.utils.data.Dataset) and hasattr(X, "__getitem__") and hasattr(X, "__len__"):
+        return torch.utils.data.Subset(X, index.tolist())
+    raise TypeError(
+        "Some labels say that their examples are to be ignored. Examples can be left out of tensors, arrays and "
+        f"map-style Datasets; got {kind(X)}. Leave them out of this data, or pass ignore_index=None."
+    )
 
 
 def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:

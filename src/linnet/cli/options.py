@@ -57,6 +57,7 @@ class FitOptions:
     head: str = "keep"  # "auto", "new" or "keep"; see `linnet.cli.task.find_task`
     features: str | None = None  # the module that a new head reads; None for the input of the last layer
     structure: str = "auto"  # structure of the posterior of `linnet.Laplace`
+    variance: str = "auto"  # "auto", "exact" or "samples"
 
 
 def parse_fit(options: Mapping[str, Any]) -> FitOptions:
@@ -65,6 +66,7 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
         "inference": ("auto", "vi", "laplace", "map"),
         "head": ("auto", "new", "keep"),
         "mean": ("auto", "network", "zero"),
+        "variance": ("auto", "exact", "samples"),
         "structure": ("auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"),
     }.items():
         if name in options:

@@ -24,7 +24,7 @@ from linnet.data import Batch, Source, as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
 from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.linalg import Decomposition, LinearOperator, low_rank
-from linnet.network import Params
+from linnet.network import Params, check_module
 
 KIND = "fisher embedding"
 ESTIMATORS = ("FisherEmbedding",)
@@ -210,10 +210,11 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _attach(self, score: scores.Score) -> None:
         """Linearize the score of the model."""
-        module, output = score.bind(self.model)
+        model = check_module(self.model)
+        module, output = score.bind(model)
         lin = linearize(module, self.params, output)
         # A score may have put another module around the model.
-        lin = lin.watching(self.model)
+        lin = lin.watching(model)
         names = {"float32": torch.float32, "float64": torch.float64}
         dtype = names.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
         if dtype == "auto":
@@ -247,7 +248,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """Z and I, and the trace of V V^T where it follows from them; ``kept`` is J, perhaps in memory."""
         if self.kernel == "ntk":
             return None, None
-        reference = score.reference(self.model, self.lin_, source)
+        reference = score.reference(check_module(self.model), self.lin_, source)
         if reference is None:
             found = fisher_statistics(J, centered=score.centered, stored=kept)
             return found, found.trace

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
+from linnet._estimator import leave_out_ignored
 from linnet.data import Batch, Source, as_source, leaves
 from linnet.heads.features import (
     FeatureLocation,
@@ -90,6 +92,7 @@ def attach_head(
     pool: Pool = "auto",
     task: Task = "auto",
     classes: Sequence[Any] | None = None,
+    ignore_index: int | None = -100,
     penalty: Penalty = "cv",
     folds: int = 5,
     batch_size: int = 256,
@@ -127,6 +130,8 @@ def attach_head(
         task: Kind of y: "classification", "multilabel" or "regression". "auto" takes fractions for numbers and all
             else for labels.
         classes: The labels in the order of the outputs; by default the labels of y, sorted.
+        ignore_index: Label of examples that count for nothing, as in torch, for labels that are integers; None for no
+            such label.
         penalty: Ridge penalty on the weights of standardized features: "cv" (cross-validation; leave-one-out for
             regression), "evidence", or a number, :math:`\lambda` in :math:`\sum \ell + \lambda/2 \|W\|^2`.
         folds: Number of folds of the cross-validation.
@@ -151,18 +156,23 @@ def attach_head(
         >>> model[2].out_features
         10
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     messages.check_batch_size(batch_size, auto=False)
     check_pool(pool)
     source = as_source(X, model.forward)
     if y is not None:  # before the long pass
-        check_targets(y, source.n, task)
+        X, y = _without_ignored(X, y, check_targets(y, source.n, task), ignore_index)
+        source = as_source(X, model.forward)
     watch = Watch(model)
     view = _locate(model, source, features, pool)
     J = linearize(view.reader, "nothing").jacobian(source, batch_size=batch_size, progress=progress)
+    found = J.outputs().cpu().double().numpy()
+    if y is None:
+        y = J.targets()
+        found, y = _without_ignored(found, y, check_targets(y, source.n, task), ignore_index)
     readout = fit_readout(
-        J.outputs().cpu().double().numpy(),
-        J.targets() if y is None else y,
+        found,
+        y,
         task=task,
         classes=classes,
         penalty=penalty,
@@ -171,6 +181,13 @@ def attach_head(
     )
     watch.check(contents=True)
     return _assemble(model, readout, view)
+
+
+def _without_ignored(X: Any, y: Any, targets: tuple[np.ndarray, str], ignore_index: int | None) -> tuple[Any, Any]:
+    """Inputs and targets, without the examples whose class is to be ignored; ``targets`` come from `check_targets`."""
+    labels, kind = targets
+    found = leave_out_ignored(X, y, labels, ignore_index) if kind == "classification" else None
+    return (X, y) if found is None else found
 
 
 def put_head(
@@ -193,7 +210,7 @@ def put_head(
         >>> put_head(model, X[:2], Readout(*weights, head.task_, head.classes_, head.penalty_))(X).shape
         torch.Size([60, 1])
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     check_pool(pool)
     return _assemble(model, readout, _locate(model, as_source(X, model.forward), features, pool))
 
@@ -217,19 +234,12 @@ class _FeatureReader(NetworkWithHead):
 
 @dataclass(frozen=True)
 class _View:
-    """What two examples show of a network.
+    """What two examples show of a network."""
 
-    Attributes:
-        reader: The network up to its features.
-        trace: Calls of the whole network.
-        example: The examples.
-        sample: The features of the examples.
-    """
-
-    reader: _FeatureReader
-    trace: Trace
-    example: Batch
-    sample: Tensor
+    reader: _FeatureReader  # the network up to its features
+    trace: Trace  # calls of the whole network
+    example: Batch  # the examples
+    sample: Tensor  # the features of the examples
 
 
 def _locate(model: nn.Module, source: Source, features: str | None, pool: Pool) -> _View:

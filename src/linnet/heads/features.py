@@ -32,20 +32,15 @@ class LocationReached(Exception):
 class FeatureLocation:
     """A place in a network: the input or the output of a module.
 
-    Attributes:
-        name: Name of the module; "" for the network itself.
-        side: "input" or "output".
-        implied: Whether linnet found the place; False where the user named it.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         >>> [str(parse_location(model, text)) for text in ("input of 2", "1", "output")]
         ['input of 2', '1', 'output']
     """
 
-    name: str
-    side: Literal["input", "output"] = "output"
-    implied: bool = False
+    name: str  # name of the module; "" for the network itself
+    side: Literal["input", "output"] = "output"  # "input" or "output"
+    implied: bool = False  # whether linnet found the place; False where the user named it
 
     def __str__(self) -> str:
         return f"input of {self.name}" if self.side == "input" else self.name or "output"

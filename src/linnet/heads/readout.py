@@ -33,22 +33,15 @@ ITERATIONS = 20_000
 
 @dataclass(frozen=True)
 class Readout:
-    """A fitted readout, ``weight @ x + bias``.
+    """A fitted readout, ``weight @ x + bias``."""
 
-    Attributes:
-        weight: (c, d).
-        bias: (c,).
-        task: "classification", "multilabel" or "regression".
-        classes: The label of each output; where c is 1, the labels of 0 and 1; the numbers of the columns where
-            multi-label; None for regression.
-        penalty: lambda; (c,) where each column has its own, else one number.
-    """
-
-    weight: np.ndarray
-    bias: np.ndarray
-    task: str
+    weight: np.ndarray  # (c, d)
+    bias: np.ndarray  # (c,)
+    task: str  # "classification", "multilabel" or "regression"
+    # the label of each output; where c is 1, the labels of 0 and 1; the numbers of the columns where multi-label; None
+    # for regression
     classes: np.ndarray | None
-    penalty: Any
+    penalty: Any  # lambda; (c,) where each column has its own, else one number
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from linnet.inference.problem import (
     SolverSettings,
     Task,
     check_covariance_fits,
+    check_outputs_fit,
     choose_likelihood_solver,
     choose_solver,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "add_kernels",
     "check_covariance_fits",
     "check_only_map",
+    "check_outputs_fit",
     "choose_likelihood_solver",
     "choose_solver",
     "choose_space",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from linnet._common import check_fits
 from linnet.inference import variational
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale
@@ -27,7 +28,6 @@ from linnet.jacobian import Jacobian
 from linnet.linalg import (
     Preconditioner,
     Solution,
-    as_weight,
     cg,
     cholesky_,
     log_det_from_tridiagonals,
@@ -45,6 +45,7 @@ from linnet.probability import (
     Prior,
     SamplePosterior,
     WeightPosterior,
+    row_curvature,
 )
 
 Inference = Literal["map", "laplace", "vi"]
@@ -250,7 +251,7 @@ def _iterative(data: Observations, prior: Prior, how: InferenceOptions) -> ModeF
         best = _fit_variational(data, how, variance, delta, preconditioner=P)
         return replace(fit, posterior=_posterior(best, variance, J), best=best)
     k, root, Phi = settings.samples, mode.root, J.scaled(d)
-    weight = as_weight(data.likelihood.curvature(mode.f))
+    weight = row_curvature(data.likelihood, mode.f)
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
     h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
@@ -281,6 +282,13 @@ def _choose_on_part(
     if not prior.scales:
         return Choice((1.0,), (), 0.0), J.n
     examples = min(J.n, max(1, SUBSET_ROWS // J.c))
+    check_fits(
+        24 * (examples * J.c) ** 2,
+        settings.memory,
+        J.device,
+        what=f"The evidence that chooses the scale of the prior, for {J.c:,} outputs,",
+        instead="Give prior= as a variance, or fewer outputs (output=)",
+    )
     index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
     part = J.subset(index).cached()
     base = part.outputs() if mean is None else mean[index.to(mean.device)]

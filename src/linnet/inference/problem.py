@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import check_fits, dense_budget, messages
+from linnet._common import check_fits, dense_budget, format_bytes, free_memory, messages
 from linnet.inference.evidence.gaussian import Choice
 from linnet.linalg import Solution
 from linnet.probability import Posterior
@@ -245,6 +245,17 @@ def searches_all_features(rows: int, p: int, device: torch.device) -> bool:
     return p**3 + rows * p**2 <= work_of_a_minute(device) / SEARCHED
 
 
+def check_outputs_fit(J: Any) -> None:
+    """Raise where the outputs of all examples do not fit into free memory: a fit holds them about four times."""
+    needed, free = 4 * J.shape[0] * J.dtype.itemsize, free_memory(J.device)
+    if needed > free:
+        raise MemoryError(
+            f"The outputs of {J.n:,} examples, {J.c:,} numbers each, take {format_bytes(needed)}, and "
+            f"{format_bytes(free)} are free. Pick the outputs that have targets with output=, such as the scores of "
+            "the answer tokens of a language model, or give fewer examples."
+        )
+
+
 def check_covariance_fits(J: Any, memory: float | str) -> None:
     """Raise where the joint covariance of all outputs of all examples does not fit memory."""
     check_fits(
@@ -252,5 +263,5 @@ def check_covariance_fits(J: Any, memory: float | str) -> None:
         memory,
         J.device,
         what=f"return_cov=True for {J.n:,} inputs with {J.c:,} outputs",
-        instead="Ask for return_std=True, or for fewer inputs at once",
+        instead="Ask for return_std=True, for fewer inputs at once, or draw outputs with sample(X, k)",
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, autodiff_wins, informative_rows
 from linnet.linalg import (
     REFINED,
+    ClassBlocks,
     LinearOperator,
     Preconditioner,
     Product,
@@ -48,6 +49,7 @@ from linnet.linalg import (
     inner_matrix,
     log_det_from_tridiagonals,
     sketch,
+    square_sums,
     weigh,
     weight_from_root,
     woodbury_preconditioner,
@@ -83,7 +85,7 @@ class Samples:
         log_det: ``log det(I + S^(1/2) J^T B J S^(1/2))``; None in weight space without probes.
         log_det_error: Its standard error; 0 where exact.
         preconditioner: What the solve used, for the next one with nearly the same data and prior.
-        curvature: The mean square of L, by which the next one tells another noise.
+        curvature: The mean over the examples of the squares of L, by which the next one tells another noise.
     """
 
     Z: Tensor
@@ -138,7 +140,7 @@ class Samples:
 def posterior_samples(
     J: Jacobian,
     S: Tensor,
-    L: Tensor,
+    L: Any,
     k: int,
     *,
     tolerance: float = 1e-2,
@@ -162,7 +164,8 @@ def posterior_samples(
     Args:
         J: The Jacobian of the training data, (n c, p).
         S: Prior variances, (p,); zero keeps a parameter where it is.
-        L: A root of the curvature, (n, c) or (n, c, c): ``likelihood.root(f)``.
+        L: A root of the curvature, (n, c) or (n, c, c): ``likelihood.root(f)``; for many classes
+            `linnet.probability.row_root`.
         k: How many draws.
         tolerance: Largest residual of a column, relative to the part of its right-hand side that comes from the data:
             however many parameters the data says nothing about, they do not count.
@@ -234,7 +237,7 @@ def posterior_samples(
         return Samples(d[:, None] * h, S, seed, "weight", Solution(h, True, 0, 0.0, tolerance=tolerance), 0.0)
     P: Preconditioner | None = None if isinstance(preconditioner, str) else preconditioner
     if preconditioner == "auto" and rank == "auto" and start is not None and start.preconditioner is not None:
-        P = reuse_preconditioner(start.preconditioner, start.variance, S, float(L.square().mean()) / start.curvature)
+        P = reuse_preconditioner(start.preconditioner, start.variance, S, _mean_square(L, J.n) / start.curvature)
     system = make_system(J, S, L, k, settings, kind=kind, coarse=coarse, preconditioner=P, probes=probes)
     P = system.preconditioner
     first = h if start is None else _started(start, h, d)
@@ -257,7 +260,7 @@ def posterior_samples(
     solution.checked("the system of the posterior samples")
     log_det, error = (None, 0.0) if not probes else _log_det(solution, P, J.shape[1])
     Z = d[:, None] * solution.value[:, :k]
-    return Samples(Z, S, seed, "weight", solution, log_det, error, P, float(L.square().mean()))
+    return Samples(Z, S, seed, "weight", solution, log_det, error, P, _mean_square(L, J.n))
 
 
 def choose_space(J: Jacobian, k: int, memory: float | str = "auto") -> str:
@@ -359,6 +362,11 @@ def _started(start: Samples, h: Tensor, d: Tensor) -> Tensor:
 def _log_det(solution: Solution, P: Preconditioner | None, p: int) -> tuple[float, float]:
     assert solution.tridiagonals is not None
     return log_det_from_tridiagonals(solution.tridiagonals, P, p)
+
+
+def _mean_square(L: Any, n: int) -> float:
+    """The mean over the examples of the squares of L."""
+    return float(square_sums(L, n).mean())
 
 
 def _draws(rows: int, k: int, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -548,7 +556,7 @@ def _check(J: Jacobian, S: Tensor, L: Tensor, k: int, probes: int, space: str) -
         )
     if tuple(S.shape) != (J.shape[1],):
         raise ValueError(f"J has shape {J.shape}, so S needs shape ({J.shape[1]},); got {tuple(S.shape)}.")
-    if tuple(L.shape) not in ((J.n, J.c), (J.n, J.c, J.c)):
+    if not isinstance(L, ClassBlocks) and tuple(L.shape) not in ((J.n, J.c), (J.n, J.c, J.c)):
         raise ValueError(
             f"J has {J.n} examples with {J.c} outputs, so L needs shape ({J.n}, {J.c}) or ({J.n}, {J.c}, {J.c}), as "
             f"likelihood.root(f) gives it; got {tuple(L.shape)}."
@@ -560,7 +568,7 @@ def _check(J: Jacobian, S: Tensor, L: Tensor, k: int, probes: int, space: str) -
             )
     if not bool(((S >= 0) & torch.isfinite(S)).all()):
         raise ValueError("S holds prior variances, which must be finite and not negative; some are not.")
-    if not bool(torch.isfinite(L).all()):
+    if not bool(torch.isfinite(L.pi if isinstance(L, ClassBlocks) else L).all()):
         raise ValueError("L, the root of the likelihood's curvature, holds NaN or infinity.")
     return as_weight(L)
 

@@ -10,9 +10,14 @@ from linnet.jacobian.gram import CurvatureSums
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation, constant_over
 from linnet.jacobian.linearization import Linearization, linearize
-from linnet.jacobian.output_combinations import WeightedRows, combine_outputs, informative_rows
+from linnet.jacobian.output_combinations import (
+    WeightedRows,
+    combine_outputs,
+    estimate_column_norms,
+    informative_rows,
+)
 from linnet.jacobian.passes import PassSettings
-from linnet.jacobian.plan import Plan, _count, autodiff_wins, fused_cost, gram_cost
+from linnet.jacobian.plan import Plan, _count, autodiff_wins, fused_cost, gram_cost, has_many_outputs
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 
 __all__ = [
@@ -37,8 +42,10 @@ __all__ = [
     "cache_limit",
     "combine_outputs",
     "constant_over",
+    "estimate_column_norms",
     "fused_cost",
     "gram_cost",
+    "has_many_outputs",
     "informative_rows",
     "linearize",
     "needs_grad",

@@ -97,7 +97,7 @@ def estimate_size(passes: Pass) -> int:
     held = keep(given, s.engine)
     # What all examples share, such as the output's own gradient, is kept once for each chunk.
     shared = bytes_of(held, lambda t: t.stride(0) == 0)
-    own = bytes_of(held) - shared
+    own, shared = ceil((bytes_of(held) - shared) / first.share), ceil(shared / first.share)
     each = ceil(own / given[0].n) if given else 0
     each += (sum(f.q for f in rows) + 1) * first.c * size + first.rest
     return n * each + ceil(n / _stored_size(passes)) * shared

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import Deferred, Precision, check_ranks_agree, forward_mode, noting_saved_tensors
+from linnet._common import Deferred, Precision, budget, check_ranks_agree, forward_mode, noting_saved_tensors
 from linnet.data import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import combine
 from linnet.jacobian.blocks.convolution import LazyBlock
+from linnet.jacobian.cuda.replay import Loan, Replays, can_record, try_unwatched
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule, Slot
 from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
@@ -41,7 +42,7 @@ from linnet.jacobian.rule_selection import (
     streamed,
     warn_fallback,
 )
-from linnet.network import FunctionalModel, check_outputs_finite, examples_interact
+from linnet.network import FunctionalModel, address, check_outputs_finite, examples_interact
 
 if TYPE_CHECKING:
     from linnet.jacobian.linearization import Linearization
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 AGAIN = 2**24
 """Bytes of the network's graph up to which all examples of a new chunk, at most 64, are run once more in other batches;
 of larger chunks it is a sixteenth. Certainty against the time of a first pass."""
+
+ALL_OUTPUTS, FEW_OUTPUTS = 64, 8
+"""Up to the first number of outputs, the first examples are differentiated in all of them, and with more outputs in the
+second number of them: what a chunk takes is counted from these. The time of a first pass against its exact size."""
 
 NOTHING = nullcontext()
 
@@ -75,6 +80,22 @@ class Chunk:
     blocks: list[ColumnBlock]
     truth: Truth | None = None
     signature: tuple[Any, ...] = ()
+
+    def copy(self, *, blocks: bool) -> Chunk:
+        """The chunk with a copy of its outputs and, if ``blocks``, of its columns."""
+        return replace(self, f=self.f.clone(), blocks=[f.copy() for f in self.blocks] if blocks else self.blocks)
+
+    def is_close(self, other: Chunk) -> bool:
+        """Whether another chunk of the same examples differs by rounding only."""
+        pairs = [(self.f, other.f)]
+        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
+            pairs += zip(mine.tensors(), theirs.tensors(), strict=True)
+        close = [
+            (a - b).abs().max() <= (torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0) * b.abs().max()
+            for a, b in pairs
+            if a.numel()
+        ]
+        return bool(torch.stack(close).all())
 
 
 @final
@@ -122,9 +143,10 @@ class ChunkBuilder:
             if along is None or not along.shape[1] or not (columns and graph):
                 f = net.forward(leaves, batch)
             else:
-                views = net.layout.unflatten(along[:, 0].to(net.model_dtype))
+                views = net.layout.unflatten(along[:, 0])
                 # With memory of their own, in one call: forward mode copies views, one by one and zeros first.
-                tangent = dict(zip(views, torch._foreach_mul(list(views.values()), 1.0), strict=True))
+                copies = zip(net.theta.items(), torch._foreach_mul(list(views.values()), 1.0), strict=True)
+                tangent = {name: t.to(like.dtype) for (name, like), t in copies}
                 shared = SharedOutputs() if along.shape[1] > 1 else None
                 with forward_mode(net.module), nullcontext() if shared is None else shared:
                     f, product = autodiff.dual(lambda theta: net.forward(theta, batch), leaves, tangent)
@@ -142,6 +164,7 @@ class ChunkBuilder:
         precision: Precision,
         *,
         columns: bool = False,
+        few: bool = False,
         prepare: Prepare = lambda block: block,
         prove: OtherBatches | None = None,
     ) -> Chunk:
@@ -151,6 +174,7 @@ class ChunkBuilder:
             batch: The examples, on the device of the network.
             precision: Precision of the network's passes.
             columns: Products of autodiff go column by column.
+            few: Of many outputs the layer rules make the rows of the first few alone.
             prepare: Applied to each block as soon as it is there, so that what it was made of can be freed.
             prove: Some of the examples in other batches, if the columns are to be compared with reverse mode. The
                 columns of autodiff are compared when they are used, the columns of layer rules by the caller, with the
@@ -169,7 +193,7 @@ class ChunkBuilder:
             if blocks is None:
                 if not recording.uses:  # emptied by a stream that broke off
                     recording = self.rules.record(batch, assignment.changes)
-                blocks, assignment = self._captured(recording, assignment, batch, prepare)
+                blocks, assignment = self._captured(recording, assignment, batch, prepare, few)
         if assignment.rest:
             judge = None if truth is None else partial(_same, truth)
             seed = None if prove is None else prove.truth
@@ -178,9 +202,12 @@ class ChunkBuilder:
 
     def _without_autocast(self, prepare: Prepare) -> Prepare:
         """The same outside of bf16's autocast: products of blocks are float32."""
+        kind = self.network.device.type
 
         def prepared(block: ColumnBlock) -> ColumnBlock:
-            with torch.autocast(self.network.device.type, enabled=False):
+            if not torch.is_autocast_enabled(kind):
+                return prepare(block)
+            with torch.autocast(kind, enabled=False):
                 return prepare(block)
 
         return prepared
@@ -216,11 +243,18 @@ class ChunkBuilder:
         return blocks + [prepare(block) for block in combine(shared)]
 
     def _captured(
-        self, recording: Recording, assignment: RuleAssignment, batch: Batch, prepare: Prepare
+        self,
+        recording: Recording,
+        assignment: RuleAssignment,
+        batch: Batch,
+        prepare: Prepare,
+        few: bool = False,
     ) -> tuple[list[ColumnBlock], RuleAssignment]:
         out = recording.out
         pairs = [(use, kept) for use, kept in zip(recording.uses, assignment.kept, strict=True) if kept]
-        seeds = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
+        c = out.shape[1]
+        rows = FEW_OUTPUTS if few and c > ALL_OUTPUTS else c
+        seeds = torch.eye(rows, c, dtype=out.dtype, device=out.device)[:, None].expand(-1, len(out), -1)
         grads = gradients(out, [use for use, _ in pairs], seeds, batched=assignment.batched)
         blocks: list[ColumnBlock] = []
         for (use, kept), g in zip(pairs, grads, strict=True):
@@ -232,7 +266,7 @@ class ChunkBuilder:
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
                 fewer = self.rules.leave_to_autodiff(recording.signature, names)
-                return self._captured(recording, fewer, batch, prepare)
+                return self._captured(recording, fewer, batch, prepare, few)
         return [prepare(block) for block in combine(blocks)], assignment
 
     def _autodiff(
@@ -307,6 +341,10 @@ class Proofs:
         self._seen.add(key)
         return new
 
+    def has(self, way: str, batch: Batch) -> bool:
+        """Whether a chunk made in this way has been claimed."""
+        return (way, *_composition(batch)) in self._seen
+
     def forget(self) -> None:
         """All chunks are new again: a pass broke off, and its claims were not all met."""
         self._seen.clear()
@@ -326,7 +364,7 @@ class FirstExamples:
 
     Attributes:
         c: Outputs.
-        blocks: Columns of the Jacobian of the first examples.
+        blocks: Columns of the Jacobian of the first examples: rows of all outputs, or of the first ones of many.
         batch: One or two of the examples.
         per_example: Bytes that an example takes in a chunk.
         graph: Bytes that an example takes in the graph of the network, without blocks and rows.
@@ -341,6 +379,16 @@ class FirstExamples:
     graph: int
     inputs: int
     rest: int
+
+    @property
+    def planned(self) -> list[ColumnBlock]:
+        """The blocks as they are with all outputs, for counts of cost alone: their tensors may hold fewer outputs."""
+        return [block.with_outputs(self.c) for block in self.blocks]
+
+    @property
+    def share(self) -> float:
+        """The part of all outputs that the blocks hold."""
+        return min((block.c for block in self.blocks), default=self.c) / self.c
 
 
 @dataclass(frozen=True)
@@ -414,6 +462,11 @@ class ChunkSource(ABC):
         """Whether a pass is left to autodiff alone, which holds no rows."""
         return False
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether a GPU can record chunks and play them again."""
+        return False
+
     @abstractmethod
     def with_settings(self, settings: PassSettings) -> ChunkSource:
         """The same chunks with other settings."""
@@ -440,6 +493,7 @@ class NetworkChunks(ChunkSource):
         late: Checks outputs when all minibatches have been taken; None checks them in every pass.
         agreed: Whether the ranks have found that they have the same weights and data.
         whole: The chunks whose first examples stand for the first examples here; None for these themselves.
+        replays: Chunks that a GPU has recorded.
     """
 
     lin: Linearization
@@ -449,6 +503,7 @@ class NetworkChunks(ChunkSource):
     late: Deferred | None = None
     agreed: bool = False
     whole: NetworkChunks | None = None
+    replays: Replays[Chunk] = field(default_factory=Replays)
 
     @property
     def n(self) -> int:
@@ -469,7 +524,7 @@ class NetworkChunks(ChunkSource):
 
     def around(self, lin: Linearization) -> NetworkChunks:
         """The chunks of the same data by another network with the same layers."""
-        return replace(self, lin=lin, proofs=Proofs(), whole=self)
+        return replace(self, lin=lin, proofs=Proofs(), whole=self, replays=Replays())
 
     def over(self, source: Source, late: Deferred | None = None) -> NetworkChunks:
         """The chunks of other examples of the same kind."""
@@ -479,7 +534,7 @@ class NetworkChunks(ChunkSource):
         return self.over(self.source.subset(index))
 
     def with_settings(self, settings: PassSettings) -> NetworkChunks:
-        return replace(self, settings=settings, proofs=Proofs(), whole=self)
+        return replace(self, settings=settings, proofs=Proofs(), whole=self, replays=Replays())
 
     def begin(self) -> None:
         if not self.agreed:
@@ -489,6 +544,7 @@ class NetworkChunks(ChunkSource):
 
     def forget_proofs(self) -> None:
         self.proofs.forget()
+        self.replays.clear()
 
     # The first examples.
 
@@ -503,7 +559,9 @@ class NetworkChunks(ChunkSource):
         """Check the network on the first examples and measure what an example takes."""
         self.lin.network.check_unchanged()
         sizes: dict[tuple[int, int], int] = {}
-        own = {t.untyped_storage().data_ptr() for t in self.lin.theta.values()}
+        module = self.lin.module
+        weights = (*self.lin.theta.values(), *module.parameters(), *module.buffers())
+        own = {address(t) for t in weights}
 
         def note(t: Tensor) -> Tensor:
             try:
@@ -517,7 +575,7 @@ class NetworkChunks(ChunkSource):
             return t.detach()  # an output that its own graph saved would never be freed
 
         self.lin.rules.assign(batch)
-        build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision)
+        build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision, few=True)
         try:
             with noting_saved_tensors(note):
                 chunk = build()
@@ -531,15 +589,18 @@ class NetworkChunks(ChunkSource):
         for block in chunk.blocks:
             for t in block.tensors():
                 note(t)
-        return FirstExamples(
+        blocks = sum(sizes.values()) - graph * batch.n
+        found = FirstExamples(
             c=chunk.f.shape[1],
             blocks=chunk.blocks,
             batch=batch.part(0, min(2, batch.n)),
-            per_example=sum(sizes.values()) // batch.n + working_size(chunk.blocks, self.lin.dtype.itemsize),
+            per_example=0,
             graph=graph,
             inputs=batch.input_bytes // batch.n,
             rest=batch.rest_bytes // batch.n,
         )
+        each = int(graph * batch.n + blocks / found.share) // batch.n
+        return replace(found, per_example=each + working_size(found.planned, self.lin.dtype.itemsize))
 
     # Chunks.
 
@@ -555,9 +616,16 @@ class NetworkChunks(ChunkSource):
 
     def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
         for batch in self.batches(size, start, stop):
-            made = [self.build(batch, request)]
+            loan = self._borrow(batch, request)
+            # A product is done with a chunk before the next chunk is made; other passes hold several.
+            hold = request.kind not in PRODUCTS
+            made = [self.build(batch, request) if loan is None else loan.value.copy(blocks=hold)]
             f = made[0].f
-            yield batch, made.pop()
+            try:
+                yield batch, made.pop()
+            finally:
+                if loan is not None:
+                    loan.give_back()
             # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self.late is not None:
                 self.late.add(f, batch.index)
@@ -571,14 +639,41 @@ class NetworkChunks(ChunkSource):
 
     def _by_backward(self, kind: Request) -> bool:
         # Reverse mode adds up over the examples, which half precision is too short for.
-        return kind == "rmatmul" and self.lin.model_dtype == self.lin.dtype
+        return kind == "rmatmul" and not self.lin.rules.differentiates_in_half
+
+    def _borrow(self, batch: Batch, request: ChunkRequest) -> Loan[Chunk] | None:
+        """The chunk of a batch as a GPU has recorded it; None if there is no such record.
+
+        Only chunks that have been compared with reverse mode are recorded and played.
+        """
+        s, lin = self.settings, self.lin
+        if not can_record(lin.device) or request.rotation is not None or not self.proofs.has("rules", batch):
+            return None
+        if self._prefers_autodiff(request) or not self.can_replay:
+            return None
+        make = partial(lin.chunks.build_by_rules, precision=s.precision, prepare=request.prepare)
+        key, room = (request.kind, request.k, s.precision, s.engine), partial(budget, s.memory, lin.device)
+        return self.replays.borrow(key, batch, make, Chunk.is_close, needs=batch.n * self.first.per_example, room=room)
+
+    @cached_property
+    def can_replay(self) -> bool:
+        """Whether a GPU can record chunks: the network never looks at numbers."""
+        if not can_record(self.lin.device) or self.settings.memory != "auto" or self.source.changes:
+            return False
+        make = partial(self.lin.chunks.build_by_rules, self.first.batch, self.settings.precision)
+        return not self.lin.rules.has_rest and try_unwatched(make) is not None
+
+    def _prefers_autodiff(self, request: ChunkRequest) -> bool:
+        """Whether autodiff alone is the cheapest way for a request."""
+        auto = self.settings.engine == "auto" and request.kind in PRODUCTS and request.rotation is None
+        wins = auto and autodiff_wins(request.kind, k=request.k, c=self.first.c)
+        return self.settings.engine == "autodiff" or wins
 
     def build(self, batch: Batch, request: ChunkRequest) -> Chunk:
         """The chunk of a batch, in the way that is cheapest for a request."""
         s, lin, kind, k = self.settings, self.lin, request.kind, request.k
         product, c = kind in PRODUCTS, self.first.c
-        auto = s.engine == "auto" and product and request.rotation is None
-        autodiff = s.engine == "autodiff" or (auto and autodiff_wins(kind, k=k, c=c))
+        autodiff = self._prefers_autodiff(request)
         backward = self._by_backward(kind)
         forward = autodiff and product and not backward and lin.rules.can("forward_mode", batch)
         if s.engine == "autodiff" or (autodiff and (backward or forward)):

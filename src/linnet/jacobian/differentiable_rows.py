@@ -140,7 +140,7 @@ class TangentFeatures:
             exact = torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for t, g in pairs]).to(rows.dtype)
             found = u @ rows
             slope, exact_slope = _slope(found @ v, x), _slope(exact @ v, x)
-        tolerance = TOLERANCE[self.lin.model_dtype]
+        tolerance = TOLERANCE[self.lin.rules.coarsest]
         return checks.close(found, exact, tolerance) and checks.close(slope, exact_slope, tolerance)
 
     def _vectorized(self, x: Tensor) -> Tensor:

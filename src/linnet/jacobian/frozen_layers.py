@@ -202,7 +202,7 @@ class FrozenLayers:
                 self._mark_needed(found, probe)
                 with torch.no_grad(), self.lin.network.in_precision("highest"):
                     out = self.top.forward({}, self.with_kept(probe, self.of(found)))
-                return close(out, reference, TOLERANCE[self.lin.model_dtype])
+                return close(out, reference, TOLERANCE[self.lin.rules.coarsest])
             except (RuntimeError, IndexError):
                 continue
         return False
@@ -308,7 +308,7 @@ class FrozenLayers:
         top = self.top.rules.record(self.with_kept(batch, kept), NO_CHANGES)
         u = random_signs(*top.out.shape, seed=batch.start, like=top.out.detach())
         first, second = (self.lin.rules.truth(recording, u, "highest") for recording in (whole, top))
-        same = close(top.out, whole.out, TOLERANCE[self.lin.model_dtype])
+        same = close(top.out, whole.out, TOLERANCE[self.lin.rules.coarsest])
         if not same or (first.judges and first.different(second.G)[0]):
             raise _cannot_start()
 

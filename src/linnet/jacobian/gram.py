@@ -20,7 +20,7 @@ from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
 from linnet.jacobian.streaming import add_streams, streams
-from linnet.linalg import weigh
+from linnet.linalg import blocks_of_chunk, weigh
 from linnet.network import check_same_shapes
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
             b = piece.batch
-            w = weight.view(J.n, J.c) if weight is not None and weight.ndim == 1 else weight
-            _add_squares(piece.blocks, None if w is None else w[b.start : b.start + b.n], total, J.dtype)
+            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c)
+            _add_squares(piece.blocks, w, total, J.dtype)
         add_up(total)
         return total.to(J.dtype)
 
@@ -167,7 +167,7 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
         found = _empty_kronecker(J)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
-            part = None if root is None else root[b.start : b.start + b.n]
+            part = None if root is None else blocks_of_chunk(root, b.start, b.start + b.n, J.c)
             found.add(piece.blocks, part, b.n)
         found.over_ranks()
         return found
@@ -178,8 +178,8 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
 Form = Literal["kron", "diag"]
 """Forms of a curvature that add up over the examples: Kronecker factors, or the diagonal."""
 
-RootFn = Callable[[Tensor], Tensor]
-"""From outputs (n, c) to a root of the curvature in these outputs, (n, c) where it is diagonal, or (n, c, m)."""
+ByChunk = Callable[[Batch], Tensor]
+"""From a chunk, whose outputs are ``batch.f`` (n, c), to a tensor for its examples."""
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,14 @@ class CurvatureSums:
     squares: Tensor | None = None
 
 
-def compute_curvature(J: Jacobian, form: Form, root: RootFn, u: Callable[[Batch], Tensor]) -> CurvatureSums:
+def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> CurvatureSums:
     """Outputs, curvature and gradient in one pass; the root of each chunk comes from the outputs of the chunk.
 
     Args:
         J: (n c, p).
         form: Which curvature.
-        root: Gives L.
-        u: From a batch with its outputs ``batch.f`` to the (n, c) that the gradient takes.
+        root: Gives L, (n, c) where it is diagonal, or (n, c, m).
+        u: Gives the (n, c) that the gradient takes.
     """
 
     def run() -> CurvatureSums:
@@ -219,7 +219,7 @@ def compute_curvature(J: Jacobian, form: Form, root: RootFn, u: Callable[[Batch]
         for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
             b = replace(piece.batch, f=piece.f)
             f[b.start : b.start + b.n] = piece.f
-            L = root(piece.f)
+            L = root(b)
             if factors is None:
                 _add_squares(piece.blocks, L.square() if L.ndim == 2 else L @ L.mT, squares, J.dtype)
             else:
@@ -249,7 +249,9 @@ def _empty_kronecker(J: Jacobian) -> Kronecker:
     first, engine = J.passes.chunks.first, J.passes.settings.engine
     sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
     memory = J.passes.settings.memory
-    return Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device, n=J.n, memory=memory)
+    return Kronecker(
+        sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device, rows=J.shape[0], memory=memory
+    )
 
 
 def _add_squares(blocks: Sequence[ColumnBlock], weight: Tensor | None, total: Tensor, dtype: torch.dtype) -> None:

@@ -41,8 +41,17 @@ from linnet.jacobian.chunk import ChunkSource, NetworkChunks
 from linnet.jacobian.frozen_layers import SourceWithActivations, store_activations
 from linnet.jacobian.kronecker import Kronecker, Rotation
 from linnet.jacobian.passes import Pass, Piece
-from linnet.jacobian.plan import Plan, Request, describe
-from linnet.linalg import LinearOperator, RowFn, add_symmetric_, apply_to_columns, check_fn_result, check_weight, weigh
+from linnet.jacobian.plan import Plan, Request, describe, has_many_outputs
+from linnet.linalg import (
+    ClassBlocks,
+    LinearOperator,
+    RowFn,
+    add_symmetric_,
+    apply_to_columns,
+    check_fn_result,
+    check_weight,
+    weigh,
+)
 from linnet.network import check_outputs_finite
 
 T = TypeVar("T")
@@ -104,8 +113,8 @@ class Jacobian(LinearOperator):
 
     @property
     def _sample(self) -> list[ColumnBlock]:
-        """Columns of the Jacobian of the first examples."""
-        return self.passes.chunks.first.blocks
+        """Columns of the Jacobian of the first examples, for counts of cost."""
+        return self.passes.chunks.first.planned
 
     def _network_chunks(self, why: str) -> NetworkChunks:
         """The chunks that the network makes; raise where they are in memory."""
@@ -337,13 +346,22 @@ class Jacobian(LinearOperator):
 
         return self.passes.complete(run)
 
-    def outputs_and_product(self, V: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs_and_product(
+        self, V: Tensor, *, fold: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """f (n, c) and ``J V``, (n c,) or (n c, k), from one pass.
+
+        Args:
+            V: (p,) or (p, k).
+            fold: Applied to the rows (r, k) of ``J V`` of each chunk. The answer (r, k') takes the place of the rows:
+                k columns of all rows are never held.
 
         >>> import linnet
         >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(6, 2))
         >>> [t.shape for t in J.outputs_and_product(torch.ones(3, 2))]
         [torch.Size([6, 1]), torch.Size([6, 2])]
+        >>> J.outputs_and_product(torch.ones(3, 2), fold=lambda rows: rows.square().sum(1, keepdim=True))[1].shape
+        torch.Size([6, 1])
         """
         k, aligned = V[..., None].shape[1], self._aligned(V.reshape(len(V), -1))
         # One column goes through the network together with the outputs.
@@ -351,16 +369,18 @@ class Jacobian(LinearOperator):
 
         def run() -> tuple[Tensor, Tensor]:
             f = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
-            out = aligned.new_zeros(self.shape[0], aligned.shape[1])
+            width = k if fold is None else fold(f.new_zeros(1, k)).shape[1]
+            out = aligned.new_zeros(self.shape[0], width)
             for piece in self.passes.pieces(kind, aligned.shape[1], "f and J V", along=aligned):
-                f[piece.rows], out[piece.rows] = piece.f.flatten(), _product(piece, aligned)
-                del piece
+                rows = _product(piece, aligned)[:, :k]
+                f[piece.rows], out[piece.rows] = piece.f.flatten(), rows if fold is None else fold(rows)
+                del piece, rows
             share_rows(f, self.n, self.c)
             share_rows(out, self.n, self.c)
             return f.view(self.n, self.c), out
 
         f, out = self.passes.complete(run)
-        return f, out[:, :k].reshape(self.shape[0], *V.shape[1:])
+        return f, out if fold is not None else out.reshape(self.shape[0], *V.shape[1:])
 
     def map_parts(self, fn: Callable[[Jacobian], T], size: int) -> list[T]:
         """The answers of ``fn`` about each part of the examples: one pass for everything that it asks of a part.
@@ -531,9 +551,13 @@ class Jacobian(LinearOperator):
         return self if self.in_memory else self._with(store(self.passes, memory))
 
     def cached_if_fits(self) -> Jacobian:
-        """`cached` where that fits into memory, else `above_frozen` where that can be, else the Jacobian itself."""
+        """`cached` where that fits into memory, else `above_frozen` where that can be, else the Jacobian itself.
+
+        Of many outputs no rows are kept: their backward passes cost more than products with the network.
+        """
         try:
-            return self.cached()
+            if self.in_memory or not has_many_outputs(self.c):
+                return self.cached()
         except MemoryError:
             pass
         try:
@@ -645,22 +669,22 @@ class Jacobian(LinearOperator):
             root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
         """
         self._check_kronecker()
-        if root is not None and tuple(root.shape[:2]) != (self.n, self.c):
+        if root is not None and not isinstance(root, ClassBlocks) and tuple(root.shape[:2]) != (self.n, self.c):
             raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
         return gram.compute_kronecker(self, root)
 
-    def curvature(self, form: gram.Form, root: gram.RootFn, u: Callable[[Batch], Tensor]) -> gram.CurvatureSums:
+    def curvature(self, form: gram.Form, root: gram.ByChunk, u: gram.ByChunk) -> gram.CurvatureSums:
         """Outputs, ``J^T u`` and the sums of a form of ``J^T L L^T J``, all in one pass.
 
         Args:
             form: "kron" as `kronecker`, or "diag" as `column_norms`.
-            root: From the outputs (n, c) of a chunk to L, (n, c) where it is diagonal, or (n, c, m).
-            u: From a chunk, whose outputs are ``batch.f``, to (n, c).
+            root: From a chunk, whose outputs are ``batch.f``, to L, (n, c) where it is diagonal, or (n, c, m).
+            u: From a chunk to (n, c).
 
         Example:
             >>> import linnet
             >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
-            >>> found = J.curvature("diag", torch.ones_like, lambda batch: torch.ones_like(batch.f))
+            >>> found = J.curvature("diag", lambda batch: torch.ones(2, 1), lambda batch: torch.ones(2, 1))
             >>> found.f.shape, found.gradient.tolist(), found.squares.tolist()
             (torch.Size([2, 1]), [4.0, 4.0, 2.0], [10.0, 16.0, 2.0])
         """

@@ -249,7 +249,7 @@ class Kronecker:
         p: Parameters.
         dtype: Of the curvature that comes out.
         device: Where.
-        n: Examples that will be added; None where that is not known.
+        rows: Rows of J that will be added: examples times outputs; None where that is not known.
         memory: Bytes that the factors may take, or "auto".
 
     Attributes:
@@ -266,7 +266,7 @@ class Kronecker:
         p: int,
         dtype: torch.dtype,
         device: torch.device,
-        n: int | None = None,
+        rows: int | None = None,
         memory: float | str = "auto",
     ) -> None:
         self.layout, self.n = layout, 0
@@ -275,7 +275,7 @@ class Kronecker:
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.squares, self.dtype = like.new_zeros(p), dtype
         outer = [block for block in sample if isinstance(block, OuterProductBlock)]
-        shapes = [_side_shapes(block, n) for block in outer]
+        shapes = [_side_shapes(block, math.inf if rows is None else rows) for block in outer]
         longest = _longest_decomposed([shape for both in shapes for shape in both], memory, device)
         sketches: dict[tuple[int, int], Tensor] = {}
 
@@ -424,20 +424,18 @@ Shape = tuple[int, int, int]
 """Of a side: its groups, its length, and the columns of its sketch."""
 
 
-def _side_shapes(block: OuterProductBlock, n: int | None) -> tuple[Shape, Shape]:
-    """The shapes of the sides of inputs and of output gradients, for n examples; None for very many examples.
+def _side_shapes(block: OuterProductBlock, rows: float) -> tuple[Shape, Shape]:
+    """The shapes of the sides of inputs and of output gradients, for so many rows of J.
 
     A sketch of few rows has a column for each row, and some more, so that the sketch is exact.
     """
     groups, T, dx = block.x.shape[1:]
-    dg = block.g.shape[-1]
 
-    def columns(d: int, rows: float) -> int:
-        return int(min(d, rows + 16 if rows + 16 <= d // 4 else LEADING))
+    def shape(d: int) -> Shape:
+        enough = T * rows + 16
+        return groups, d, int(min(d, enough if enough <= d // 4 else LEADING))
 
-    rows = math.inf if n is None else n * T
-    inputs = dx if block.weight is not None else 0
-    return (groups, inputs, columns(inputs, rows)), (groups, dg, columns(dg, rows * block.c))
+    return shape(dx if block.weight is not None else 0), shape(block.g.shape[-1])
 
 
 def _longest_decomposed(lengths: Sequence[Shape], memory: float | str, device: torch.device) -> int:

@@ -58,8 +58,8 @@ class Linearization:
         theta: The selected parameters, by name.
         layout: Places of the selected parameters in the flat vector.
         p: The number of selected parameters.
-        dtype: Dtype of the Jacobian: the dtype of the parameters, but at least float32.
-        model_dtype: Dtype of the parameters.
+        dtype: Dtype of the Jacobian: it holds the dtypes of all selected parameters, and is at least float32.
+        model_dtype: Dtype of the selected parameters; of several dtypes the one with the fewest digits.
         device: The device of the network.
         network: The network as a function of its parameters.
         rules: Which layer rules serve the network.

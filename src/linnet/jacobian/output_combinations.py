@@ -18,10 +18,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from linnet._common import TEMPORARY
 from linnet.data import Batch, Source
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
-from linnet.linalg import LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh
+from linnet.jacobian.plan import has_many_outputs
+from linnet.linalg import ClassBlocks, LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh, weight_from_root
 from linnet.network import FunctionalModel, output_matrix, output_tensor, with_forward
 
 NAME = "linnet_root"
@@ -51,6 +53,38 @@ def combine_outputs(J: Jacobian, root: Tensor) -> Jacobian:
     other = replace(other, watch=net.watch, cast=net.cast)
     chunks = NetworkChunks(lin.with_network(other), _WithRoot(J._source, root.detach()), J.passes.settings.renewed())
     return Jacobian(chunks)
+
+
+DRAWN_ROWS = 1024
+"""Random combinations of outputs in all, at least one for each example: more of them take time, fewer leave noise."""
+
+
+def estimate_column_norms(J: Jacobian, root: Any = None, *, seed: int = 0) -> Tensor:
+    r"""The diagonal of ``J^T L L^T J``, (p,): exact, or for many outputs an unbiased estimate.
+
+    .. math:: \mathrm{E} \, (J^\top L e)^2 = \mathrm{diag}(J^\top L L^\top J) \text{ for random signs } e
+
+    A few random combinations of the outputs of an example take as many backward passes, however many outputs there are.
+
+    Args:
+        J: (n c, p).
+        root: L, (n, c) where it is diagonal, or (n, c, c); None for the identity.
+        seed: Seed of the signs.
+
+    Example:
+        >>> from linnet import linearize
+        >>> J = linearize(nn.Linear(2, 2000, bias=False)).jacobian(torch.tensor([[1.0, 2.0]]))
+        >>> estimate_column_norms(J)[:4]
+        tensor([1., 4., 1., 4.])
+    """
+    if J.in_memory or not has_many_outputs(J.c):
+        return J.column_norms(None if root is None else weight_from_root(root))
+    m = max(1, DRAWN_ROWS // J.n)
+    generator = torch.Generator().manual_seed(seed)
+    e = torch.randint(2, (J.n, J.c, m), generator=generator).to(device=J.device, dtype=J.dtype).mul_(2).sub_(1)
+    if root is not None:
+        e = weigh(e.flatten(0, 1), as_weight(root)).view_as(e)
+    return combine_outputs(J, e / m**0.5).column_norms()
 
 
 def _combining(model: nn.Module, output: Callable[[Any], Tensor] | None) -> nn.Module:
@@ -127,7 +161,7 @@ class WeightedRows(LinearOperator):
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         if weight is not None:
             raise NotImplementedError(f"{self.name} has no column_norms with a weight")
-        return self.J.column_norms(self.L.square() if self.L.ndim == 1 else self.L @ self.L.mT)
+        return self.J.column_norms(weight_from_root(self.L))
 
 
 SMALL = 256
@@ -140,7 +174,7 @@ WORTH = 0.3
 
 @torch.no_grad()
 def informative_rows(
-    J: Jacobian, root: Tensor, *, share: float = 1e-4, most: int | None = None, largest: float = 0.03
+    J: Jacobian, root: Any, *, share: float = 1e-4, most: int | None = None, largest: float = 0.03
 ) -> Stack | None:
     """R (m, p) with ``R^T R`` close to ``J^T B J``; None where that takes too many rows, or J cannot choose examples.
 
@@ -164,8 +198,9 @@ def informative_rows(
     """
     if root.ndim != 3 or J.in_memory or not J.by_position:
         return None
-    columns = _columns(root)
-    squares = columns.square().sum(1).double()  # (n, c), falling
+    if root.shape[1] != J.c:  # blocks of the sites of an example
+        return None
+    squares = torch.cat([_columns(part).square().sum(1) for part in _parts(root)]).double()  # (n, c), falling
     if not float(squares.sum()) > 0:
         return None
     rows = WORTH * J.shape[0] if most is None else min(most, WORTH * J.shape[0])
@@ -175,7 +210,19 @@ def informative_rows(
         if most is None or share > largest:
             return None
         groups = _groups(squares, share)
-    return Stack([combine_outputs(J.subset(index.cpu()), columns[index, :, :q]) for index, q in groups])
+
+    def columns(index: Tensor, q: int) -> Tensor:
+        return torch.cat([_columns(part)[:, :, :q].clone() for part in _parts(root[index])])
+
+    return Stack([combine_outputs(J.subset(index.cpu()), columns(index, q)) for index, q in groups])
+
+
+def _parts(root: Tensor | ClassBlocks) -> Iterator[Tensor]:
+    """The blocks of a root, some at a time."""
+    step = max(1, TEMPORARY // (root.shape[1] * root.shape[2]))
+    for start in range(0, len(root), step):
+        part = root[slice(start, start + step)]
+        yield part.dense() if isinstance(part, ClassBlocks) else part
 
 
 def _groups(squares: Tensor, share: float) -> list[tuple[Tensor, int]]:

@@ -21,6 +21,7 @@ from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.chunk import ChunkRequest, ChunkSource, Prepare
+from linnet.jacobian.cuda.replay import CHUNK, free_replays
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
 from linnet.jacobian.proofs import Disproved
@@ -150,7 +151,7 @@ class Pass:
         rotation, rounds = self.rotation, kind == "gram" and self._in_tf32
 
         def ready(block: ColumnBlock) -> ColumnBlock:
-            block = block if rotation is None else rotation(block, whole=kind in ("diag", "squares"))
+            block = block if rotation is None else rotation(block.widen(), whole=kind in ("diag", "squares"))
             block = prepare(block, kind, k=k, engine=self.settings.engine)
             return block.rounded() if rounds else block
 
@@ -173,15 +174,29 @@ class Pass:
             each = min(first.per_example, 3 * first.graph) if columns else first.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = budget(s.memory, self.lin.device)
-            size = self._settle(f"{columns} {self.n}", chunk_size(self.n, each, s.room))
+            size = self._settle(f"{columns} {self.n}", each, s.room, self._share)
             if columns and self.lin.network.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
 
-    def _settle(self, kind: str, size: int) -> int:
-        """The size that chunks had before, unless memory has shrunk or doubled: the same chunks are proved once."""
-        known = self.settings.sizes.get(kind, 0)
-        if not known <= size < 2 * known:
+    @property
+    def _share(self) -> float:
+        """Share of a pass's memory that one chunk takes: less where a GPU records chunks."""
+        return CHUNK if self.chunks.can_replay else 1.0
+
+    @property
+    def chunk_room(self) -> int:
+        """Bytes that one chunk may take."""
+        return int(self._share * budget(self.settings.memory, self.lin.device))
+
+    def _settle(self, kind: str, each: int, room: int, share: float) -> int:
+        """Examples of ``each`` bytes per chunk, in a share of the room.
+
+        Chunks keep the size that they had before while it fits and is no less than half: the same chunks are proved
+        once.
+        """
+        size, known = chunk_size(self.n, each, int(share * room)), self.settings.sizes.get(kind, 0)
+        if not known * each <= room or not size < 2 * known:
             self.settings.sizes[kind] = size
         return self.settings.sizes[kind]
 
@@ -199,15 +214,15 @@ class Pass:
             size = min(s.batch_size, self.n)
         else:
             room = budget(s.memory, self.lin.device) if room is None else room
-            size = min(chunk_size(self.n, self._gram_example, int(GRAM[0] * room)), max(512, ceil(self.n / 16)))
-            size = self._settle(f"gram {self.n}", size)
+            size = self._settle(f"gram {self.n}", self._gram_example, room, min(GRAM[0], self._share))
+            size = min(size, max(512, ceil(self.n / 16)))
         return size if s.largest is None else min(size, s.largest)
 
     @property
     def _gram_example(self) -> int:
         """Bytes of an example in a Gram matrix's chunk: not all of its blocks become rows."""
         spared, first = 0, self.chunks.first
-        for f in first.blocks:
+        for f in first.planned:
             if choose(f, "gram", k=1, engine=self.settings.engine) == "ghost" and not isinstance(f, EmbeddingBlock):
                 sides = f.size.groups * f.size.T * (f.size.dx + f.c * f.size.dg) if isinstance(f, LazyBlock) else 0
                 spared += max(0, f.c * f.q - sides)
@@ -227,6 +242,9 @@ class Pass:
                 self.lin.rules.deny(found.ability)
                 self.chunks.forget_proofs()
             except torch.OutOfMemoryError:
+                if free_replays():
+                    torch.cuda.empty_cache()
+                    continue
                 size = s.used or self.chunk_size()
                 if size == 1 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                     raise

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from linnet._common import budget, format_bytes, rank_and_world
+from linnet._common import format_bytes, rank_and_world
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -29,6 +29,10 @@ Request = Literal["matmul", "rmatmul", "fused", "gram", "diag", "squares", "side
 Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
 
 PRODUCTS = ("matmul", "rmatmul", "fused")
+
+MANY, USUAL_COLUMNS = 16, 64
+"""Outputs for each column above which estimates from columns replace exact numbers from rows, and columns where nobody
+says how many. A smaller number saves time, and a larger number keeps exact numbers for more networks."""
 
 PLAN_COLUMNS = 32
 """Columns for which a printed plan names engines and counts cost."""
@@ -78,8 +82,21 @@ def prepare(block: ColumnBlock, request: Request, *, k: int, engine: Engine = "a
     if chosen == "autodiff" and request not in PRODUCTS:
         return block.expand()
     if not isinstance(block, LazyBlock):
-        return block
+        return block.widen()
     return block.for_few() if request in PRODUCTS else block.as_outer_product()
+
+
+def has_many_outputs(c: int, k: int = USUAL_COLUMNS) -> bool:
+    """Whether c rows of an example, a backward pass each, cost far more than k columns, a forward pass each.
+
+    Args:
+        c: Outputs.
+        k: Columns that answer the same question.
+
+    >>> has_many_outputs(1000), has_many_outputs(3 * 64 * 64)
+    (False, True)
+    """
+    return c > MANY * k
 
 
 def autodiff_wins(request: Request, *, k: int, c: int) -> bool:
@@ -182,7 +199,8 @@ def describe(passes: Pass) -> Plan:
     for block in first.blocks:
         if not isinstance(block, DenseBlock | OuterProductBlock | EmbeddingBlock | LazyBlock | SumBlock):
             continue  # autodiff's
-        for layer, part in cut_by_layer(block, lin.layout):
+        for layer, cut in cut_by_layer(block, lin.layout):
+            part = cut.with_outputs(first.c)
             uses, products, gram = found.get(layer, (0, set(), set()))
             products = products | {choose(part, "fused", k=PLAN_COLUMNS, engine=s.engine)}
             gram = gram | {choose(part, "gram", k=1, engine=s.engine)}
@@ -218,7 +236,7 @@ def describe(passes: Pass) -> Plan:
         c=first.c,
         chunk=passes.chunk_size(),
         per_example=first.per_example,
-        budget=budget(s.memory, lin.device),
+        budget=passes.chunk_room,
         data=chunks.kind,
         note=note if world == 1 else f"{note}, {world} ranks",
     )
@@ -251,10 +269,11 @@ def chunk_size(n: int, per_example: int, limit: int) -> int:
 
 
 def working_size(blocks: Sequence[ColumnBlock], itemsize: int) -> int:
-    """Bytes per example of the rows of all blocks and of the largest patches of a convolution."""
+    """Bytes per example of the rows of all blocks, of the largest patches of a convolution, and of what is formed."""
     rows = sum(f.c * f.q for f in blocks if not isinstance(f, EmbeddingBlock))
     patches = max((f.size.groups * f.size.T * f.size.dx for f in blocks if isinstance(f, LazyBlock)), default=0)
-    return itemsize * (rows + patches)
+    formed = sum(f.formed // f.n for f in blocks if isinstance(f, EmbeddingBlock))
+    return itemsize * (rows + patches) + formed
 
 
 def _count(number: float) -> str:

@@ -23,19 +23,19 @@ from torch import Tensor
 
 from linnet._common import Precision
 from linnet.jacobian.blocks.base import ColumnBlock, Range
-from linnet.network import Layout
+from linnet.network import Layout, coarser
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Largest relative disagreement with autodiff that is rounding, by the model's dtype."""
 
 
-def tolerance_of(dtype: torch.dtype, precision: Precision) -> float:
-    """The largest relative disagreement that is rounding, for a network that runs in a precision."""
+def rounds_to(dtype: torch.dtype, precision: Precision) -> torch.dtype:
+    """The dtype with the fewest digits of a network with that dtype that runs in a precision."""
     if precision == "bf16":
-        return max(TOLERANCE[dtype], TOLERANCE[torch.bfloat16])
+        return coarser(dtype, torch.bfloat16)
     if precision in ("high", "products"):  # tf32 has as many bits as float16
-        return max(TOLERANCE[dtype], TOLERANCE[torch.float16])
-    return TOLERANCE[dtype]
+        return coarser(dtype, torch.float16)
+    return dtype
 
 
 class Disproved(Exception):
@@ -73,6 +73,7 @@ class Truth:
         G: ``J^T U``, (p, m).
         layout: Places of the parameters.
         tolerances: Largest relative disagreement that is rounding, for each of the m.
+        eps: Relative rounding of one number in the passes.
         natural: A size that gradients have where nothing cancels: outputs over parameters.
     """
 
@@ -80,6 +81,7 @@ class Truth:
     G: Tensor
     layout: Layout
     tolerances: tuple[float, ...]
+    eps: float
     natural: float
 
     @property
@@ -125,8 +127,9 @@ class Truth:
         errors = torch.stack([(found[s] - truth[s]).norm(dim=0) for s in slices.values()])
         sizes = torch.stack([truth[s].norm(dim=0) for s in slices.values()])
         # A parameter whose gradient is zero but for rounding is held against the others, or against the outputs.
-        floors = 1e-3 * sizes.amax(0).clamp(min=self.natural)
-        wrong = errors > torch.maximum(sizes, floors) * errors.new_tensor(self.tolerances)
+        biggest = sizes.amax(0).clamp(min=self.natural)
+        bounds = torch.maximum(sizes, 1e-3 * biggest) * errors.new_tensor(self.tolerances)
+        wrong = errors > torch.maximum(bounds, 2 * self.eps * biggest)
         return [{name for name, bad in zip(slices, column, strict=True) if bad} for column in wrong.T.tolist()]
 
 

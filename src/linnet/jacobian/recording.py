@@ -210,6 +210,7 @@ class Recording:
         changes: What was done to them.
         draws: Whether the pass used a random generator of its own.
         coarsest: The floating dtype with the fewest digits in the pass.
+        coarsest_gradient: The same among what depends on a selected parameter.
     """
 
     out: Tensor
@@ -218,6 +219,7 @@ class Recording:
     changes: Changes
     draws: bool = False
     coarsest: torch.dtype = torch.float64
+    coarsest_gradient: torch.dtype = torch.float64
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -254,7 +256,7 @@ def record(
             out = forward(leaves)
         needed = recorder.overwritten()
         if needed == changes:
-            seen = (False, torch.float64) if watch is None else (watch.draws, watch.coarsest)
+            seen = () if watch is None else (watch.draws, watch.coarsest, watch.coarsest_gradient)
             return Recording(out, leaves, recorder.uses, changes, *seen)
         changes = needed
     raise RuntimeError(

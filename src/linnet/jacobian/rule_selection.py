@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice, product
 from typing import Any, final
 
@@ -25,12 +26,15 @@ from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.layers.elementwise import Elementwise
 from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
-from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, tolerance_of
+from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, rounds_to
 from linnet.jacobian.recording import NO_CHANGES, Changes, RecordedCall, Recording, record
-from linnet.network import DIGITS, CallGuard, FunctionalModel, address, checks
+from linnet.network import CallGuard, FunctionalModel, address, checks, coarser
 
 PROBE = 3
 """Examples on which the rules are checked."""
+
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes that are too short for sums over examples, and for products with columns."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Findings:
 
     Attributes:
         coarsest: The floating dtype with the fewest digits that was seen in a pass.
+        coarsest_gradient: The same among what depends on a selected parameter.
         changes: What was done to the calls of the last batch that was inspected.
         assignments: Which rules serve which calls, by the calls.
         last: Which rules served the last batch.
@@ -93,6 +98,7 @@ class Findings:
     """
 
     coarsest: torch.dtype
+    coarsest_gradient: torch.dtype
     changes: Changes = NO_CHANGES
     assignments: dict[tuple[Any, ...], RuleAssignment] = field(default_factory=dict)
     last: RuleAssignment = field(default_factory=lambda: RuleAssignment([], (), ()))
@@ -110,7 +116,7 @@ class RuleSelection:
 
     def __init__(self, network: FunctionalModel, known: Findings | None = None) -> None:
         self.network = network
-        self._known = Findings(network.model_dtype) if known is None else known
+        self._known = Findings(network.model_dtype, network.model_dtype) if known is None else known
 
     def of(self, network: FunctionalModel) -> RuleSelection:
         """The same findings for the same network around other weights."""
@@ -140,8 +146,17 @@ class RuleSelection:
 
     @property
     def _rounds_to_half(self) -> bool:
-        """Whether the network runs in half precision."""
-        return self.network.model_dtype != self.network.dtype
+        """Whether a part of the network runs in half precision."""
+        return self._known.coarsest in HALF
+
+    @property
+    def differentiates_in_half(self) -> bool:
+        """Whether a part of the network that depends on selected parameters runs in half precision.
+
+        Gradients are rounded there in the same way whatever they are multiplied by, only if they are captured: forward
+        mode would round tangents, and reverse mode sums over examples.
+        """
+        return self._known.coarsest_gradient in HALF
 
     @property
     def has_rest(self) -> bool:
@@ -168,12 +183,14 @@ class RuleSelection:
             # The calls depend on the data beyond the first examples: trust no rule with them.
             return RuleAssignment([None] * len(recording.uses), tuple(self.network.theta), ())
         names = tuple(self.network.theta)
-        found = inspect(small, self.network.dtype, names=names)
+        found = inspect(small, self.network.dtype, names=names, rounds=self._known.coarsest)
         if found.failed and probe.n > 1:
             # Calls that all examples share have no gradient by example, until their output is repeated for each.
             for spread in (found.failed, *({i} for i in sorted(found.failed))):
                 trial = self._spread(small, probe, found.changes.spread | spread)
-                better = None if trial is None else inspect(trial, self.network.dtype, names=names)
+                better = None
+                if trial is not None:
+                    better = inspect(trial, self.network.dtype, names=names, rounds=self._known.coarsest)
                 if better is not None and len(better.rest) < len(found.rest):
                     found = better
                 if not found.failed:
@@ -188,11 +205,11 @@ class RuleSelection:
         except (RuntimeError, ValueError, TypeError, IndexError, LookupError, AssertionError):
             return None
         same = trial.signature == small.signature and trial.out.shape == small.out.shape
-        return trial if same and checks.close(trial.out, small.out, TOLERANCE[self.network.model_dtype]) else None
+        return trial if same and checks.close(trial.out, small.out, self._tolerance()) else None
 
     def _check_linear(self, small: Recording) -> None:
         """Raise if gradients do not grow with their seed."""
-        if not small.out.requires_grad or self._rounds_to_half:
+        if not small.out.requires_grad or self.differentiates_in_half:
             return
         u = random_signs(*small.out.shape, seed=0, like=small.out.detach())
         truth = self.truth(small, u, "highest")
@@ -212,9 +229,12 @@ class RuleSelection:
             plain = self.network.plain_outputs(probe)
             if plain is not None and not checks.close(plain, out, tolerance):
                 raise checks.not_functional()
+            self._check_cast(probe, out)
         # As many other examples beside each one, with which kernels round alike; or each one alone.
         beside = [[i // 2 for i in range(n)], [n - 1 - i // 2 for i in range(n)]]
-        more = beside if self._rounds_to_half else [[i] for i in range(n)]
+        if self._needs_same_size("highest"):
+            self._check_alone(probe, out)
+        more = beside if self._needs_same_size("highest") else [[i] for i in range(n)]
         for index in ([*reversed(range(n))], *more) if n > 1 else ():
             if not self._check_apart(small, probe, index) and len(index) == 1:
                 break  # the network takes no single example
@@ -222,6 +242,44 @@ class RuleSelection:
             return
         for index in beside:
             self._check_apart(small, probe, index)
+
+    def _check_cast(self, probe: Batch, out: Tensor) -> None:
+        """Raise if the outputs of a cast network are not those of the network itself, up to the rounding of these."""
+        net, before = self.network, self.network.cast_of
+        if net.cast is None or before is None:
+            return
+        parts = (t.dtype for t in before.module.parameters() if t.is_floating_point())
+        rounds = reduce(coarser, parts, self._known.coarsest)
+        if rounds in HALF and net.has_convolutions and net.device.type == "cpu":
+            return  # half-precision convolutions end the process on some CPUs
+        own = net.uncast_outputs(probe)
+        if own is None or not own.isfinite().all():
+            return
+        tolerance = 0.5 if rounds in HALF else TOLERANCE[rounds]  # half precision loses digits in every layer
+        if own.shape != out.shape or not checks.close(own.to(out.dtype), out, tolerance):
+            raise checks.cannot_cast(net.cast, "its outputs are not those of the network itself")
+
+    def _check_alone(self, probe: Batch, out: Tensor) -> None:
+        """Raise if the outputs of an example alone are far from those in a batch: they depend on the number there."""
+        for i in range(probe.n) if probe.n > 1 else ():
+            try:
+                with torch.no_grad():
+                    alone = self._of_some(probe, torch.tensor([i]))
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                return  # the network takes no single example
+            if float((alone[0] - out[i]).abs().max()) > self._loose() * float(out.abs().max()):
+                raise checks.examples_interact()
+
+    def _loose(self, precision: Precision = "highest") -> float:
+        """The largest relative disagreement where rounding moves an example across a kink, or through many layers."""
+        return {torch.float64: TOLERANCE[torch.float64], torch.float32: 0.1}.get(
+            rounds_to(self._known.coarsest, "bf16" if precision == "bf16" else "highest"), 0.5
+        )
+
+    def _needs_same_size(self, precision: Precision) -> bool:
+        """Whether kernels round in another way with every number of examples: half precision, and float32 on a GPU."""
+        on_gpu = self.network.device.type == "cuda" and self._known.coarsest != torch.float64
+        return self._rounds_to_half or precision == "bf16" or on_gpu
 
     def _check_apart(self, small: Recording, probe: Batch, index: list[int]) -> bool:
         """Raise if outputs or gradients of some examples are others in another batch; False if that cannot be run."""
@@ -250,8 +308,8 @@ class RuleSelection:
         """Examples of a chunk in other batches; see `linnet.network.parameter_guard` for what is refused on the way.
 
         A small chunk is cut in two at random, and two of its examples are also run alone. Of a large chunk a sixteenth
-        is taken. Half-precision kernels round in another way with every number of examples: there, the examples that
-        are taken fill a batch of the same size.
+        is taken. Where kernels round in another way with every number of examples (see `_needs_same_size`), the
+        examples that are taken fill a batch of the same size.
 
         Args:
             batch: The chunk.
@@ -265,7 +323,7 @@ class RuleSelection:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(batch.start))
             few = max(few, n // 16)
             parts = [order[:few]] if n > few else [order[: n // 2], order[n // 2 :]] if n > 1 else [order]
-            if not self._rounds_to_half and precision != "bf16":
+            if not self._needs_same_size(precision):
                 indices, alone = parts, [*order[:2, None]] if 2 < n <= few else []
             else:
                 indices = [part[torch.arange(n) % len(part)] for part in parts]
@@ -299,15 +357,12 @@ class RuleSelection:
         u[again.to(u.device)] = 0.0  # an example that fills the batch again does not count
         found = self.truth(recording, u, precision)
         U = found.U.new_zeros(batch.n, *found.U.shape[1:]).index_add_(0, index.to(u.device), found.U)
-        # Rounding can move an example across a kink, and its gradient with it.
-        loose = {torch.float64: TOLERANCE[torch.float64], torch.float32: 0.1}.get(self._known.coarsest, 0.5)
-        loose = max(loose, 0.5) if precision == "bf16" else loose
-        return replace(found, U=U, tolerances=(loose,))
+        return replace(found, U=U, tolerances=(self._loose(precision),))
 
     def _calls(self, current: frozenset[int]) -> CallGuard:
         """Checks of the calls in a pass in which the tensors ``current`` stand for the selected parameters."""
         net = self.network
-        known = [(id(t), name) for name, t in (*net.originals, *net.cast_from, *net.theta.items())]
+        known = [(id(t), name) for name, t in (*net.originals, *net.former, *net.theta.items())]
         selected = {address(t): name for name, t in net.theta.items()}
         others = {key: name for key, name in known if key not in current}
         return CallGuard(others, selected, net.storages(), current)
@@ -388,8 +443,8 @@ class RuleSelection:
         ]
         sizes = torch.stack([t.detach().float().norm() for t in (out, *leaves.values())])
         natural = float(sizes[0] / sizes[1:].norm().clamp(min=torch.finfo(torch.float32).tiny))
-        bounds = (self._tolerance(precision),)
-        return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, natural)
+        bounds, eps = (self._tolerance(precision),), torch.finfo(rounds_to(self._known.coarsest, precision)).eps
+        return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, eps, natural)
 
     def judge(self, recording: Recording | None, batch: Batch, precision: Precision, apart: OtherBatches) -> Truth:
         """Gradients that a chunk must reproduce: of all its examples, and of some of them in other batches.
@@ -444,13 +499,15 @@ class RuleSelection:
             changes=self._known.changes if changes is None else changes,
             calls=self._calls if watched else None,
         )
-        if DIGITS[recording.coarsest] < DIGITS[self._known.coarsest]:
-            self._known.coarsest = recording.coarsest
+        known = self._known
+        if not torch.is_autocast_enabled(self.network.device.type):  # a precision that was asked for is known anyway
+            known.coarsest = coarser(known.coarsest, recording.coarsest)
+            known.coarsest_gradient = coarser(known.coarsest_gradient, recording.coarsest_gradient)
         return recording
 
     def _tolerance(self, precision: Precision = "highest") -> float:
         """The largest relative disagreement between two passes that is rounding."""
-        return tolerance_of(self._known.coarsest, precision)
+        return TOLERANCE[rounds_to(self._known.coarsest, precision)]
 
     def _record_like_last(self, batch: Batch, *, watched: bool) -> Recording:
         """A recording with the last batch's changes, which number calls: dropped if this batch makes other calls."""
@@ -465,9 +522,9 @@ class RuleSelection:
     def can(self, ability: str, batch: Batch) -> bool:
         """Whether the model supports "vectorize" (vmap over examples) or "forward_mode", tried once on an example.
 
-        Half-precision models use neither: their tangents would be rounded to half precision.
+        Networks that are differentiated in half precision use neither: tangents would be rounded to half precision.
         """
-        if self._rounds_to_half:
+        if self.differentiates_in_half:
             return False
         few = min(2, batch.n)  # one example alone hides what goes wrong with several
         if (ability, few) not in self._known.abilities:
@@ -505,7 +562,7 @@ class RuleSelection:
                 pairs = [(product, torch.stack(along).sum(0))]
         except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
-        return all(checks.close(a, b, TOLERANCE[self.network.model_dtype]) for a, b in pairs)
+        return all(checks.close(a, b, self._tolerance()) for a, b in pairs)
 
 
 def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtype: torch.dtype) -> list[ColumnBlock]:
@@ -519,10 +576,14 @@ def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtyp
         dtype: Dtype of the columns.
     """
     x = use.call.x
+    half = use.rule.takes_half and x is not None and x.dtype == g.dtype in (torch.bfloat16, torch.float16)
+    if not (half and dtype == torch.float32):
+        g = g.to(dtype)
+        x = x.to(dtype) if x is not None and x.is_floating_point() else x
     if x is not None and x.is_floating_point():
-        x = use.rule.prepare(use.call, x.to(dtype))
+        x = use.rule.prepare(use.call, x)
     x = None if x is None else arrange(x, kept.layout, n)
-    g = arrange(g.to(dtype).movedim(0, -1), kept.layout, n).movedim(-1, 1)
+    g = arrange(g.movedim(0, -1), kept.layout, n).movedim(-1, 1)
     return use.rule.make_blocks(use.call, x, g, kept.slots, kept.layout)
 
 
@@ -608,13 +669,14 @@ def streamed(
     return reached == len(uses)
 
 
-def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -> RuleAssignment:
+def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str], rounds: torch.dtype) -> RuleAssignment:
     """Check every use of every parameter against autodiff, on the few examples of a recording.
 
     Args:
         recording: A forward pass of at most `PROBE` examples.
         dtype: Dtype of the columns.
         names: The selected parameters.
+        rounds: The floating dtype with the fewest digits in the pass.
     """
     out, leaves, uses = recording.out, recording.leaves, recording.uses
     n = len(out)
@@ -623,7 +685,6 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
     truth = _autodiff(out, leaves, u)
     unused = tuple(name for name in names if name not in truth)
     biggest = max((t.abs().max().item() for t in truth.values()), default=0.0)
-    model_dtype = next(iter(leaves.values())).dtype
 
     grads = gradients(out, uses, u[None], batched=False)
     trials = [_trials(use, g, leaves, n=n, dtype=dtype) for use, g in zip(uses, grads, strict=True)]
@@ -641,7 +702,7 @@ def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str]) -
                 if _agrees(
                     [trials[i][c].get(name) for i, c in zip(cluster, choice, strict=True) if c is not None],
                     truth[name].to(dtype),
-                    TOLERANCE[model_dtype],
+                    rounds,
                     biggest,
                 )
             }
@@ -720,12 +781,13 @@ def _choices(options: Sequence[Sequence[str | None]]) -> Iterable[Sequence[str |
     yield from islice(product(*options), 64)
 
 
-def _agrees(parts: Sequence[Tensor | None], truth: Tensor, tolerance: float, biggest: float) -> bool:
+def _agrees(parts: Sequence[Tensor | None], truth: Tensor, rounds: torch.dtype, biggest: float) -> bool:
     found = [part for part in parts if part is not None]
     if not found:
         return False
     error = (sum(found[1:], start=found[0]) - truth).abs().max().item()
-    return error <= tolerance * max(truth.abs().max().item(), 1e-3 * biggest)
+    bound = TOLERANCE[rounds] * max(truth.abs().max().item(), 1e-3 * biggest)
+    return error <= max(bound, 2 * torch.finfo(rounds).eps * biggest)
 
 
 def warn_of(structure: RuleAssignment, uses: Sequence[RecordedCall]) -> None:

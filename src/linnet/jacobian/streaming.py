@@ -59,7 +59,7 @@ def add_streams(
     f: Tensor,
     gradient: Tensor,
     *,
-    root: Callable[[Tensor], Tensor],
+    root: Callable[[Batch], Tensor],
     u: Callable[[Batch], Tensor],
 ) -> None:
     """Add the curvature of all examples of this rank to factors, the outputs and ``J^T u`` to tensors.
@@ -69,7 +69,7 @@ def add_streams(
         factors: Sums of the curvature.
         f: (n, c), takes the outputs.
         gradient: (p,), takes ``J^T u``.
-        root: From the outputs of a chunk to L, (n, c) where it is diagonal, or (n, c, m).
+        root: From a chunk with its outputs to L, (n, c) where it is diagonal, or (n, c, m).
         u: From a chunk with its outputs to (n, c).
 
     Raises:
@@ -108,7 +108,7 @@ def _stream_chunk(
     factors: Kronecker,
     gradient: Tensor,
     *,
-    root: Callable[[Tensor], Tensor],
+    root: Callable[[Batch], Tensor],
     u: Callable[[Batch], Tensor],
     apart: OtherBatches | None,
 ) -> Chunk:
@@ -123,14 +123,15 @@ def _stream_chunk(
         out = recording.out
         f = out.detach().to(net.dtype)
         check_outputs_finite(f, batch.start, batch.positions)
-        seeds = _columns(root(f)).to(out)  # (m, n, c)
-        gradient += rules.truth(recording, u(replace(batch, f=f)).to(out), precision).G[:, 0]
+        with_outputs = replace(batch, f=f)
+        columns = _columns(root(with_outputs))
+        seeds = torch.cat([columns, u(with_outputs)[None].to(columns)]).to(out)  # (m + 1, n, c), the last for J^T u
         signs = random_signs(*seeds.shape[:2], seed=batch.start + 1, like=out.detach())
         truth = None
         if apart is not None:
             truth = rules.truth(recording, torch.einsum("mn,mnc->nc", signs, seeds), precision)
             _check_apart(recording, batch, apart, passes, precision)
-        found = torch.zeros(lin.p, 1, dtype=net.dtype, device=net.device)
+        found, part = (torch.zeros(lin.p, 1, dtype=net.dtype, device=net.device) for _ in range(2))
         kept = [served for served in assignment.kept if served]
         uses = [use for use, served in zip(recording.uses, assignment.kept, strict=True) if served]
         recording.uses.clear()
@@ -139,7 +140,11 @@ def _stream_chunk(
             def take(i: int, use: RecordedCall, g: Tensor, m: int = m) -> None:
                 with torch.autocast(net.device.type, enabled=False):
                     for block in build_blocks(use, kept[i], g, n=batch.n, dtype=net.dtype):
-                        factors.add([prepare(block, "sides", k=1)], None, 0, inputs=m == 0)
+                        block = block.widen()
+                        if m < len(columns):
+                            factors.add([prepare(block, "sides", k=1)], None, 0, inputs=m == 0)
+                        else:
+                            block.rmatmul(torch.ones_like(signs[m], dtype=net.dtype)[:, None, None], part)
                         if truth is not None:
                             block.rmatmul(signs[m].to(net.dtype)[:, None, None], found)
 
@@ -152,6 +157,7 @@ def _stream_chunk(
     if truth is not None and truth.judges and truth.different(found)[0]:
         raise Disproved("stream")
     factors.n += batch.n
+    gradient += part[:, 0]
     return Chunk(f, [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -15,20 +16,39 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, check_ranks_agree, dense_budget, messages
+from linnet._common import check_fits, check_ranks_agree, messages
 from linnet._estimator import (
+    ErrorBarsMixin,
     HubMixin,
     Linearity,
     as_targets,
+    check_has_exact,
     check_inputs,
+    check_variance,
     draw_inputs,
     has_fast_float64,
+    leave_out_ignored,
     like,
     list_options,
 )
 from linnet.data import Batch
-from linnet.inference import LogDet, Slope, SolverSettings, check_covariance_fits, choose_solver, maximize
-from linnet.jacobian import CurvatureSums, Jacobian, Linearization, combine_outputs, linearize
+from linnet.inference import (
+    LogDet,
+    Slope,
+    SolverSettings,
+    check_covariance_fits,
+    check_outputs_fit,
+    choose_solver,
+    maximize,
+)
+from linnet.jacobian import (
+    CurvatureSums,
+    Jacobian,
+    Linearization,
+    combine_outputs,
+    has_many_outputs,
+    linearize,
+)
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import (
@@ -61,6 +81,7 @@ from linnet.laplace.structures import (
     SubnetworkCurvature,
     kernels_of,
 )
+from linnet.linalg import ClassBlocks, blocks_of_chunk
 from linnet.network import FlatOutput, Params, check_module
 from linnet.probability import (
     Bernoulli,
@@ -76,7 +97,10 @@ from linnet.probability import (
     check_prior,
     likelihood_for,
     make_prior,
+    row_root,
 )
+
+log = logging.getLogger("linnet")
 
 StructureName = Literal["auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"]
 At = Literal["network", "linear_mode"]
@@ -86,6 +110,13 @@ KEPT = ("full", "function", "lowrank", "samples")
 
 BOUNDED = ("kron", "ekfac", "diag")
 """Structures without correlations, whose effective dimension is too large to tell the noise; see `tune`."""
+
+BY_OUTPUT = ("kron", "ekfac", "diag", "subnetwork")
+"""Structures that take a backward pass for each output, so that many outputs are drawn."""
+
+DRAWN_ROWS = 1024
+"""Labels that are drawn in all where outputs are many, at least one for each example: more of them take time, fewer of
+them leave more noise in the Fisher information."""
 
 SAMPLED = 1e-3
 """Log evidence that is not worth another solve, where the evidence comes from samples."""
@@ -104,7 +135,7 @@ LOOKED_AT = 200
 """Training examples on which the cost of error bars is measured."""
 
 
-class Laplace(HubMixin, BaseEstimator):
+class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     r"""Error bars for a trained network: the Gaussian posterior of its weights, linearized.
 
     .. math:: \theta \sim N(0, S), \qquad \theta \mid y \approx N(\theta_0, H^{-1}), \quad H = J^\top B J + S^{-1},
@@ -131,9 +162,16 @@ class Laplace(HubMixin, BaseEstimator):
             smaller one than that of largest evidence, which is far too large; see `tune`.
         rank: Number of eigenpairs of "lowrank".
         size: Number of parameters of "subnetwork".
-        samples: Number of draws of "samples" and of Monte Carlo averages.
+        ignore_index: Label of examples, and of sites, that count for nothing, as in torch: for integer labels of
+            classes. None for no such label.
+        samples: Number of draws of the structure "samples" and of error bars from samples.
+        variance: How error bars are made: "exact", or "samples" (from posterior samples that are drawn once: any number
+            of outputs costs ``samples`` products with the Jacobian). "auto" takes samples for more than 16 outputs for
+            each sample, and for the structure "samples".
         draws: None for the exact Fisher information; a number m replaces it by the average of m labels drawn for
-            each example: unbiased, and m backward passes in place of one for each class.
+            each example: unbiased, and m backward passes in place of one for each output. "auto" draws labels where
+            outputs are many, as for ``variance``, and the structure is "kron", "ekfac", "diag" or "subnetwork", which
+            need one backward pass for each output; other structures need products alone.
         tolerance: Relative residual of the solve for "samples".
         dtype: Of all computations: "auto" is float64 where the device is fast at it, else float32.
         memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
@@ -152,6 +190,8 @@ class Laplace(HubMixin, BaseEstimator):
         gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode.
         gradient_ratio_: The gradient of the log likelihood, in units of what noise in the labels alone would make it.
         tune_path_: Steps of the last search: log evidence, scales, noise, effective dimension.
+        variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
+        draws_: Labels drawn for each example for the Fisher information; None where it is exact.
         narrowed_: The factor by which the prior variances of largest evidence were made smaller; 1 where they were not.
 
     Example:
@@ -175,6 +215,7 @@ class Laplace(HubMixin, BaseEstimator):
     gradient_norm_: float
     gradient_ratio_: float
     tune_path_: tuple[Step, ...]
+    draws_: int | None
     narrowed_: float
     n_features_in_: int
     _known_evidence: float
@@ -197,7 +238,9 @@ class Laplace(HubMixin, BaseEstimator):
         rank: int = 64,
         size: int = 1000,
         samples: int = 64,
-        draws: int | None = None,
+        variance: str = "auto",
+        draws: int | str | None = "auto",
+        ignore_index: int | None = -100,
         tolerance: float = 1e-2,
         dtype: Any = "auto",
         memory: float | str = "auto",
@@ -207,8 +250,9 @@ class Laplace(HubMixin, BaseEstimator):
     ) -> None:
         self.model, self.likelihood, self.structure = model, likelihood, structure
         self.prior, self.params = prior, params
-        self.output, self.noise, self.rank, self.size, self.samples = output, noise, rank, size, samples
-        self.draws, self.tolerance, self.dtype, self.memory = draws, tolerance, dtype, memory
+        self.output, self.noise, self.rank, self.size = output, noise, rank, size
+        self.samples, self.variance, self.draws, self.ignore_index = samples, variance, draws, ignore_index
+        self.tolerance, self.dtype, self.memory = tolerance, dtype, memory
         self.batch_size, self.seed, self.progress = batch_size, seed, progress
 
     # Fitting.
@@ -217,25 +261,30 @@ class Laplace(HubMixin, BaseEstimator):
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
         check_options(self)
         inputs = check_inputs(self, X, reset=True)
-        self._attach(self.model)
+        self._attach(check_module(self.model))
         check_prior(self.prior, self.lin_)
-        J = self._jacobian(inputs)
+        inputs, J, targets = self._labeled(inputs, y)
         check_structure_fits(self, J)
+        check_outputs_fit(J)
         self._probe = draw_inputs(J._source)
-        targets = as_targets(y, J)
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         check_ranks_agree(self.lin_, None, options=list_options(self), targets=self._y)
         self._train_inputs = inputs
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
-        sums = self._first_pass(J) if self.structure_ in BOUNDED and self.draws is None else None
+        if self.structure_ == "samples":
+            check_has_exact(self.variance, "structure='samples'", "another structure")
+        self.draws_ = self._count_draws(J)
+        sums = self._first_pass(J) if self.structure_ in BOUNDED and self.draws_ is None else None
         self._f = f = J.outputs() if sums is None else sums.f
-        self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws is None else J
+        self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws_ is None else J
         self._prior = make_prior(self.lin_, self.prior, J=self._J)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise, unit = 1.0, self._unit
-        self._structure = self._fitted(self._root(f) if sums is None or self.structure_ == "ekfac" else None, sums)
+        self._structure = self._fitted(
+            self._root(f, self._y) if sums is None or self.structure_ == "ekfac" else None, sums
+        )
         self._log_det = self._structure.log_det(self._prior)
         self.tune_path_ = ()
         search = Search(bool(self._prior.scales), self._noise_free, bounded=self.structure_ in BOUNDED)
@@ -255,6 +304,16 @@ class Laplace(HubMixin, BaseEstimator):
         self.lin_.check_unchanged(contents=True)
         return self
 
+    def _labeled(self, inputs: Any, y: Any) -> tuple[Any, Jacobian, Tensor]:
+        """Inputs, Jacobian and targets of the examples that are not to be ignored."""
+        J = self._jacobian(inputs)
+        targets = as_targets(y, J)
+        if self.likelihood == "classification" or isinstance(self.likelihood, Bernoulli | Categorical):
+            found = leave_out_ignored(inputs, targets, targets, self.ignore_index)
+            if found is not None:
+                return found[0], self._jacobian(found[0]), found[1]
+        return inputs, J, targets
+
     def _attach(self, network: nn.Module) -> None:
         self._read = FlatOutput(self.output)
         dtype = self.dtype
@@ -268,36 +327,55 @@ class Laplace(HubMixin, BaseEstimator):
         """An exact structure where it fits memory and patience, else samples."""
         kernels = len(self.lin_.layout.layers) + 1 if self.prior == "layerwise" else 1
         steps = 10 if self.prior == "layerwise" else 3
-        rows = J.n * (self.draws or J.c)
+        if self.draws == "auto" and has_many_outputs(J.c, self.samples):
+            return "samples"
+        rows = J.n * (self.draws if isinstance(self.draws, int) else J.c)
         settings = SolverSettings(memory=self.memory)
         found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
         return {"function": "function", "weight": "full"}.get(found, "samples")
 
+    def _count_draws(self, J: Jacobian) -> int | None:
+        """Labels that are drawn for each example in place of the exact Fisher information."""
+        if self.draws != "auto":
+            return None if self.draws is None else int(self.draws)
+        if self.structure_ not in BY_OUTPUT or not has_many_outputs(J.c, self.samples):
+            return None
+        count = max(1, min(self.samples, math.ceil(DRAWN_ROWS / J.n)))
+        log.info(
+            "The Fisher information of %d outputs comes from %d labels drawn for each example; the exact one takes %d "
+            "backward passes for each example: draws=None.",
+            J.c,
+            count,
+            J.c,
+        )
+        return count
+
     def _first_pass(self, J: Jacobian) -> CurvatureSums:
         """Outputs, curvature and gradient of the log likelihood at noise one, from one pass over the data."""
-        unit, y, seen = self._unit, self._y, list[bool]()
+        unit = self._unit
 
-        def root(f: Tensor) -> Tensor:
-            if not seen and bool(f.isfinite().all()):  # the pass itself refuses outputs that are not
-                check_root(unit, f)
-                seen.append(True)
-            return unit.root(f)
-
-        def residual(batch: Batch) -> Tensor:
+        def targets(batch: Batch) -> tuple[Tensor, Tensor]:
             assert batch.f is not None
-            return unit.residual(batch.f, y[batch.start : batch.start + batch.n])
+            return batch.f, self._y[batch.start : batch.start + batch.n]
 
-        return J.curvature("diag" if self.structure_ == "diag" else "kron", root, residual)
+        def root(batch: Batch) -> Tensor:
+            f, y = targets(batch)
+            if not bool(f.isfinite().all()):  # the pass says which example it is
+                return torch.ones_like(f)
+            return blocks_of_chunk(self._root(f, y), 0, batch.n, J.c)
 
-    def _fitted(self, root: Tensor | None, sums: CurvatureSums | None = None) -> CurvatureStructure:
+        return J.curvature(
+            "diag" if self.structure_ == "diag" else "kron", root, lambda batch: unit.residual(*targets(batch))
+        )
+
+    def _fitted(self, root: Any, sums: CurvatureSums | None = None) -> CurvatureStructure:
         """The structure for a root of the curvature at noise one, or from what a first pass has found."""
         J, name = self._J, self.structure_
         if name == "diag" and sums is not None:
             return DiagonalCurvature(J, root, sums=sums)
         if name in ("kron", "ekfac") and sums is not None:
             return KroneckerCurvature(J, root, corrected=name == "ekfac", sums=sums)
-        assert root is not None
-        if self.draws is not None:
+        if self.draws_ is not None:
             J = combine_outputs(J, root)
             J = J.cached_if_fits() if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
@@ -311,25 +389,46 @@ class Laplace(HubMixin, BaseEstimator):
         if name == "samples":
             options: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
             return SampledCurvature(J, root, k=self.samples, memory=self.memory, **options)
-        simple: dict[str, Callable[[Jacobian, Tensor], CurvatureStructure]] = {
+        simple: dict[str, Callable[[Jacobian, Any], CurvatureStructure]] = {
             "full": FullCurvature,
             "function": KernelCurvature,
             "diag": DiagonalCurvature,
         }
         return simple[name](J, root)
 
-    def _root(self, f: Tensor) -> Tensor:
-        """A root of the curvature at noise one, (n, c), or (n, c, m)."""
-        if self.draws is None:
-            check_curvature(self._unit, f, self.memory)
-            return self._unit.root(f)
-        return sample_root(self._unit, f, self.draws, seed=self.seed)
+    def _root(self, f: Tensor, y: Tensor) -> Any:
+        """A root of the curvature at noise one, (n, c), or (n, c, m), or `ClassBlocks`, for outputs and targets."""
+        root: Any
+        if self.draws_ is not None:
+            root = sample_root(self._unit, f, self.draws_, seed=self.seed)
+        else:
+            check_curvature(self._unit, f[:256])
+            root = self._unit.root(f) if self.structure_ == "function" else row_root(self._unit, f)
+            root = root.view_as(f) if root.ndim == 1 else root
+        kept = self._kept_sites(y)
+        if kept is None:
+            return root
+        if isinstance(root, ClassBlocks):
+            return root * kept.flatten().to(root.pi)
+        rows = kept.repeat_interleave(self._read.shape[0], 1).to(root)
+        return root * (rows if root.ndim == 2 else rows[..., None])
+
+    def _kept_sites(self, y: Tensor) -> Tensor | None:
+        """The sites whose labels count, (n, sites); None for all."""
+        return self._unit.is_kept(y) if isinstance(self._unit, Sites) else None
+
+    def _count_labels(self, y: Tensor) -> Tensor:
+        """How many labels of each example count, (n,)."""
+        kept = self._kept_sites(y)
+        sites = math.prod(self._read.shape[1:])
+        return torch.full((len(y),), sites, device=y.device) if kept is None else kept.sum(1)
 
     def _refresh(self) -> None:
         """The posterior for the present prior and noise."""
         prior = self._prior
         self.prior_variance_ = prior.variance(self._scales) if prior.scales else prior.base
         self.posterior_ = self._structure.posterior(self.prior_variance_, 1 / self._noise)
+        self._settle_variance(self._f.shape[1])
         self.scales_ = dict(zip(prior.scales, self._scales, strict=True)) if prior.scales else {}
         self.likelihood_ = self._with_noise(self._noise)
         base = None if self._noise_base is None else self._noise_base * self._noise
@@ -349,7 +448,7 @@ class Laplace(HubMixin, BaseEstimator):
         base = torch.as_tensor(1.0 if noise is None else noise, dtype=J.dtype, device=J.device)
         found = likelihood_for(self.likelihood, y, shape or (J.c,), noise=base if base.ndim else float(base))
         known = torch.as_tensor(found.noise, dtype=J.dtype, device=J.device) if isinstance(found, Gaussian) else None
-        return (Sites(found, shape) if shape else found), known
+        return (Sites(found, shape, self.ignore_index) if shape else found), known
 
     @property
     def _noise_free(self) -> bool:
@@ -490,13 +589,13 @@ class Laplace(HubMixin, BaseEstimator):
             at[:] = x
             self._noise_base, self._noise = squares.new_tensor(x).exp(), 1.0
             self._unit = self._with_noise(1.0)
-            self._structure = self._fitted(self._root(self._f))
+            self._structure = self._fitted(self._root(self._f, self._y))
             self._log_det = self._structure.log_det(self._prior)
             evidence = self._evidence("network", self._prior, self._log_det)
             cost = self._log_det.cost
             path.append(laplace_search.choose(evidence, inner, scales=self._scales, noise=1.0, cost=cost)[-1])
             self._accept(self._prior, self._log_det, path)
-            gamma = (self.posterior_.variance(self._J) / self._noise_base).sum(0)
+            gamma = (self._error_bars.variance(self._J) / self._noise_base).sum(0)
             down = unexplained(len(self._f), gamma, bounded=search.bounded)
             pairs = zip((squares / self._noise_base).tolist(), down.tolist(), strict=True)
             return laplace_search.Evaluation(path[-1].log_evidence, [Slope(*pair) for pair in pairs])
@@ -516,11 +615,11 @@ class Laplace(HubMixin, BaseEstimator):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        J = self._jacobian(check_inputs(self, X, reset=False))
-        J = J if self.structure_ in BOUNDED else J.cached_if_fits()
+        _, J, targets = self._labeled(check_inputs(self, X, reset=False), y)
+        J = self._kept_for_variances(J)
         f = J.outputs()
-        targets = self._unit.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
-        variance = self._structure.variance_by_factor(J, self.prior_variance_, 1 / self._noise)
+        targets = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        variance = self._variance_by_factor(J)
 
         def score(factor: float) -> float:
             return log_score(self.likelihood_, f, variance(factor), targets)
@@ -534,23 +633,38 @@ class Laplace(HubMixin, BaseEstimator):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
         J = self._J.subset(index) if self._J.by_position else self._J
-        f, y, sites = self._f[index], self._y[index], math.prod(self._read.shape[1:])
-        each = self._unit.log_prob(self._f, self._y) / sites
-        own = float(each[index].mean())
-        variance = self._structure.variance_by_factor(J, self.prior_variance_, 1 / self._noise)
+        f, y = self._f[index], self._y[index]
+        labels = float(self._count_labels(y).sum())
+        each = self._unit.log_prob(self._f, self._y) / self._count_labels(self._y)
+        own = float(self._unit.log_prob(f, y).sum()) / labels
+        variance = self._variance_by_factor(self._kept_for_variances(J))
 
         def cost(factor: float) -> float:
-            return own - log_score(self.likelihood_, f, variance(factor), y) / (len(index) * sites)
+            return own - log_score(self.likelihood_, f, variance(factor), y) / labels
 
         limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
         self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
         if self.narrowed_ < 1:
             self._multiply(self.narrowed_)
 
+    def _variance_by_factor(self, J: Jacobian) -> Callable[[float], Tensor]:
+        """The variances of the outputs of J, (n, c), as a function of a factor of all prior variances."""
+        S, t = self.prior_variance_, 1 / self._noise
+        if self.variance_ == "exact":
+            return self._structure.variance_by_factor(J, S, t)
+        # The same as with the prior variances times the factor.
+        return lambda factor: factor * self._with_bars(self._structure.posterior(S, t * factor)).variance(J)
+
+    def _kept_for_variances(self, J: Jacobian) -> Jacobian:
+        """In memory where exact variances are asked for many times; others need no rows, or one pass."""
+        return J.cached_if_fits() if self.variance_ == "exact" and self.structure_ not in BOUNDED else J
+
     def _looked_at(self) -> Tensor:
         """Some training examples, drawn."""
         n, c = self._f.shape
-        few = min(LOOKED_AT, max(1, 2**24 // c**2))  # covariances (few, c, c) are to be small with many classes too
+        few = LOOKED_AT
+        if self.variance_ == "exact":
+            few = min(few, max(1, 2**24 // c**2))  # covariances (few, c, c) are to be small with many classes too
         return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[:few]
 
     def _multiply(self, factor: float) -> None:
@@ -573,9 +687,14 @@ class Laplace(HubMixin, BaseEstimator):
                 energy,
                 self._f.numel(),
             )
-        if self.structure_ == "subnetwork" or self.draws is not None:
-            what = "A subnetwork's evidence" if self.draws is None else "The evidence of a sampled Fisher information"
+        if self.structure_ == "subnetwork" or self.draws_ is not None:
+            what = "A subnetwork's evidence" if self.draws_ is None else "The evidence of a sampled Fisher information"
             raise NotImplementedError(f"{what} is known at the network only; use at='network'.")
+        if self._kept_sites(self._y) is not None:
+            raise NotImplementedError(
+                f"Some sites of an example have the label {self.ignore_index} and count for nothing: the evidence is "
+                "known at the network only; use at='network'."
+            )
         mean = self._f - (self._J @ theta).view_as(self._f)
         if self.structure_ in ("full", "function") and self._noise_base is None:
             return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
@@ -632,10 +751,11 @@ class Laplace(HubMixin, BaseEstimator):
             return
         index = self._looked_at()
         f, y = self._f[index], self._y[index]
-        labels = len(index) * math.prod(self._read.shape[1:])
+        labels = float(self._count_labels(y).sum())
         own = float(self._unit.log_prob(f, y).sum()) / labels
         # What moves all logits together is no one's fault: it would be the prior's own variance with any data.
-        cov = self.posterior_.blocks(self._J.subset(index))
+        spread: Spread = "blocks" if self.variance_ == "exact" else "factor"
+        cov = self._error_bars.predict(self._J.subset(index), spread).spread
         p = average_probabilities(self._unit, f, cov, link="centered", draws=1, seed=0)
         scaled = p.log() if isinstance(self._predictive.inner, Categorical) else p.logit()
         with_bars = float(self._unit.log_prob(scaled, y).sum()) / labels
@@ -660,6 +780,7 @@ class Laplace(HubMixin, BaseEstimator):
             X: Inputs.
             return_std: Also the standard deviation of f, in the same shape.
             return_cov: Also the joint covariance, (n, n), or (n c, n c) with row ``i * c + j`` for output j of input i.
+                Where ``variance_`` is "samples", it is the covariance of the samples, of rank ``samples``.
             noise: Whether these include the noise of an observation.
         """
         if return_std and return_cov:
@@ -690,7 +811,8 @@ class Laplace(HubMixin, BaseEstimator):
             raise ValueError(
                 f"predict_proba is for classes; the likelihood is {self._predictive.inner!r}. Use predict."
             )
-        moments, told = self._moments(X, "variance" if link == "probit" else "blocks")
+        blocks: Spread = "blocks" if self.variance_ == "exact" else "factor"
+        moments, told = self._moments(X, "variance" if link == "probit" else blocks)
         return like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
 
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
@@ -745,14 +867,15 @@ class Laplace(HubMixin, BaseEstimator):
             seed: Seed of groups and samples.
         """
         check_is_fitted(self)
-        J, told = self._jacobian(check_inputs(self, X, reset=False)), self._predictive
+        _, J, targets = self._labeled(check_inputs(self, X, reset=False), y)
+        told = self._predictive
         likelihood = told.likelihood
-        targets = likelihood.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+        targets = likelihood.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         generator = torch.Generator().manual_seed(seed)
         classes = not isinstance(told.inner, Gaussian)
         groups = draw_groups(J.n, kappa, labels, classes=classes, generator=generator)
         if isinstance(likelihood, Gaussian) and labels is None and J.by_position:
-            return joint_density(likelihood, told.posterior, J, targets, groups)
+            return joint_density(likelihood, self._error_bars, J, targets, groups)
         k = told.posterior.most_draws(1000) if draws is None else draws
         return joint_log_likelihood(likelihood, told.samples(J, k, generator), targets, groups)
 
@@ -762,7 +885,7 @@ class Laplace(HubMixin, BaseEstimator):
 
     def _moments(self, X: Any, spread: Spread) -> tuple[PredictiveMoments, Predictive]:
         check_is_fitted(self)
-        told = self._predictive
+        told = replace(self._predictive, posterior=self._error_bars)
         if isinstance(X, Tensor) and X.requires_grad and torch.is_grad_enabled():
             self.lin_.check_unchanged(contents=True)
             return told.differentiable_moments(X, spread), told
@@ -814,8 +937,11 @@ def check_options(la: Laplace) -> None:
         value = getattr(la, name)
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be a positive number; got {value!r}.")
-    if la.draws is not None and (not isinstance(la.draws, int) or la.draws < 1):
-        raise ValueError(f"draws must be None or a positive number; got {la.draws!r}.")
+    if la.draws not in (None, "auto") and (not isinstance(la.draws, int) or la.draws < 1):
+        raise ValueError(f"draws must be 'auto', None or a positive number; got {la.draws!r}.")
+    check_variance(la.variance)
+    if la.structure == "samples":
+        check_has_exact(la.variance, "structure='samples'", "another structure")
     messages.check_memory(la.memory)
     messages.check_seed(la.seed)
     if not la.tolerance > 0:
@@ -830,7 +956,7 @@ def check_structure_fits(la: Laplace, J: Jacobian) -> None:
     kernels = len(J.lin.layout.layers) + 1 if la.prior == "layerwise" else 1
     sides = {  # of the square matrices, and how many of them there are at once
         "full": (p, 4),
-        "function": (n * (la.draws or c), 2 + kernels),
+        "function": (n * (la.draws if isinstance(la.draws, int) else c), 2 + kernels),
         "subnetwork": (min(la.size, p), 4),
     }
     if la.structure in sides:
@@ -844,22 +970,8 @@ def check_structure_fits(la: Laplace, J: Jacobian) -> None:
         )
 
 
-def check_curvature(unit: Likelihood, f: Tensor, memory: float | str) -> None:
-    """Raise where the curvature of all examples does not fit memory, or is none."""
-    n, c = f.shape
-    size, limit = 3 * n * c * c * f.element_size(), dense_budget(memory, f.device)
-    if not unit.diagonal and size > limit:
-        raise MemoryError(
-            f"The curvature of {n:,} examples with {c:,} outputs takes {size / 2**30:.1f} GiB, and there are "
-            f"{limit / 2**30:.1f} GiB. Draw the Fisher information instead, with draws=1 or a few, or allow more "
-            "with memory=."
-        )
-    check_root(unit, f)
-
-
-def check_root(unit: Likelihood, f: Tensor) -> None:
-    """Raise where the curvature in the outputs is none: where its root times itself is something else."""
-    few = f[:256]
+def check_curvature(unit: Likelihood, few: Tensor) -> None:
+    """Raise where the curvature at the outputs of a few examples is none."""
     root, B = unit.root(few), unit.curvature(few)
     found = root.square() if root.ndim == 2 else root @ root.mT
     if not torch.allclose(found, B, rtol=1e-3, atol=1e-5 * float(B.abs().max())):

@@ -43,7 +43,7 @@ from linnet.inference import (
 )
 from linnet.inference.mode import newton
 from linnet.jacobian import Jacobian
-from linnet.probability import Likelihood, Prior
+from linnet.probability import Likelihood, Prior, row_root
 
 Amount = TypeVar("Amount", float, Tensor)
 
@@ -208,7 +208,7 @@ class AtLinearMode:
         likelihood = self.likelihood(noise)
         mode, theta = self.model.mode(likelihood, variance)
         unit = self.likelihood(1.0)
-        log_det, gamma = self.log_det(unit.root(mode.f))(scales, 1 / noise)
+        log_det, gamma = self.log_det(row_root(unit, mode.f))(scales, 1 / noise)
         shares = [q / s for q, s in zip(group_norms(theta, self.prior), scales, strict=True)]
         energy = None if self.energy is None else self.energy(mode.f) / noise
         return EvidenceTerms(mode.log_likelihood, shares, log_det, gamma, energy, mode.f.numel())

@@ -63,6 +63,8 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             "gradient_norm": la.gradient_norm_,
             "gradient_ratio": la.gradient_ratio_,
             "narrowed": la.narrowed_,
+            "variance": la.variance_,
+            "draws": la.draws_,
             "log_evidence": la.log_evidence(),
             "path": [[step.log_evidence, list(step.scales), step.noise, step.dimension] for step in la.tune_path_],
             "n_features_in": getattr(la, "n_features_in_", None),
@@ -91,7 +93,7 @@ def read(
     la._attach(model)
     la._probe = behavior.check(path, la.lin_, tensors, meta.get("behavior"))
     la._read.shape = shape = tuple(meta["shape"])
-    la._unit = la.likelihood_ = Sites(unit, shape) if shape else unit
+    la._unit = la.likelihood_ = Sites(unit, shape, la.ignore_index) if shape else unit
     la._noise_base, la._noise, la._one_column = noise, 1.0, meta["one_column"]
     la.noise_ = None if noise is None else float(noise) if noise.ndim == 0 else noise.cpu().numpy()
     state = meta["state"]
@@ -110,4 +112,6 @@ def read(
     turns = {key: value for key, value in tensors.items() if key.startswith("rotation.")}
     parts = saved.strip("posterior.", tensors) | turns
     la.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=la.lin_.layout)
+    la.variance_ = state.get("variance", "samples" if la.posterior_.known_from_samples else "exact")
+    la.draws_ = state.get("draws", la.draws)
     return la

@@ -15,6 +15,7 @@ from linnet.network import unflattened
 from linnet.probability import (
     Bernoulli,
     Categorical,
+    FactoredCovariance,
     Gaussian,
     Heteroscedastic,
     Likelihood,
@@ -66,6 +67,9 @@ class Predictive:
         if spread == "none":
             return PredictiveMoments(f, torch.zeros_like(f), None)
         J = DifferentiableRows(features.rows(x), f.shape[1])
+        if spread == "factor":
+            T = (self.posterior.features(J) * self.posterior.weights**0.5).reshape(*f.shape, -1)
+            return PredictiveMoments(f, torch.zeros_like(f), FactoredCovariance(T))
         return PredictiveMoments(f, torch.zeros_like(f), getattr(self.posterior, spread)(J))
 
     def samples(self, J: Jacobian, k: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -106,33 +110,36 @@ class Predictive:
 
     def probabilities(self, moments: PredictiveMoments, *, link: str, draws: int, seed: int) -> Tensor:
         """Class probabilities in the shape of the outputs; of both classes for a single logit."""
-        assert moments.spread is not None
         p = average_probabilities(self.likelihood, moments.f, moments.spread, link=link, draws=draws, seed=seed)
         p = unflattened(p, self.shape)
         return torch.cat([1 - p, p], 1) if isinstance(self.inner, Bernoulli) and p.shape[1] == 1 else p
 
 
 def average_probabilities(
-    likelihood: Likelihood, f: Tensor, cov: Tensor, *, link: str, draws: int, seed: int
+    likelihood: Likelihood, f: Tensor, cov: Tensor | FactoredCovariance, *, link: str, draws: int, seed: int
 ) -> Tensor:
-    """Class probabilities (n, c) for f ~ N(f, cov), site by site; cov (n, c) or (n, c, c)."""
+    """Class probabilities (n, c) for f ~ N(f, cov), site by site; cov (n, c), (n, c, c) or factors of that."""
     generator = torch.Generator().manual_seed(seed)
     if not isinstance(likelihood, Sites):
         return predictive(likelihood, f, cov, link=link, samples=draws, generator=generator)
     mean = likelihood.split(f).flatten(0, 1)
-    parts = likelihood.split(cov).flatten(0, 1) if cov.ndim == 2 else likelihood.site_blocks(cov)
+    parts: Tensor | FactoredCovariance
+    if isinstance(cov, FactoredCovariance):
+        parts = FactoredCovariance(likelihood.split(cov.T.mT).movedim(1, -1).flatten(0, 1))
+    else:
+        parts = likelihood.split(cov).flatten(0, 1) if cov.ndim == 2 else likelihood.site_blocks(cov)
     found = predictive(likelihood.inner, mean, parts, link=link, samples=draws, generator=generator)
     return found.view(len(f), -1)
 
 
 def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) -> float:
     """The log probability of targets for independent outputs f ~ N(f, variance), (n, c) each; probit for classes."""
-    inner = likelihood
-    if isinstance(likelihood, Sites):
-        inner, y = likelihood.inner, y.flatten(0, 1)
-        f, variance = (likelihood.split(x).flatten(0, 1) for x in (f, variance))
+    inner = likelihood.inner if isinstance(likelihood, Sites) else likelihood
     if isinstance(inner, Bernoulli | Categorical):
-        return float(inner.log_prob(f / (1 + math.pi / 8 * variance).sqrt(), y).sum())
+        return float(likelihood.log_prob(f / (1 + math.pi / 8 * variance).sqrt(), y).sum())
+    if isinstance(likelihood, Sites):
+        y = y.flatten(0, 1)
+        f, variance = (likelihood.split(x).flatten(0, 1) for x in (f, variance))
     if isinstance(inner, Heteroscedastic):
         (f, s), variance = inner.split(f), inner.split(variance)[0]
         noise = s.exp()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over
+from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -84,7 +84,7 @@ class FullCurvature(CurvatureStructure):
 
     name = "full"
 
-    def __init__(self, J: Jacobian, root: Tensor) -> None:
+    def __init__(self, J: Jacobian, root: Any) -> None:
         G = J.normal_matrix(weight_from_root(root))
         self.G = 0.5 * (G + G.T)
 
@@ -102,7 +102,7 @@ class KernelCurvature(CurvatureStructure):
 
     name = "function"
 
-    def __init__(self, J: Jacobian, root: Tensor) -> None:
+    def __init__(self, J: Jacobian, root: Any) -> None:
         self.J, self.root = J.cached(), as_weight(root)
         self._kernel: tuple[Tensor, Tensor] | None = None
 
@@ -148,12 +148,9 @@ class DiagonalCurvature(CurvatureStructure):
 
     name = "diag"
 
-    def __init__(self, J: Jacobian, root: Tensor | None, *, sums: CurvatureSums | None = None) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, sums: CurvatureSums | None = None) -> None:
         found = None if sums is None else sums.squares
-        if found is None:
-            assert root is not None
-            found = J.column_norms(weight_from_root(root))
-        self.values = found
+        self.values = J.column_norms(weight_from_root(root)) if found is None else found
 
     def log_det(self, prior: Prior) -> LogDet:
         return _of_diagonal(self.values, prior)
@@ -176,9 +173,7 @@ class KroneckerCurvature(CurvatureStructure):
         sums: What a pass over the data has found; None makes the pass.
     """
 
-    def __init__(
-        self, J: Jacobian, root: Tensor | None, *, corrected: bool = False, sums: CurvatureSums | None = None
-    ) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, corrected: bool = False, sums: CurvatureSums | None = None) -> None:
         self.name = "ekfac" if corrected else "kron"
         factors = None if sums is None else sums.factors
         factors = J.kronecker(root) if factors is None else factors
@@ -214,7 +209,7 @@ class LowRankCurvature(CurvatureStructure):
 
     name = "lowrank"
 
-    def __init__(self, J: Jacobian, root: Tensor, *, rank: int, **options: Any) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, rank: int, **options: Any) -> None:
         V = WeightedRows(J, root)
         try:
             found = low_rank(V, min(rank, *J.shape), **options)
@@ -256,7 +251,7 @@ class SubnetworkCurvature(CurvatureStructure):
 
     name = "subnetwork"
 
-    def __init__(self, J: Jacobian, root: Tensor, *, size: int, variance: Tensor, t: float) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, size: int, variance: Tensor, t: float) -> None:
         weight = weight_from_root(root)
         marginal = variance / (1 + t * variance * J.column_norms(weight))
         self.index = marginal.topk(min(size, len(variance))).indices.sort().values
@@ -293,7 +288,7 @@ class SampledCurvature(CurvatureStructure):
 
     name = "samples"
 
-    def __init__(self, J: Jacobian, root: Tensor, *, k: int, probes: int = 16, **options: Any) -> None:
+    def __init__(self, J: Jacobian, root: Any, *, k: int, probes: int = 16, **options: Any) -> None:
         self.J, self.root, self.k, self.probes, self.options = J, root, k, probes, options
         self._last: tuple[float, Samples] | None = None
 
@@ -334,8 +329,7 @@ class _SampledLogDet(LogDet):
         return found.log_det, [by_layer[name][0] for name in self.prior.scales]
 
     def traces(self) -> list[float]:
-        root = self.structure.root
-        values = self.structure.J.column_norms(weight_from_root(root))
+        values = estimate_column_norms(self.structure.J, self.structure.root)
         return _of_diagonal(values, self.prior).traces()
 
 

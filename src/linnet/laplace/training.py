@@ -166,7 +166,7 @@ def train_with_evidence(
         >>> len(found.path), sorted(found.prior), found.noise > 0
         (2, ['0', '2'], True)
     """
-    check_module(model)
+    model = check_module(model)
     _check(likelihood, structure, prior, noise, epochs, batch_size, burn_in, every, steps, rate, method, keep)
     source = as_source(data, model)
     chosen = Hyperparameters(

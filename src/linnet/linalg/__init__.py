@@ -9,12 +9,23 @@ from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Precon
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.linalg.preconditioners.randomized import Sketch, sketch
 from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
-from linnet.linalg.row_weights import RowIndex, add_symmetric_, as_weight, inner_matrix, weigh, weight_from_root
+from linnet.linalg.row_weights import (
+    ClassBlocks,
+    RowIndex,
+    add_symmetric_,
+    as_weight,
+    blocks_of_chunk,
+    inner_matrix,
+    square_sums,
+    weigh,
+    weight_from_root,
+)
 from linnet.linalg.svd.block_krylov import orthonormalize
 from linnet.linalg.svd.truncated import Decomposition, low_rank
 
 __all__ = [
     "REFINED",
+    "ClassBlocks",
     "Decomposition",
     "LinearOperator",
     "LowRank",
@@ -32,6 +43,7 @@ __all__ = [
     "add_symmetric_",
     "apply_to_columns",
     "as_weight",
+    "blocks_of_chunk",
     "cg",
     "check_conditioning",
     "check_fn_result",
@@ -49,6 +61,7 @@ __all__ = [
     "sketch",
     "solve_lower",
     "solve_upper",
+    "square_sums",
     "weigh",
     "weight_from_root",
     "woodbury_preconditioner",

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from linnet.linalg.row_weights import RowIndex, weigh
+from linnet.linalg.row_weights import ClassBlocks, RowIndex, weigh
 
 RowFn = Callable[[Tensor, RowIndex], Tensor]
 """Maps a chunk ``A V`` of shape (r, k) and the rows it covers to another (r, k) tensor."""
@@ -365,12 +365,14 @@ def check_fn_result(op: LinearOperator, out: Tensor, given: Tensor) -> None:
         )
 
 
-def check_weight(op: LinearOperator, weight: Tensor | None) -> None:
+def check_weight(op: LinearOperator, weight: Any) -> None:
     """Raise unless ``weight`` is None, (rows,) or (n, c, c) with ``n * c = rows``."""
     if weight is None:
         return
     rows, shape, c = op.shape[0], tuple(weight.shape), op.block
-    blocks = len(shape) == 3 and shape[1] == shape[2] and shape[0] * shape[1] == rows and c in (None, shape[1])
+    blocks = len(shape) == 3 and shape[1] == shape[2] and shape[0] * shape[1] == rows
+    # Blocks of classes may be smaller than those of the operator: one for each site of an example.
+    blocks = blocks and (c in (None, shape[1]) or isinstance(weight, ClassBlocks))
     if shape != (rows,) and not blocks:
         known = f"(n, c, c) with n * c = {rows}" if c is None else f"({rows // c}, {c}, {c})"
         raise ValueError(f"{op.name} has {rows} rows, so weight needs shape ({rows},), or {known}; got {shape}.")

@@ -3,6 +3,7 @@
 from linnet.network.batchnorm_folding import fold_batchnorm, unfoldable
 from linnet.network.call_trace import ModuleCall, Trace, trace
 from linnet.network.checks import (
+    CannotCast,
     check_module,
     check_outputs_finite,
     check_same_shapes,
@@ -14,13 +15,13 @@ from linnet.network.copies import Forward, copy_sharing_parameters, with_forward
 from linnet.network.depth import block_names, top_blocks
 from linnet.network.flat_output import FlatOutput, unflattened
 from linnet.network.functional_model import FunctionalModel, Output, Watch, as_dtype, output_matrix
-from linnet.network.parameter_guard import DIGITS, READERS, CallGuard, address
+from linnet.network.parameter_guard import READERS, CallGuard, address, coarser
 from linnet.network.parameters import Layout, Params, select
 
 __all__ = [
-    "DIGITS",
     "READERS",
     "CallGuard",
+    "CannotCast",
     "FlatOutput",
     "Forward",
     "FunctionalModel",
@@ -37,6 +38,7 @@ __all__ = [
     "check_outputs_finite",
     "check_same_shapes",
     "close",
+    "coarser",
     "copy_sharing_parameters",
     "examples_interact",
     "fold_batchnorm",

@@ -122,6 +122,7 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
         >>> folded[1], list(dict(folded.named_parameters())), torch.allclose(folded(x), model(x), atol=1e-6)
         (Identity(), ['0.weight', '0.bias'], True)
     """
+    model = checks.check_module(model)
     pairs, refused = _pair_norms(model, example)
     if refused:
         text = "; ".join(f"{name!r} {reason}" for name, reason in refused.items())
@@ -157,7 +158,7 @@ def unfoldable(model: nn.Module, example: Any = None) -> dict[str, str]:
         >>> unfoldable(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
         {'0': 'comes first, not after a Linear or a convolution'}
     """
-    return _pair_norms(model, example)[1]
+    return _pair_norms(checks.check_module(model), example)[1]
 
 
 def _fold(layer: nn.Module, norm: nn.Module) -> None:
@@ -183,7 +184,6 @@ def _fold(layer: nn.Module, norm: nn.Module) -> None:
 
 def _pair_norms(model: nn.Module, example: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Each batch norm that can be folded with the layer it goes into, and the others with the reason."""
-    checks.check_module(model)
     checks.check_materialized(dict(model.named_parameters()))
     modules = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if isinstance(module, _BatchNorm)}

@@ -6,10 +6,12 @@ Each check raises a built-in exception that says what was needed, what came and 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,8 @@ from linnet._common import kind, listing
 # Parameters.
 
 
-def check_module(model: object) -> None:
-    """The model is an ``nn.Module`` whose code Python runs."""
+def check_module(model: object) -> nn.Module:
+    """The module whose code Python runs: the model itself, or what torch.compile was given; raise if there is none."""
     if isinstance(model, type):
         raise TypeError(
             f"linnet needs a model that is a torch.nn.Module; got the class {model.__name__}. Make a network of the "
@@ -28,11 +30,9 @@ def check_module(model: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.")
-    if type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise TypeError(
-            "linnet looks at each call inside the network, and torch.compile hides the calls. Pass the module that was "
-            "compiled: model._orig_mod."
-        )
+    if is_compiled(model):
+        warn_of_compiled(model)
+        return check_module(model._orig_mod)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"submodule {name!r}" if name else "model"
@@ -40,6 +40,27 @@ def check_module(model: object) -> None:
                 f"linnet swaps parameters inside the network, and the {what} is a torch.jit script, which does not "
                 "allow it. Pass the module that was scripted or traced."
             )
+    return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module is what torch.compile has made of another module."""
+    return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
+
+
+_said: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_compiled(model: nn.Module) -> None:
+    """Say once that a compiled module runs as it was before torch.compile."""
+    if model in _said:
+        return
+    _said.add(model)
+    warnings.warn(
+        "linnet looks at each call inside the network, and torch.compile hides the calls: linnet runs the module that "
+        "was compiled, model._orig_mod, without torch.compile. The compiled model itself stays as it is.",
+        stacklevel=4,
+    )
 
 
 def check_params_argument(params: object) -> None:
@@ -81,18 +102,6 @@ def check_one_device(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_one_dtype(parameters: Mapping[str, Tensor]) -> None:
-    """All selected parameters share a dtype."""
-    first = next(iter(parameters), "")
-    for name, tensor in parameters.items():
-        if tensor.dtype != parameters[first].dtype:
-            raise ValueError(
-                f"The selected parameters need one dtype; {first!r} is {parameters[first].dtype} and "
-                f"{name!r} {tensor.dtype}. Convert the model with model.to(dtype), or select parameters of "
-                "one dtype with params=."
-            )
-
-
 def check_glob_matched(glob: str, matched: Sequence[str], names: Sequence[str], modules: Sequence[str]) -> None:
     """A glob has matched a parameter; ``names`` and ``modules`` serve to suggest one that does."""
     if matched:
@@ -122,8 +131,15 @@ def check_selected(selected: Mapping[str, Tensor], parameters: Mapping[str, Tens
     if selected:
         return
     frozen = sum(not tensor.requires_grad for tensor in parameters.values())
+    adapters = [name for name in parameters if re.search(r"(^|[._])(lora|adapter|ia3|prompt)", name, re.IGNORECASE)]
     if not parameters:
         hint = "There is nothing to linearize in it."
+    elif frozen and adapters:
+        hint = (
+            f"Its adapter is frozen too (such as {adapters[0]!r}): load the adapter for training "
+            "(PeftModel.from_pretrained(..., is_trainable=True)), or name its parameters with params= (globs also "
+            "select frozen ones, such as params='*lora*')."
+        )
     elif frozen:
         hint = "Set requires_grad_(True), or name parameters with params= (globs also select frozen ones)."
     else:
@@ -141,7 +157,7 @@ def check_not_empty(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_tree(tree: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """A tree has the layout's names, its shapes (all plain, or all with one trailing axis) and one dtype."""
+    """A tree has the layout's names and its shapes (all plain, or all with one trailing axis)."""
     missing = [name for name in shapes if name not in tree]
     unknown = [name for name in tree if name not in shapes]
     wrong = [f"{word} {listing(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
@@ -157,12 +173,6 @@ def check_tree(tree: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> 
             raise ValueError(
                 f"flatten needs {name!r} of shape {tuple(shape)} or, for all names alike, ({axes}); "
                 f"got {tuple(tree[name].shape)}{beside}."
-            )
-        if tree[name].dtype != tree[first].dtype:
-            # Concatenation would cast them in silence.
-            raise ValueError(
-                f"flatten needs tensors of one dtype; {first!r} is {tree[first].dtype} and {name!r} "
-                f"{tree[name].dtype}. Convert them with tensor.to(dtype)."
             )
 
 
@@ -211,9 +221,10 @@ def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: 
     if "does not require grad" in str(error):
         raise differentiates_itself() from error
     first, parameter = next(iter(theta.items()))
+    dtypes = {t.dtype for t in theta.values()}
     inputs = list(inputs)
     for name, leaf in inputs:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in dtypes:
             error.add_note(
                 f"linnet: {name} are {leaf.dtype} and the model's parameters {parameter.dtype} ({first!r}); nothing is "
                 f"cast in silence. Convert the data with .to({parameter.dtype}), or the model."
@@ -269,6 +280,24 @@ def changed_parameter(name: str, *, parameter: bool = True) -> RuntimeError:
 
 class Refusal(ValueError):
     """A network that has no Jacobian by examples, or that linnet cannot run without doing harm."""
+
+
+class CannotCast(Refusal):
+    """A network that does not run in another dtype, or computes something else there."""
+
+
+def cannot_cast(dtype: torch.dtype, reason: str) -> CannotCast:
+    return CannotCast(
+        f"The network cannot be cast to {dtype}: {reason.rstrip('.')}. Its forward pass names a dtype (.float(), "
+        ".half(), .to(dtype) or dtype=), or asks for one. Use the network in its own dtype, or write its forward with "
+        "the dtype of its inputs or weights."
+    )
+
+
+def is_about_floating_dtypes(error: Exception) -> bool:
+    """Whether an error of torch says that floating dtypes do not fit; whole numbers are no floating dtypes."""
+    floating = re.search(r"dtype|scalar type|data type", str(error))
+    return floating is not None and not re.search(r"\b(Long|Int|Short|Char|Byte|Bool)\b|int64|int32", str(error))
 
 
 def original_is_read(name: str) -> Refusal:

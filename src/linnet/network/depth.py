@@ -51,7 +51,7 @@ def top_blocks(model: nn.Module, k: int, *, example: Any = None) -> list[str]:
         >>> top_blocks(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), 1)
         ['*']
     """
-    check_module(model)
+    model = check_module(model)
     if not isinstance(k, int) or isinstance(k, bool) or k < 0:
         raise ValueError(f"The number of blocks must be 0, 1, 2, ...; got {k!r}.")
     order = _find_places(model, example)
@@ -78,7 +78,7 @@ def block_names(model: nn.Module, *, example: Any = None) -> list[str]:
         >>> block_names(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)))
         ['0', '2']
     """
-    check_module(model)
+    model = check_module(model)
     return [block.name for block in _find_blocks(model, _find_places(model, example))[0]]
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, final
 
 import torch
@@ -26,7 +26,7 @@ from linnet._common import (
 from linnet.data import Batch, leaves
 from linnet.network import checks
 from linnet.network.copies import copy_sharing_parameters
-from linnet.network.parameter_guard import address
+from linnet.network.parameter_guard import address, coarser
 from linnet.network.parameters import Layout, Params, select
 
 Output = Callable[[Any], Tensor]
@@ -52,7 +52,7 @@ class FunctionalModel:
         convolutions: Gives the context in which the network convolves in float32 on a GPU.
         originals: The selected parameters of the module itself. Nothing may read them: a pass puts other tensors in
             their place.
-        cast_from: The original parameters of the network that this network was cast from.
+        cast_of: The network that this network was cast from; None for a network in its own dtypes.
         places: Every place of the module tree where a selected parameter hangs, to the name of the parameter.
         unused: A copy of the module that has never run.
         first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
@@ -66,7 +66,7 @@ class FunctionalModel:
     cast: torch.dtype | None
     convolutions: Callable[[], AbstractContextManager[object]]
     originals: Named
-    cast_from: Named
+    cast_of: FunctionalModel | None
     places: dict[str, str]
     unused: nn.Module
     first_state: list[tuple[Any, ...]] | None
@@ -88,6 +88,7 @@ class FunctionalModel:
             output: See `Output`.
             convolutions: Gives the context in which the network convolves in float32 on a GPU.
         """
+        model = checks.check_module(model)
         selected = select(model, params)
         theta = {name: t.detach() for name, t in selected.items()}
         own = _shadow(model, selected)
@@ -100,7 +101,7 @@ class FunctionalModel:
             cast=None,
             convolutions=convolutions,
             originals=tuple(selected.items()),
-            cast_from=(),
+            cast_of=None,
             places=_places(own, selected),
             unused=copy_sharing_parameters(own),
             first_state=_state(own),
@@ -113,13 +114,13 @@ class FunctionalModel:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return next(iter(self.theta.values())).dtype
+        """The dtype of the selected parameters; of several dtypes the one with the fewest digits."""
+        return reduce(coarser, (t.dtype for t in self.theta.values()))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the Jacobian: the dtype of the parameters, but at least float32."""
-        return torch.promote_types(self.model_dtype, torch.float32)
+        """Dtype of the Jacobian: it holds the dtypes of all selected parameters, and is at least float32."""
+        return reduce(torch.promote_types, (t.dtype for t in self.theta.values()), torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +142,8 @@ class FunctionalModel:
             with module_lock(self.module):
                 raw = functional_call(self.module, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
+            if self.cast is not None and checks.is_about_floating_dtypes(error):
+                raise checks.cannot_cast(self.cast, str(error)) from error
             checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
         return self._matrix(raw, batch.n)
@@ -170,12 +173,35 @@ class FunctionalModel:
 
     def plain_outputs(self, batch: Batch) -> Tensor | None:
         """Outputs (n, c) by the network with its own parameters; None if this is a function around other ones."""
-        moved = any(address(t) != address(self.theta[name]) for name, t in self.originals if name in self.theta)
-        if self.first_state is None or moved:
+        if not self._as_given:
             return None
         fresh = self.as_at_first()
         batch = batch.with_inputs(partial(_copied, dtype=self.cast))
         return fresh._matrix(fresh.module(*batch.args, **batch.kwargs), batch.n)
+
+    def uncast_outputs(self, batch: Batch) -> Tensor | None:
+        """Outputs (n, c) by the network that this one was cast from; None if there is none that takes the inputs."""
+        if self.cast_of is None or not self._as_given:
+            return None
+        # Inputs as they came, or in a dtype of the weights: a cast network takes inputs of every floating dtype.
+        for dtype in (None, *dict.fromkeys(t.dtype for t in self.cast_of.module.parameters() if t.is_floating_point())):
+            given = batch if dtype is None else batch.with_inputs(partial(as_dtype, dtype=dtype))
+            try:
+                return self.cast_of.forward({}, given)
+            except (RuntimeError, TypeError, ValueError):
+                continue
+        return None
+
+    @property
+    def _as_given(self) -> bool:
+        """Whether this is the network with its own parameters, and no function around other ones."""
+        same = all(address(t) == address(self.theta[name]) for name, t in self.originals if name in self.theta)
+        return self.first_state is not None and same
+
+    @property
+    def former(self) -> Named:
+        """The original parameters of the networks that this network was cast from."""
+        return () if self.cast_of is None else self.cast_of.originals + self.cast_of.former
 
     @property
     def stateful(self) -> bool:
@@ -212,7 +238,10 @@ class FunctionalModel:
         return replace(self, theta={name: theta.get(name, t).detach() for name, t in self.theta.items()})
 
     def to(self, dtype: torch.dtype) -> FunctionalModel:
-        """The same function in another dtype, by a copy of the weights; floating inputs are cast to the dtype."""
+        """The same function in another dtype, by a copy of the weights; floating inputs are cast to the dtype.
+
+        A forward that names a dtype may refuse the copy, or compute something else: passes find out.
+        """
 
         def cast(t: Tensor) -> Tensor:
             return as_dtype(t, dtype)
@@ -223,7 +252,7 @@ class FunctionalModel:
         }
         model = copy.deepcopy(self.unused, memo)._apply(cast)
         other = FunctionalModel.of(model, list(self.theta), output=self.output, convolutions=self.convolutions)
-        return replace(other, watch=self.watch, cast=dtype, cast_from=self.originals + self.cast_from)
+        return replace(other, watch=self.watch, cast=dtype, cast_of=self)
 
 
 def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:
@@ -250,7 +279,41 @@ def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:
             )
         if getattr(module, "max_norm", None) is not None:
             _release_max_norm(name, module)
+    _replace_compiled(model, shadow)
     return shadow.eval()
+
+
+class _Uncompiled(nn.Module):
+    """Stands in the place of a compiled module and runs the module that was compiled; names stay the same."""
+
+    _orig_mod: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_orig_mod":
+                raise
+            return getattr(self._orig_mod, name)
+
+
+def _replace_compiled(model: nn.Module, shadow: nn.Module) -> None:
+    """Replace compiled modules inside the copy, whose calls nobody could see."""
+    for part in model.modules():
+        if checks.is_compiled(part):
+            checks.warn_of_compiled(part)
+    found: dict[int, nn.Module] = {}
+    for module in list(shadow.modules()):
+        for key, child in module._modules.items():
+            if child is not None and checks.is_compiled(child):
+                module._modules[key] = found.setdefault(id(child), _Uncompiled(child._orig_mod))  # type: ignore[arg-type]
 
 
 def _release_max_norm(name: str, module: nn.Module) -> None:

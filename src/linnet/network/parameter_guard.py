@@ -32,6 +32,11 @@ EMBEDDINGS = (F.embedding, F.embedding_bag)
 """Functions whose arguments 3 and 5 are ``max_norm`` and ``scale_grad_by_freq``."""
 
 
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """Of two floating dtypes the one with fewer digits."""
+    return min(a, b, key=DIGITS.__getitem__)
+
+
 class CallGuard:
     """Checks the calls of torch functions in a pass, one by one.
 
@@ -44,6 +49,7 @@ class CallGuard:
     Attributes:
         draws: Whether a function was given a random generator of its own.
         coarsest: The floating dtype with the fewest digits among the results.
+        coarsest_gradient: The same among the results that depend on a selected parameter.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class CallGuard:
     ) -> None:
         self._originals, self._selected, self._storages, self._current = originals, selected, storages, current
         self.draws = False
-        self.coarsest = torch.float64
+        self.coarsest = self.coarsest_gradient = torch.float64
 
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise if a call must not be made."""
@@ -72,8 +78,10 @@ class CallGuard:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Raise if a call read a parameter past its attribute; asking for a shape or a device is no reading."""
-        if isinstance(result, Tensor) and result.dtype in DIGITS and DIGITS[result.dtype] < DIGITS[self.coarsest]:
-            self.coarsest = result.dtype
+        if isinstance(result, Tensor) and result.dtype in DIGITS:
+            self.coarsest = coarser(result.dtype, self.coarsest)
+            if result.requires_grad:
+                self.coarsest_gradient = coarser(result.dtype, self.coarsest_gradient)
         for t in _tensors((*args, *kwargs.values())):
             name = self._name(t)
             if name is not None and (func in READERS or next(_tensors((result,)), None) is not None):

@@ -38,7 +38,7 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         >>> list(select(model, lambda name, tensor: tensor.ndim == 2))
         ['0.weight', '2.weight']
     """
-    checks.check_module(model)
+    model = checks.check_module(model)
     checks.check_params_argument(params)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     checks.check_materialized(parameters)
@@ -55,7 +55,6 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         selected = {name: tensor for name, tensor in floating.items() if name in chosen}
 
     checks.check_selected(selected, parameters)
-    checks.check_one_dtype(selected)
     return selected
 
 
@@ -138,6 +137,8 @@ class Layout:
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
         """One vector (p,) from named tensors, or (p, k) when each carries one trailing axis k.
+
+        Tensors of several dtypes give a vector of the dtype that holds them all.
 
         Args:
             tree: A tensor for every name, in any order: all of the layout's shapes, or all ``(*shape, k)``.

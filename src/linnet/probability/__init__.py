@@ -1,6 +1,7 @@
 """Likelihoods and their expectations, priors, and posteriors of one form: R D R^T + T diag(s) T^T."""
 
-from linnet.probability.expectations import Expected, expected, predictive
+from linnet.probability.class_curvature import row_curvature, row_root
+from linnet.probability.expectations import Expected, FactoredCovariance, expected, predictive
 from linnet.probability.likelihoods import (
     LIKELIHOODS,
     Bernoulli,
@@ -43,6 +44,7 @@ __all__ = [
     "Categorical",
     "DiagonalPosterior",
     "Expected",
+    "FactoredCovariance",
     "FunctionPosterior",
     "Gaussian",
     "Heteroscedastic",
@@ -68,4 +70,6 @@ __all__ = [
     "posterior_from",
     "predictive",
     "prior_variances",
+    "row_curvature",
+    "row_root",
 ]

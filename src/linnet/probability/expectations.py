@@ -6,6 +6,7 @@ What variational inference maximizes is made of `expected`; class probabilities 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache, singledispatch
 from typing import NamedTuple
 
@@ -23,6 +24,17 @@ from linnet.probability.likelihoods import (
     laplacian,
     standard_normal,
 )
+
+
+@dataclass(frozen=True)
+class FactoredCovariance:
+    """The covariance ``T T^T`` of each example, which is never formed.
+
+    Attributes:
+        T: (n, c, k).
+    """
+
+    T: Tensor
 
 
 class Expected(NamedTuple):
@@ -67,7 +79,7 @@ def expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: 
 def predictive(
     likelihood: Likelihood,
     mean: Tensor,
-    cov: Tensor,
+    cov: Tensor | FactoredCovariance,
     *,
     link: str = "probit",
     samples: int = 1000,
@@ -78,7 +90,7 @@ def predictive(
     Args:
         likelihood: `Bernoulli` or `Categorical`.
         mean: (n, c).
-        cov: (n, c, c), or (n, c) for variances of independent outputs.
+        cov: (n, c, c), or (n, c) for variances of independent outputs, or factors (n, c, k) of the covariances.
         link: "probit" scales each logit by :math:`1 / \sqrt{1 + \pi v / 8}` with its own variance v, and is an
             approximation that leaves out covariances; "centered" does the same to logits less their average, whose
             variance leaves out what moves all logits together and no probability; "bridge" is the mean of the Dirichlet
@@ -113,27 +125,35 @@ def predictive(
         generator = torch.Generator().manual_seed(0)
     n, c = mean.shape
     root, total = _square_root(cov, mean), torch.zeros_like(mean)
-    eps = standard_normal((samples, 1, c), mean, generator)
+    eps = standard_normal((samples, 1, root.shape[-1]), mean, generator)
     for part in eps.split(max(1, 2**22 // max(1, n * c))):  # so that the draws of f take little memory
         total += likelihood.mean(mean + _times(root, part)).sum(0)
     return total / samples
 
 
-def _centered(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+def _centered(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance) -> tuple[Tensor, Tensor]:
     """Logits less their average over the classes, and their variances; logits of labels on or off have no average."""
     if not isinstance(likelihood, Categorical):
         return mean, _marginal(cov, mean)
-    cov = torch.diag_embed(cov) if cov.ndim == 2 else cov
-    v = _marginal(cov, mean) - 2 * cov.mean(-1) + cov.mean((-2, -1))[:, None]
+    (sums, total), c = _sums(cov), mean.shape[1]
+    v = _marginal(cov, mean) - 2 / c * sums + total / c**2
     return mean - mean.mean(-1, keepdim=True), _nonnegative(v, "variance")
 
 
-def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> Tensor:
+def _sums(cov: Tensor | FactoredCovariance) -> tuple[Tensor, Tensor]:
+    """The covariance of each output with the sum of all outputs, (n, c), and the variance of that sum, (n, 1)."""
+    if isinstance(cov, FactoredCovariance):
+        along = cov.T.sum(1, keepdim=True)
+        return (cov.T * along).sum(-1), along.square().sum(-1)
+    sums = cov if cov.ndim == 2 else cov.sum(-1)
+    return sums, sums.sum(-1, keepdim=True)
+
+
+def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance) -> Tensor:
     """Dirichlet parameters ``(1 - 2 / c + exp(m) sum exp(-m) / c^2) / v``, for f given that its entries add up to 0."""
     if not isinstance(likelihood, Categorical):
         raise TypeError(f"link='bridge' is for several classes; got {likelihood!r}. Use 'probit' or 'mc'.")
-    cov = torch.diag_embed(cov) if cov.ndim == 2 else cov
-    ones, total = cov.sum(-1), cov.sum((-2, -1))[:, None]
+    ones, total = _sums(cov)
     share = torch.where(total > 0, ones / total, torch.full_like(ones, 1 / mean.shape[1]))
     mean = mean - share * mean.sum(-1, keepdim=True)
     v = _marginal(cov, mean) - share * ones
@@ -206,17 +226,24 @@ def _categorical(likelihood: Categorical, mean: Tensor, cov: Tensor, y: Tensor, 
 # Gaussian outputs.
 
 
-def _check_moments(mean: Tensor, cov: Tensor) -> None:
+def _check_moments(mean: Tensor, cov: Tensor | FactoredCovariance) -> None:
     n, c = mean.shape
-    if tuple(cov.shape) not in ((n, c), (n, c, c)):
+    if isinstance(cov, FactoredCovariance):
+        if tuple(cov.T.shape[:2]) != (n, c) or cov.T.ndim != 3:
+            raise ValueError(
+                f"The mean has shape ({n}, {c}), so T needs shape ({n}, {c}, k); got {tuple(cov.T.shape)}."
+            )
+    elif tuple(cov.shape) not in ((n, c), (n, c, c)):
         raise ValueError(
             f"The mean has shape ({n}, {c}), so cov needs shape ({n}, {c}, {c}), or ({n}, {c}) for variances; "
             f"got {tuple(cov.shape)}."
         )
 
 
-def _marginal(cov: Tensor, mean: Tensor) -> Tensor:
+def _marginal(cov: Tensor | FactoredCovariance, mean: Tensor) -> Tensor:
     """Variances (n, c)."""
+    if isinstance(cov, FactoredCovariance):
+        return cov.T.square().sum(-1)
     return _nonnegative(cov if cov.ndim == 2 else cov.diagonal(dim1=-2, dim2=-1), "variance")
 
 
@@ -236,8 +263,10 @@ def _nonnegative(values: Tensor, what: str) -> Tensor:
     return values.clamp(min=0)
 
 
-def _square_root(cov: Tensor, mean: Tensor) -> Tensor:
-    """The symmetric square root of each block, or of each variance; blocks may be singular."""
+def _square_root(cov: Tensor | FactoredCovariance, mean: Tensor) -> Tensor:
+    """The symmetric square root of each block, or of each variance; blocks may be singular. A factor is a root."""
+    if isinstance(cov, FactoredCovariance):
+        return cov.T
     if cov.ndim == 2:
         return _marginal(cov, mean).sqrt()
     values, vectors = torch.linalg.eigh(cov)
@@ -245,7 +274,7 @@ def _square_root(cov: Tensor, mean: Tensor) -> Tensor:
 
 
 def _times(root: Tensor, eps: Tensor) -> Tensor:
-    """Draws (s, n, c) with the square root of `_square_root`, from standard normal ones (s, n or 1, c)."""
+    """Draws (s, n, c) with the square root of `_square_root`, from standard normal ones (s, n or 1, c or k)."""
     return root * eps if root.ndim == 2 else torch.einsum("ncd,snd->snc", root, eps.expand(-1, len(root), -1))
 
 

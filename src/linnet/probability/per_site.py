@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet.probability.likelihoods import Device, Likelihood
+from linnet.probability.likelihoods import Bernoulli, Categorical, Device, Likelihood
 
 
 @final
@@ -21,6 +21,9 @@ class Sites(Likelihood):
     Args:
         inner: Likelihood of one site.
         shape: (c, *sites), the shape of the network's output for one example.
+        ignore_index: Label of sites that count for nothing, where a site has one label. The gradient and the log
+            density of such a site are zero. The curvature depends on the outputs alone, so that `is_kept` says where
+            the curvature counts.
 
     Example:
         >>> from linnet.probability.likelihoods import Categorical
@@ -28,8 +31,9 @@ class Sites(Likelihood):
         torch.Size([5])
     """
 
-    def __init__(self, inner: Likelihood, shape: tuple[int, ...]) -> None:
-        self.inner, self.shape = inner, shape
+    def __init__(self, inner: Likelihood, shape: tuple[int, ...], ignore_index: int | None = None) -> None:
+        one_label = isinstance(inner, Categorical) or (isinstance(inner, Bernoulli) and shape[0] == 1)
+        self.inner, self.shape, self.ignore_index = inner, shape, ignore_index if one_label else None
         self.count = prod(shape[1:])
         self.diagonal = inner.diagonal
 
@@ -52,14 +56,35 @@ class Sites(Likelihood):
                 f"The network's output has shape ({n}, {', '.join(map(str, self.shape))}), so targets need shape "
                 f"({n}, {', '.join(map(str, sites))}) for classes, or that of the output; got {tuple(y.shape)}."
             )
+        ignored = torch.zeros_like(rows, dtype=torch.bool)
+        if self.ignore_index is not None and not rows.is_floating_point():
+            ignored = rows == self.ignore_index
+            rows = rows.masked_fill(ignored, 0)
         found = self.inner.targets(rows, n * self.count, outputs, dtype=dtype, device=device)
+        if bool(ignored.any()):
+            found = found.masked_fill(ignored.view_as(found).to(found.device), self.ignore_index or 0)
         return found.view(n, self.count, *found.shape[1:])
 
+    def is_kept(self, y: Tensor) -> Tensor | None:
+        """Which sites count, (n, sites); None for all sites."""
+        if self.ignore_index is None:
+            return None
+        kept = (y != self.ignore_index).view(*y.shape[:1], self.count)
+        return None if bool(kept.all()) else kept
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.inner.log_prob(self.split(f), y).sum(-1)
+        kept = self.is_kept(y)
+        found = self.inner.log_prob(self.split(f), self._with_labels(y, kept))
+        return (found if kept is None else found * kept).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.inner.residual(self.split(f), y).flatten(-2)
+        kept = self.is_kept(y)
+        found = self.inner.residual(self.split(f), self._with_labels(y, kept))
+        return (found if kept is None else found * kept[..., None]).flatten(-2)
+
+    def _with_labels(self, y: Tensor, kept: Tensor | None) -> Tensor:
+        """Targets with some label at the sites that do not count."""
+        return y if kept is None else y.masked_fill(~kept.view_as(y), 0)
 
     def curvature(self, f: Tensor) -> Tensor:
         return self._place_blocks(self.inner.curvature(self.split(f)))

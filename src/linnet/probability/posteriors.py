@@ -46,10 +46,12 @@ from linnet.linalg import (
     weigh,
 )
 from linnet.network import Layout
+from linnet.probability.expectations import FactoredCovariance
 
-Spread = Literal["none", "variance", "blocks", "covariance"]
+Spread = Literal["none", "variance", "blocks", "covariance", "factor"]
 """Second moments of f: none, the variance of each output (n, c), the covariance of the outputs of each example
-(n, c, c), or the joint covariance of all outputs (n c, n c)."""
+(n, c, c), the joint covariance of all outputs (n c, n c), or a factor (n, c, k) of the covariance of the outputs of
+each example, which samples have."""
 
 
 class PredictiveMoments(NamedTuple):
@@ -58,12 +60,12 @@ class PredictiveMoments(NamedTuple):
     Attributes:
         f: (n, c), the outputs of the network itself.
         shift: (n, c), ``J delta``: the displacement's part in the mean.
-        spread: The second moments that were asked for; None for "none".
+        spread: The second moments that were asked for, a tensor; a `FactoredCovariance` for "factor", None for "none".
     """
 
     f: Tensor
     shift: Tensor
-    spread: Tensor | None
+    spread: Any
 
 
 class Posterior(ABC):
@@ -109,14 +111,28 @@ class Posterior(ABC):
         if spread == "covariance":
             return self._ask(J.cached_if_fits(), self.covariance)
         V = self.directions
-        if V is not None and autodiff_wins("matmul", k=1 + V.shape[1], c=J.c):
-            f, product = J.outputs_and_product(torch.cat([self.delta[:, None], V], 1))
-            T = product[:, 1:].reshape(J.n, J.c, -1)
-            second = (self.weights * T.square()).sum(2) if spread == "variance" else (self.weights * T) @ T.mT
-            return PredictiveMoments(f, product[:, 0].reshape(J.n, J.c), second)
+        if V is not None and (spread == "factor" or autodiff_wins("matmul", k=1 + V.shape[1], c=J.c)):
+            return self._predict_by_directions(J, torch.cat([self.delta[:, None], V], 1), spread)
+        if spread == "factor":
+            raise ValueError(f"{type(self).__name__} has no covariance of a small rank; take samples of it.")
         answer = self._variance if spread == "variance" else self._blocks
         found = J.map_parts(lambda part: self._ask(part, answer), self._part_size(J))
         return PredictiveMoments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _predict_by_directions(self, J: Jacobian, V: Tensor, spread: Spread) -> PredictiveMoments:
+        """Moments from ``J V``, for V = [delta, directions] (p, 1 + k)."""
+        if spread == "variance":
+            f, both = J.outputs_and_product(V, fold=self._mean_and_variance)
+            shift, second = (part.reshape(J.n, J.c) for part in both.T)
+            return PredictiveMoments(f, shift, second)
+        f, product = J.outputs_and_product(V)
+        T = product[:, 1:].reshape(J.n, J.c, -1)
+        second = FactoredCovariance(T * self.weights**0.5) if spread == "factor" else (self.weights * T) @ T.mT
+        return PredictiveMoments(f, product[:, 0].reshape(J.n, J.c), second)
+
+    def _mean_and_variance(self, rows: Tensor) -> Tensor:
+        """The shift and the variance of each row (r, 2), of rows of ``J [delta, directions]``."""
+        return torch.stack([rows[:, 0], (self.weights * rows[:, 1:].square()).sum(1)], 1)
 
     def _ask(self, J: Jacobian, answer: Callable[[Any], Tensor]) -> PredictiveMoments:
         f = J.outputs()
@@ -332,6 +348,12 @@ class SamplePosterior(Posterior):
         delta: (p,).
         samples: (p, k), of mean zero.
     """
+
+    @classmethod
+    def of(cls, posterior: Posterior, k: int, *, seed: int) -> SamplePosterior:
+        """The posterior that k samples of another posterior stand for: the same mean, and a covariance of rank k."""
+        drawn = posterior.draw(k, generator=torch.Generator().manual_seed(seed))
+        return cls(posterior.delta, drawn - posterior.delta[:, None])
 
     parts = ("delta", "samples")
     known_from_samples = True

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.jacobian import Linearization
+from linnet.jacobian import Jacobian, Linearization, estimate_column_norms
 from linnet.linalg import LinearOperator
 from linnet.network import Layout
 
@@ -96,7 +96,8 @@ def make_prior(lin: Linearization, spec: PriorSpec, *, J: LinearOperator | None 
     Args:
         lin: Whose parameters it is on.
         spec: A name, a variance, or variances by layer glob.
-        J: The Jacobian of the training data, which ``balanced`` reads once.
+        J: The Jacobian of the training data, which ``balanced`` reads once; of many outputs it reads random
+            combinations.
 
     Example:
         >>> from linnet import linearize
@@ -224,7 +225,8 @@ def _by_glob(layout: Layout, spec: Mapping[str, float], ones: Tensor) -> Tensor:
 
 def _balanced(layout: Layout, J: LinearOperator, ones: Tensor) -> Tensor:
     out = torch.zeros_like(ones)
-    shares = layer_sums(layout, J.column_norms())
+    norms = estimate_column_norms(J) if isinstance(J, Jacobian) else J.column_norms()
+    shares = layer_sums(layout, norms)
     for layer, names in layout.layers.items():
         average = shares[layer] / J.shape[0]
         for name in names:  # a layer that no example reaches stays where it is: variance zero

@@ -41,29 +41,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class About:
-    """What a report says besides the numbers.
+    """What a report says besides the numbers."""
 
-    Attributes:
-        kind: What made the report.
-        title: The headline.
-        lede: What was done.
-        test: How test examples are shown.
-        train: How training examples are shown.
-        facts: Further facts by name.
-        record: Command, seed, versions.
-        names: Names of the numbers that are predicted.
-        notes: Warnings of the fit.
-    """
-
-    kind: str
-    title: str
-    lede: str
-    test: Inputs = field(default_factory=Inputs)
-    train: Inputs = field(default_factory=Inputs)
-    facts: Mapping[str, str] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict)
-    names: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    kind: str  # what made the report
+    title: str  # the headline
+    lede: str  # what was done
+    test: Inputs = field(default_factory=Inputs)  # how test examples are shown
+    train: Inputs = field(default_factory=Inputs)  # how training examples are shown
+    facts: Mapping[str, str] = field(default_factory=dict)  # further facts by name
+    record: Mapping[str, Any] = field(default_factory=dict)  # command, seed, versions
+    names: Sequence[str] = ()  # names of the numbers that are predicted
+    notes: Sequence[str] = ()  # warnings of the fit
 
 
 def write(

@@ -123,40 +123,23 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a report says. None is for parts that do not apply, `Missing` for parts that are left out.
+    """Everything that a report says. None is for parts that do not apply, `Missing` for parts that are left out."""
 
-    Attributes:
-        kind: What made the report, such as "linnet adapt".
-        title: The headline.
-        lede: What was done, in a sentence or two.
-        scores: Metrics by method: first the network alone, last the model of the report.
-        outcome: Predictions for the test data, or positions of the data in an embedding.
-        linear: The linear model beside the network.
-        examples: Groups of examples that are worth a look.
-        influence: Training examples with the largest influence on predictions.
-        spectrum: Eigenvalues, which show how many directions matter.
-        relevance: Share of each layer in the adaptation.
-        evidence: How the prior was chosen.
-        plan: Plan of the Jacobian.
-        facts: Further facts by name.
-        record: The command, seed, versions, time.
-        files: Names of the files beside the report.
-        notes: Warnings of the fit.
-    """
-
-    kind: str
-    title: str
-    lede: str
+    kind: str  # what made the report, such as "linnet adapt"
+    title: str  # the headline
+    lede: str  # what was done, in a sentence or two
+    # metrics by method: first the network alone, last the model of the report
     scores: Mapping[str, Mapping[str, float]] | Missing | None = None
+    # predictions for the test data, or positions of the data in an embedding
     outcome: Classes | Numbers | Points | Missing | None = None
-    linear: Linear | Missing | None = None
-    examples: Sequence[Group] | Missing | None = None
-    influence: Group | Missing | None = None
-    spectrum: Eigenvalues | Missing | None = None
-    relevance: Mapping[str, float] | Missing | None = None
-    evidence: Evidence | Missing | None = None
-    plan: Plan | Missing | None = None
-    facts: Mapping[str, str] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict)
-    files: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    linear: Linear | Missing | None = None  # the linear model beside the network
+    examples: Sequence[Group] | Missing | None = None  # groups of examples that are worth a look
+    influence: Group | Missing | None = None  # training examples with the largest influence on predictions
+    spectrum: Eigenvalues | Missing | None = None  # eigenvalues, which show how many directions matter
+    relevance: Mapping[str, float] | Missing | None = None  # share of each layer in the adaptation
+    evidence: Evidence | Missing | None = None  # how the prior was chosen
+    plan: Plan | Missing | None = None  # plan of the Jacobian
+    facts: Mapping[str, str] = field(default_factory=dict)  # further facts by name
+    record: Mapping[str, Any] = field(default_factory=dict)  # the command, seed, versions, time
+    files: Sequence[str] = ()  # names of the files beside the report
+    notes: Sequence[str] = ()  # warnings of the fit

@@ -26,25 +26,15 @@ LogLikelihood = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True)
 class Bound:
-    """The ELBO of a model as a forward: ``bound(model, x)`` gives (n,).
+    """The ELBO of a model as a forward: ``bound(model, x)`` gives (n,)."""
 
-    Attributes:
-        encode: ``(model, x)`` to the mean and log variance of q(z | x), two tensors of one shape (n, ...).
-        decode: ``(model, z)`` to the values that the likelihood reads.
-        likelihood: "bernoulli", "bernoulli-logits", "gaussian", or ``(x, decoded) -> (n,)``.
-        noise: Variance of the likelihood "gaussian".
-        samples: Draws of z per example.
-        importance: Whether to take the tighter bound of importance weights, ``log mean p(x, z) / q(z | x)``.
-        seed: Seed of the random draws.
-    """
-
-    encode: Encode
-    decode: Decode
-    likelihood: str | LogLikelihood
-    noise: float
-    samples: int
-    importance: bool
-    seed: int
+    encode: Encode  # ``(model, x)`` to the mean and log variance of q(z | x), two tensors of one shape (n, ...)
+    decode: Decode  # ``(model, z)`` to the values that the likelihood reads
+    likelihood: str | LogLikelihood  # "bernoulli", "bernoulli-logits", "gaussian", or ``(x, decoded) -> (n,)``
+    noise: float  # variance of the likelihood "gaussian"
+    samples: int  # draws of z per example
+    importance: bool  # whether to take the tighter bound of importance weights, ``log mean p(x, z) / q(z | x)``
+    seed: int  # seed of the random draws
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         mean, log_variance = self._posterior(model, x)

@@ -33,13 +33,9 @@ def check_score(out: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoreOutput:
-    """Reads the raw output of a model as a score.
+    """Reads the raw output of a model as a score."""
 
-    Attributes:
-        fn: Maps the raw output to the score; None takes the output itself.
-    """
-
-    fn: Output | None
+    fn: Output | None  # maps the raw output to the score; None takes the output itself
 
     def __call__(self, raw: Any) -> Tensor:
         return check_score(checks.output_tensor(raw) if self.fn is None else self.fn(raw))

@@ -5,6 +5,8 @@ density (`flow`, `autoregressive`, and `vae` by its bound) give the log density 
 a classifier by the log-sum-exp of its logits, the discriminator of a GAN by its own output. The gradient of their
 unknown normalizer is the mean of the score, so their scores are *centered* (Zhang et al. 2022, section 3.1).
 
+Each score has a short name too: `classifier` is `Classifier`, `energy` is `Energy`, and so on.
+
 >>> import torch, linnet
 >>> score = linnet.scores.classifier()
 >>> module, output = score.bind(nn.Linear(4, 3))
@@ -17,7 +19,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
@@ -74,7 +76,10 @@ class Score(ABC):
 @final
 @dataclass(frozen=True)
 class Classifier(Score):
-    """See `classifier`."""
+    """The log-sum-exp of a classifier's logits (n, c), its negative free energy; a single logit is taken as it is.
+
+    Centered; Z and I come from the data.
+    """
 
     name = "classifier"
     centered = True
@@ -86,7 +91,13 @@ class Classifier(Score):
 @final
 @dataclass(frozen=True)
 class Energy(Score):
-    """See `energy`."""
+    """An energy or unnormalized log density, of any sign: ``fn(raw output)`` with shape (n,), or the output itself.
+
+    Centered; Z and I come from the data.
+
+    >>> energy(lambda out: out.square().sum(1)).centered
+    True
+    """
 
     fn: Output | None = None
     name = "energy"
@@ -99,9 +110,21 @@ class Energy(Score):
 @final
 @dataclass(frozen=True)
 class Gan(Score):
-    """See `gan`."""
+    """The discriminator of a GAN; Z and I come from samples of the generator (Zhang et al. 2022, equation 1).
+
+    The score is the output before the sigmoid: a final ``nn.Sigmoid`` is left out.
+
+    Args:
+        generator: Maps latents (m, ...) to inputs of the discriminator. A module runs in eval mode, on a copy.
+        latent: Latents: a length or shape of standard normal numbers, a tensor, or a callable
+            ``(m, torch.Generator) -> (m, ...)``.
+        samples: Number of samples; or, without a generator, samples already made, in any form that data has.
+        seed: Seed of the latents.
+        output: Function that reads the discriminator's output as (n,). With it, no sigmoid is left out.
+    """
 
     generator: Generator | None = None
+    _: KW_ONLY
     latent: Latent | None = None
     samples: Any = 10_000
     seed: int = 0
@@ -126,7 +149,10 @@ class Gan(Score):
 @final
 @dataclass(frozen=True)
 class Flow(Score):
-    """See `flow`."""
+    """The log density of a normalizing flow: ``model.log_prob(x)``, or ``log_prob(model, x)``, with shape (n,).
+
+    Not centered. The callable must use the model that it is given.
+    """
 
     log_prob: Forward | None = None
     name = "flow"
@@ -145,109 +171,6 @@ class Flow(Score):
 @final
 @dataclass(frozen=True)
 class Vae(Score):
-    """See `vae`."""
-
-    encode: Encode | None = None
-    decode: Decode | None = None
-    likelihood: str | LogLikelihood = "bernoulli"
-    noise: float = 1.0
-    samples: int = 1
-    importance: bool = False
-    seed: int = 0
-    name = "vae"
-    centered = False
-
-    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
-        for part in ("encode", "decode"):
-            if getattr(self, part) is None and not callable(getattr(model, part, None)):
-                raise TypeError(
-                    f"vae needs a module with encode(x) and decode(z); {type(model).__name__} has no {part}. Say how: "
-                    f"vae({part}=lambda model, {'x' if part == 'encode' else 'z'}: ...)."
-                )
-        encode, decode = self.encode or _encode, self.decode or _decode
-        bound = Bound(encode, decode, self.likelihood, self.noise, self.samples, self.importance, self.seed)
-        return with_forward(model, bound), ScoreOutput(None)
-
-
-@final
-@dataclass(frozen=True)
-class Autoregressive(Score):
-    """See `autoregressive`."""
-
-    targets: Callable[..., Tensor] | None = None
-    shift: bool = True
-    axis: int = -1
-    name = "autoregressive"
-    centered = False
-
-    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
-        forward = TokenLikelihood(inspect.signature(type(model).forward), self.targets, self.shift, self.axis)
-        return with_forward(model, forward), ScoreOutput(None)
-
-
-# The public names.
-
-
-def classifier() -> Score:
-    """The log-sum-exp of a classifier's logits (n, c), its negative free energy; a single logit is taken as it is.
-
-    Centered; Z and I come from the data.
-    """
-    return Classifier()
-
-
-def energy(fn: Output | None = None) -> Score:
-    """An energy or unnormalized log density, of any sign: ``fn(raw output)`` with shape (n,), or the output itself.
-
-    Centered; Z and I come from the data.
-
-    >>> energy(lambda out: out.square().sum(1)).centered
-    True
-    """
-    return Energy(fn)
-
-
-def gan(
-    generator: Generator | None = None,
-    *,
-    latent: Latent | None = None,
-    samples: Any = 10_000,
-    seed: int = 0,
-    output: Output | None = None,
-) -> Score:
-    """The discriminator of a GAN; Z and I come from samples of the generator (Zhang et al. 2022, equation 1).
-
-    The score is the output before the sigmoid: a final ``nn.Sigmoid`` is left out.
-
-    Args:
-        generator: Maps latents (m, ...) to inputs of the discriminator. A module runs in eval mode, on a copy.
-        latent: Latents: a length or shape of standard normal numbers, a tensor, or a callable
-            ``(m, torch.Generator) -> (m, ...)``.
-        samples: Number of samples; or, without a generator, samples already made, in any form that data has.
-        seed: Seed of the latents.
-        output: Function that reads the discriminator's output as (n,). With it, no sigmoid is left out.
-    """
-    return Gan(generator, latent, samples, seed, output)
-
-
-def flow(log_prob: Forward | None = None) -> Score:
-    """The log density of a normalizing flow: ``model.log_prob(x)``, or ``log_prob(model, x)``, with shape (n,).
-
-    Not centered. The callable must use the model that it is given.
-    """
-    return Flow(log_prob)
-
-
-def vae(
-    encode: Encode | None = None,
-    decode: Decode | None = None,
-    *,
-    likelihood: str | LogLikelihood = "bernoulli",
-    noise: float = 1.0,
-    samples: int = 1,
-    importance: bool = False,
-    seed: int = 0,
-) -> Score:
     """The evidence lower bound of a variational autoencoder with a standard normal prior (Zhang et al., equation 2).
 
     The draws of z depend on the example's values and the seed alone (`linnet.scores.elbo.draw_noise`), so an example
@@ -264,15 +187,41 @@ def vae(
         importance: Whether to take the tighter bound from importance weights (Burda et al. 2016).
         seed: Seed of the random draws.
     """
-    if not callable(likelihood) and likelihood not in LIKELIHOODS:
-        raise ValueError(f"likelihood must be {', '.join(map(repr, LIKELIHOODS))} or a callable; got {likelihood!r}.")
-    messages.check_batch_size(samples, name="samples", auto=False)
-    if not noise > 0:
-        raise ValueError(f"noise is a variance and must be positive; got {noise!r}.")
-    return Vae(encode, decode, likelihood, noise, samples, importance, seed)
+
+    encode: Encode | None = None
+    decode: Decode | None = None
+    _: KW_ONLY
+    likelihood: str | LogLikelihood = "bernoulli"
+    noise: float = 1.0
+    samples: int = 1
+    importance: bool = False
+    seed: int = 0
+    name = "vae"
+    centered = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.likelihood) and self.likelihood not in LIKELIHOODS:
+            known = ", ".join(map(repr, LIKELIHOODS))
+            raise ValueError(f"likelihood must be {known} or a callable; got {self.likelihood!r}.")
+        messages.check_batch_size(self.samples, name="samples", auto=False)
+        if not self.noise > 0:
+            raise ValueError(f"noise is a variance and must be positive; got {self.noise!r}.")
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        for part in ("encode", "decode"):
+            if getattr(self, part) is None and not callable(getattr(model, part, None)):
+                raise TypeError(
+                    f"vae needs a module with encode(x) and decode(z); {type(model).__name__} has no {part}. Say how: "
+                    f"vae({part}=lambda model, {'x' if part == 'encode' else 'z'}: ...)."
+                )
+        encode, decode = self.encode or _encode, self.decode or _decode
+        bound = Bound(encode, decode, self.likelihood, self.noise, self.samples, self.importance, self.seed)
+        return with_forward(model, bound), ScoreOutput(None)
 
 
-def autoregressive(*, targets: Callable[..., Tensor] | None = None, shift: bool = True, axis: int = -1) -> Score:
+@final
+@dataclass(frozen=True)
+class Autoregressive(Score):
     """The log likelihood of a sequence: the sum over its tokens. Takes causal language models as they are.
 
     Tokens that ``attention_mask`` hides do not count, nor do labels of -100. Not centered.
@@ -284,7 +233,21 @@ def autoregressive(*, targets: Callable[..., Tensor] | None = None, shift: bool 
             (masked convolutions).
         axis: Axis of the classes in the logits.
     """
-    return Autoregressive(targets, shift, axis)
+
+    _: KW_ONLY
+    targets: Callable[..., Tensor] | None = None
+    shift: bool = True
+    axis: int = -1
+    name = "autoregressive"
+    centered = False
+
+    def bind(self, model: nn.Module) -> tuple[nn.Module, Output]:
+        forward = TokenLikelihood(inspect.signature(type(model).forward), self.targets, self.shift, self.axis)
+        return with_forward(model, forward), ScoreOutput(None)
+
+
+# The names that users write: `linnet.scores.classifier()`.
+classifier, energy, gan, flow, vae, autoregressive = Classifier, Energy, Gan, Flow, Vae, Autoregressive
 
 
 def as_score(score: Any) -> Score:
@@ -293,10 +256,10 @@ def as_score(score: Any) -> Score:
         return Classifier()
     if isinstance(score, Score):
         return score
+    if isinstance(score, type):
+        name = getattr(score, "name", score.__name__)
+        raise TypeError(f"score needs a score, and {name} makes one: call it, {name}(...).")
     if callable(score):
-        named = (classifier, energy, gan, flow, vae, autoregressive)
-        if score in named or isinstance(score, type):
-            raise TypeError(f"score needs a score, and {score.__name__} makes one: call it, {score.__name__}(...).")
         return Energy(score)
     raise TypeError(
         "score must be None (the classifier's), one of linnet.scores such as linnet.scores.flow(), or a callable from "

@@ -11,8 +11,8 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_ranks_agree, forward_mode
-from linnet._estimator import Linearity, check_inputs, has_fast_float64
+from linnet._common import check_fits, check_ranks_agree, forward_mode
+from linnet._estimator import ErrorBarsMixin, Linearity, check_inputs, has_fast_float64
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
@@ -23,7 +23,7 @@ from linnet.tangent import files
 Mean = Literal["network", "zero"]
 
 
-class Tangent(BaseEstimator):
+class Tangent(ErrorBarsMixin, BaseEstimator):
     """Base of `TangentRegressor` and `TangentClassifier`; the settings are theirs.
 
     Attributes after fitting:
@@ -167,12 +167,24 @@ class Tangent(BaseEstimator):
     def _predict(self, X: Any, spread: Spread = "none") -> tuple[Tensor, Any]:
         """The posterior mean at X, (n, c), and second moments, from one pass over X."""
         J = self._new_inputs(X)
-        found = self.posterior_.predict(J, spread)
+        if spread == "blocks":
+            check_fits(
+                3 * J.n * J.c**2 * J.dtype.itemsize,
+                self.memory,
+                J.device,
+                what=f"The covariances of {J.c:,} outputs for each of {J.n:,} inputs",
+                instead="Ask for fewer inputs at once, or draw outputs with sample(X, k)",
+            )
+        found = (self.posterior_ if spread == "none" else self._error_bars).predict(J, spread)
         return self._mean_function(found.f) + found.shift, found.spread
 
     def _sample(self, X: Any, k: int, generator: torch.Generator) -> Tensor:
         """k joint samples of the outputs at X, (k, n, c)."""
-        J = self._new_inputs(X).cached_if_fits()
+        J = self._new_inputs(X)
+        if self.variance_ == "samples":  # by products with draws: a covariance of all outputs would be dense
+            f, shifts = J.outputs_and_product(self.posterior_.draw(k, generator=generator))
+            return self._mean_function(f) + shifts.T.reshape(k, J.n, J.c)
+        J = J.cached_if_fits()
         return self._base(J) + self.posterior_.sample(J, k, generator=generator)
 
     @property

@@ -15,8 +15,18 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet._common import check_ranks_agree
-from linnet._estimator import HubMixin, default_network, draw_inputs, has_targets_in_memory, like, list_options
+from linnet._common import check_fits, check_ranks_agree
+from linnet._estimator import (
+    HubMixin,
+    check_has_exact,
+    check_variance,
+    default_network,
+    draw_inputs,
+    has_targets_in_memory,
+    leave_out_ignored,
+    like,
+    list_options,
+)
 from linnet.data import as_source
 from linnet.inference import (
     Inference,
@@ -27,6 +37,7 @@ from linnet.inference import (
     Training,
     any_likelihood,
     check_only_map,
+    check_outputs_fit,
     choose_likelihood_solver,
 )
 from linnet.jacobian import Jacobian, linearize
@@ -75,6 +86,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         family: Of VI: "full" (any Gaussian; needs the dense kernel of solver="function"), "lowrank" (all covariances,
             in the directions that matter) or "meanfield" (independent weights); "auto" is the first of these that can
             be.
+        ignore_index: Label of examples that count for nothing, as in torch, for labels that are integers. None for no
+            such label: for a class whose name is -100.
         classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
         epochs: Number of epochs of "adam".
         minibatch: Number of examples of a step of "adam".
@@ -86,7 +99,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         iterations: Limit of iterative solves.
         preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
         rank: Number of examples that the preconditioner is made from, or "auto".
-        samples: Posterior samples of the iterative solver, and draws of Monte Carlo.
+        samples: Posterior samples of the iterative solver and of error bars, and draws of Monte Carlo.
+        variance: How error bars are made: "exact", "samples" or "auto", as for `TangentRegressor`.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -104,6 +118,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         passes_: Passes over the data until it was found; 1 where that takes a dense matrix.
         objective_path_: What "adam" minimizes, by epoch.
         layer_relevance_: Each layer's share in the adaptation.
+        variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the logits' error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
 
     Example:
@@ -129,6 +144,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         link: str = "probit",
         family: str = "auto",
         classes: Sequence[Any] | None = None,
+        ignore_index: int | None = -100,
         epochs: int = 30,
         minibatch: int = 128,
         learning_rate: float | str = "auto",
@@ -139,6 +155,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         preconditioner: str = "auto",
         rank: int | str = "auto",
         samples: int = 64,
+        variance: str = "auto",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
         seed: int = 0,
@@ -146,10 +163,15 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     ) -> None:
         self.model, self.params, self.inference, self.mean, self.prior = model, params, inference, mean, prior
         self.top, self.solver, self.link, self.family, self.classes = top, solver, link, family, classes
-        self.epochs, self.minibatch, self.learning_rate = epochs, minibatch, learning_rate
+        self.ignore_index, self.epochs, self.minibatch, self.learning_rate = (
+            ignore_index,
+            epochs,
+            minibatch,
+            learning_rate,
+        )
         self.output, self.dtype, self.tolerance, self.iterations = output, dtype, tolerance, iterations
-        self.preconditioner, self.rank, self.samples, self.memory = preconditioner, rank, samples, memory
-        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+        self.preconditioner, self.rank, self.samples, self.variance = preconditioner, rank, samples, variance
+        self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
 
     def fit(self, X: Any, y: Any = None) -> TangentClassifier:
         """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them."""
@@ -158,6 +180,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             self._fit_by_evidence(X, y)
             return self
         check_prior(self.prior)
+        check_variance(self.variance)
         if self.link not in ("probit", "mc"):
             raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
         self._how(torch.float64)  # its errors come before any work
@@ -219,17 +242,36 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         self._probe = draw_inputs(source)
         check_prior(self.prior, lin)
         J = self._jacobian(source)
+        labels = None
+        if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
+            labels = as_labels(J.targets() if y is None else y, J.n)
+            fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
+            if fewer is not None:
+                return self._condition(*fewer, classes, prior)
+        check_outputs_fit(J)
         if training is None:  # whether the solver fits memory is known before any pass
             kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
             solver = choose_likelihood_solver(
                 *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
             )
-        targets = None
-        if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
-            targets = self._labels(y, J, classes, refit=prior is not None)
+            if self.inference == "vi" and J.c > 1:
+                check_fits(
+                    4 * J.n * J.c**2 * J.dtype.itemsize,
+                    self.memory,
+                    J.device,
+                    what=f"inference='vi' with {J.n:,} examples and {J.c:,} classes",
+                    instead="Use inference='laplace' or 'map'",
+                )
+            if solver == "cg-weight" and self.inference == "laplace":
+                check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
+        targets = None if labels is None else self._labels(labels, J, classes, refit=prior is not None)
         J = J if source.changes else J.cached_if_fits()
         if targets is None:
-            targets = self._labels(y, J, classes, refit=prior is not None)
+            labels = as_labels(J.targets(), J.n)
+            fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
+            if fewer is not None:
+                return self._condition(*fewer, classes, prior)
+            targets = self._labels(labels, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
         check_ranks_agree(lin, None, options=list_options(self), labels=targets)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
@@ -244,6 +286,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             )
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
+        self._settle_variance(J.c)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path
         self.elbo_ = None if fit.best is None else fit.best.elbo
@@ -280,22 +323,22 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
-            check_module(self.model)
-            return self.model
+            return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         if y is None:
             raise ValueError("fit requires y to be passed, but the target y is None: give one label for each example.")
         labels = as_labels(y, len(X))
+        fewer = leave_out_ignored(X, labels, labels, self.ignore_index)
+        labels = labels if fewer is None else fewer[1]
         count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
         if count == 1:
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
         outputs = count if labels.ndim == 2 or count > 2 else 1
         return default_network(X.shape[1], outputs, seed=self.seed, X=X)
 
-    def _labels(self, y: Any, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
-        """The likelihood's targets, from labels that are given or come with the data."""
-        labels = as_labels(J.targets() if y is None else y, J.n)
+    def _labels(self, labels: np.ndarray, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
+        """The likelihood's targets, from labels."""
         if refit and (labels.ndim == 2) != self.multilabel_:
             needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
@@ -343,10 +386,16 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         labels = self.classes_[chosen]
         return torch.as_tensor(labels, device=p.device) if self._tensors and isinstance(like(X, p), Tensor) else labels
 
-    def predict_logits(self, X: Any) -> tuple[Any, Any]:
-        """Mean (n, c) and covariance (n, c, c) of the logits of each input."""
-        f, blocks = self._predict(X, "blocks")
-        return like(X, f), like(X, blocks)
+    def predict_logits(self, X: Any, *, return_std: bool = False) -> tuple[Any, Any]:
+        """Mean (n, c) of the logits of each input, and their covariance (n, c, c) or standard deviation (n, c).
+
+        Args:
+            X: Inputs.
+            return_std: Whether the standard deviation takes the place of the covariance, which many classes have no
+                memory for.
+        """
+        f, spread = self._predict(X, "variance" if return_std else "blocks")
+        return like(X, f), like(X, spread.sqrt() if return_std else spread)
 
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""
@@ -355,13 +404,15 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     @property
     def _spread(self) -> Spread:
         """The second moments that probabilities take."""
-        return "none" if self.inference == "map" else "variance" if self.link == "probit" else "blocks"
+        if self.inference == "map" or self.link == "probit":
+            return "none" if self.inference == "map" else "variance"
+        return "factor" if self.variance_ == "samples" else "blocks"
 
     def _probabilities(self, X: Any) -> Tensor:
         p = self._averaged(*self._predict(X, self._spread))
         return torch.cat([1 - p, p], 1) if p.shape[1] == 1 and not self.multilabel_ else p
 
-    def _averaged(self, f: Tensor, spread: Tensor | None) -> Tensor:
+    def _averaged(self, f: Tensor, spread: Any) -> Tensor:
         """Probabilities averaged over logits of mean f, (n, c)."""
         if spread is None:
             return self.likelihood_.mean(f)

@@ -40,6 +40,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         "log_evidence": estimator.log_evidence_,
         "log_evidence_error": estimator.log_evidence_error_,
         "solver": estimator.solver_,
+        "variance": estimator.variance_,
         "n_features_in": getattr(estimator, "n_features_in_", None),
         "top": estimator.top_,
         "top_path": None if estimator.top_path_ is None else list(estimator.top_path_.items()),
@@ -109,6 +110,7 @@ def read(
     J: LinearOperator | None = jacobians[0] if len(jacobians) == 1 else Stack(jacobians) if jacobians else None
     parts, layout = saved.strip("posterior.", tensors), estimator.lin_.layout
     estimator.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=layout)
+    estimator.variance_ = state.get("variance", "samples" if estimator.posterior_.known_from_samples else "exact")
     estimator._set_state(meta["own"], saved.strip("own.", tensors), J)
     return estimator
 

@@ -18,15 +18,17 @@ from linnet._common import check_ranks_agree
 from linnet._estimator import (
     HubMixin,
     as_targets,
+    check_has_exact,
+    check_variance,
     default_network,
     draw_inputs,
     has_targets_in_memory,
     like,
     list_options,
 )
-from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, choose_solver
+from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
 from linnet.inference.gaussian import closed_form, updates
-from linnet.jacobian import Jacobian, Linearization, linearize
+from linnet.jacobian import Jacobian, Linearization, has_many_outputs, linearize
 from linnet.linalg import Stack
 from linnet.network import Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, check_prior, make_prior
@@ -85,7 +87,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         iterations: Largest number of steps of the iterative solvers.
         preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
         rank: Number of examples that the preconditioner is made from, or "auto".
-        samples: Number of posterior samples of the iterative solvers.
+        samples: Number of posterior samples of the iterative solvers, and of error bars from samples.
+        variance: How error bars are made: "exact", or "samples" (from posterior samples that are drawn once: any number
+            of outputs costs ``samples`` products with the Jacobian). "auto" takes samples for more than 16 outputs for
+            each sample, and where the solver is an iterative one, which knows samples alone.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -99,6 +104,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error.
         solver_: The solver used; ``solution_`` its convergence where it iterates.
         layer_relevance_: Each layer's share in the adaptation.
+        variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
         loo_: Closed-form leave-one-out predictions.
 
@@ -129,6 +135,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         preconditioner: str = "auto",
         rank: int | str = "auto",
         samples: int = 64,
+        variance: str = "auto",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
         seed: int = 0,
@@ -137,8 +144,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.model, self.params, self.top, self.mean, self.prior, self.noise = model, params, top, mean, prior, noise
         self.solver, self.noise_floor, self.output, self.dtype = solver, noise_floor, output, dtype
         self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
-        self.rank, self.samples, self.memory, self.batch_size = rank, samples, memory, batch_size
-        self.seed, self.progress = seed, progress
+        self.rank, self.samples, self.variance, self.memory = rank, samples, variance, memory
+        self.batch_size, self.seed, self.progress = batch_size, seed, progress
 
     # Fitting.
 
@@ -165,6 +172,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def _fit_all(self, data: list[tuple[Any, Any]]) -> list[TangentRegressor]:
         check_prior(self.prior)
+        check_variance(self.variance)
         settings = self._settings()
         _check_noise(self.noise, self.noise_floor)
         inputs = [self._inputs(X, reset=i == 0) for i, (X, _) in enumerate(data)]
@@ -178,8 +186,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         jacobians = [self._jacobian(X) for X in inputs]
         self._probe = draw_inputs(jacobians[0]._source)
         rows = max(J.shape[0] for J in jacobians)
+        for J in jacobians:
+            check_outputs_fit(J)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
+        if self.solver == "auto" and has_many_outputs(jacobians[0].c, self.samples):
+            solver = "cg-weight"  # the one that needs no rows of the Jacobian
+        if solver.startswith("cg"):
+            check_has_exact(self.variance, f"solver={solver!r}", "solver='function' or 'weight' where they fit")
         # Targets at hand are checked before any pass; a stream's are read along with its first pass.
         given = [
             self._targets(y, J) if has_targets_in_memory(y, J) else None
@@ -209,8 +223,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
-            check_module(self.model)
-            return self.model
+            return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         shape = y.shape if isinstance(y, Tensor) else np.asarray(y).shape
@@ -270,6 +283,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
         self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
+        self._settle_variance(task.base.shape[1])
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
         self.noise_ = self.noise if self._noise_name is None else _single(fit.choice.noise)
@@ -354,6 +368,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             X: Inputs.
             return_std: Also the standard deviation of the function, in the same shape.
             return_cov: Also the joint covariance, (n, n), or (n c, n c) with row ``i * c + j`` for output j of input i.
+                Where ``variance_`` is "samples", it is the covariance of the samples, of rank ``samples``.
             noise: Whether these include the noise of an observation.
         """
         if return_std and return_cov:
@@ -361,9 +376,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         J = self._new_inputs(X)
         if return_cov:
             check_covariance_fits(J, self.memory)
-        f, shift, spread = self.posterior_.predict(
-            J, "covariance" if return_cov else "variance" if return_std else "none"
-        )
+        spread: Any = "covariance" if return_cov else "variance" if return_std else "none"
+        f, shift, spread = (self._error_bars if return_std or return_cov else self.posterior_).predict(J, spread)
         mean = self._shaped(self._mean_function(f) + shift)
         if spread is None:
             return like(X, mean)

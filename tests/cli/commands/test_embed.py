@@ -8,14 +8,9 @@ import torch
 
 import linnet
 from linnet.cli import model_source
-from tests.support.command_cases import digits, done, networks, read_table, refused
+from tests.support.command_cases import digits, done, read_table, refused
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def nets(tmp_path):
-    return networks(tmp_path)
 
 
 def test_embed_and_what_it_says_about_new_data(tmp_path, nets):
@@ -23,13 +18,8 @@ def test_embed_and_what_it_says_about_new_data(tmp_path, nets):
     out = tmp_path / "run"
     said = done("embed", "--model", f"{nets}:digits", "--data", train, "--components", 3, "--out", out)
     assert "effective rank" in said and "Jacobian (30 x 275)" in said
-    assert sorted(path.name for path in out.iterdir()) == [
-        "embedding.npz",
-        "embedding.safetensors",
-        "metrics.json",
-        "report.html",
-        "run.json",
-    ]
+    written = "embedding.npz embedding.safetensors metrics.json report.html run.json"
+    assert sorted(path.name for path in out.iterdir()) == written.split()
     with np.load(out / "embedding.npz") as file:
         E, values, y = file["embedding"], file["eigenvalues"], file["y"]
     assert E.shape == (30, 3) and y.tolist() == np.load(train)["y"].tolist()
@@ -106,21 +96,7 @@ def test_texts_with_a_hugging_face_model(tmp_path):
     train, new = tmp_path / "train.tsv", tmp_path / "new.txt"
     train.write_text("text\tlabel\n" + "a good film\tpos\nbad film\tneg\ngood\tpos\na bad bad film\tneg\n" * 2)
     new.write_text("good good film\nbad\n")
-    said = done(
-        "adapt",
-        "--model",
-        f"hf:{model}",
-        "--train",
-        train,
-        "--test",
-        train,
-        "--out",
-        out,
-        "--params",
-        "classifier.*",
-        "--inference",
-        "map",
-    )
+    said = done("adapt", model=f"hf:{model}", train=train, test=train, out=out, params="classifier.*", inference="map")
     assert "8 texts of up to 6 tokens" in said and "18 of " in said
     assert "<blockquote>a bad bad film</blockquote>" in (out / "report.html").read_text()
     done("predict", "--run", out, "--data", new, "--out", tmp_path / "p.csv")

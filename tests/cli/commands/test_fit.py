@@ -12,12 +12,7 @@ from safetensors.torch import save_file
 
 import linnet
 from linnet.cli import model_source
-from tests.support.command_cases import diabetes, digits, done, networks, pictures, read_table, refused, write_table
-
-
-@pytest.fixture
-def nets(tmp_path):
-    return networks(tmp_path)
+from tests.support.command_cases import diabetes, digits, done, pictures, read_table, refused, write_table
 
 
 def test_regression_from_tables(tmp_path, nets, monkeypatch):
@@ -27,37 +22,12 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
         model_source.load_network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu")).state_dict(), weights
     )
     monkeypatch.setattr(sys, "argv", ["/usr/bin/linnet", "adapt", "--out", "my run"])
-    said = done(
-        "adapt",
-        "--model",
-        f"{nets}:numbers",
-        "--weights",
-        weights,
-        "--train",
-        train,
-        "--target",
-        "y",
-        "--test",
-        test,
-        "--out",
-        out,
-        "--standardize",
-    )
-    for part in (
-        "60 rows of 4 columns",
-        "regression, because",
-        "37 of 37 parameters",
-        "Jacobian (60 x 37)",
-        "of memory",
-    ):
+    files = {"weights": weights, "train": train, "test": test, "out": out}
+    said = done("adapt", model=f"{nets}:numbers", **files, target="y", standardize=True)
+    for part in "60 rows of 4 columns", "regression, because", "37 of 37 parameters", "Jacobian (60 x 37)", "of memory":
         assert part in said
-    assert sorted(path.name for path in out.iterdir()) == [
-        "adapter.safetensors",
-        "metrics.json",
-        "predictions.csv",
-        "report.html",
-        "run.json",
-    ]
+    written = "adapter.safetensors metrics.json predictions.csv report.html run.json"
+    assert sorted(path.name for path in out.iterdir()) == written.split()
     for path in out.iterdir():
         assert str(path) in said
     found = json.loads((out / "metrics.json").read_text())
@@ -123,23 +93,8 @@ def test_classes_from_arrays(tmp_path, nets):
 def test_a_new_head_for_other_classes(tmp_path, nets):
     train, test = diabetes(tmp_path, labels=True)
     out = tmp_path / "run"
-    said = done(
-        "adapt",
-        "--model",
-        f"{nets}:numbers",
-        "--train",
-        train,
-        "--target",
-        "y",
-        "--test",
-        test,
-        "--out",
-        out,
-        "--head",
-        "new",
-        "--inference",
-        "map",
-    )
+    files = {"train": train, "test": test, "out": out}
+    said = done("adapt", model=f"{nets}:numbers", **files, target="y", head="new", inference="map")
     assert "a new head is fitted" in said and "--head new asks for it" in said
     assert "mean function: zero" in said
     assert (out / "head.safetensors").is_file()
@@ -213,18 +168,8 @@ def test_uncertainty(tmp_path, nets):
 
     optimizer.step(loss)
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    line = [
-        "uncertainty",
-        "--model",
-        f"{nets}:numbers",
-        "--weights",
-        tmp_path / "w.pt",
-        "--train",
-        train,
-        "--target",
-        "y",
-    ]
-    said = done(*line, "--test", test, "--out", out, "--structure", "full", "--seed", 5)
+    files = {"weights": tmp_path / "w.pt", "train": train, "test": test, "out": out}
+    said = done("uncertainty", model=f"{nets}:numbers", **files, target="y", structure="full", seed=5)
     assert "structure 'full'" in said and "with error bars" in said
     (kept,) = out.glob("*.safetensors")
     assert linnet.load(kept, model).seed == 5
@@ -239,8 +184,8 @@ def test_uncertainty(tmp_path, nets):
     again = read_table(tmp_path / "p.csv")
     np.testing.assert_allclose(np.array(again["std"], float), np.array(told["std"], float), rtol=1e-6)
     train, _ = diabetes(tmp_path, labels=True)
-    wrong = [*line[:1], "--model", f"{nets}:digits", "--train", train, "--target", "y", "--out", tmp_path / "no"]
-    assert "The network does not take these data" in refused(*wrong)
+    wrong = {"model": f"{nets}:digits", "train": train, "target": "y", "out": tmp_path / "no"}
+    assert "The network does not take these data" in refused("uncertainty", **wrong)
     assert not (tmp_path / "no").exists()
 
 

@@ -10,12 +10,7 @@ from safetensors import SafetensorError
 
 from linnet.cli import run_folder
 from linnet.cli.commands import fit
-from tests.support.command_cases import diabetes, done, networks, read_table, refused, run
-
-
-@pytest.fixture
-def nets(tmp_path):
-    return networks(tmp_path)
+from tests.support.command_cases import diabetes, done, read_table, refused, run
 
 
 @pytest.fixture

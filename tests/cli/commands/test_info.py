@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.support.command_cases import diabetes, done, networks, refused
-
-
-@pytest.fixture
-def nets(tmp_path):
-    return networks(tmp_path)
+from tests.support.command_cases import diabetes, done, refused
 
 
 def test_info(tmp_path, nets, made):

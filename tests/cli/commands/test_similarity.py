@@ -10,14 +10,9 @@ import torch
 
 import linnet
 from linnet.cli import model_source
-from tests.support.command_cases import digits, done, networks, refused
+from tests.support.command_cases import digits, done, refused
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def nets(tmp_path):
-    return networks(tmp_path)
 
 
 def test_similarity(tmp_path, nets):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,17 +14,7 @@ from experiments.__main__ import main
 from experiments.allingham2023 import joint, not_linearized, snelson
 from experiments.common.statistics import subtract, summarize
 from linnet.probability import Gaussian
-
-
-def record_of(where: Path) -> dict[str, Any]:
-    assert (where / "figure.png").stat().st_size > 10_000
-    return json.loads((where / "metrics.json").read_text())
-
-
-def quick(name: str, tmp_path: Path, *more: str) -> tuple[dict[str, Any], str]:
-    """What a small run of one seed wrote, and its rows of the table."""
-    where = main([name, "--quick", "--out", str(tmp_path), *more])
-    return record_of(where), (tmp_path / "README.md").read_text()
+from tests.support.quick_runs import count_rows, run_quick
 
 
 @pytest.mark.parametrize("name", ["snelson", "not_linearized"])
@@ -89,12 +77,12 @@ def test_a_sampled_network_without_data_worth_the_name_is_its_prior() -> None:
 
 
 def test_the_snelson_experiment_runs(tmp_path: Path) -> None:
-    record, table = quick("snelson", tmp_path, "--seeds", "1")
+    record = run_quick(tmp_path, "snelson", "--seeds", "1")
     found = record["summary"]
     assert set(found["kernels"]) == {"8", "32"}
     assert found["posteriors"]["NNGP"]["means apart"]["mean"] == 0
     assert found["slopes"]["last layer"]["mean"] < 0
-    assert table.count("| snelson: ") == 2 + 5
+    assert count_rows(tmp_path, "snelson") == 2 + 5
 
 
 # Not linearized.
@@ -128,12 +116,12 @@ def test_draws_go_through_both_models() -> None:
 
 
 def test_the_not_linearized_experiment_runs(tmp_path: Path) -> None:
-    record, table = quick("not_linearized", tmp_path, "--networks", "1")
+    record = run_quick(tmp_path, "not_linearized", "--networks", "1")
     for case in (not_linearized.CURVE, not_linearized.DIGITS):
         assert set(record["summary"][case]) == {"100", "1", "evidence"}
         cell = record["parts"][case]["seed 0"]["1"]["test"]
         assert cell[not_linearized.NETWORK]["nll"] != cell[not_linearized.LINEAR]["nll"]
-    assert table.count("| not_linearized: ") == 8
+    assert count_rows(tmp_path, "not_linearized") == 8
 
 
 # Joint.
@@ -154,7 +142,7 @@ def stored(folder: Path) -> None:
 
 def test_the_joint_experiment_runs(tmp_path: Path) -> None:
     stored(tmp_path)
-    record, table = quick("joint", tmp_path / "out", "--seeds", "1", "--data", str(tmp_path))
+    record = run_quick(tmp_path / "out", "joint", "--seeds", "1", "--data", str(tmp_path))
     (seeds,) = record["parts"].values()
     found = seeds["seed 0"]["methods"]
     assert set(found) == set(joint.METHODS)
@@ -170,7 +158,7 @@ def test_the_joint_experiment_runs(tmp_path: Path) -> None:
     gap = record["summary"][joint.DEFAULT]["less ensemble"]["joint log likelihood"]["5"]["mean"]
     both = [found[name]["joint log likelihood"]["5"] for name in (joint.DEFAULT, joint.ENSEMBLE)]
     assert gap == pytest.approx(both[0] - both[1], rel=1e-4, abs=1e-4)
-    assert table.count("| joint: ") == 3 * len(joint.METHODS)
+    assert count_rows(tmp_path / "out", "joint") == 3 * len(joint.METHODS)
 
 
 def test_the_joint_experiment_counts_seeds_of_other_runs(tmp_path: Path) -> None:

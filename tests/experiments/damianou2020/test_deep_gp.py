@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from experiments.__main__ import main
 from experiments.damianou2020 import deep_gp
-
-
-def record_of(where: Path) -> dict[str, Any]:
-    assert (where / "figure.png").stat().st_size > 10_000
-    return json.loads((where / "metrics.json").read_text())
-
-
-def quick(name: str, tmp_path: Path, *more: str) -> tuple[dict[str, Any], str]:
-    """What a small run of one seed wrote, and its rows of the table."""
-    where = main([name, "--quick", "--out", str(tmp_path), *more])
-    return record_of(where), (tmp_path / "README.md").read_text()
+from tests.support.quick_runs import count_rows, run_quick
 
 
 def test_the_experiment_says_that_it_runs_on_the_cpu(tmp_path: Path) -> None:
@@ -50,9 +38,9 @@ def test_a_deep_process_learns_more_the_longer_it_trains() -> None:
 
 
 def test_the_deep_experiment_runs_and_counts_seeds_of_other_runs(tmp_path: Path) -> None:
-    quick("deep_gp", tmp_path, "--seeds", "1")
-    record, table = quick("deep_gp", tmp_path, "--seeds", "1", "--seed", "1")
+    run_quick(tmp_path, "deep_gp", "--seeds", "1")
+    record = run_quick(tmp_path, "deep_gp", "--seeds", "1", "--seed", "1")
     assert record["settings"]["seeds"] == 2
     assert set(record["summary"]) == set(deep_gp.METHODS) - {"deep GP, 3 layers"}
     assert record["summary"]["finite NTK"]["nll"]["count"] == 2
-    assert table.count("| deep_gp: ") == len(record["summary"])
+    assert count_rows(tmp_path, "deep_gp") == len(record["summary"])

@@ -1,6 +1,5 @@
 """Figures 3 to 5 of Maddox et al. 2021: their parts are what they claim, and small versions run."""
 
-import json
 import math
 
 import pytest
@@ -15,6 +14,7 @@ from experiments.maddox2021 import figure3, figure4, figure5
 from linnet.fisher import probes
 from tests.support.drawn import normal
 from tests.support.needed import needs
+from tests.support.quick_runs import run_quick
 
 # Figure 3.
 
@@ -47,13 +47,11 @@ def test_the_posterior_of_figure_3_is_the_finite_ntk():
 
 
 def test_figure3_runs(tmp_path):
-    where = main(["figure3", "--quick", "--out", str(tmp_path)])
-    record = json.loads((where / "metrics.json").read_text())
+    record = run_quick(tmp_path, "figure3")
     assert list(record["results"]) == [figure3.UNTRAINED, figure3.TRAINED, figure3.ARCHITECTURES]
     assert list(record["parts"][figure3.TRAINED]) == ["seed 0", "seed 1"]
     for one in record["results"][figure3.UNTRAINED].values():
         assert one["std away from the data"]["mean"] > one["std near the data"]["mean"]
-    assert (where / "figure.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="on the CPU only; got 'cuda'"):
         main(["figure3", "--quick", "--device", "cuda"])
 
@@ -88,17 +86,14 @@ def test_failed_fits_are_said_and_left_out():
 def test_figure4_runs(tmp_path):
     needs("cifar10_test.npz", "cifar10_train_1.npz", "weights/resnet20_cifar10.safetensors")
     some = ["--means", "network", "zero", "--inference", "map", "vi", "--test", "10"]
-    where = main(["figure4", "--quick", *some, "--out", str(tmp_path)])
-    record = json.loads((where / "metrics.json").read_text())
+    record = run_quick(tmp_path, "figure4", *some)
     (table,) = record["results"]["ResNet-20"].values()
     assert set(table) == {"network", *(f"{m}, {i}" for m in figure4.MEANS.values() for i in ("map", "vi"))}
     assert table["linearized network, map"]["less the network"]["mean"] >= -0.1
     # A second run puts its part beside the first.
-    main(["figure4", "--quick", "--means", "zero", "--inference", "laplace", "--test", "10", "--out", str(tmp_path)])
-    again = json.loads((where / "metrics.json").read_text())
+    again = run_quick(tmp_path, "figure4", "--means", "zero", "--inference", "laplace", "--test", "10")
     (table,) = again["results"]["ResNet-20"].values()
     assert {"finite NTK, laplace", "linearized network, vi"} <= set(table)
-    assert (where / "figure.png").stat().st_size > 10_000
 
 
 # Figure 5.
@@ -140,10 +135,8 @@ def test_what_is_kept_of_a_spectrum():
 
 def test_figure5_runs(tmp_path):
     needs("mnist.npz", "fashion_mnist.npz")
-    where = main(["figure5", "--quick", "--out", str(tmp_path)])
-    record = json.loads((where / "metrics.json").read_text())
+    record = run_quick(tmp_path, "figure5")
     for start in (figure5.SAME, figure5.DIFFERENT):
         for one in record["similarity"][start].values():
             assert all(0 <= one[space]["mean"] <= 1 for space in figure5.SPACES)
     assert record["epochs, against 2"]["2"]["parameters"]["mean"] == pytest.approx(1.0, abs=1e-5)
-    assert (where / "figure.png").stat().st_size > 10_000

@@ -20,6 +20,7 @@ from experiments.mu2020 import contest, gains, transfer
 from experiments.mu2020.contest import GRADIENTS, LINEAR
 from tests.support.drawn import normal
 from tests.support.needed import needs
+from tests.support.quick_runs import run_quick
 
 
 def generator(seed=0):
@@ -162,7 +163,7 @@ def test_errors_are_those_of_paired_differences():
 
 
 def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
-    options, spent = Namespace(out=tmp_path, quick=False), common.Spent(1.0, 1.0)
+    options, spent = Namespace(name="some", out=tmp_path, quick=False), common.Spent(1.0, 1.0)
     drawn = draws({LINEAR: [0.5] * 3, GRADIENTS: [0.6, 0.7, 0.8]})
     runs = [{**run, "seed": seed} for seed, run in enumerate(drawn)]
     said = {
@@ -170,11 +171,11 @@ def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
         "differs": lambda how, runs, gain: f"{gains.draws(runs)} draws",
         "command": "some",
     }
-    parts = gains.keep(options, "some", "here", {"of": "all"}, runs[0])
+    parts = gains.keep(options, "here", {"of": "all"}, runs[0])
     early = gains.of_parts(parts, "here", **said)
     assert early.rows[0].differs == "1 draws"
-    gains.keep(options, "some", "here", {"of": "all"}, runs[1])
-    gains.keep(options, "some", "there", {"of": "all"}, runs[2])
+    gains.keep(options, "here", {"of": "all"}, runs[1])
+    gains.keep(options, "there", {"of": "all"}, runs[2])
     where = common.save(early, tmp_path, name="some", command="given", spent=spent, device="cpu")
     record = json.loads((where / "metrics.json").read_text())
     assert record["settings"] == {"draws": 2, "of": "all"} and record["parts"].keys() == {"here", "there"}
@@ -234,17 +235,14 @@ def test_the_parts_of_a_resnet_are_the_network(blocks):
 @pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_transfer_runs(tmp_path):
     needs("mnist.npz", "weights/resnet20_cifar10.safetensors")
-    where = main(["transfer", "--quick", "--sets", "mnist", "--out", str(tmp_path)])
-    record = json.loads((where / "metrics.json").read_text())
+    record = run_quick(tmp_path, "transfer", "--sets", "mnist")
     table = record["results"]["MNIST"]["20"]
     assert list(table) == list(contest.METHODS) == list(record["methods"])
     assert all(0 <= one["accuracy"]["mean"] <= 1 and one["nll"]["mean"] > 0 for one in table.values())
     assert table[GRADIENTS]["seconds"]["mean"] > table[LINEAR]["seconds"]["mean"]  # which it starts from
-    assert (where / "figure.png").stat().st_size > 10_000
     assert f"| transfer: 20 labels, {GRADIENTS} less linear" in (tmp_path / "README.md").read_text()
     # Without a number nothing is measured.
-    main(["transfer", "--quick", "--sizes", "--out", str(tmp_path)])
-    again = json.loads((where / "metrics.json").read_text())
+    again = run_quick(tmp_path, "transfer", "--sizes")
     (part,) = again["parts"].values()
     assert list(part["runs"]) == ["MNIST, draw 0, 20 labels"] and again["parts"] == record["parts"]
     with pytest.raises(ValueError, match="No runs are kept of 'ResNet-20, 2 blocks adapt, 40 test images'"):

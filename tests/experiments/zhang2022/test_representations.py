@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,14 +19,7 @@ from experiments.zhang2022 import encoders, inversion, nfk_distill, nfk_probe
 from linnet.fisher import EmbeddingHead, WithEmbedding, distill
 from tests.support.drawn import normal
 from tests.support.needed import needs
-
-
-def run(tmp_path, *arguments):
-    where = main([*arguments, "--quick", "--out", str(tmp_path)])
-    assert (where / "figure.png").stat().st_size > 5_000
-    assert f"| {arguments[0]}: " in (tmp_path / "README.md").read_text()
-    return json.loads((where / "metrics.json").read_text())
-
+from tests.support.quick_runs import run_quick
 
 # Networks.
 
@@ -86,6 +80,22 @@ def test_redrawn_layers_are_new_and_the_others_are_not():
     assert means[0] == 0 and min(means[1:]) > 0
 
 
+# Probes.
+
+
+def test_the_penalty_of_a_probe_is_chosen_by_held_out_examples():
+    y = torch.arange(200) % 2
+    E = torch.cat([normal(200, 3) + 2 * normal(2, 3, seed=1)[y], normal(200, 150, seed=5), torch.ones(200, 1)], 1)
+    each = [nfk_probe.fit_probe(E, y, penalties=(penalty,)) for penalty in (10.0, 0.1, 1e-6)]
+    best, right = max(each, key=lambda found: found[1])
+    found, held_out = nfk_probe.fit_probe(E, y, penalties=(10.0, 0.1, 1e-6))
+    assert held_out == right > min(share for _, share in each) and found[-1].C == best[-1].C
+    # Without a spread of each, the unit of the features is free.
+    a, b = (nfk_probe.fit_probe(k * E, y, penalties=(1.0,), standardize=False)[0] for k in (1, 100))
+    f, g = a.decision_function(E.numpy()), b.decision_function(100 * E.numpy())
+    np.testing.assert_allclose(f, g, rtol=0.01, atol=0.01)
+
+
 # Distillation with an embedding of the student's own.
 
 
@@ -129,9 +139,9 @@ def test_a_student_may_give_its_embedding_itself():
 def test_parts_of_several_runs_are_kept(tmp_path):
     import argparse
 
-    options = argparse.Namespace(out=tmp_path, quick=False)
-    common.keep(options, "some", {"a": {"x": 1.0}})
-    assert common.keep(options, "some", {"a": {"y": float("nan")}, "b": 2}) == {"a": {"x": 1.0, "y": None}, "b": 2}
+    options = argparse.Namespace(name="some", out=tmp_path, quick=False)
+    common.keep(options, {"a": {"x": 1.0}})
+    assert common.keep(options, {"a": {"y": float("nan")}, "b": 2}) == {"a": {"x": 1.0, "y": None}, "b": 2}
     record = json.loads((tmp_path / "some" / "metrics.json").read_text())
     assert record["parts"]["a"] == {"x": 1.0, "y": None}
 
@@ -141,17 +151,17 @@ def test_parts_of_several_runs_are_kept(tmp_path):
 
 def test_encoders_run(tmp_path):
     needs("cifar10_test.npz", "mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
-    found = run(tmp_path, "encoders")["parts"]
+    found = run_quick(tmp_path, "encoders")["parts"]
     assert list(found) == list(encoders.PARTS)
     assert 0 <= found["rotation"]["accuracy of angles, test"] <= 1
     assert (tmp_path / "encoders" / "vae_cifar10.safetensors").stat().st_size < 5_000_000
-    again = run(tmp_path, "encoders", "--parts")["parts"]
+    again = run_quick(tmp_path, "encoders", "--parts")["parts"]
     assert again.keys() == found.keys()
 
 
 def test_probes_run(tmp_path):
     needs("cifar10_test.npz")
-    found = run(tmp_path, "nfk_probe", "--parts", nfk_probe.GAN)["parts"][nfk_probe.GAN]
+    found = run_quick(tmp_path, "nfk_probe", "--parts", nfk_probe.GAN)["parts"][nfk_probe.GAN]
     assert set(found["probes"]) == {"4", "8", "activations, last layer", "activations, all layers", "whole"}
     assert found["probes"]["whole"]["numbers"] > 5000
     assert found["explained variance"]["4"] < found["explained variance"]["8"] <= 1
@@ -164,7 +174,7 @@ def test_probes_run(tmp_path):
 def test_distillation_runs(tmp_path):
     needs("cifar10_test.npz")
     main(["nfk_distill", "--tune", "--methods", "KD", "--quick", "--out", str(tmp_path)])
-    found = run(tmp_path, "nfk_distill")
+    found = run_quick(tmp_path, "nfk_distill")
     assert list(found["test accuracy, %"]) == list(nfk_distill.PAPER)
     tried = found["parts"]["tuning"]["KD"]
     best = max(tried.values(), key=lambda row: row["held-out accuracy"])
@@ -173,7 +183,7 @@ def test_distillation_runs(tmp_path):
 
 def test_inversion_runs(tmp_path):
     needs("mnist.npz", "weights/lenet5_mnist.safetensors")
-    found = run(tmp_path, "inversion", "--parts", "mnist")["parts"]["mnist"]
+    found = run_quick(tmp_path, "inversion", "--parts", "mnist")["parts"]["mnist"]
     assert found["images as they are"]["digits read right"] > 0.9
     for way in (inversion.NFK, inversion.MAPPED, inversion.PIXELS):
         assert found[way]["squared error of a pixel"] > 0
@@ -182,7 +192,7 @@ def test_inversion_runs(tmp_path):
 @pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_table_1_runs(tmp_path):
     needs("cifar10_test.npz")
-    found = run(tmp_path, "table1_mu", "--tops", "1")
+    found = run_quick(tmp_path, "table1_mu", "--tops", "1")
     assert set(found["accuracy, %"]["gan"]["1"]) == set(table1_mu.SAID)
-    rotation = run(tmp_path, "table1_mu", "--parts", "rotation", "--tops", "2")
+    rotation = run_quick(tmp_path, "table1_mu", "--parts", "rotation", "--tops", "2")
     assert set(rotation["accuracy, %"]) == {"gan", "rotation"}

@@ -130,7 +130,7 @@ def _outline(options: FitOptions, data: FitData) -> nn.Module:
         return data.model
     y, kind = data.y, data.task.kind
     index = np.array([0, np.flatnonzero(y != y[0])[0]]) if data.task.classes else np.arange(min(2, data.train.n))
-    how: Any = {"features": options.features, "task": kind, "penalty": 1.0}
+    how: Any = {"features": options.features, "task": kind, "penalty": 1.0, "ignore_index": None}
     with terminal.blame_input():
         return linnet.attach_head(data.model, data.train.take(index), y[index], **how)
 
@@ -148,7 +148,7 @@ def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[
     forced = options.head == "new"
     why = "--head new asks for it" if forced else f"the network has {task.outputs} outputs, for {needed}"
     printer.say(f"a new head is fitted on the network's features (linnet.attach_head), because {why}")
-    how: Any = {"features": options.features, "task": task.kind, "seed": options.seed}
+    how: Any = {"features": options.features, "task": task.kind, "seed": options.seed, "ignore_index": None}
     model = linnet.attach_head(data.model, data.train.X, data.y, **how)
     found = head_of(model).classes_
     return model, [] if found is None else found.tolist()
@@ -157,14 +157,17 @@ def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[
 def _fit_tangent(options: FitOptions, model: nn.Module, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
     chosen = options.parameters
     how: Any = {"params": chosen.params, "top": chosen.top, "mean": options.mean, "prior": options.prior}
+    how |= {"variance": options.variance}
     if data.task.kind == "regression":
         return linnet.TangentRegressor(model, seed=options.seed, **how).fit(data.train.X, y)
-    how |= {"inference": options.inference, "classes": classes}
+    # Every label of a file is the name of a class.
+    how |= {"inference": options.inference, "classes": classes, "ignore_index": None}
     return linnet.TangentClassifier(model, seed=options.seed, **how).fit(data.train.X, y)
 
 
 def _fit_laplace(options: FitOptions, model: nn.Module, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
     how: Any = {"structure": options.structure, "prior": options.prior, "seed": options.seed}
+    how |= {"variance": options.variance}
     params = options.parameters.resolve(model, data.train)
     return linnet.Laplace(model, data.task.kind, params=params, **how).fit(data.train.X, y)
 
@@ -176,6 +179,7 @@ def _print_adaptation(printer: Printer, found: Any) -> None:
         path = ", ".join(f"{k}: {value:.1f}" for k, value in found.top_path_.items())
         printer.say(f"blocks from the top: {found.top_} (log evidence {path})")
     _print_noise(printer, found)
+    _print_samples(printer, found)
     shares = sorted(found.layer_relevance_.items(), key=lambda item: -item[1])[:6]
     printer.say("layers that adapt most: " + ", ".join(f"{layer} {share:.0%}" for layer, share in shares))
 
@@ -184,6 +188,12 @@ def _print_error_bars(printer: Printer, found: linnet.Laplace) -> None:
     printer.say(f"structure {found.structure_!r}; log evidence {found.log_evidence():.1f}")
     printer.say(f"{found.effective_dimension_:.1f} of {found.lin_.p:,} parameters are determined by the data")
     _print_noise(printer, found)
+    _print_samples(printer, found)
+
+
+def _print_samples(printer: Printer, found: Any) -> None:
+    if found.variance_ == "samples":
+        printer.say(f"error bars from posterior samples, with a relative standard error of {found.std_error_:.0%}")
 
 
 def _print_noise(printer: Printer, found: Any) -> None:
@@ -199,6 +209,7 @@ def _describe(found: Any) -> dict[str, Any]:
     details = {
         "parameters": found.lin_.p,
         "prior_scales": {name: float(value) for name, value in found.scales_.items()},
+        "variance": found.variance_,
     }
     if isinstance(found, linnet.Laplace):
         more = {"structure": found.structure_, "effective_dimension": found.effective_dimension_, "noise": noise}

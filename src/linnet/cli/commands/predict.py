@@ -120,5 +120,4 @@ def _compute_logit_std(estimator: Any, data: Examples) -> np.ndarray | None:
         return std if std.ndim == 2 else std[:, None]
     if estimator.inference == "map":
         return None
-    covariance = torch.as_tensor(estimator.predict_logits(data.X)[1])
-    return to_array(covariance.diagonal(dim1=1, dim2=2).sqrt())
+    return to_array(estimator.predict_logits(data.X, return_std=True)[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from linnet._common import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
-from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
+from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost, has_many_outputs
 from linnet.linalg import (
+    ClassBlocks,
     LinearOperator,
     Preconditioner,
     cg,
@@ -22,6 +24,7 @@ from linnet.linalg import (
     lanczos_quadrature,
     log_det_from_tridiagonals,
     nystrom_preconditioner,
+    sketch,
 )
 from linnet.probability import Prior, SamplePosterior
 
@@ -71,10 +74,16 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> Ke
 
 
 def preconditioner_of(
-    Phi: LinearOperator, J: Jacobian, weight: Tensor, settings: SolverSettings, space: str
+    Phi: LinearOperator, J: Jacobian, weight: Any, settings: SolverSettings, space: str
 ) -> Preconditioner | None:
     """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
     kind = settings.preconditioner
+    if kind != "none" and has_many_outputs(J.c):  # an example is many rows, and a sketch takes a few columns
+        if space == "function" or not (weight.ndim == 1 or isinstance(weight, ClassBlocks)):
+            return None
+        rank = 4 * settings.samples if isinstance(settings.rank, str) else settings.rank
+        root = weight.as_form("root") if isinstance(weight, ClassBlocks) else weight.sqrt()
+        return sketch(Phi, root, rank=rank, generator=settings.generator(2))
     if kind == "none" or (kind in ("auto", "pivoted-cholesky") and not J.by_position):
         return None
     if settings.rank == "auto":

@@ -24,8 +24,7 @@ from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR, Mode
 from linnet.inference.mode.spaces import check_concave
 from linnet.jacobian import Jacobian
-from linnet.linalg import as_weight
-from linnet.probability import Likelihood
+from linnet.probability import Likelihood, row_root
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ class _Objective:
             iterations=steps,
             passes=passes,
             converged=True,
-            root=as_weight(self.likelihood.root(found)),
+            root=row_root(self.likelihood, found),
             factor=None,
         )
         return mode, -float(sums[1])

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from linnet._common import dense_budget
@@ -19,8 +21,8 @@ from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve
 from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, cache_limit
-from linnet.linalg import Preconditioner, as_weight, sketch
-from linnet.probability import Likelihood
+from linnet.linalg import Preconditioner, sketch, square_sums
+from linnet.probability import Likelihood, row_curvature
 
 COLUMNS = {"cpu": 256, "cuda": 512}
 """Columns of the first randomized preconditioner: more take longer to make and leave fewer steps."""
@@ -64,7 +66,7 @@ def mode_by_passes(
         (True, 9)
     """
     Phi = J.scaled(variance.sqrt())
-    first = preconditioner_of(Phi, J, as_weight(likelihood.curvature(mean)), settings, "weight")
+    first = preconditioner_of(Phi, J, row_curvature(likelihood, mean), settings, "weight")
     maker = _PreconditionerMaker(J, variance.sqrt(), first, settings)
     found = pass_space(
         J,
@@ -101,7 +103,7 @@ class _PreconditionerMaker:
 
     def make(self, root: Tensor) -> Solve | None:
         """A preconditioner for a root of the curvature; None where it would be no better than the last."""
-        J, trace = self.J, float(root.square().sum())
+        J, trace = self.J, float(square_sums(root, self.J.n).sum())
         # Five blocks (p, columns) are held while it is made, and Phi times one.
         length = (5 * J.shape[1] + J.shape[0]) * J.dtype.itemsize
         most = max(1, int(0.7 * dense_budget(self.settings.memory, J.device)) // length)
@@ -113,11 +115,18 @@ class _PreconditionerMaker:
         index = find_informative_examples(root, J)
         part = J if index is None else J.subset(index)
         if index is not None:
-            root = root.unflatten(0, (J.n, -1))[index.to(root.device)].flatten(0, 1)
+            root = _take_examples(root, index, J.n)
         generator = self.settings.generator(7)
         self.last = sketch(part.scaled(self.deviation), root, rank=min(self._columns, most), generator=generator)
         self.passes += 2 * part.n / J.n
         return self.last.solve
+
+
+def _take_examples(root: Any, index: Tensor, n: int) -> Any:
+    """The part of a root that belongs to some of n examples."""
+    rows = len(root) // n
+    places = (index[:, None] * rows + torch.arange(rows)).flatten()
+    return root[places.to(root.device)]
 
 
 def find_informative_examples(root: Tensor, J: Jacobian) -> Tensor | None:
@@ -126,7 +135,7 @@ def find_informative_examples(root: Tensor, J: Jacobian) -> Tensor | None:
     None for all examples: where the few are nearly all, cannot be chosen, or where a copy of their factors has no
     memory.
     """
-    each = root.square().view(J.n, -1).sum(1).double().cpu()
+    each = square_sums(root, J.n).double().cpu()
     order = each.argsort(descending=True)
     count = 1 + int((each[order].cumsum(0) < SHARE * each.sum()).sum())
     if not J.by_position or count > 0.85 * J.n:  # a choice of nearly all saves nothing

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -50,7 +50,7 @@ from linnet.inference.mode.spaces import (
     check_operator,
 )
 from linnet.linalg import LinearOperator, as_weight, log_det_from
-from linnet.probability import Gaussian, Likelihood
+from linnet.probability import Gaussian, Likelihood, row_curvature, row_root
 
 FLOOR = 1e-3
 """The smallest gradient that others are measured by, in prior standard deviations."""
@@ -318,7 +318,11 @@ def _minimize(
         return likelihood.residual(mean[part] + shift.view(-1, c), y[part]).flatten()
 
     def terms(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return likelihood.log_prob(f, y), likelihood.residual(f, y), likelihood.curvature(f)
+        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f)
+
+    def root_of(f: Tensor) -> Any:
+        # Matrices of the dense spaces are larger than the blocks of all examples.
+        return row_root(likelihood, f) if isinstance(space, PassSpace) else as_weight(likelihood.root(f))
 
     evaluate = partial(space.evaluate, residual=residual)
     x, shift, r, g = evaluate(space.vector(mean.new_zeros(space.size)))
@@ -337,7 +341,7 @@ def _minimize(
             break
         lags = not flat and len(norms) >= PATIENCE and norm > LAG * norms[-PATIENCE]
         if corrected is None or lags or length > space.longest:
-            fresh = make(as_weight(likelihood.root(f)))
+            fresh = make(root_of(f))
             if fresh is not None:
                 corrected, norms, length = _CorrectedSolve(space, fresh), [], 1.0
         assert corrected is not None
@@ -372,7 +376,7 @@ def _minimize(
         iterations=steps,
         passes=0,
         converged=norm <= tolerance,
-        root=as_weight(likelihood.root(f)),
+        root=root_of(f),
         factor=None,
     )
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe, Size
+from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.network import Layout
 
@@ -112,9 +113,9 @@ def _sum_again(tensors: Sequence[Tensor], recipes: Sequence[tuple[Recipe, int]])
 def combine(blocks: Sequence[ColumnBlock]) -> list[ColumnBlock]:
     """One block per range: contributions of tied parameters are put together before any product.
 
-    Several `OuterProductBlock` over the same ranges become one with their uses side by side. Blocks that are unlike
-    become a `SumBlock`. Blocks that share a weight but not the bias, or only part of a range, are split or padded
-    first.
+    Several `OuterProductBlock` over the same ranges become one with their uses side by side, and so do uses of an
+    embedding table (see `_merge_tables`). Blocks that are unlike become a `SumBlock`. Blocks that share a weight but
+    not the bias, or only part of a range, are split or padded first.
     """
     spans = sorted((start, stop, i) for i, f in enumerate(blocks) for start, stop in f.ranges)
     owner = list(range(len(blocks)))  # the first block of the group that each belongs to
@@ -147,7 +148,8 @@ def _merge(group: Sequence[ColumnBlock]) -> list[ColumnBlock]:
             g = torch.cat([f.g for f in outers], 3)
             first = outers[0]
             return [OuterProductBlock(x, g, weight=first.weight, bias=first.bias, swapped=first.swapped)]
-        return [SumBlock(group)]
+        table = _merge_tables(group)
+        return [SumBlock(group) if table is None else table]
     if any(isinstance(f, OuterProductBlock) and len(f.ranges) == 2 for f in group):
         split: list[ColumnBlock] = []
         for f in group:
@@ -171,6 +173,29 @@ def _merge(group: Sequence[ColumnBlock]) -> list[ColumnBlock]:
         total[..., a - start : b - start] += part
     assert total is not None
     return [DenseBlock([(start, stop)], [total])]
+
+
+def _merge_tables(group: Sequence[ColumnBlock]) -> EmbeddingBlock | None:
+    """Uses of an embedding table, also as the weight of a layer of which few outputs count, as one; None if unlike.
+
+    A language model whose last layer is its table of tokens has an output for each token. If the numbers that are
+    differentiated read a few of these outputs, the last layer has gradients in a few rows of the table, as tokens have.
+    """
+    tables = [f for f in group if isinstance(f, EmbeddingBlock)]
+    outers = [f for f in group if isinstance(f, OuterProductBlock) and f.x.shape[1] == 1 and not f.swapped]
+    if not tables or len(tables) + len(outers) < len(group):
+        return None
+    ids, g, formed = [f.ids for f in tables], [f.g for f in tables], 0
+    for f in outers:
+        used = f.g.any(dim=(0, 1, 2, 3)).nonzero()[:, 0]
+        T, dg, dx = f.x.shape[2], f.g.shape[-1], f.x.shape[-1]
+        if 2 * len(used) > dg or len(used) * dx > T * dg:
+            return None
+        left, right = f.g[:, :, 0].index_select(3, used).mT, f.x  # (n, c, used, T), (n, 1, T, dx)
+        ids.append(used.expand(f.n, -1))
+        g.append(left.to(g[0].dtype) @ right.to(g[0].dtype))
+        formed += f.bytes
+    return EmbeddingBlock(torch.cat(ids, 1), torch.cat(g, 2), group[0].ranges[0], dropped=False, formed=formed)
 
 
 def add_rmatmul(blocks: Sequence[ColumnBlock], U: Tensor, out: Tensor, *, first: bool) -> None:

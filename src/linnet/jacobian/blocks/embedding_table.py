@@ -20,13 +20,16 @@ class EmbeddingBlock(ColumnBlock):
         g: (n, c, T, d).
         table: Range of the table, laid out as (rows, d).
         dropped: Whether there may be such ids; else nothing is looked at, which a GPU would be waited for.
+        formed: Bytes of what the block was formed from, which was there for a moment.
     """
 
-    def __init__(self, ids: Tensor, g: Tensor, table: Range, *, dropped: bool = True) -> None:
+    def __init__(self, ids: Tensor, g: Tensor, table: Range, *, dropped: bool = True, formed: int = 0) -> None:
         super().__init__([table], n=g.shape[0], c=g.shape[1])
+        self.formed = formed
         kept = ids >= 0 if dropped else None
         self.ids = ids if kept is None else ids.clamp(min=0)
-        self.g = g if kept is None or bool(kept.all()) else g * kept[:, None, :, None]
+        # On a GPU the question whether all are kept would wait for the answer.
+        self.g = g if kept is None or (g.is_cpu and bool(kept.all())) else g * kept[:, None, :, None]
         self.vocabulary = (table[1] - table[0]) // g.shape[-1]
 
     @property

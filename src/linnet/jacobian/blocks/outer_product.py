@@ -37,7 +37,7 @@ class OuterProductBlock(ColumnBlock):
     r"""Outer products :math:`G_{iu} = \sum_t g_{iut} x_{it}^\top` of a weight, and :math:`\sum_t g_{iut}` of its bias.
 
     Args:
-        x: (n, groups, T, dx), the side that all outputs share.
+        x: (n, groups, T, dx), the side that all outputs share; in half precision if g is too, until `widen`.
         g: (n, c, groups, T, dg), the side of the output gradients.
         weight: Range of the weight, or None if it is not selected; laid out as (groups, dg, dx).
         bias: Range of the bias, laid out as (groups, dg), or None.
@@ -70,14 +70,27 @@ class OuterProductBlock(ColumnBlock):
     @property
     def joined(self) -> Tensor:
         """The gradient summed over uses, (n, c, groups * dg): the bias's rows."""
-        return self.g.sum(-2).flatten(2)
+        return self.g.sum(-2, dtype=_wide(self.g)).flatten(2)
+
+    def widen(self) -> OuterProductBlock:
+        x, g = self.x.to(_wide(self.x)), self.g.to(_wide(self.g))
+        same = x is self.x and g is self.g
+        return self if same else OuterProductBlock(x, g, weight=self.weight, bias=self.bias, swapped=self.swapped)
 
     def expand(self) -> DenseBlock:
         parts = []
         if self.weight is not None:
-            x, g = self.x[:, None], self.g
-            G = (x.mT if self.swapped else g.mT) @ (g if self.swapped else x)
-            parts.append(G.flatten(2))
+            if self.g.is_cuda and self.c == 1 and self.x.dtype == self.g.dtype != _wide(self.g):
+                # Tensor cores multiply half precision and add up in float32: nothing is rounded on the way.
+                x, g = self.x.flatten(0, 1), self.g.flatten(0, 2)
+                left, right = (x.mT, g) if self.swapped else (g.mT, x)
+                G = torch.bmm(left, right, out_dtype=torch.float32)
+                parts.append(G.view(self.n, 1, -1))
+            else:
+                wide = self.widen()
+                x, g = wide.x[:, None], wide.g
+                G = (x.mT if self.swapped else g.mT) @ (g if self.swapped else x)
+                parts.append(G.flatten(2))
         if self.bias is not None:
             parts.append(self.joined)
         return DenseBlock(self.ranges, parts)
@@ -154,7 +167,8 @@ class OuterProductBlock(ColumnBlock):
 
     def _layer_rmatmul(self, U: Tensor, out: Tensor, *, beta: int) -> None:
         weight, bias = self._layer(out)
-        h = (U.mT @ self.g.flatten(2)).view(-1, self.g.shape[-1])
+        g = self.g.flatten(2)
+        h = (U * g if self.c == 1 else U.mT @ g).view(-1, self.g.shape[-1])
         x, some = _of_used(self.x[:, 0], h, self._used)
         weight.addmm_(some.T, x, beta=beta)
         if bias is not None:
@@ -255,6 +269,11 @@ class OuterProductBlock(ColumnBlock):
         if self.weight is not None:
             total = self.x.squeeze(2).square().permute(1, 2, 0) @ m.transpose(0, 1)  # (groups, dx, dg)
             out[slice(*self.weight)] += (total if self.swapped else total.mT).flatten()
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    """The dtype of a tensor, but at least float32."""
+    return torch.promote_types(t.dtype, torch.float32)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor | None) -> Tensor:

@@ -36,6 +36,7 @@ class Linear(Rule):
     """``F.linear(x, W, b)``."""
 
     functions = (F.linear,)
+    takes_half = True
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> LayerCall | None:
         a = named(("input", "weight", "bias"), args, kwargs)
@@ -53,6 +54,7 @@ class Matmul(Rule):
     """``x @ W`` with a parameter on the right."""
 
     functions = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+    takes_half = True
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> LayerCall | None:
         if len(args) != 2 or kwargs or not all(isinstance(t, Tensor) for t in args):
@@ -69,6 +71,7 @@ class Addmm(Rule):
     """``torch.addmm(b, x, W)``: Hugging Face's ``Conv1D``."""
 
     functions = (torch.addmm, torch.Tensor.addmm)
+    takes_half = True
 
     def read(self, args: Args, kwargs: Kwargs, known: Known) -> LayerCall | None:
         if len(args) != 3 or kwargs or args[0].ndim != 1:

@@ -72,6 +72,8 @@ class Rule(ABC):
 
     functions: tuple[Callable[..., Any], ...]
     layouts: tuple[str, ...] = LAYOUTS
+    takes_half: bool = False
+    """Whether `make_blocks` takes inputs and gradients in half precision and loses nothing by it."""
 
     @property
     def name(self) -> str:

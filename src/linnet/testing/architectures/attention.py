@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.testing.case import Case, Net, case, normal, parameter, tokens
+from linnet.testing.case import Case, Net, case, net, normal, parameter, tokens, weight
 
 
 class Attention(nn.Module):
@@ -54,34 +54,20 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
-class Windows(nn.Module):
+def windows(m: Any, x: Tensor) -> Tensor:
     """Attention inside 2 x 2 windows of a 4 x 4 grid: the layers see (n * 4, 4, d)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block, self.head = nn.Linear(3, 6), Block(6, 2), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = len(x)
-        h = self.embed(x.movedim(1, 3)).roll((1, 1), (1, 2))
-        h = h.view(n, 2, 2, 2, 2, 6).transpose(2, 3).reshape(n * 4, 4, 6)
-        h = self.block(h).view(n, 2, 2, 2, 2, 6).transpose(2, 3).reshape(n, 16, 6)
-        return self.head(h.square().mean(1))
+    n = len(x)
+    h = m.embed(x.movedim(1, 3)).roll((1, 1), (1, 2))
+    h = h.view(n, 2, 2, 2, 2, 6).transpose(2, 3).reshape(n * 4, 4, 6)
+    h = m.block(h).view(n, 2, 2, 2, 2, 6).transpose(2, 3).reshape(n, 16, 6)
+    return m.head(h.square().mean(1))
 
 
-class Latents(nn.Module):
+def ask(m: Any, x: Tensor) -> Tensor:
     """Learned latents ask the inputs: their projection is one call that all examples share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = parameter(3, 6)
-        self.norm, self.query = nn.LayerNorm(6), nn.Linear(6, 6)
-        self.key, self.value, self.head = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.query(self.norm(self.latents))
-        weights = torch.softmax(q @ self.key(x).transpose(1, 2), 2)
-        return self.head(torch.tanh(weights @ self.value(x))).flatten(1)
+    q = m.query(m.norm(m.latents))
+    weights = torch.softmax(q @ m.key(x).transpose(1, 2), 2)
+    return m.head(torch.tanh(weights @ m.value(x))).flatten(1)
 
 
 class Memory(nn.Module):
@@ -149,11 +135,12 @@ def memory(width: int) -> Any:
 
 
 SEQUENCE = normal(5, 4)
+LATENTS: Any = {"latents": weight(3, 6), "norm": lambda: nn.LayerNorm(6), "query": (6, 6), "key": (4, 6)}
 
 CASES: list[Case] = [
     case("vit", ViT, normal(2, 6, 6)),
-    case("windows", Windows, normal(3, 4, 4)),
-    case("latents", Latents, SEQUENCE),
+    case("windows", net(windows, embed=(3, 6), block=lambda: Block(6, 2), head=(6, 3)), normal(3, 4, 4)),
+    case("latents", net(ask, **LATENTS, value=(4, 6), head=(6, 2)), SEQUENCE),
     case("attention", self_attention, SEQUENCE),
     case("attention_weights", lambda: self_attention(weights=True), SEQUENCE),
     case("attention_time_first", lambda: self_attention(batch_first=False), SEQUENCE),

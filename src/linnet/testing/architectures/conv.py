@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.testing.case import Case, Net, case, normal, parameter
+from linnet.testing.case import Case, Net, case, net, normal, parameter
 
 
 def pooled(name: str, data: Any, kind: Any, *args: Any, **options: Any) -> Case:
@@ -98,34 +98,25 @@ class ConvNeXtBlock(nn.Module):
         return x + h.permute(0, 3, 1, 2)
 
 
-def convnext() -> nn.Module:
-    return Net(
-        lambda m, x: m.fc(m.norm(m.blocks(m.stem(x)).mean((2, 3)))),
-        stem=nn.Conv2d(2, 6, 2, stride=2),
-        blocks=nn.Sequential(ConvNeXtBlock(6), ConvNeXtBlock(6)),
-        norm=nn.LayerNorm(6),
-        fc=nn.Linear(6, 3),
-    )
-
-
-def frames() -> nn.Module:
-    """Video: frames folded into the batch for the convolution, averaged per example after it."""
-    return Net(
-        lambda m, x: m.fc(torch.tanh(m.conv(x.flatten(0, 1))).mean((2, 3)).unflatten(0, (-1, x.shape[1])).mean(1)),
-        conv=nn.Conv2d(2, 4, 3),
-        fc=nn.Linear(4, 3),
-    )
-
-
-def pyramid() -> nn.Module:
-    """One convolution applied at three resolutions."""
-    return Net(
-        lambda m, x: sum(torch.tanh(m.head(F.avg_pool2d(m.stem(x), s))).mean((2, 3)) * s for s in (1, 2, 3)),
-        stem=nn.Conv2d(2, 4, 3, padding=1),
-        head=nn.Conv2d(4, 3, 2, padding=1),
-    )
-
-
+CONVNEXT = net(
+    lambda m, x: m.fc(m.norm(m.blocks(m.stem(x)).mean((2, 3)))),
+    stem=lambda: nn.Conv2d(2, 6, 2, stride=2),
+    blocks=lambda: nn.Sequential(ConvNeXtBlock(6), ConvNeXtBlock(6)),
+    norm=lambda: nn.LayerNorm(6),
+    fc=(6, 3),
+)
+# Video: frames folded into the batch for the convolution, averaged per example after it.
+FRAMES = net(
+    lambda m, x: m.fc(torch.tanh(m.conv(x.flatten(0, 1))).mean((2, 3)).unflatten(0, (-1, x.shape[1])).mean(1)),
+    conv=lambda: nn.Conv2d(2, 4, 3),
+    fc=(4, 3),
+)
+# One convolution applied at three resolutions.
+PYRAMID = net(
+    lambda m, x: sum(torch.tanh(m.head(F.avg_pool2d(m.stem(x), s))).mean((2, 3)) * s for s in (1, 2, 3)),
+    stem=lambda: nn.Conv2d(2, 4, 3, padding=1),
+    head=lambda: nn.Conv2d(4, 3, 2, padding=1),
+)
 IMAGE, VOLUME, SIGNAL, SMALL, CUBE = (
     normal(4, 6, 5),
     normal(2, 4, 3, 5),
@@ -172,7 +163,7 @@ CASES: list[Case] = [
     case("resnet", Residual, normal(2, 6, 6)),
     case("densenet", Concatenating, normal(2, 5, 5)),
     case("unet", UNet, normal(1, 4, 4), lambda raw: raw.flatten(1)),
-    case("convnext", convnext, normal(2, 6, 6)),
-    case("frames", frames, normal(3, 2, 5, 5)),
-    case("pyramid", pyramid, normal(2, 6, 6)),
+    case("convnext", CONVNEXT, normal(2, 6, 6)),
+    case("frames", FRAMES, normal(3, 2, 5, 5)),
+    case("pyramid", PYRAMID, normal(2, 6, 6)),
 ]

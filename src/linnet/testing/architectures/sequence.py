@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.testing.case import Case, Net, case, normal, parameter, tokens
+from linnet.testing.case import Case, Net, case, net, normal, tokens, weight
 
 
 class Bag(nn.Module):
@@ -66,12 +67,9 @@ class Cell(nn.Module):
         return self.fc(state[0] if isinstance(state, tuple) else state)
 
 
-def lookup(padding_idx: int | None = None) -> nn.Module:
-    return Net(
-        lambda m, ids: m.fc(torch.tanh(m.embed(ids)).mean(1)),
-        embed=nn.Embedding(9, 6, padding_idx=padding_idx),
-        fc=nn.Linear(6, 3),
-    )
+def lookup(padding_idx: int | None = None) -> Any:
+    embed = partial(nn.Embedding, 9, 6, padding_idx=padding_idx)
+    return net(lambda m, ids: m.fc(torch.tanh(m.embed(ids)).mean(1)), embed=embed, fc=(6, 3))
 
 
 def recurrent(rnn: nn.RNNBase, width: int) -> nn.Module:
@@ -98,17 +96,10 @@ def folded(*, time_major: bool) -> nn.Module:
     return Net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3))
 
 
-def positions() -> nn.Module:
+def positions(m: Any, x: Tensor) -> Tensor:
     """Learned positions: the lookup is the same for all examples and has no batch axis."""
-    return Net(
-        lambda m, x: m.fc(
-            torch.tanh(m.enter(x) + m.position(torch.arange(x.shape[1], device=x.device))).mean(1) * m.scale
-        ),
-        enter=nn.Linear(4, 6),
-        position=nn.Embedding(5, 6),
-        scale=parameter(6),
-        fc=nn.Linear(6, 3),
-    )
+    h = m.enter(x) + m.position(torch.arange(x.shape[1], device=x.device))
+    return m.fc(torch.tanh(h).mean(1) * m.scale)
 
 
 def flat(raw: Tensor) -> Tensor:
@@ -118,9 +109,13 @@ def flat(raw: Tensor) -> Tensor:
 SEQUENCE = normal(5, 4)
 
 CASES: list[Case] = [
-    case("embedding", lookup, tokens(9, 5)),
-    case("embedding_padding", lambda: lookup(padding_idx=0), tokens(9, 5)),
-    case("embedding_positions", positions, SEQUENCE),
+    case("embedding", lookup(), tokens(9, 5)),
+    case("embedding_padding", lookup(padding_idx=0), tokens(9, 5)),
+    case(
+        "embedding_positions",
+        net(positions, enter=(4, 6), position=partial(nn.Embedding, 5, 6), scale=weight(6), fc=(6, 3)),
+        SEQUENCE,
+    ),
     case("embedding_bag_mean", lambda: Bag("mean", padding_idx=2), tokens(9, 5)),
     case("embedding_bag_sum", lambda: Bag("sum", weighted=True), tokens(9, 5)),
     case("embedding_bag_max", lambda: Bag("max"), tokens(9, 5)),

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.testing.architectures.dense import frozen
-from linnet.testing.case import Case, Net, case, normal
-
-
-class Autoencoder(nn.Module):
-    """The decoder is the encoder's transpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(6, 4)
-        self.back = nn.Parameter(torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.encode(x)), self.encode.weight.t(), self.back)
+from linnet.testing.architectures.dense import frozen, mlp
+from linnet.testing.case import Case, case, net, normal
 
 
 class TiedWeights(nn.Module):
@@ -38,34 +28,15 @@ class TiedWeights(nn.Module):
         return self.head(torch.tanh(h))
 
 
-class ReadPastModule(nn.Module):
+def read_past_module(m: Any, x: Tensor) -> Tensor:
     """A layer that is called, and whose weight and bias are also read directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x)) @ self.a.weight + self.a.bias * x
-        return self.head(h) + self.head.weight.square().sum()
+    h = torch.tanh(m.a(x)) @ m.a.weight + m.a.bias * x
+    return m.head(h) + m.head.weight.square().sum()
 
 
-def three_times() -> nn.Module:
-    return Net(
-        lambda m, x: m.head(m.step(torch.tanh(m.step(torch.tanh(m.step(x)))))),
-        step=nn.Linear(6, 6),
-        head=nn.Linear(6, 3),
-    )
-
-
-def three_shapes() -> nn.Module:
+def three_shapes(m: Any, x: Tensor) -> Tensor:
     """One layer on (n, T, d), on (n, d) and on (n * T, d)."""
-    return Net(
-        lambda m, x: (
-            m.a(x).tanh().sum(1) + m.a(x[:, 0]).square() + m.a(x.flatten(0, 1)).view(len(x), -1, 3).sin().mean(1)
-        ),
-        a=nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 3)),
-    )
+    return m.a(x).tanh().sum(1) + m.a(x[:, 0]).square() + m.a(x.flatten(0, 1)).view(len(x), -1, 3).sin().mean(1)
 
 
 def shared_stack() -> nn.Module:
@@ -74,20 +45,22 @@ def shared_stack() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), block, block, block, nn.Linear(6, 2))
 
 
-def siamese() -> nn.Module:
-    """Siamese: one body on two halves of the input, compared."""
-    return Net(
-        lambda m, x: (m.body(x[:, :4]) * m.body(x[:, 4:])).sum(1),
-        body=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)),
-    )
-
+# The decoder is the encoder's transpose.
+AUTOENCODER = net(
+    lambda m, x: F.linear(torch.tanh(m.encode(x)), m.encode.weight.t(), m.back),
+    encode=(6, 4),
+    back=lambda: nn.Parameter(torch.zeros(6)),
+)
+THREE_TIMES = net(lambda m, x: m.head(m.step(torch.tanh(m.step(torch.tanh(m.step(x)))))), step=(6, 6), head=(6, 3))
+# One body on two halves of the input, compared.
+SIAMESE = net(lambda m, x: (m.body(x[:, :4]) * m.body(x[:, 4:])).sum(1), body=lambda: mlp(4, 8, 5))
 
 CASES: list[Case] = [
-    case("tied_autoencoder", Autoencoder, normal(6)),
+    case("tied_autoencoder", AUTOENCODER, normal(6)),
     case("tied_weights", TiedWeights, normal(5)),
-    case("read_past_module", ReadPastModule, normal(4)),
-    case("called_three_times", three_times, normal(6)),
-    case("called_with_three_shapes", three_shapes, normal(3, 4)),
+    case("read_past_module", net(read_past_module, a=(4, 4), head=(4, 3)), normal(4)),
+    case("called_three_times", THREE_TIMES, normal(6)),
+    case("called_with_three_shapes", net(three_shapes, a=lambda: mlp(4, 8, 3, activation=nn.SiLU)), normal(3, 4)),
     case("shared_stack", shared_stack, normal(4)),
-    case("siamese", siamese, normal(8)),
+    case("siamese", SIAMESE, normal(8)),
 ]

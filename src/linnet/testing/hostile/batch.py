@@ -49,12 +49,10 @@ def transformer(function: Any) -> Any:
 add.each(
     "attention_over_batch_",
     transformer,
-    {
-        "causal": partial(attend, causal=True),
-        "full": attend,
-        "encoder": lambda m, x: m.head(m.layer(x, torch.ones(len(x), len(x)).triu(1).bool())),
-        "late": attend_to_late,
-    },
+    causal=partial(attend, causal=True),
+    full=attend,
+    encoder=lambda m, x: m.head(m.layer(x, torch.ones(len(x), len(x)).triu(1).bool())),
+    late=attend_to_late,
 )
 add("transformer_without_batch_first", transformer(lambda m, x: m.head(m.layer(x).mean(1))), normal(3, 4))
 
@@ -126,52 +124,44 @@ def hidden(function: Any) -> Any:
 add.each(
     "batch_",
     hidden,
-    {
-        "position": lambda h, x: h.tanh() + 0.1 * torch.arange(len(x), dtype=x.dtype)[:, None],
-        "position_late": lambda h, x: h.tanh() + (torch.arange(len(x), dtype=x.dtype)[:, None] - 3).relu(),
-        "large_batch_statistics": lambda h, x: (h - h.mean(0)).tanh() if len(x) > 8 else h.tanh(),
-        "large_batch_detached": lambda h, x: (h - h.mean(0).detach()).tanh() if len(x) > 8 else h.tanh(),
-        "statistics_from_four": lambda h, x: (h / h.std(0)).tanh() if len(x) >= 4 else h.tanh(),
-        "softmax": lambda h, x: h.softmax(0),
-        "cumsum": lambda h, x: h.cumsum(0).tanh(),
-        "batch_norm": lambda h, x: F.batch_norm(h, None, None, training=True).tanh(),
-        "global_norm": lambda h, x: h / h.norm().clamp(min=1e-3),
-        "global_max_scale": lambda h, x: h * h.detach().abs().max(),  # dynamic quantization: one scale for the batch
-        "neighbors": lambda h, x: h.tanh() + 0.1 * h.roll(1, 0),
-        "sort": lambda h, x: h.sort(0).values,
-        "rank": lambda h, x: h.tanh() * (1 + 0.1 * x[:, 0].argsort().argsort()[:, None]),
-        "view_mixes": lambda h, x: h.tanh().T.reshape(len(x), 5),  # a view where a transpose was meant
-    },
+    position=lambda h, x: h.tanh() + 0.1 * torch.arange(len(x), dtype=x.dtype)[:, None],
+    position_late=lambda h, x: h.tanh() + (torch.arange(len(x), dtype=x.dtype)[:, None] - 3).relu(),
+    large_batch_statistics=lambda h, x: (h - h.mean(0)).tanh() if len(x) > 8 else h.tanh(),
+    large_batch_detached=lambda h, x: (h - h.mean(0).detach()).tanh() if len(x) > 8 else h.tanh(),
+    statistics_from_four=lambda h, x: (h / h.std(0)).tanh() if len(x) >= 4 else h.tanh(),
+    softmax=lambda h, x: h.softmax(0),
+    cumsum=lambda h, x: h.cumsum(0).tanh(),
+    batch_norm=lambda h, x: F.batch_norm(h, None, None, training=True).tanh(),
+    global_norm=lambda h, x: h / h.norm().clamp(min=1e-3),
+    global_max_scale=lambda h, x: h * h.detach().abs().max(),  # dynamic quantization: one scale for the batch
+    neighbors=lambda h, x: h.tanh() + 0.1 * h.roll(1, 0),
+    sort=lambda h, x: h.sort(0).values,
+    rank=lambda h, x: h.tanh() * (1 + 0.1 * x[:, 0].argsort().argsort()[:, None]),
+    view_mixes=lambda h, x: h.tanh().T.reshape(len(x), 5),  # a view where a transpose was meant
 )
 add.each(
     "batch_",
     hidden,
-    {
-        "cumsum_of_flags": lambda h, x: h.tanh() * (1 + (x[:, :1] > 0).cumsum(0)),
-        "mean_if_flag": lambda h, x: (h - h.mean(0)).tanh() if bool((x[:, 0] > 0).any()) else h.tanh(),
-        "mean_for_flagged": lambda h, x: torch.where(x[:, :1] > 0, h - h.mean(0), h).tanh(),
-        "early_exit": lambda h, x: h.tanh().square() if bool((x[:, 0] > 0).any()) else h.tanh(),
-        "early_exit_all": lambda h, x: h.tanh() if bool((x[:, 0] < 0).all()) else h.tanh().sin(),
-    },
     late(4),
+    cumsum_of_flags=lambda h, x: h.tanh() * (1 + (x[:, :1] > 0).cumsum(0)),
+    mean_if_flag=lambda h, x: (h - h.mean(0)).tanh() if bool((x[:, 0] > 0).any()) else h.tanh(),
+    mean_for_flagged=lambda h, x: torch.where(x[:, :1] > 0, h - h.mean(0), h).tanh(),
+    early_exit=lambda h, x: h.tanh().square() if bool((x[:, 0] > 0).any()) else h.tanh(),
+    early_exit_all=lambda h, x: h.tanh() if bool((x[:, 0] < 0).all()) else h.tanh().sin(),
 )
 add.each(
     "batch_",
     net,
-    {
-        "first_example": lambda m, x: m.head((m.a(x) - m.a(x[:1])).tanh()),
-        "last_example": lambda m, x: m.head((m.a(x) - m.a(x[-1:])).tanh()),
-        "size_scale": lambda m, x: m.head(m.a(x).tanh()) / len(x),
-        "size_scale_late": lambda m, x: m.head(m.a(x).tanh()) * (1.0 if len(x) <= 3 else 0.5),
-        "batch_norm_weak": lambda m, x: (
-            m.head(m.a(x).tanh()) + 1e-3 * F.batch_norm(x[:, :2], None, None, training=True)
-        ),
-        "neighbors_late": neighbors_late,
-        "similarity": similarity,
-        "odd_one": odd_one,
-        "not_put_back": lambda m, x: m.head(m.a(x).tanh()).flip(0),
-        "not_put_back_late": not_put_back_late,
-    },
+    first_example=lambda m, x: m.head((m.a(x) - m.a(x[:1])).tanh()),
+    last_example=lambda m, x: m.head((m.a(x) - m.a(x[-1:])).tanh()),
+    size_scale=lambda m, x: m.head(m.a(x).tanh()) / len(x),
+    size_scale_late=lambda m, x: m.head(m.a(x).tanh()) * (1.0 if len(x) <= 3 else 0.5),
+    batch_norm_weak=lambda m, x: m.head(m.a(x).tanh()) + 1e-3 * F.batch_norm(x[:, :2], None, None, training=True),
+    neighbors_late=neighbors_late,
+    similarity=similarity,
+    odd_one=odd_one,
+    not_put_back=lambda m, x: m.head(m.a(x).tanh()).flip(0),
+    not_put_back_late=not_put_back_late,
 )
 add("batch_iterations", net(iterations), normal(4, n=20))
 add("batch_sorted_wrongly", net(sorted_wrongly), late(4))
@@ -213,13 +203,11 @@ def longest(h: Tensor, x: Tensor) -> Tensor:
 add.each(
     "padded_to_longest_",
     padded,
-    {
-        "mean": lambda m, h, x: m.head(h.mean(1)),
-        "last": lambda m, h, x: m.head(m.cell(h)[0][:, -1]),
-        "scaled": lambda m, h, x: m.head((h * (x > 0)[:, :, None]).sum(1)) * m.scale / x.shape[1],
-        "softmax": lambda m, h, x: m.head((h.softmax(1) * (x > 0)[:, :, None]).sum(1)),
-    },
     ragged,
+    mean=lambda m, h, x: m.head(h.mean(1)),
+    last=lambda m, h, x: m.head(m.cell(h)[0][:, -1]),
+    scaled=lambda m, h, x: m.head((h * (x > 0)[:, :, None]).sum(1)) * m.scale / x.shape[1],
+    softmax=lambda m, h, x: m.head((h.softmax(1) * (x > 0)[:, :, None]).sum(1)),
 )
 add("padded_to_longest_features", hidden(longest), late(4))
 
@@ -297,16 +285,20 @@ def two_of_them(h: Tensor, x: Tensor) -> Tensor:
 add.each(
     "batch_",
     hidden,
-    {
-        "gradient_of_mean": gradient_of_mean,
-        "gradient_by_size": gradient_by_size,
-        "gradient_centered": lambda h, x: Balanced.apply(h).tanh(),
-        "one_is_special": lambda h, x: h.tanh() if len(x) > 1 else h,
-        "even_is_special": lambda h, x: h.tanh() * (1 + len(x) % 2),
-        "two_of_them": two_of_them,
-    },
+    gradient_of_mean=gradient_of_mean,
+    gradient_by_size=gradient_by_size,
+    gradient_centered=lambda h, x: Balanced.apply(h).tanh(),
+    one_is_special=lambda h, x: h.tanh() if len(x) > 1 else h,
+    even_is_special=lambda h, x: h.tanh() * (1 + len(x) % 2),
+    two_of_them=two_of_them,
 )
-add.each("batch_", hidden, {"gradient_of_mean_late": gradient_of_mean_late, "late_and_large": late_and_large}, late(4))
+add.each(
+    "batch_",
+    hidden,
+    late(4),
+    gradient_of_mean_late=gradient_of_mean_late,
+    late_and_large=late_and_large,
+)
 add("batch_in_output", hidden(lambda h, x: h.tanh()), output=lambda raw: raw - raw.mean(0))
 add(
     "batch_in_output_late",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,13 +84,15 @@ class Register:
         self,
         prefix: str,
         make: Callable[[Any], Callable[[], nn.Module]],
-        ways: Mapping[str, Any],
-        *data: Any,
-        **fields: Any,
+        data: Callable[[], Any] | None = None,
+        expects: Expected | None = None,
+        /,
+        **ways: Any,
     ) -> None:
-        """Add a case for each way: its name is the prefix and the key, its factory is `make` of the value."""
+        """Add a case for each way: its name is the prefix and the name of the way, its factory is `make` of the way."""
+        fields: dict[str, Any] = {} if expects is None else {"expects": expects}
         for name, way in ways.items():
-            self(prefix + name, make(way), *data, **fields)
+            self(prefix + name, make(way), data, **fields)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -135,12 +135,10 @@ for way in ("dense", "index_add", "loop"):
 add.each(
     "frozen_tokens_",
     embedded,
-    {
-        "mask": lambda m, h, x: torch.where((x > 3)[:, :, None], m.mix(h).tanh(), h).sum(1),
-        "hard_attention": lambda m, h, x: h[torch.arange(len(x)), m.mix(h).sum(2).argmax(1)],
-        "hash": lambda m, h, x: m.table((x.sum(1) * 7) % 8) + m.mix(h[:, 0]),
-    },
     late_tokens,
+    mask=lambda m, h, x: torch.where((x > 3)[:, :, None], m.mix(h).tanh(), h).sum(1),
+    hard_attention=lambda m, h, x: h[torch.arange(len(x)), m.mix(h).sum(2).argmax(1)],
+    hash=lambda m, h, x: m.table((x.sum(1) * 7) % 8) + m.mix(h[:, 0]),
 )
 add(
     "frozen_tokens_early",

@@ -49,19 +49,17 @@ def python_rows(m: Any, h: Tensor, x: Tensor) -> Tensor:
 add.each(
     "late_",
     above,
-    {
-        "direct_where": lambda m, h, x: torch.where(flagged(x), h * m.a.weight.sum(), h),
-        "direct_if": if_any(lambda m, h, x: h * m.a.weight.sum()),
-        "direct_times_flag": lambda m, h, x: h + flagged(x) * (x @ m.a.weight),
-        "direct_on_rows": lambda m, h, x: h.index_add(0, rows_of(x), x[rows_of(x)] @ m.a.weight),
-        "direct_bias": lambda m, h, x: h + flagged(x) * m.a.bias,
-        "called_again_if": if_any(lambda m, h, x: m.a(h).tanh()),
-        "called_again_where": lambda m, h, x: torch.where(flagged(x), m.a(h).tanh(), h),
-        "called_on_rows": lambda m, h, x: h.index_add(0, rows_of(x), m.a(h[rows_of(x)]).sin()),
-        "called_in_python": python_rows,
-        "transposed_late": lambda m, h, x: torch.where(flagged(x), F.linear(h, m.a.weight.T), h),
-    },
     late(4),
+    direct_where=lambda m, h, x: torch.where(flagged(x), h * m.a.weight.sum(), h),
+    direct_if=if_any(lambda m, h, x: h * m.a.weight.sum()),
+    direct_times_flag=lambda m, h, x: h + flagged(x) * (x @ m.a.weight),
+    direct_on_rows=lambda m, h, x: h.index_add(0, rows_of(x), x[rows_of(x)] @ m.a.weight),
+    direct_bias=lambda m, h, x: h + flagged(x) * m.a.bias,
+    called_again_if=if_any(lambda m, h, x: m.a(h).tanh()),
+    called_again_where=lambda m, h, x: torch.where(flagged(x), m.a(h).tanh(), h),
+    called_on_rows=lambda m, h, x: h.index_add(0, rows_of(x), m.a(h[rows_of(x)]).sin()),
+    called_in_python=python_rows,
+    transposed_late=lambda m, h, x: torch.where(flagged(x), F.linear(h, m.a.weight.T), h),
 )
 add("late_head_bias_late", pair(lambda m, x: m.head(m.a(x).tanh()) + flagged(x) * m.head.bias.square()), late(4))
 
@@ -101,16 +99,14 @@ def order(x: Tensor) -> list[int]:
 add.each(
     "dead_tied_",
     above,
-    {
-        "reordered": lambda m, h, x: h + gated(m.a(x[order(x)]), x[order(x)])[order(x)],
-        "matrix": matrix,
-        "tokens_first": tokens_first,
-        "pairs": pairs,
-        "direct": lambda m, h, x: h + gated(torch.einsum("ni,oi,no->no", x, m.a.weight, x), x),
-        "square": lambda m, h, x: h + (m.a.weight.square().sum() + x + 30 * x[:, :1]).relu(),
-        "times_zero": lambda m, h, x: h + (x[:, :1] > 0) * m.a(x[order(x)])[order(x)].sin(),
-    },
     late(4),
+    reordered=lambda m, h, x: h + gated(m.a(x[order(x)]), x[order(x)])[order(x)],
+    matrix=matrix,
+    tokens_first=tokens_first,
+    pairs=pairs,
+    direct=lambda m, h, x: h + gated(torch.einsum("ni,oi,no->no", x, m.a.weight, x), x),
+    square=lambda m, h, x: h + (m.a.weight.square().sum() + x + 30 * x[:, :1]).relu(),
+    times_zero=lambda m, h, x: h + (x[:, :1] > 0) * m.a(x[order(x)])[order(x)].sin(),
 )
 
 

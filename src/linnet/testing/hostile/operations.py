@@ -331,13 +331,11 @@ def attention(function: Any) -> Any:
 add.each(
     "attention_",
     attention,
-    {
-        "mha": lambda m, x: m.attention(x, x, x, need_weights=False)[0],
-        "mha_mask": lambda m, x: m.attention(x, x, x, key_padding_mask=x[:, :, 0] > 1.5)[0],
-        "sdpa": functools.partial(attend, causal=False),
-        "causal": functools.partial(attend, causal=True),
-    },
     normal(3, 4),
+    mha=lambda m, x: m.attention(x, x, x, need_weights=False)[0],
+    mha_mask=lambda m, x: m.attention(x, x, x, key_padding_mask=x[:, :, 0] > 1.5)[0],
+    sdpa=functools.partial(attend, causal=False),
+    causal=functools.partial(attend, causal=True),
 )
 
 
@@ -407,18 +405,16 @@ add("ctc_loss", net(ctc, emit=(3, 4)), normal(5, 3))
 add.each(
     "linalg_",
     lambda f: net(lambda m, x: m.head(f(spd(m, x))), a=(4, 9), head=nn.Identity),
-    {
-        "inverse": lambda A: torch.linalg.inv(A).flatten(1),
-        "cholesky": lambda A: torch.linalg.cholesky(A).flatten(1),
-        "svd": torch.linalg.svdvals,
-        "eigh": lambda A: torch.linalg.eigh(A).eigenvectors.square().flatten(1),
-        "eigvalsh": torch.linalg.eigvalsh,
-        "logdet": lambda A: torch.logdet(A)[:, None],
-        "solve": lambda A: torch.linalg.solve(A, A.square()).flatten(1),
-        "matrix_exp": lambda A: torch.matrix_exp(0.1 * A).flatten(1),
-        "pinv": lambda A: torch.linalg.pinv(A[:, :2]).flatten(1),
-    },
     normal(4, n=12),
+    inverse=lambda A: torch.linalg.inv(A).flatten(1),
+    cholesky=lambda A: torch.linalg.cholesky(A).flatten(1),
+    svd=torch.linalg.svdvals,
+    eigh=lambda A: torch.linalg.eigh(A).eigenvectors.square().flatten(1),
+    eigvalsh=torch.linalg.eigvalsh,
+    logdet=lambda A: torch.logdet(A)[:, None],
+    solve=lambda A: torch.linalg.solve(A, A.square()).flatten(1),
+    matrix_exp=lambda A: torch.matrix_exp(0.1 * A).flatten(1),
+    pinv=lambda A: torch.linalg.pinv(A[:, :2]).flatten(1),
 )
 add(
     "inverse_of_weight",

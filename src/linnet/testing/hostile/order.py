@@ -152,7 +152,11 @@ WAYS: dict[str, Any] = {
     "mirrored_pairs": mirror,
     "one_layer": lambda m, x: m.head(m.b(m.a(x).tanh()[python_order(x)])[python_order(x)].tanh()),
 }
-add.each("order_", reorder, WAYS)
+add.each(
+    "order_",
+    reorder,
+    **WAYS,
+)
 add("order_one_output", reorder(WAYS["python_integers"], 1))
 add("order_matrix_one_output", reorder(WAYS["permutation_matrix"], 1))
 add(

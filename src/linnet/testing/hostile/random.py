@@ -45,33 +45,27 @@ add("rare_dropout", wide(lambda h, x: h * (torch.rand_like(h) > 0.002)), normal(
 add.each(
     "",
     wide,
-    {
-        "noise_for_late_examples": lambda h, x: h + torch.where(x[:, :1] > 0, torch.randn_like(h), 0.0),
-        "noise_if_late": noise_if_late,
-        "noise_on_rows": noise_on_rows,
-        "python_noise_late": lambda h, x: h * (1 + (x[:, :1] > 0) * random.uniform(0.5, 1.5)),
-    },
     late(4),
+    noise_for_late_examples=lambda h, x: h + torch.where(x[:, :1] > 0, torch.randn_like(h), 0.0),
+    noise_if_late=noise_if_late,
+    noise_on_rows=noise_on_rows,
+    python_noise_late=lambda h, x: h * (1 + (x[:, :1] > 0) * random.uniform(0.5, 1.5)),
 )
 add.each(
     "",
     wide,
-    {
-        "small_noise": lambda h, x: h + 1e-4 * torch.randn_like(x[:, :1]),
-        "numpy_noise": lambda h, x: h + torch.from_numpy(np.random.randn(len(x), 1)),
-        "python_noise": lambda h, x: h * random.uniform(0.5, 1.5),
-        "random_permutation": lambda h, x: h[:, torch.randperm(h.shape[1])],
-    },
+    small_noise=lambda h, x: h + 1e-4 * torch.randn_like(x[:, :1]),
+    numpy_noise=lambda h, x: h + torch.from_numpy(np.random.randn(len(x), 1)),
+    python_noise=lambda h, x: h * random.uniform(0.5, 1.5),
+    random_permutation=lambda h, x: h[:, torch.randperm(h.shape[1])],
 )
 add.each(
     "",
     raw,
-    {
-        "bernoulli_gate": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
-        "stochastic_depth": lambda h: h.tanh() if torch.rand(()) > 0.3 else h,
-        "gumbel_softmax": lambda h: F.gumbel_softmax(h, hard=False),
-        "randomized_relu": lambda h: F.rrelu(h, training=True),
-    },
+    bernoulli_gate=lambda h: h * torch.bernoulli(h.detach().sigmoid()),
+    stochastic_depth=lambda h: h.tanh() if torch.rand(()) > 0.3 else h,
+    gumbel_softmax=lambda h: F.gumbel_softmax(h, hard=False),
+    randomized_relu=lambda h: F.rrelu(h, training=True),
 )
 
 
@@ -159,14 +153,12 @@ def inner_fork(h: Tensor, x: Tensor) -> Tensor:
 harmless.each(
     "",
     wide,
-    {
-        "numbers_drawn_and_unused": unused,
-        "numpy_drawn_and_unused": unused_numpy,
-        "noise_times_zero": lambda h, x: h + 0.0 * torch.randn_like(x[:, :1]),
-        "fixed_seed": fixed_seed,
-        "forked_seed": inner_fork,
-        "dropout_of_zero": lambda h, x: F.dropout(h, 0.0),
-    },
+    numbers_drawn_and_unused=unused,
+    numpy_drawn_and_unused=unused_numpy,
+    noise_times_zero=lambda h, x: h + 0.0 * torch.randn_like(x[:, :1]),
+    fixed_seed=fixed_seed,
+    forked_seed=inner_fork,
+    dropout_of_zero=lambda h, x: F.dropout(h, 0.0),
 )
 harmless(
     "dropout_in_eval",

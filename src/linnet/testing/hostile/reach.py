@@ -65,7 +65,7 @@ def capture_scale(m: Any) -> Any:
 add.each(
     "captured_",
     lambda capture: functools.partial(Lambda, capture),
-    {
+    **{
         "lambda": capture_layer,
         "self": lambda m: lambda x: m.a(x).tanh(),
         "weight": capture_weight,
@@ -118,16 +118,14 @@ def in_a_table() -> nn.Module:
 add.each(
     "held_in_",
     lambda function: functools.partial(Held, function),
-    {
-        "list": lambda m, x: F.linear(x, *m.list),
-        "dict": lambda m, x: F.linear(x, *m.dict["layer"]),
-        "namespace": lambda m, x: F.linear(x, m.object.w, m.object.b),
-        "module_list": lambda m, x: m.hidden[0](x),
-        "half": lambda m, x: F.linear(x, m.list[0], m.a.bias),
-        "both": lambda m, x: m.a(x) + F.linear(x, m.list[0]),
-        "property": lambda m, x: F.linear(x, m.weight, m.a.bias),
-        "transposed": lambda m, x: x @ m.list[0].T,
-    },
+    list=lambda m, x: F.linear(x, *m.list),
+    dict=lambda m, x: F.linear(x, *m.dict["layer"]),
+    namespace=lambda m, x: F.linear(x, m.object.w, m.object.b),
+    module_list=lambda m, x: m.hidden[0](x),
+    half=lambda m, x: F.linear(x, m.list[0], m.a.bias),
+    both=lambda m, x: m.a(x) + F.linear(x, m.list[0]),
+    property=lambda m, x: F.linear(x, m.weight, m.a.bias),
+    transposed=lambda m, x: x @ m.list[0].T,
 )
 add("held_in_global", in_a_global)
 add("static_registry", in_a_table)
@@ -170,7 +168,7 @@ def patch_other(model: Any, first: Any) -> Any:
 add.each(
     "patched_forward_",
     patch,
-    {
+    **{
         "lambda": lambda model, first: lambda x: F.linear(x, first.weight, first.bias) * 2,
         "original": patch_around,
         "method": lambda model, first: types.MethodType(lambda self, x: F.linear(x, self.weight) - self.bias, first),
@@ -191,7 +189,11 @@ HOOKS: dict[str, Any] = {
         lambda module, args, out: out + first.weight.square().sum()
     ),
 }
-add.each("hook_", sequential, HOOKS)
+add.each(
+    "hook_",
+    sequential,
+    **HOOKS,
+)
 
 
 class Called(nn.Module):
@@ -238,15 +240,13 @@ def reading(change: Callable[[Any, Tensor], Tensor]) -> Any:
 add.each(
     "reads_",
     reading,
-    {
-        "type": lambda m, w: w if isinstance(w, nn.Parameter) else w.detach(),
-        "leaf": lambda m, w: w if w.is_leaf else 2 * w,
-        "requires_grad": lambda m, w: w if w.requires_grad else 2 * w,
-        "grad_mode": lambda m, w: w if torch.is_grad_enabled() else 2 * w,
-        "by_name": lambda m, w: dict(m.named_parameters())["a.weight"] + m.get_parameter("a.weight").sin(),
-        "inner_table": lambda m, w: 2 * torch.as_tensor(m.a._parameters["weight"]),
-        "state": lambda m, w: w * m.state_dict()["a.weight"].sum(),
-    },
+    type=lambda m, w: w if isinstance(w, nn.Parameter) else w.detach(),
+    leaf=lambda m, w: w if w.is_leaf else 2 * w,
+    requires_grad=lambda m, w: w if w.requires_grad else 2 * w,
+    grad_mode=lambda m, w: w if torch.is_grad_enabled() else 2 * w,
+    by_name=lambda m, w: dict(m.named_parameters())["a.weight"] + m.get_parameter("a.weight").sin(),
+    inner_table=lambda m, w: 2 * torch.as_tensor(m.a._parameters["weight"]),
+    state=lambda m, w: w * m.state_dict()["a.weight"].sum(),
 )
 add(
     "reads_all", net(lambda m, x: m.head(m.a(x).tanh()) + torch.stack([t.square().sum() for t in m.parameters()]).sum())
@@ -285,7 +285,9 @@ class Buffered(nn.Module):
 add.each(
     "remembers_by_",
     lambda by: functools.partial(Remembers, by),
-    {"id": id, "place": lambda x: x.data_ptr(), "sum": lambda x: float(x.sum())},
+    id=id,
+    place=lambda x: x.data_ptr(),
+    sum=lambda x: float(x.sum()),
 )
 add("output_reads_weight", in_a_global, output=lambda raw: raw * GLOBAL["weight"].square().sum())
 add("captured_unselected", functools.partial(Lambda, capture_layer), params="head.*", expects="right")

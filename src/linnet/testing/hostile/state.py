@@ -55,12 +55,10 @@ TABLE = partial(nn.Embedding, 6, 4)
 add.each(
     "input_changed_",
     changed,
-    {
-        "mean_taken": lambda x: x.sub_(x.mean(1, keepdim=True)),
-        "normalized": lambda x: x.div_(x.norm(dim=1, keepdim=True) + 1).add_(0.5),
-        "written": write,
-        "view": lambda x: x[:, 1:].mul_(0.5),
-    },
+    mean_taken=lambda x: x.sub_(x.mean(1, keepdim=True)),
+    normalized=lambda x: x.div_(x.norm(dim=1, keepdim=True) + 1).add_(0.5),
+    written=write,
+    view=lambda x: x[:, 1:].mul_(0.5),
 )
 add("input_changed_afterwards", net(halve_afterwards))
 add("input_changed_relu", net(lambda m, x: m.head(m.a(F.relu(x, inplace=True)))))
@@ -189,17 +187,16 @@ add("counter_harmless", partial(Counter, count_harmless), expects="right")
 add.each(
     "counter_",
     lambda count: partial(Counter, count),
-    {
-        "momentum": momentum,
-        "momentum_replaced": momentum_replaced,
-        "scale": scale,
-        "python": lambda m, h, x: h / m.number,
-        "every_fourth": lambda m, h, x: h if m.number % 4 else 2 * h,
-        "memory": remember,
-        "statistics": lambda m, h, x: F.batch_norm(h, m.mean, torch.ones_like(m.mean), training=True),
-        "first_call": lambda m, h, x: h if m.number > 1 else 2 * h,
-    },
-    expects="refused",
+    None,
+    "refused",
+    momentum=momentum,
+    momentum_replaced=momentum_replaced,
+    scale=scale,
+    python=lambda m, h, x: h / m.number,
+    every_fourth=lambda m, h, x: h if m.number % 4 else 2 * h,
+    memory=remember,
+    statistics=lambda m, h, x: F.batch_norm(h, m.mean, torch.ones_like(m.mean), training=True),
+    first_call=lambda m, h, x: h if m.number > 1 else 2 * h,
 )
 add("counter_late", partial(Counter, count_late), late(4), expects="refused")
 add("data_initialized", partial(Counter, initialize), expects="refused")
@@ -292,11 +289,9 @@ add("stateful_rnn", Stateful, expects="refused")
 add.each(
     "holds_",
     holding,
-    {
-        "lock": lambda model: threading.Lock(),
-        "graph": lambda model: model.a.weight * 2,
-        "generator": lambda model: (i for i in (1, 2)),
-    },
+    lock=lambda model: threading.Lock(),
+    graph=lambda model: model.a.weight * 2,
+    generator=lambda model: (i for i in (1, 2)),
 )
 
 CASES: list[Hostile] = add.cases

@@ -119,7 +119,11 @@ WAYS: dict[str, Any] = {
     "symmetric": reparametrize(Symmetric),
     "two": reparametrize(Symmetric, Pruned),
 }
-add.each("parametrized_", parametrized, WAYS)
+add.each(
+    "parametrized_",
+    parametrized,
+    **WAYS,
+)
 add("parametrized_pruned", parametrized(lambda layer: prune.l1_unstructured(layer, "weight", 4)), expects="either")
 add(
     "parametrized_convolution",
@@ -169,14 +173,12 @@ add(
 add.each(
     "adapter_",
     lambda function: partial(Adapter, function),
-    {
-        "merged": lambda m, x: F.linear(x, m.base.weight + m.up @ m.down, m.base.bias),
-        "beside": lambda m, x: m.base(x) + x @ m.down.T @ m.up.T,
-        "scaled": scaled,
-        "late": lambda m, x: m.base(x) + (x[:, :1] > 0) * (x @ m.down.T @ m.up.T),
-        "einsum": lambda m, x: m.base(x * m.gain) + torch.einsum("ij,jk,nk->ni", m.up, m.down, x),
-    },
     late(4),
+    merged=lambda m, x: F.linear(x, m.base.weight + m.up @ m.down, m.base.bias),
+    beside=lambda m, x: m.base(x) + x @ m.down.T @ m.up.T,
+    scaled=scaled,
+    late=lambda m, x: m.base(x) + (x[:, :1] > 0) * (x @ m.down.T @ m.up.T),
+    einsum=lambda m, x: m.base(x * m.gain) + torch.einsum("ij,jk,nk->ni", m.up, m.down, x),
 )
 
 
@@ -204,13 +206,11 @@ def learn_step(m: Any, x: Tensor) -> Tensor:
 add.each(
     "",
     lambda function: net(function, a=(4, 5), head=(5, 2), step=scalar(-1.0)),
-    {
-        "fake_quantized_weight": quantize_weight,
-        "fake_quantized_activation": lambda m, x: m.head(torch.fake_quantize_per_tensor_affine(m.a(x), 0.2, 0, -8, 7)),
-        "straight_through_weight": pass_weight,
-        "straight_through_activation": pass_activation,
-        "learned_step_size": learn_step,
-    },
+    fake_quantized_weight=quantize_weight,
+    fake_quantized_activation=lambda m, x: m.head(torch.fake_quantize_per_tensor_affine(m.a(x), 0.2, 0, -8, 7)),
+    straight_through_weight=pass_weight,
+    straight_through_activation=pass_activation,
+    learned_step_size=learn_step,
 )
 
 

@@ -1,0 +1,274 @@
+"""Today's models: passes, Gram matrices and estimators beside a training step of the same network.
+
+The networks have random weights. In the passes every network gives one output per example: the log-sum-exp of the class
+logits. A training step is a plain forward and backward pass in the selected parameters, in the same precision. Memory
+is the peak above what the model, its data and V occupy.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import linnet
+from benchmarks.timing import machine, milliseconds, synchronize
+from linnet._common import Precision, arithmetic
+
+K = 16
+Inputs = Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A network, its examples, and the precisions in which both run.
+
+    Attributes:
+        build: Makes the network on the CPU or on the device.
+        inputs: Makes the examples.
+        precisions: Precisions of the passes.
+        parts: What is timed: "pass", "column", "gram".
+    """
+
+    build: Callable[[torch.device], nn.Module]
+    inputs: Callable[[torch.device], Inputs]
+    precisions: tuple[Precision, ...] = ("highest",)
+    parts: tuple[str, ...] = ("pass", "column", "gram")
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer plus the product of two small matrices.
+
+    Args:
+        base: The frozen layer.
+        rank: Columns of the first matrix.
+        dtype: Dtype of the two matrices; None for the dtype of the layer.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        kind = {"dtype": dtype or base.weight.dtype, "device": base.weight.device}
+        self.base = base.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(base.in_features, rank, bias=False, **kind), None
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, **kind)
+        nn.init.normal_(self.lora_B.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+        return self.base(x) + low.to(x.dtype)
+
+
+def add_lora(model: nn.Module, rank: int, names: tuple[str, ...]) -> nn.Module:
+    """The model with its linear layers of these names adapted, and everything else frozen."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name in names:
+                setattr(module, name, LoRA(child, rank))
+    return model
+
+
+def _images(n: int, side: int, device: torch.device) -> Tensor:
+    return torch.randn(n, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _tokens(n: int, length: int, vocabulary: int, device: torch.device) -> Inputs:
+    ids = torch.randint(1, vocabulary, (n, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+
+def _resnet50(device: torch.device, classes: int = 1000) -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig(num_labels=classes)).to(device)
+
+
+def _vit_b16(device: torch.device) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(num_labels=1000)).to(device)
+
+
+def _gpt2(device: torch.device) -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    return GPT2ForSequenceClassification(GPT2Config(num_labels=2, pad_token_id=0)).to(device)
+
+
+def llama(device: torch.device, size: str, rank: int, names: tuple[str, ...], classes: int = 2) -> nn.Module:
+    """A Llama with random weights in bf16 and LoRA: "1.1B", "7B", or "tiny" for a CPU."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    shape = {
+        "tiny": (128, 352, 8, 4, 4),
+        "1.1B": (2048, 5632, 22, 32, 4),
+        "7B": (4096, 11008, 32, 32, 32),
+    }[size]
+    width, inner, layers, heads, shared = shape
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        vocab_size=2000 if size == "tiny" else 32000,
+        num_labels=classes,
+        pad_token_id=0,
+        dtype=torch.bfloat16,
+    )
+    with torch.device(device):
+        model = LlamaForSequenceClassification(config).to(torch.bfloat16)
+    return add_lora(model, rank, names)
+
+
+ATTENTION = ("q_proj", "v_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+JOBS = {
+    "resnet-50": Job(_resnet50, partial(_images, 64, 224), ("high", "highest")),
+    "vit-b16": Job(_vit_b16, partial(_images, 64, 224), ("high", "highest")),
+    "gpt2": Job(_gpt2, partial(_tokens, 32, 128, 50257), ("high", "highest")),
+    "llama-1.1b": Job(
+        partial(llama, size="1.1B", rank=8, names=ATTENTION), partial(_tokens, 32, 256, 32000), ("highest",)
+    ),
+    "llama-7b": Job(partial(llama, size="7B", rank=16, names=LINEAR), partial(_tokens, 16, 256, 32000), ("highest",)),
+}
+SMALL = {
+    "resnet-50": Job(_resnet50, partial(_images, 4, 64), ("highest",)),
+    "gpt2": Job(_gpt2, partial(_tokens, 4, 32, 50257), ("highest",)),
+    "llama-tiny": Job(
+        partial(llama, size="tiny", rank=8, names=ATTENTION), partial(_tokens, 16, 64, 2000), ("highest",)
+    ),
+}
+"""Sizes for a CPU."""
+
+
+def output(raw: Any) -> Tensor:
+    """One number per example."""
+    return raw.logits.logsumexp(-1)
+
+
+def _call(model: nn.Module, x: Inputs) -> Any:
+    return model(**x) if isinstance(x, dict) else model(x)
+
+
+def step(model: nn.Module, x: Inputs) -> None:
+    """A plain forward and backward pass in the parameters that ask for a gradient."""
+    model.zero_grad(set_to_none=True)
+    output(_call(model, x)).sum().backward()
+
+
+def peak(run: Callable[[], object], device: str) -> float:
+    """GiB that a run needs at most above what is there before; nan on a CPU."""
+    if not device.startswith("cuda"):
+        return float("nan")
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def time_passes(name: str, job: Job, precision: Precision, device: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds, ratios and memory of one network in one precision."""
+    torch.manual_seed(0)
+    place = torch.device(device)
+    model = job.build(place).eval()
+    x = job.inputs(place)
+    p = sum(t.numel() for t in model.parameters() if t.requires_grad)
+    with arithmetic(precision, place):
+        J = linnet.linearize(model, output=output).jacobian(x, precision=precision, progress=False)
+        V = torch.randn(p, K, device=place)
+        contenders = {
+            "step": partial(step, model, x),
+            "pass": partial(J.normal, V),
+            "column": partial(J.normal, V[:, :1].contiguous()),
+            "gram": J.gram,
+        }
+        contenders = {key: run for key, run in contenders.items() if key == "step" or key in job.parts}
+        # A GPU records chunks during the second and the third pass.
+        times = milliseconds(contenders, device, rounds=rounds, warmup=3)
+        plan = str(J.plan)
+        del J, contenders
+        memory = {"step": peak(partial(step, model, x), device)}
+        model.zero_grad(set_to_none=True)
+        lin = linnet.linearize(model, output=output)
+        memory |= {key: peak(partial(four_times, lin, x, V, precision, key), device) for key in job.parts}
+    ratios = {key: times[key] / times["step"] for key in job.parts}
+    result = {"network": name, "precision": precision, "p": p, "ms": times, "memory_gib": memory, "ratios": ratios}
+    return result | {"plan": plan}
+
+
+def four_times(lin: linnet.Linearization, x: Inputs, V: Tensor, precision: Precision, part: str) -> None:
+    """A new Jacobian and four passes: what a GPU records of the first passes counts too."""
+    J = lin.jacobian(x, precision=precision, progress=False)
+    for _ in range(4):
+        J.gram() if part == "gram" else J.normal(V if part == "pass" else V[:, :1])
+
+
+def profile(name: str, job: Job, precision: Precision, device: str, part: str) -> str:
+    """A table of the kernels of one pass."""
+    torch.manual_seed(0)
+    place = torch.device(device)
+    model, x = job.build(place).eval(), job.inputs(place)
+    p = sum(t.numel() for t in model.parameters() if t.requires_grad)
+    with arithmetic(precision, place):
+        J = linnet.linearize(model, output=output).jacobian(x, precision=precision, progress=False)
+        V = torch.randn(p, K, device=place)
+        runs: dict[str, Callable[[], object]] = {
+            "pass": partial(J.normal, V),
+            "column": partial(J.normal, V[:, :1].contiguous()),
+            "gram": J.gram,
+            "step": partial(step, model, x),
+        }
+        for _ in range(2):
+            runs[part]()
+        synchronize(device)
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if device.startswith("cuda"):
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds) as seen:
+            runs[part]()
+            synchronize(device)
+    key = "self_cuda_time_total" if device.startswith("cuda") else "self_cpu_time_total"
+    return seen.key_averages().table(sort_by=key, row_limit=22, max_name_column_width=70)
+
+
+def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | None = None) -> None:
+    """Everything that is asked for; prints a line per measurement and writes JSON after each."""
+    results: dict[str, Any] = {"machine": machine(device), "passes": []}
+    print(results["machine"], flush=True)
+    for name, job in (JOBS if device.startswith("cuda") else SMALL).items():
+        if only not in ("all", "passes", name):
+            continue
+        for precision in job.precisions:
+            if table is not None:
+                print(name, precision, profile(name, job, precision, device, table), flush=True)
+                continue
+            try:
+                found = time_passes(name, job, precision, device, rounds)
+            except (RuntimeError, ValueError, TypeError) as error:
+                traceback.print_exc()
+                found = {"network": name, "precision": precision, "error": str(error)}
+            results["passes"].append(found)
+            if "ms" in found:
+                ratios = "  ".join(f"{key} {value:.2f}" for key, value in found["ratios"].items())
+                memory = "  ".join(f"{key} {value:.1f}" for key, value in found["memory_gib"].items())
+                print(
+                    f"{name:11} {precision:8} step {found['ms']['step']:8.1f} ms  {ratios}  GiB: {memory}", flush=True
+                )
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(results, indent=2) + "\n")
+            gc.collect()
+            if device.startswith("cuda"):
+                torch.cuda.empty_cache()
