@@ -98,7 +98,9 @@ def _chunk_size(passes: Pass) -> int:
     else:
         longest = max((4 * f.size.T * f.size.groups * (f.size.dx + f.size.dg) for f in first.blocks), default=0)
         each = first.graph + longest * passes.lin.dtype.itemsize
-        size = chunk_size(passes.n, each, budget(s.memory, passes.lin.device))
+        room = budget(s.memory, passes.lin.device)
+        # Layers with many uses keep a GPU busy with few examples: larger chunks take memory, and save no time.
+        size = chunk_size(passes.n, each, room // 4 if isinstance(s.memory, str) else room)
     return size if s.largest is None else min(size, s.largest)
 
 
