@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.data import Batch
-from linnet.jacobian import Jacobian, Rotation, constant_over, gram, kronecker, streaming
+from linnet.jacobian import Jacobian, Rotation, constant_over, gram, kronecker
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.kronecker import EXACT, DenseSide, Kronecker, SketchedSide
@@ -508,14 +508,14 @@ def test_networks_stream_where_their_gradients_do_not_fit() -> None:
         model, X = {**CASES, "adapters": adapted(2)}[name]
         J = linnet.linearize(double(model).eval()).jacobian(X, **options)
         assert J.c == 3  # the first examples have run
-        return streaming.streams(J.passes)
+        return gram.streams(J.passes)
 
     assert asks("adapters", memory=2**12) and asks("mlp", memory=2**10)
     assert not asks("adapters")  # all of it fits
     assert not asks("cnn", memory=2**12) and not asks("tied", memory=2**10)
     model, X = adapted(2)
     J = linnet.linearize(model).jacobian(X, memory=2**15)
-    assert J.passes.chunk_size() < streaming._chunk_size(J.passes)
+    assert J.passes.chunk_size() < gram._stream_size(J.passes)
 
 
 def softmax_root(batch: Batch) -> Tensor:
@@ -532,14 +532,14 @@ def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
     whole = lin.jacobian(X).curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
     monkeypatch.setattr(kronecker, "dense_budget", lambda *_: 2**30)
     if wrong:
-        original = streaming.build_blocks
+        original = gram.build_blocks
 
         def spoiled(use: Any, kept: Any, g: Tensor, **options: Any) -> Any:
             return original(use, kept, 1.01 * g, **options)
 
-        monkeypatch.setattr(streaming, "build_blocks", spoiled)
+        monkeypatch.setattr(gram, "build_blocks", spoiled)
     else:
-        monkeypatch.setattr(streaming, "streamed", lambda *_, **__: False)
+        monkeypatch.setattr(gram, "streamed", lambda *_, **__: False)
     J = lin.jacobian(X, memory=2**14)
     found = J.curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
     assert lin.rules.denied("stream")

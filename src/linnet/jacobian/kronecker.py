@@ -337,7 +337,7 @@ class Kronecker:
     def _add_squares(self, block: ColumnBlock, root: Tensor | None) -> None:
         weight = root if root is None or root.ndim == 3 else root.square()
         weight = weight @ weight.mT if weight is not None and weight.ndim == 3 else weight
-        part = torch.zeros_like(self.squares, dtype=self.dtype)
+        part = torch.zeros_like(self.squares, dtype=block.tensors()[-1].dtype)
         block.squares(weight, part)
         self.squares += part
 

@@ -214,7 +214,7 @@ class LowRankCurvature(CurvatureStructure):
         try:
             found = low_rank(V, min(rank, *J.shape), **options)
         except ValueError:  # G has no such rank: all of it, then
-            found = low_rank(V, 1 - 1e3 * torch.finfo(J.dtype).eps, **options)
+            found = low_rank(V, 1 - 1e3 * J.eps, **options)
         self.basis, self.s = found.P, found.s  # G ~ P s^2 P^T
 
     def log_det(self, prior: Prior) -> LogDet:
@@ -370,7 +370,8 @@ def _diagonal_by_factor(J: Jacobian, values: Tensor, variance: Tensor, t: float)
     low = place.floor().long().clamp(max=last - 1)
     share = (place - low).to(variance.dtype)
     # From each column its part at the node above and at the node below.
-    W = J.grouped_squares([(variance * (1 - share), low), (variance * share, low + 1)], last + 1)
+    parts = [(variance * (1 - share), low), (variance * share, low + 1)]
+    W = J.in_row_dtype().grouped_squares(parts, last + 1).to(J.dtype)
     nodes = top * 2.0 ** (-torch.arange(last + 1, dtype=torch.float64, device=u.device) / STEPS)
     nodes[-1] = 0.0
     return lambda factor: (W @ (factor / (1 + t * factor * nodes)).to(W)).view(J.n, J.c)

@@ -14,7 +14,7 @@ from linnet._common import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
-from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost, has_many_outputs
+from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
 from linnet.linalg import (
     ClassBlocks,
     LinearOperator,
@@ -43,7 +43,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, 
             gaussian.join_spectra(spectra),
             scale=fixed[0] if fixed else None,
             noise=noise.value[0] if noise.value else None,
-            floor=64 * torch.finfo(tasks[0].J.dtype).eps,
+            floor=64 * max(task.J.eps for task in tasks),
             assumed=sum(assumed_noise(tasks)),
         )
     variance = prior.variance(choice.scales if prior.scales else ())
@@ -63,7 +63,7 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> Ke
     B = torch.cat([(root * task.r)[:, None], z], 1)
     found = lanczos_quadrature(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
     nodes, weights, norms2 = (x.double().cpu() for x in found)
-    real = nodes > 1e3 * torch.finfo(J.dtype).eps * nodes.max()
+    real = nodes > 1e3 * J.eps * nodes.max()
     energies = torch.where(real, weights * norms2[:, None] / nodes, 0.0)
     nodes = torch.where(real, nodes, 0.0)
     total = B.double().square().sum(0).cpu()
@@ -78,20 +78,22 @@ def preconditioner_of(
 ) -> Preconditioner | None:
     """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
     kind = settings.preconditioner
-    if kind != "none" and has_many_outputs(J.c):  # an example is many rows, and a sketch takes a few columns
-        if space == "function" or not (weight.ndim == 1 or isinstance(weight, ClassBlocks)):
-            return None
-        rank = 4 * settings.samples if isinstance(settings.rank, str) else settings.rank
-        root = weight.as_form("root") if isinstance(weight, ClassBlocks) else weight.sqrt()
-        return sketch(Phi, root, rank=rank, generator=settings.generator(2))
     if kind == "none" or (kind in ("auto", "pivoted-cholesky") and not J.by_position):
         return None
+    landmarks = 6000 if J.device.type == "cuda" else 1000
+    if kind != "nystrom" and settings.rank == "auto" and (J.c > landmarks or J.has_many_outputs()):
+        # One example is too many rows. A sketch of all examples takes a few columns.
+        root = (
+            weight.as_form("root") if isinstance(weight, ClassBlocks) else weight.sqrt() if weight.ndim == 1 else None
+        )
+        if space == "function" or root is None:
+            return None
+        return sketch(Phi, root, rank=4 * settings.samples, generator=settings.generator(2))
     if settings.rank == "auto":
         # A direction is as long as the system is large, and all are held twice while they are made.
         length = J.shape[1 if space == "weight" else 0]
         most = int(0.7 * dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
-        rows = min(6000 if J.device.type == "cuda" else 1000, most)
-        rank = max(1, min(J.n, rows // J.c, _worthwhile(J)))
+        rank = max(1, min(J.n, min(landmarks, most) // J.c, _worthwhile(J)))
     else:
         rank = min(int(settings.rank), J.n)
     index = draw_landmarks(J.n, rank, settings.generator(2))
