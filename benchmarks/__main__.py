@@ -40,10 +40,12 @@ def main() -> None:
     )
     four.add_argument("--data", type=Path, default=None, help="CIFAR-10 and weights/resnet20_cifar10 (default: random)")
     five = commands.add_parser("laplace", help="error bars beside laplace-torch's: the same numbers, and how long")
-    five.add_argument("--peer", required=True, help="a Python interpreter that has laplace-torch")
+    five.add_argument("--peer", default=None, help="a Python interpreter that has laplace-torch")
     five.add_argument("--out", type=Path, default=None, help="JSON file (default: results/laplace-cpu.json)")
-    five.add_argument("--only", default="all", choices=("all", "agreement", "speed"))
+    five.add_argument("--only", default="all", choices=("all", "agreement", "speed", "passes"))
     five.add_argument("--rounds", type=int, default=3)
+    five.add_argument("--device", default="cpu", help="of --only passes")
+    five.add_argument("--n", type=int, default=4096, help="examples of --only passes")
     six = commands.add_parser("heads", help="gradient features against fine-tuning of the same top layers")
     six.add_argument("--device", default="cpu")
     six.add_argument("--out", type=Path, default=None, help="JSON file (default: results/heads-DEVICE.json)")
@@ -117,7 +119,7 @@ def main() -> None:
         return
     if args.command == "laplace":
         kept = args.out or Path(__file__).parent / "results" / "laplace-cpu.json"
-        laplace.run(args.peer, kept, args.only, args.rounds)
+        laplace.run(args.peer, kept, args.only, args.rounds, args.device, args.n)
         return
     if args.command == "sampling":
         kept = args.out or Path(__file__).parent / "results" / f"sampling-{args.device.split(':')[0]}.json"

@@ -1,7 +1,8 @@
 """linnet.Laplace beside laplace-torch: the same numbers, and how long they take.
 
 laplace-torch runs in an interpreter of its own (``--peer``), with one thread, and so does linnet here: imports are not
-counted on either side, everything else is.
+counted on either side, everything else is. ``--only passes`` counts forward and backward passes of a fit, without
+laplace-torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ from torch import Tensor, nn
 
 import linnet
 from benchmarks.laplace_peer import network
-from benchmarks.timing import machine
+from benchmarks.models import ResNet
+from benchmarks.timing import machine, timed
+from linnet.jacobian.kronecker import Kronecker
+from linnet.laplace import search
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = [
@@ -187,8 +192,85 @@ def speed(python: str, rounds: int) -> dict[str, Any]:
     return row
 
 
-def run(python: str, out: Path, only: str, rounds: int) -> None:
+PARTS: dict[str, tuple[Any, str]] = {
+    "first pass": (linnet.Laplace, "_first_pass"),
+    "eigendecompositions": (Kronecker, "decomposed"),
+    "search of the evidence": (search, "choose"),
+    "narrowing": (linnet.Laplace, "_narrow"),
+}
+"""Parts of a fit: what has the method, and its name."""
+
+
+@contextmanager
+def timed_parts(device: str) -> Iterator[dict[str, float]]:
+    """Adds up the seconds of each of `PARTS` while it is active."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    originals = {name: getattr(*place) for name, place in PARTS.items()}
+
+    def clock(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            took, value = timed(lambda: originals[name](*args, **kwargs), device)
+            seconds[name] += took
+            return value
+
+        return call
+
+    for name, (owner, attribute) in PARTS.items():
+        setattr(owner, attribute, clock(name))
+    try:
+        yield seconds
+    finally:
+        for name, (owner, attribute) in PARTS.items():
+            setattr(owner, attribute, originals[name])
+
+
+@contextmanager
+def counted_backwards() -> Iterator[list[int]]:
+    """Counts backward passes by the gradients that are asked for; a batched one counts for each of its outputs."""
+    original, counts = torch.autograd.grad, [0]
+
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        counts[0] += len(grad_outputs) if kwargs.get("is_grads_batched") else 1
+        return original(outputs, inputs, grad_outputs, *args, **kwargs)
+
+    torch.autograd.grad = grad
+    try:
+        yield counts
+    finally:
+        torch.autograd.grad = original
+
+
+def passes(device: str, n: int = 4096, new: int = 512) -> list[dict[str, Any]]:
+    """How often ResNet-20 runs in a fit and in a prediction, and which part of the fit takes how long."""
+    generator = torch.Generator().manual_seed(0)
+    X, y = torch.randn(n, 3, 32, 32, generator=generator).to(device), torch.randint(10, (n,), generator=generator)
+    unseen, rows = torch.randn(new, 3, 32, 32, generator=generator).to(device), []
+    for structure in ("kron", "ekfac", "diag"):
+        model, seen = ResNet(3).eval().to(device), [0]
+        model.conv1.register_forward_hook(lambda _, given, out, seen=seen: seen.__setitem__(0, seen[0] + len(given[0])))
+        linnet.Laplace(model, structure=structure, progress=False).fit(X[:64], y[:64].to(device))  # warm-up
+        seen[0], la = 0, linnet.Laplace(model, structure=structure, progress=False)
+        with timed_parts(device) as parts, counted_backwards() as backwards:
+            fit, _ = timed(lambda la=la: la.fit(X, y.to(device)), device)
+        row: dict[str, Any] = {"structure": structure, "n": n, "fit": fit, "forwards": seen[0] / n}
+        row |= {"backward calls": backwards[0], **{f"share of {name}": took / fit for name, took in parts.items()}}
+        seen[0] = 0
+        row["predict"], _ = timed(lambda la=la: la.predict_proba(unseen), device)
+        row["forwards of a prediction"] = seen[0] / new
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def run(python: str | None, out: Path, only: str, rounds: int, device: str = "cpu", n: int = 4096) -> None:
     """Measure, print and keep."""
+    if only == "passes":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the network is not trained
+            passes(device, n, max(1, n // 8))
+        return
+    if python is None:
+        raise SystemExit("--peer names the interpreter that has laplace-torch; --only passes needs none.")
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": machine("cpu")}
     with warnings.catch_warnings():

@@ -84,6 +84,18 @@ def test_laplace(structure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= forwards(monkeypatch, ask) < 1.2
 
 
+@pytest.mark.parametrize(("structure", "passes"), [("kron", 1), ("diag", 1), ("ekfac", 2)])
+@pytest.mark.parametrize("prior", [1.0, "shared"])
+def test_laplace_fits_from_one_pass(structure: Any, passes: int, prior: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, curvature and gradient together; EKFAC reads the data again, in the coordinates of the factors."""
+    la = linnet.Laplace(net(), structure=structure, prior=prior)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        count = forwards(monkeypatch, lambda: la.fit(NEW, (NEW[:, 0] > 0).long()))
+    # A prior by the evidence also looks at the error bars of 200 training examples.
+    assert passes <= count < passes + (0.2 if prior == 1.0 else 0.4)
+
+
 def test_joint_covariances_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     reg = linnet.TangentRegressor(net(), noise=0.1, prior=1.0).fit(X, NUMBERS)
     some = NEW[: N // 40]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian import Jacobian, Rotation, constant_over
+from linnet.data import Batch
+from linnet.jacobian import Jacobian, Rotation, constant_over, gram, kronecker
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.jacobian.kronecker import EXACT, Kronecker
+from linnet.jacobian.kronecker import EXACT, DenseSide, Kronecker, SketchedSide
 from linnet.probability import Bernoulli, Categorical, Likelihood
 from tests.support.drawn import double, normal
 
@@ -290,3 +294,255 @@ def test_factors_are_added_up_in_float64() -> None:
     X[0] = 1e4
     J = linnet.linearize(nn.Linear(1, 1, bias=False)).jacobian(X, 1)
     assert float(J.kronecker().pairs[0, 1].A) * 65 == pytest.approx(1e8 + 64, rel=1e-12)
+
+
+# Adapters, and sides that are too long to be decomposed whole.
+
+
+class Adapter(nn.Module):
+    """A frozen layer and its low-rank change."""
+
+    def __init__(self, d: int, e: int, r: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(d, e), nn.Linear(d, r, bias=False), nn.Linear(r, e, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(nn.Module):
+    """Two adapters that read the same tokens, one above them, and a mean over the tokens."""
+
+    def __init__(self, r: int) -> None:
+        super().__init__()
+        self.q, self.v, self.o = Adapter(6, 5, r), Adapter(6, 5, r), Adapter(5, 7, r)
+        self.head = nn.Linear(7, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(self.q(x)) * self.v(x)
+        return self.head(torch.tanh(self.o(h)).mean(1))
+
+
+def adapted(r: int) -> tuple[Adapted, Tensor]:
+    model = double(Adapted(r))
+    assert isinstance(model, Adapted)
+    return model, normal(8, 4, 6, seed=2)
+
+
+def dense_kfac(model: nn.Module, X: Tensor, root: Tensor) -> dict[str, Tensor]:
+    """Layer name to ``G kron A`` of its weight, from inputs and output gradients that hooks and autograd give."""
+    seen: dict[str, list[Tensor]] = {}
+    layers = {k: m for k, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+    hooks = [
+        m.register_forward_hook(lambda _, given, out, k=k: seen.update({k: [given[0], out]}))  # type: ignore[misc]
+        for k, m in layers.items()
+    ]
+    f = model(X)
+    for hook in hooks:
+        hook.remove()
+    found = {}
+    for k, (x, out) in seen.items():
+        g = torch.stack([torch.autograd.grad(f[:, u].sum(), out, retain_graph=True)[0] for u in range(f.shape[1])], 1)
+        A, G = factors_by_hand(x.detach(), g, root)
+        found[k] = torch.kron(G, A)
+    return found
+
+
+def dense_curvature(J: Jacobian, found: Kronecker) -> Tensor:
+    rotation, values = found.decomposed()
+    Q = rotation.back(torch.eye(J.shape[1], dtype=torch.float64))
+    torch.testing.assert_close(Q.T @ Q, torch.eye(J.shape[1], dtype=torch.float64), rtol=0, atol=1e-12)
+    return (Q * values) @ Q.T
+
+
+@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize("r", [1, 3])
+def test_adapters_have_the_dense_factors(r: int, sketched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sketched:
+        monkeypatch.setattr(kronecker, "CUBES", {"cpu": 0})
+    model, X = adapted(r)
+    J = linnet.linearize(model).jacobian(X, batch_size=3)
+    root = root_of(J)
+    found = J.kronecker(root)
+    sides = [side for pair in found.pairs.values() for side in (pair.inputs, pair.gradients)]
+    assert {type(side) for side in sides} == {SketchedSide if sketched else DenseSide}
+    H, expected = dense_curvature(J, found), dense_kfac(model, X, root)
+    for name, block in expected.items():
+        s = J.lin.layout.slices[f"{name}.weight"]
+        torch.testing.assert_close(H[s, s], block, rtol=1e-9, atol=1e-9 * float(block.abs().max()))
+    rotation, _ = found.decomposed()
+    slices = J.lin.layout.slices
+    turns = [rotation.turns[slices[f"{k}.down.weight"].start, slices[f"{k}.down.weight"].stop] for k in ("q", "v")]
+    assert turns[0].Qx is turns[1].Qx  # one decomposition for layers that read the same input
+    assert turns[0].Qg is not turns[1].Qg
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_sketches_of_full_rank_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reflections in place of eigenvectors, in every layout, give the same curvature and the same products."""
+    J = case(name)
+    root = root_of(J)
+    expected = dense_curvature(J, J.kronecker(root))
+    monkeypatch.setattr(kronecker, "CUBES", {"cpu": 0})
+    found = J.kronecker(root)
+    torch.testing.assert_close(dense_curvature(J, found), expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+    rotation, values = found.decomposed()
+    again = Rotation.from_tensors(rotation.tensors(), J.lin.layout)
+    Q = rotation.back(torch.eye(J.shape[1], dtype=torch.float64))
+    for turned in (rotation, again):
+        R = J.rotated(turned)
+        torch.testing.assert_close(R.dense(), J.dense() @ Q, rtol=1e-9, atol=1e-11)
+        diagonal = ((J.dense() @ Q).square() * values).sum(1)
+        torch.testing.assert_close(R.gram_diag(scale=values), diagonal, rtol=1e-9, atol=1e-11)
+
+
+def test_few_rows_are_exact_in_a_sketch_and_many_rows_keep_the_leading_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kronecker, "CUBES", {"cpu": 100**3})
+    monkeypatch.setattr(kronecker, "LEADING", 20)
+    d = 120
+    model = double(nn.Linear(d, 1, bias=False))
+    scales = 0.5 ** torch.arange(d).double()
+    for n in (8, 300):
+        X = normal(n, d) * (1.0 if n == 8 else scales + 1e-3)
+        A = X.T @ X / n
+        J = linnet.linearize(model).jacobian(X, batch_size=7)
+        found = J.kronecker()
+        side = found.pairs[0, d].inputs
+        assert isinstance(side, SketchedSide)
+        if n == 8:  # as many columns as rows and some more: nothing is left out, and nothing is said
+            H = dense_curvature(J, found) / n
+            torch.testing.assert_close(H, A, rtol=1e-9, atol=1e-10 * float(A.abs().max()))
+            continue
+        assert side.omega.shape[1] == 20
+        with pytest.warns(
+            UserWarning, match=r"'weight' are too long to be decomposed whole.*Their 20 leading directions"
+        ):
+            H = dense_curvature(J, found) / n
+        assert float(H.trace()) == pytest.approx(float(A.trace()), rel=1e-9)
+        exact, Q = torch.linalg.eigh(A)
+        torch.testing.assert_close((Q.T @ H @ Q).diagonal()[-3:], exact[-3:], rtol=1e-2, atol=0)
+
+
+def test_sides_are_sketched_where_memory_is_short() -> None:
+    model, X = double(nn.Linear(400, 2, bias=False)), normal(300, 400)
+    lin = linnet.linearize(model)
+    long = lin.jacobian(X, batch_size=50, memory=2**21).kronecker().pairs[0, 800]
+    assert isinstance(long.inputs, SketchedSide) and isinstance(long.gradients, DenseSide)
+    whole = lin.jacobian(X, batch_size=50, memory=2**23).kronecker().pairs[0, 800]
+    assert isinstance(whole.inputs, DenseSide)
+    with pytest.raises(MemoryError, match=r"Kronecker factors of all layers takes .* memory= allows 9.8 KiB"):
+        lin.jacobian(X, batch_size=50, memory=10_000).kronecker()
+
+
+def test_rows_turn_before_or_after_they_are_made() -> None:
+    """Convolutions and tokens: the rows of an outer product may turn in place of its sides; both are the same."""
+    for name in ("cnn", "groups", "tokens"):
+        J = case(name)
+        rotation, _ = J.kronecker(root_of(J)).decomposed()
+        for block in J._sample:
+            one, two = (rotation(block, whole=whole).expand() for whole in (False, True))
+            for a, b in zip(one.parts, two.parts, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+# Streams: a backward pass for each column of the root, in chunks that do not hold the gradients of all layers.
+
+
+class Encoder(nn.Module):
+    """Tokens, an adapter, attention by hand, a norm, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.q, self.v = nn.Embedding(7, 6), Adapter(6, 5, 2), Adapter(6, 5, 2)
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        q, v = self.q(h), self.v(h)
+        return self.head(self.norm((q @ q.mT).softmax(-1) @ v).mean(1))
+
+
+STREAMED: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "mlp": lambda: CASES["mlp"],
+    "tokens": lambda: (Positions(), ids(8)),
+    "adapters": lambda: adapted(2),
+    "encoder": lambda: (Encoder(), ids(8)),
+}
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("name", list(STREAMED))
+def test_streams_give_what_whole_chunks_give(name: str, diagonal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X = STREAMED[name]()
+    lin = linnet.linearize(double(model).eval())
+
+    def root(batch: Batch) -> Tensor:
+        assert batch.f is not None
+        return batch.f.square() + 1 if diagonal else Categorical().root(batch.f)
+
+    def u(batch: Batch) -> Tensor:
+        assert batch.f is not None
+        return batch.f.cos()
+
+    whole = lin.jacobian(X, batch_size=3).curvature("kron", root, u)
+    monkeypatch.setattr(gram, "streams", lambda passes: True)
+    found = lin.jacobian(X, batch_size=3).curvature("kron", root, u)
+    assert not lin.rules.denied("stream")
+    torch.testing.assert_close(found.f, whole.f, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.gradient, whole.gradient, rtol=1e-9, atol=1e-11)
+    assert found.factors is not None and whole.factors is not None
+    assert found.factors.n == whole.factors.n == len(X)
+    for key, pair in whole.factors.pairs.items():
+        torch.testing.assert_close(found.factors.pairs[key].A, pair.A, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.factors.pairs[key].G, pair.G, rtol=1e-9, atol=1e-12)
+    for r, block in whole.factors.exact.items():
+        torch.testing.assert_close(found.factors.exact[r], block, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.factors.squares, whole.factors.squares, rtol=1e-9, atol=1e-12)
+
+
+def test_networks_stream_where_their_gradients_do_not_fit() -> None:
+    def asks(name: str, **options: Any) -> bool:
+        model, X = {**CASES, "adapters": adapted(2)}[name]
+        J = linnet.linearize(double(model).eval()).jacobian(X, **options)
+        assert J.c == 3  # the first examples have run
+        return gram.streams(J.passes)
+
+    assert asks("adapters", memory=2**12) and asks("mlp", memory=2**10)
+    assert not asks("adapters")  # all of it fits
+    assert not asks("cnn", memory=2**12) and not asks("tied", memory=2**10)
+    model, X = adapted(2)
+    J = linnet.linearize(model).jacobian(X, memory=2**15)
+    assert J.passes.chunk_size() < gram._stream_size(J.passes)
+
+
+def softmax_root(batch: Batch) -> Tensor:
+    assert batch.f is not None
+    return Categorical().root(batch.f)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, X = adapted(2)
+    lin = linnet.linearize(model)
+    whole = lin.jacobian(X).curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
+    monkeypatch.setattr(kronecker, "dense_budget", lambda *_: 2**30)
+    if wrong:
+        original = gram.build_blocks
+
+        def spoiled(use: Any, kept: Any, g: Tensor, **options: Any) -> Any:
+            return original(use, kept, 1.01 * g, **options)
+
+        monkeypatch.setattr(gram, "build_blocks", spoiled)
+    else:
+        monkeypatch.setattr(gram, "streamed", lambda *_, **__: False)
+    J = lin.jacobian(X, memory=2**14)
+    found = J.curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
+    assert lin.rules.denied("stream")
+    assert found.factors is not None and whole.factors is not None
+    for key, pair in whole.factors.pairs.items():
+        torch.testing.assert_close(found.factors.pairs[key].G, pair.G, rtol=1e-9, atol=1e-12)

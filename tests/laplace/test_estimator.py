@@ -738,6 +738,42 @@ def test_the_module_is_left_alone_and_watched() -> None:
         la.predict(NEW)
 
 
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_first_pass_gives_what_passes_of_their_own_give(case: str, structure: str) -> None:
+    """Outputs, curvature and gradient come from one pass; the references are separate passes and the dense gradient."""
+    la, _ = fitted(case, structure, variance=0.7)
+    J = la._J
+    torch.testing.assert_close(la._f, J.outputs(), rtol=1e-12, atol=1e-12)
+    other = la._fitted(la._unit.root(la._f))
+    torch.testing.assert_close(la._structure.values, other.values, rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+    residual = la.likelihood_.residual(la._f, la._y).flatten()
+    theta = la.lin_.layout.flatten(la.lin_.theta)
+    g = J.dense().T @ residual - theta / la.prior_variance_
+    assert la.gradient_norm_ == pytest.approx(float(g.norm()), rel=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "full"])
+def test_variances_of_many_priors_come_from_one_pass(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table for each output gives, for any factor of the prior variances, the variances of that posterior."""
+    la, _ = fitted("softmax", structure)
+    J, S, t = la.lin_.jacobian(NEW), la.prior_variance_, 1 / la._noise
+    variance = la._structure.variance_by_factor(J, S, t)
+    if structure != "full":
+        monkeypatch.setattr(linnet.Jacobian, "grouped_squares", None)  # the pass has been made
+    for factor in (1e-6, 1e-3, 0.3, 1.0, 40.0, 1e6):
+        exact = la._structure.posterior(factor * S, t).variance(J)
+        torch.testing.assert_close(variance(factor), exact, rtol=1e-9 if structure == "full" else 4e-5, atol=0)
+
+
+def test_outputs_that_are_not_finite_are_named_in_the_first_pass() -> None:
+    model = net(3)
+    with torch.no_grad():
+        model[-1].bias.fill_(float("inf"))
+    with pytest.raises(ValueError, match=r"(?i)finite"):
+        Laplace(model, structure="kron", prior=1.0).fit(X, CLASSES)
+
+
 def test_float32_is_close() -> None:
     model = net(3)
     exact = Laplace(model, structure="kron", prior=0.7).fit(X, CLASSES)

@@ -6,6 +6,7 @@ from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures, needs_grad
+from linnet.jacobian.gram import CurvatureSums
 from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.kronecker import Rotation, constant_over
 from linnet.jacobian.linearization import Linearization, linearize
@@ -23,6 +24,7 @@ __all__ = [
     "TEMPORARY",
     "TOLERANCE",
     "AutodiffBlock",
+    "CurvatureSums",
     "DenseBlock",
     "DifferentiableRows",
     "Features",

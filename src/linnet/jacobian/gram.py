@@ -1,24 +1,32 @@
-"""Gram matrices and norms of Jacobians, by passes over the data: functions that `linnet.Jacobian` calls."""
+"""Gram matrices, norms and curvature of Jacobians, by passes over the data: functions that `linnet.Jacobian` calls."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, find_budget, rank_and_world, share_rows, show_progress
+from linnet._common import Precision, add_up, find_budget, rank_and_world, share_rows, show_progress
+from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
-from linnet.jacobian.blocks.composite import cut_by_layer
+from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
+from linnet.jacobian.blocks.convolution import LazyBlock
+from linnet.jacobian.chunk import Chunk, NetworkChunks
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
-from linnet.jacobian.passes import GRAM, Piece
-from linnet.jacobian.plan import prepare
+from linnet.jacobian.passes import GRAM, Pass, Piece
+from linnet.jacobian.plan import chunk_size, prepare
+from linnet.jacobian.proofs import Disproved, OtherBatches, random_signs
+from linnet.jacobian.recording import RecordedCall, Recording
+from linnet.jacobian.rule_selection import RuleAssignment, build_blocks, streamed
 from linnet.linalg import ClassBlocks, blocks_of_chunk, weigh
-from linnet.network import check_same_shapes
+from linnet.network import check_outputs_finite, check_same_shapes, examples_interact
 
 if TYPE_CHECKING:
     from linnet.jacobian.jacobian import Jacobian
@@ -110,14 +118,37 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
     def run() -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
-            part = torch.zeros(J.shape[1], dtype=rows, device=J.device)
             b = piece.batch
             w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
-            for block in piece.blocks:
-                block.squares(w, part)
-            total += part
+            _add_squares(piece.blocks, w, total, rows)
         add_up(total)
         return total.to(J.dtype)
+
+    return J.passes.complete(run)
+
+
+def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    """For each row the sum of ``scale_j J_ij^2`` over the columns j of each group, (n c, count).
+
+    Args:
+        J: (n c, p).
+        parts: Pairs of a scale (p,) and the number of the group of each column (p,); the sums add up.
+        count: Number of groups.
+    """
+
+    def run() -> Tensor:
+        out = torch.zeros(J.shape[0], count, dtype=J.dtype, device=J.device)
+        for piece in J.passes.pieces("diag", 1, "squares of J"):
+            total = out.new_zeros(count, piece.batch.n * J.c)
+            for block in piece.blocks:
+                for (a, b), rows in by_range(block):
+                    squares = rows.flatten(0, 1).T.square().to(total)
+                    for scale, group in parts:
+                        total.index_add_(0, group[a:b], scale[a:b, None].to(total) * squares)
+            out[piece.rows] = total.T
+            del piece
+        share_rows(out, J.n, J.c)
+        return out
 
     return J.passes.complete(run)
 
@@ -137,11 +168,9 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
 
 def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kronecker:
     """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass."""
-    first, engine = J.passes.chunks.first, J.passes.settings.engine
 
     def run() -> Kronecker:
-        sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
-        found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
+        found = _empty_kronecker(J)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
             part = None
@@ -152,6 +181,95 @@ def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kroneck
         return found
 
     return J.passes.complete(run)
+
+
+Form = Literal["kron", "diag"]
+"""Forms of a curvature that add up over the examples: Kronecker factors, or the diagonal."""
+
+ByChunk = Callable[[Batch], Tensor]
+"""From a chunk, whose outputs are ``batch.f`` (n, c), to a tensor for its examples."""
+
+
+@dataclass(frozen=True)
+class CurvatureSums:
+    """What one pass over the data tells about a network and its likelihood.
+
+    Attributes:
+        f: Outputs, (n, c).
+        gradient: ``J^T u``, (p,).
+        factors: Kronecker factors of ``J^T L L^T J``; None for the form "diag".
+        squares: The diagonal of ``J^T L L^T J``, (p,); None for the form "kron".
+    """
+
+    f: Tensor
+    gradient: Tensor
+    factors: Kronecker | None = None
+    squares: Tensor | None = None
+
+
+def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> CurvatureSums:
+    """Outputs, curvature and gradient in one pass; the root of each chunk comes from the outputs of the chunk.
+
+    Args:
+        J: (n c, p).
+        form: Which curvature.
+        root: Gives L, (n, c) where it is diagonal, or (n, c, m).
+        u: Gives the (n, c) that the gradient takes.
+    """
+
+    rows = J.lin.network.row_dtype
+
+    def run() -> CurvatureSums:
+        f = torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
+        gradient, squares = (torch.zeros(J.shape[1], dtype=torch.float64, device=J.device) for _ in range(2))
+        factors = _empty_kronecker(J) if form == "kron" else None
+        if factors is not None and streams(J.passes):
+            add_streams(J.passes, factors, f, gradient, root=root, u=u)
+            return finish(f, gradient, factors, squares)
+        for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
+            b = replace(piece.batch, f=piece.f)
+            f[b.start : b.start + b.n] = piece.f
+            L = root(b).to(rows)
+            if factors is None:
+                _add_squares(piece.blocks, L.square() if L.ndim == 2 else L @ L.mT, squares, rows)
+            else:
+                factors.add(piece.blocks, L, b.n)
+            part = torch.zeros(J.shape[1], 1, dtype=rows, device=J.device)
+            for block in piece.blocks:
+                block.rmatmul(u(b)[..., None].to(rows), part)
+            gradient += part[:, 0]
+            del piece
+        return finish(f, gradient, factors, squares)
+
+    def finish(f: Tensor, gradient: Tensor, factors: Kronecker | None, squares: Tensor) -> CurvatureSums:
+        """Put the sums of all ranks together."""
+        share_rows(f, J.n, 1)
+        if factors is not None:
+            factors.over_ranks()
+            add_up(gradient)
+            return CurvatureSums(f, gradient.to(J.dtype), factors=factors)
+        add_up(gradient, squares)
+        return CurvatureSums(f, gradient.to(J.dtype), squares=squares.to(J.dtype))
+
+    return J.passes.complete(run)
+
+
+def _empty_kronecker(J: Jacobian) -> Kronecker:
+    """Sums to add the Kronecker factors of J to."""
+    first, engine = J.passes.chunks.first, J.passes.settings.engine
+    sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
+    memory = J.passes.settings.memory
+    return Kronecker(
+        sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device, rows=J.shape[0], memory=memory
+    )
+
+
+def _add_squares(blocks: Sequence[ColumnBlock], weight: Tensor | None, total: Tensor, dtype: torch.dtype) -> None:
+    """Adds the diagonal of ``J^T W J`` of a chunk to a sum in float64, (p,); weight (n, c) or (n, c, c)."""
+    part = torch.zeros_like(total, dtype=dtype)
+    for block in blocks:
+        block.squares(weight, part)
+    total += part
 
 
 def _diagonal(scale: Tensor | None) -> Scale:
@@ -297,3 +415,168 @@ def by_range(block: ColumnBlock) -> list[tuple[tuple[int, int], Tensor]]:
     """The rows of a block, range by range."""
     rows = block.expand()
     return list(zip(rows.ranges, rows.parts, strict=True))
+
+
+# Kronecker factors of networks whose gradients do not fit memory: one backward pass for each column of the root.
+#
+# A chunk as other passes make it holds the gradients (n, c, T, d) of all layers at once. The factor of the output
+# gradients is a sum over the columns h of ``L^T g``. A backward pass starts from one column of L, each layer adds its
+# gradient to its factor during the pass, and the gradient is freed. A chunk takes the memory of a training step.
+
+SMALL = 256
+"""Outputs up to which the curvature of an example is decomposed, so that columns of zeros take no backward pass."""
+
+
+def streams(passes: Pass) -> bool:
+    """Whether factors come by streams: the gradients of a chunk do not fit memory, and every layer can hand them over.
+
+    Convolutions do not stream, because each column would make their patches again.
+    """
+    chunks, s = passes.chunks, passes.settings
+    if not isinstance(chunks, NetworkChunks) or s.engine != "auto" or passes.lin.rules.denied("stream"):
+        return False
+    first, rules = chunks.first, passes.lin.rules
+    if rules.has_rest or any(isinstance(block, LazyBlock | SumBlock) for block in first.blocks):
+        return False
+    size = passes.n if isinstance(s.batch_size, str) else min(s.batch_size, passes.n)
+    return _can_stream(rules.last) and size * first.per_example > find_budget(s.memory, passes.lin.device)
+
+
+def _can_stream(assignment: RuleAssignment) -> bool:
+    """Whether all parameters have rules, and each of them one use."""
+    names = Counter(slot.name for kept in assignment.kept if kept for slot in kept.slots.values())
+    once = all(count == 1 for count in names.values())
+    return once and not assignment.rest and not assignment.changes.spread
+
+
+def add_streams(
+    passes: Pass,
+    factors: Kronecker,
+    f: Tensor,
+    gradient: Tensor,
+    *,
+    root: Callable[[Batch], Tensor],
+    u: Callable[[Batch], Tensor],
+) -> None:
+    """Add the curvature of all examples of this rank to factors, the outputs and ``J^T u`` to tensors.
+
+    Args:
+        passes: Goes over the data.
+        factors: Sums of the curvature.
+        f: (n, c), takes the outputs.
+        gradient: (p,), takes ``J^T u``.
+        root: From a chunk with its outputs to L, (n, c) where it is diagonal, or (n, c, m).
+        u: From a chunk with its outputs to (n, c).
+
+    Raises:
+        Disproved: Where a layer does not hand over its gradient, or hands over a wrong one.
+    """
+    chunks, s = passes.chunks, passes.settings
+    assert isinstance(chunks, NetworkChunks)
+    start, stop = passes.own
+    size = _stream_size(passes)
+    s.used = size
+    with show_progress(stop - start, "curvature", progress=s.progress) as tick:
+        for batch in chunks.batches(size, start, stop):
+
+            def make(apart: OtherBatches | None, batch: Batch = batch) -> Chunk:
+                return _stream_chunk(passes, batch, factors, gradient, root=root, u=u, apart=apart)
+
+            f[batch.start : batch.start + batch.n] = chunks._proved("stream", batch, make).f
+            tick(batch.n)
+
+
+def _stream_size(passes: Pass) -> int:
+    """Examples per chunk: their graph, and the gradient of the layer whose gradient is longest."""
+    s, first = passes.settings, passes.chunks.first
+    if isinstance(s.batch_size, int):
+        size = min(s.batch_size, passes.n)
+    else:
+        longest = max((4 * f.size.T * f.size.groups * (f.size.dx + f.size.dg) for f in first.blocks), default=0)
+        each = first.graph + longest * passes.lin.dtype.itemsize
+        room = find_budget(s.memory, passes.lin.device)
+        # Layers with many uses keep a GPU busy with few examples: larger chunks take memory, and save no time.
+        size = chunk_size(passes.n, each, room // 4 if isinstance(s.memory, str) else room)
+    return size if s.largest is None else min(size, s.largest)
+
+
+def _stream_chunk(
+    passes: Pass,
+    batch: Batch,
+    factors: Kronecker,
+    gradient: Tensor,
+    *,
+    root: Callable[[Batch], Tensor],
+    u: Callable[[Batch], Tensor],
+    apart: OtherBatches | None,
+) -> Chunk:
+    """Adds the curvature of a chunk, which is compared with reverse mode where it is new (``apart`` is given)."""
+    lin, precision = passes.lin, passes.settings.precision
+    net, rules = lin.network, lin.rules
+    with net.in_precision(precision):
+        recording = rules.record(batch, watched=apart is not None)
+        assignment = rules.assign_to(recording, batch)
+        if not _can_stream(assignment) or not recording.out.requires_grad:
+            raise Disproved("stream")
+        out = recording.out
+        f = out.detach().to(net.dtype)
+        check_outputs_finite(f, batch.start, batch.positions)
+        with_outputs = replace(batch, f=f)
+        columns = _root_columns(root(with_outputs))
+        seeds = torch.cat([columns, u(with_outputs)[None].to(columns)]).to(out)  # (m + 1, n, c), the last for J^T u
+        signs = random_signs(*seeds.shape[:2], seed=batch.start + 1, like=out.detach())
+        truth = None
+        if apart is not None:
+            truth = rules.truth(recording, torch.einsum("mn,mnc->nc", signs, seeds), precision)
+            _check_apart(recording, batch, apart, passes, precision)
+        rows = net.row_dtype
+        found, part = (torch.zeros(lin.p, 1, dtype=rows, device=net.device) for _ in range(2))
+        kept = [served for served in assignment.kept if served]
+        uses = [use for use, served in zip(recording.uses, assignment.kept, strict=True) if served]
+        recording.uses.clear()
+        for m, seed in enumerate(seeds):
+
+            def take(i: int, use: RecordedCall, g: Tensor, m: int = m) -> None:
+                with torch.autocast(net.device.type, enabled=False):
+                    for block in build_blocks(use, kept[i], g, n=batch.n, dtype=rows):
+                        block = block.widen()
+                        if m < len(columns):
+                            factors.add([prepare(block, "sides", k=1)], None, 0, inputs=m == 0)
+                        else:
+                            block.rmatmul(torch.ones_like(signs[m], dtype=rows)[:, None, None], part)
+                        if truth is not None:
+                            block.rmatmul(signs[m].to(rows)[:, None, None], found)
+
+            last = m + 1 == len(seeds)
+            given: list[RecordedCall | None] = list(uses)
+            if last:
+                uses.clear()
+            if not streamed(out, given, take, seed=seed, keep=not last):
+                raise Disproved("stream")
+    if truth is not None and truth.judges and truth.different(found.to(truth.G))[0]:
+        raise Disproved("stream")
+    factors.n += batch.n
+    gradient += part[:, 0]
+    return Chunk(f, [])
+
+
+def _check_apart(recording: Recording, batch: Batch, apart: OtherBatches, passes: Pass, precision: Precision) -> None:
+    """Raise where gradients of some examples are others in another batch."""
+    if apart.truth is None:
+        return
+    whole = passes.lin.rules.truth(recording, apart.truth.U[..., 0].to(recording.out), precision)
+    if whole.judges and apart.truth.judges and apart.truth.different(whole.G)[0]:
+        raise examples_interact(batch.start, batch.n)
+
+
+def _root_columns(root: Tensor) -> Tensor:
+    """Columns (m, n, c) with the same ``L L^T``, without those that are zero in all examples."""
+    if root.ndim == 2:
+        return torch.diag_embed(root).movedim(-1, 0)
+    if root.shape[1] > SMALL:
+        return root.movedim(-1, 0)
+    values, vectors = torch.linalg.eigh((root @ root.mT).double())
+    columns = vectors * values.clamp_min(0).sqrt()[:, None]
+    count = columns.square().sum(1).amax(0)  # (c,), rising
+    matter = count > torch.finfo(root.dtype).eps ** 2 * count.amax()
+    return columns[:, :, matter].movedim(-1, 0)

@@ -652,6 +652,21 @@ class Jacobian(LinearOperator):
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         return gram.compute_column_norms(self, weight)
 
+    def grouped_squares(self, parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+        """For each row the sum of ``scale_j J_ij^2`` over the columns j of each group, (n c, count), in one pass.
+
+        Args:
+            parts: Pairs of a scale (p,) and the number of the group of each column (p,); the sums add up.
+            count: Number of groups.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 2.0]]))
+            >>> J.grouped_squares([(torch.ones(3), torch.tensor([1, 1, 0]))], 2).tolist()
+            [[1.0, 5.0]]
+        """
+        return gram.compute_grouped_squares(self, parts, count)
+
     def layer_grams(self) -> dict[str, Tensor]:
         """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.
 
@@ -682,12 +697,34 @@ class Jacobian(LinearOperator):
         Args:
             root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
         """
-        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
+        self._check_kronecker()
         if root is not None and not isinstance(root, ClassBlocks) and tuple(root.shape[:2]) != (self.n, self.c):
             raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
+        return gram.compute_kronecker(self, root)
+
+    def curvature(self, form: gram.Form, root: gram.ByChunk, u: gram.ByChunk) -> gram.CurvatureSums:
+        """Outputs, ``J^T u`` and the sums of a form of ``J^T L L^T J``, all in one pass.
+
+        Args:
+            form: "kron" as `kronecker`, or "diag" as `column_norms`.
+            root: From a chunk, whose outputs are ``batch.f``, to L, (n, c) where it is diagonal, or (n, c, m).
+            u: From a chunk to (n, c).
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+            >>> found = J.curvature("diag", lambda batch: torch.ones(2, 1), lambda batch: torch.ones(2, 1))
+            >>> found.f.shape, found.gradient.tolist(), found.squares.tolist()
+            (torch.Size([2, 1]), [4.0, 4.0, 2.0], [10.0, 16.0, 2.0])
+        """
+        if form == "kron":
+            self._check_kronecker()
+        return gram.compute_curvature(self, form, root, u)
+
+    def _check_kronecker(self) -> None:
+        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
         if self.passes.rotation is not None:
             raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
-        return gram.compute_kronecker(self, root)
 
 
 def _product(piece: Piece, V: Tensor) -> Tensor:

@@ -17,14 +17,17 @@ so that whatever is known for diagonal covariances serves: nothing here forms a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, messages
+from linnet._common import TEMPORARY, add_up, check_fits, find_dense_budget, messages
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
@@ -33,6 +36,178 @@ from linnet.network import Layout
 
 EXACT = 1024
 """Parameters without Kronecker form keep their exact block up to this size."""
+
+LEADING = 128
+"""Columns of the sketch of a side that is too long to be decomposed whole: more directions against a longer pass."""
+
+CUBES = {"cpu": 2e11, "cuda": 1e12}
+"""The sum of d^3 over the sides that are decomposed whole, which takes about a minute in float64: exact factors against
+time. A sketch keeps the leading directions of longer sides."""
+
+
+class Side(ABC):
+    """A sum of outer products ``x x^T`` of rows x (d,), for each of some groups: one of two Kronecker factors.
+
+    Attributes:
+        d: Length of a row.
+        sums: Tensors in float64 that add up over chunks and ranks.
+    """
+
+    d: int
+    sums: tuple[Tensor, ...]
+
+    @abstractmethod
+    def add(self, rows: Tensor, weight: float = 1.0) -> None:
+        """Add rows (groups, m, d), each outer product times a weight."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply the sum by a factor."""
+        for total in self.sums:
+            total.mul_(factor)
+
+    def equals(self, other: Side) -> bool:
+        """Whether both are the same sum: layers that read the same input have one factor of the inputs."""
+        pairs = zip(self.sums, other.sums, strict=True)
+        return type(self) is type(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class SideSpectrum:
+    """The eigenvalues of a side, and an orthonormal matrix of directions.
+
+    Attributes:
+        values: (groups, d), not negative.
+        basis: The directions.
+        rest: The share of the trace that one value stands for, in all directions after the leading ones.
+    """
+
+    values: Tensor
+    basis: Basis
+    rest: float = 0.0
+
+
+@final
+class DenseSide(Side):
+    """The sum as it is, (groups, d, d)."""
+
+    def __init__(self, groups: int, d: int, device: torch.device) -> None:
+        self.d = d
+        self.total = torch.zeros(groups, d, d, dtype=torch.float64, device=device)
+        self.sums = (self.total,)
+
+    def add(self, rows: Tensor, weight: float = 1.0) -> None:
+        self.total.add_((rows.mT @ rows).double(), alpha=weight)
+
+
+@final
+class SketchedSide(Side):
+    r"""The leading directions of a sum S that is never formed, and one value for all other directions.
+
+    With a random orthonormal :math:`\Omega` (d, k) the products :math:`Y = S \Omega` add up over chunks, and
+    :math:`S \approx Y (\Omega^\top Y)^{-1} Y^\top` (Nystrom; Tropp et al. 2017, algorithm 3). This is exact where the
+    rank of S is at most k. What the trace of S has beyond is spread evenly over the other d - k directions.
+
+    Args:
+        groups: Number of sums.
+        omega: (d, k), in float64, the same for all sides of a length: layers that read the same input then have the
+            same sums.
+    """
+
+    def __init__(self, groups: int, omega: Tensor) -> None:
+        self.omega, self.d = omega, len(omega)
+        self.product, self.trace = omega.new_zeros(groups, *omega.shape), omega.new_zeros(groups)
+        self.eps = torch.finfo(torch.float64).eps
+        self.sums = (self.product, self.trace)
+
+    def add(self, rows: Tensor, weight: float = 1.0) -> None:
+        self.eps = max(self.eps, torch.finfo(rows.dtype).eps)
+        self.product.add_((rows.mT @ (rows @ self.omega.to(rows.dtype))).double(), alpha=weight)
+        self.trace.add_(rows.square().sum((1, 2)).double(), alpha=weight)
+
+    def decompose(self) -> SideSpectrum:
+        """The eigenvalues, and the directions that they belong to."""
+        k = self.omega.shape[1]
+        # A shift of the size of rounding makes the core positive definite; the eigenvalues give it back.
+        shift = self.eps * self.product.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        Y = self.product + shift * self.omega
+        core = self.omega.T @ Y
+        values, V = torch.linalg.eigh(0.5 * (core + core.mT))
+        keep = (values > 0.5 * shift[..., 0]).to(values)
+        half = Y @ (V * (keep / values.clamp_min(torch.finfo(torch.float64).tiny).sqrt())[:, None])
+        Q, R = torch.linalg.qr(half)
+        values, V = torch.linalg.eigh(R @ R.mT)
+        values = (values - shift[..., 0]).clamp_min(0)
+        left = (self.trace - values.sum(1)).clamp_min(0)
+        others = (left / max(1, self.d - k))[:, None].expand(-1, self.d - k)
+        rest = float((left / self.trace.clamp_min(torch.finfo(torch.float64).tiny)).max())
+        rest = rest if k < self.d and rest > self.d * self.eps else 0.0  # all there is, to rounding
+        return SideSpectrum(torch.cat([values, others], 1), Basis.around(Q @ V), rest)
+
+
+@final
+class Basis:
+    """An orthonormal matrix Q for each of some groups: as it is, or as reflections ``I - V T V^T``.
+
+    Args:
+        V: (groups, d, d), which is Q, or (groups, d, k) where T is given.
+        T: (groups, k, k), upper triangular; None where V is Q.
+    """
+
+    def __init__(self, V: Tensor, T: Tensor | None = None) -> None:
+        self.V, self.T = V, T
+
+    @classmethod
+    def around(cls, leading: Tensor) -> Basis:
+        """A basis whose first directions are, up to signs, the orthonormal columns of a tensor (groups, d, k).
+
+        Householder's reflections: an orthonormal triangle of k columns is a matrix of signs (Golub and Van Loan,
+        section 5.1; T from Puglisi 1992).
+        """
+        a, tau = torch.geqrf(leading)
+        V = a.tril(-1)
+        V.diagonal(dim1=1, dim2=2).fill_(1)
+        k = V.shape[2]
+        triangle = torch.eye(k, dtype=V.dtype, device=V.device) + tau[..., None] * (V.mT @ V).triu(1)
+        return cls(V, torch.linalg.solve_triangular(triangle, torch.diag_embed(tau), upper=True))
+
+    @property
+    def groups(self) -> int:
+        return self.V.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.V.shape[1]
+
+    @property
+    def cost(self) -> int:
+        """Multiply-adds for each number of a row that is turned."""
+        return self.d if self.T is None else 2 * self.V.shape[2]
+
+    def to(self, dtype: torch.dtype) -> Basis:
+        return Basis(self.V.to(dtype), None if self.T is None else self.T.to(dtype))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """``x Q`` for rows x (..., groups, m, d)."""
+        V = self.V.to(x.dtype)
+        if self.T is None:
+            return _times(x, V)
+        return x - _times(_times(_times(x, V), self.T.to(x.dtype)), V.mT)
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        """``x Q^T`` for rows x (..., groups, m, d)."""
+        V = self.V.to(x.dtype)
+        if self.T is None:
+            return _times(x, V.mT)
+        return x - _times(_times(_times(x, V), self.T.mT.to(x.dtype)), V.mT)
+
+
+def _times(x: Tensor, M: Tensor) -> Tensor:
+    """``x M`` for x (..., groups, m, d) and M (groups, d, e), as one product for each group."""
+    if len(M) == 1:
+        return x @ M[0]
+    first = x.movedim(-3, 0)
+    out = first.reshape(len(M), -1, x.shape[-1]) @ M
+    return out.view(*first.shape[:-1], M.shape[2]).movedim(0, -3)
 
 
 @dataclass(frozen=True)
@@ -43,15 +218,25 @@ class Pair:
         weight: Range of the weight, or None.
         bias: Range of the bias, or None.
         swapped: The weight is laid out as (groups, dx, dg).
-        A: (groups, dx, dx), of the inputs; a mean.
-        G: (groups, dg, dg), of the output gradients; a sum.
+        inputs: The factor of the inputs, a mean.
+        gradients: The factor of the output gradients, a sum.
     """
 
     weight: Range | None
     bias: Range | None
     swapped: bool
-    A: Tensor
-    G: Tensor
+    inputs: Side
+    gradients: Side
+
+    @property
+    def A(self) -> Tensor:
+        """The factor of the inputs, (groups, dx, dx), or its sketch."""
+        return self.inputs.sums[0]
+
+    @property
+    def G(self) -> Tensor:
+        """The factor of the output gradients, (groups, dg, dg), or its sketch."""
+        return self.gradients.sums[0]
 
 
 @final
@@ -64,6 +249,8 @@ class Kronecker:
         p: Parameters.
         dtype: Of the curvature that comes out.
         device: Where.
+        rows: Rows of J that will be added: examples times outputs; None where that is not known.
+        memory: Bytes that the factors may take, or "auto".
 
     Attributes:
         pairs: Range of the weight (of the bias where there is none) to its Kronecker factors.
@@ -72,42 +259,70 @@ class Kronecker:
     """
 
     def __init__(
-        self, sample: Sequence[ColumnBlock], *, layout: Layout, p: int, dtype: torch.dtype, device: torch.device
+        self,
+        sample: Sequence[ColumnBlock],
+        *,
+        layout: Layout,
+        p: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int | None = None,
+        memory: float | str = "auto",
     ) -> None:
         self.layout, self.n = layout, 0
         self.pairs: dict[Range, Pair] = {}
-        self.exact: dict[Range, Tensor] = {}
         # Sums over all data are in float64, as everywhere.
         like = torch.zeros((), dtype=torch.float64, device=device)
         self.squares, self.dtype = like.new_zeros(p), dtype
-        for block in sample:
-            if isinstance(block, OuterProductBlock):
-                groups, dx, dg = block.x.shape[1], block.x.shape[-1], block.g.shape[-1]
-                A, G = like.new_zeros(groups, dx, dx), like.new_zeros(groups, dg, dg)
-                self.pairs[block.ranges[0]] = Pair(block.weight, block.bias, block.swapped, A, G)
-            elif not isinstance(block, EmbeddingBlock):
-                self.exact |= {
-                    r: like.new_zeros(b - a, b - a) for a, b in block.ranges if b - a <= EXACT for r in [(a, b)]
-                }
+        outer = [block for block in sample if isinstance(block, OuterProductBlock)]
+        shapes = [_side_shapes(block, math.inf if rows is None else rows) for block in outer]
+        longest = _longest_decomposed([shape for both in shapes for shape in both], memory, device)
+        sketches: dict[tuple[int, int], Tensor] = {}
 
-    def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int) -> None:
-        """Take in a chunk of n examples; root L is None (the identity), (n, c) or (n, c, m)."""
+        def empty(groups: int, d: int, k: int) -> Side:
+            if d <= longest:
+                return DenseSide(groups, d, device)
+            if (d, k) not in sketches:
+                random = torch.randn(d, k, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+                sketches[d, k] = torch.linalg.qr(random)[0].to(device)
+            return SketchedSide(groups, sketches[d, k])
+
+        for block, (inputs, gradients) in zip(outer, shapes, strict=True):
+            pair = Pair(block.weight, block.bias, block.swapped, empty(*inputs), empty(*gradients))
+            self.pairs[block.ranges[0]] = pair
+        small = [
+            (a, b)
+            for block in sample
+            if not isinstance(block, OuterProductBlock | EmbeddingBlock)
+            for a, b in block.ranges
+            if b - a <= EXACT
+        ]
+        self.exact = {(a, b): like.new_zeros(b - a, b - a) for a, b in small}
+
+    def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int, *, inputs: bool = True) -> None:
+        """Take in a chunk.
+
+        Args:
+            blocks: Columns of the chunk.
+            root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
+            n: Examples that are counted.
+            inputs: Whether the inputs are counted: once, where a chunk comes in several parts with the same inputs.
+        """
         for block in blocks:
             if isinstance(block, OuterProductBlock) and block.ranges[0] in self.pairs:
-                self._add_pair(self.pairs[block.ranges[0]], block, root)
+                self._add_pair(self.pairs[block.ranges[0]], block, root, inputs=inputs)
             elif isinstance(block, OuterProductBlock | DenseBlock):
                 self._add_rows(block.expand(), root)
             else:
                 self._add_squares(block, root)
         self.n += n
 
-    def _add_pair(self, pair: Pair, block: OuterProductBlock, root: Tensor | None) -> None:
-        if block.weight is not None:
-            x = block.x.transpose(0, 1).flatten(1, 2)  # (groups, n T, dx)
-            pair.A.add_((x.mT @ x).double() / block.x.shape[2])
+    def _add_pair(self, pair: Pair, block: OuterProductBlock, root: Tensor | None, *, inputs: bool) -> None:
+        if block.weight is not None and inputs:
+            # (groups, n T, dx)
+            pair.inputs.add(block.x.transpose(0, 1).flatten(1, 2), 1 / block.x.shape[2])
         h = _through(root, block.g)
-        h = h.permute(2, 0, 1, 3, 4).flatten(1, 3)  # (groups, n m T, dg)
-        pair.G.add_((h.mT @ h).double())
+        pair.gradients.add(h.permute(2, 0, 1, 3, 4).flatten(1, 3))  # (groups, n m T, dg)
 
     def _add_rows(self, rows: DenseBlock, root: Tensor | None) -> None:
         for r, part in zip(rows.ranges, rows.parts, strict=True):
@@ -129,31 +344,128 @@ class Kronecker:
     def over_ranks(self) -> None:
         """Put the sums of all ranks together, and make the input's side a mean."""
         count = self.squares.new_tensor([self.n])
-        add_up(
-            count, self.squares, *self.exact.values(), *(t for pair in self.pairs.values() for t in (pair.A, pair.G))
-        )
+        sides = [side for pair in self.pairs.values() for side in (pair.inputs, pair.gradients)]
+        add_up(count, self.squares, *self.exact.values(), *(t for side in sides for t in side.sums))
         self.n = int(count)
         for pair in self.pairs.values():
-            pair.A.div_(self.n)
+            pair.inputs.scale(1 / self.n)
 
     def decomposed(self) -> tuple[Rotation, Tensor]:
         """The coordinates in which the blocks are diagonal, and the curvature along them, (p,)."""
+        distinct: dict[tuple[int, float], list[Side]] = {}
+        spectra: dict[int, SideSpectrum] = {}
+        owners: dict[int, Range] = {}
+
+        def first_alike(side: Side, what: str, r: Range) -> Side:
+            """The first of the sides that are the same sum."""
+            size = float(side.sums[-1].sum())
+            if not math.isfinite(size):
+                raise ArithmeticError(f"The curvature of {_name(self.layout, r)} ({what}) is not finite.")
+            found = distinct.setdefault((side.d, size), [])
+            owners.setdefault(id(side), r)
+            for other in found:
+                if side.equals(other):
+                    return other
+            found.append(side)
+            return side
+
+        pairs = [
+            (
+                pair,
+                first_alike(pair.gradients, "output gradients", _ranges(pair)[0]),
+                None if pair.weight is None else first_alike(pair.inputs, "inputs", pair.weight),
+            )
+            for pair in self.pairs.values()
+        ]
+        for r, block in self.exact.items():
+            if not bool(torch.isfinite(block).all()):
+                raise ArithmeticError(f"The curvature of {_name(self.layout, r)} (an exact block) is not finite.")
+        sides = [side for alike in distinct.values() for side in alike]
+        whole = [side for side in sides if isinstance(side, DenseSide)]
+        found = _eigh([*(side.total for side in whole), *(block[None] for block in self.exact.values())])
+        for side in sides:
+            if isinstance(side, SketchedSide):
+                spectrum = side.decompose()
+                spectra[id(side)] = replace(spectrum, basis=spectrum.basis.to(self.dtype))
+        for side, (v, Q) in zip(whole, found, strict=False):
+            spectra[id(side)] = SideSpectrum(v, Basis(Q.to(self.dtype)))
         turns: dict[Range, Turn] = {}
         values = self.squares.clone()
-        for pair in self.pairs.values():
-            g, Qg = _eigh(pair.G, "output gradients", self.layout, _ranges(pair)[0])
-            a, Qx = _eigh(pair.A, "inputs", self.layout, _ranges(pair)[0])
+        for pair, gradients, inputs in pairs:
+            g = spectra[id(gradients)]
             if pair.weight is not None:
-                product = g[..., :, None] * a[..., None, :]  # (groups, dg, dx)
+                a = spectra[id(inputs)]
+                product = g.values[..., :, None] * a.values[..., None, :]  # (groups, dg, dx)
                 values[slice(*pair.weight)] = (product.mT if pair.swapped else product).flatten()
-                turns[pair.weight] = Turn(Qg.to(self.dtype), Qx.to(self.dtype), pair.swapped)
+                turns[pair.weight] = Turn(g.basis, a.basis, pair.swapped)
             if pair.bias is not None:
-                values[slice(*pair.bias)] = g.flatten()
-                turns[pair.bias] = Turn(Qg.to(self.dtype))
-        for r, block in self.exact.items():
-            v, Q = _eigh(block[None], "an exact block", self.layout, r)
-            values[slice(*r)], turns[r] = v[0], Turn(Q.to(self.dtype))
+                values[slice(*pair.bias)] = g.values.flatten()
+                turns[pair.bias] = Turn(g.basis)
+        for r, (v, Q) in zip(self.exact, found[len(whole) :], strict=True):
+            values[slice(*r)], turns[r] = v[0], Turn(Basis(Q.to(self.dtype)))
+        rest = {owners[key]: spectrum.rest for key, spectrum in spectra.items() if spectrum.rest}
+        if rest:
+            self._warn_of(rest)
         return Rotation(turns, self.layout), values.to(self.dtype)
+
+    def _warn_of(self, rest: Mapping[Range, float]) -> None:
+        """Say which factors are known in their leading directions only."""
+        names = [name for name, s in self.layout.slices.items() if any(s.start < b and a < s.stop for a, b in rest)]
+        warnings.warn(
+            f"The Kronecker factors of {messages.listing(names)} are too long to be decomposed whole. Their {LEADING} "
+            "leading directions have a curvature each. All other directions, which hold up to "
+            f"{100 * max(rest.values()):.2g} % of the trace, have one curvature. structure='diag', 'lowrank' or "
+            "'samples' have no such factors.",
+            stacklevel=2,
+        )
+
+
+Shape = tuple[int, int, int]
+"""Of a side: its groups, its length, and the columns of its sketch."""
+
+
+def _side_shapes(block: OuterProductBlock, rows: float) -> tuple[Shape, Shape]:
+    """The shapes of the sides of inputs and of output gradients, for so many rows of J.
+
+    A sketch of few rows has a column for each row, and some more, so that the sketch is exact.
+    """
+    groups, T, dx = block.x.shape[1:]
+
+    def shape(d: int) -> Shape:
+        enough = T * rows + 16
+        return groups, d, int(min(d, enough if enough <= d // 4 else LEADING))
+
+    return shape(dx if block.weight is not None else 0), shape(block.g.shape[-1])
+
+
+def _longest_decomposed(lengths: Sequence[Shape], memory: float | str, device: torch.device) -> int:
+    """The longest side that is decomposed whole; longer sides are sketched.
+
+    Args:
+        lengths: The shapes of all sides.
+        memory: Bytes that all sides may take, or "auto".
+        device: Device of the sides.
+    """
+    limit = find_dense_budget(memory, device)
+    # A sum and its directions, in float64.
+    taken = sum(16 * groups * d * k for groups, d, k in lengths)
+    cubes = longest = 0
+    for d in sorted({d for _, d, _ in lengths}):
+        alike = [(groups, k) for groups, length, k in lengths if length == d]
+        cubes += sum(groups for groups, _ in alike) * d**3
+        taken += sum(16 * groups * d * (d - k) for groups, k in alike)
+        if cubes > CUBES.get(device.type, CUBES["cpu"]) or taken > limit:
+            break
+        longest = d
+    if longest == 0 or any(d > longest for _, d, _ in lengths):
+        check_fits(
+            sum(16 * groups * d * (d if d <= longest else k) for groups, d, k in lengths),
+            memory,
+            device,
+            what="A posterior with Kronecker factors of all layers",
+            instead="Use structure='diag', or fewer parameters (params=)",
+        )
+    return longest
 
 
 @dataclass(frozen=True)
@@ -161,25 +473,30 @@ class Turn:
     """How the columns of one parameter turn.
 
     Attributes:
-        Qg: (groups, dg, dg), orthonormal columns.
-        Qx: (groups, dx, dx), or None where the parameter is a vector of length groups * dg.
+        Qg: Directions of the output gradients.
+        Qx: Directions of the inputs, or None where the parameter is a vector of length groups * dg.
         swapped: The parameter is laid out as (groups, dx, dg).
     """
 
-    Qg: Tensor
-    Qx: Tensor | None = None
+    Qg: Basis
+    Qx: Basis | None = None
     swapped: bool = False
 
     def rows(self, part: Tensor) -> Tensor:
         """The turned columns of rows (n, c, q)."""
-        Qg, Qx = self.Qg.to(part.dtype), None if self.Qx is None else self.Qx.to(part.dtype)
-        groups, dg = Qg.shape[:2]
-        if Qx is None:
-            return (part.unflatten(-1, (groups, 1, dg)) @ Qg).flatten(2)
-        dx = Qx.shape[-1]
-        if self.swapped:
-            return (Qx.mT @ part.unflatten(-1, (groups, dx, dg)) @ Qg).flatten(2)
-        return (Qg.mT @ part.unflatten(-1, (groups, dg, dx)) @ Qx).flatten(2)
+        return self._map(part, Basis.turn)
+
+    def rows_back(self, part: Tensor) -> Tensor:
+        """The rows (n, c, q) of which `rows` gives these."""
+        return self._map(part, Basis.turn_back)
+
+    def _map(self, part: Tensor, turn: Callable[[Basis, Tensor], Tensor]) -> Tensor:
+        groups, dg = self.Qg.groups, self.Qg.d
+        if self.Qx is None:
+            return turn(self.Qg, part.unflatten(-1, (groups, 1, dg))).flatten(2)
+        first, last = (self.Qx, self.Qg) if self.swapped else (self.Qg, self.Qx)
+        M = turn(last, part.unflatten(-1, (groups, first.d, last.d)))
+        return turn(first, M.mT).mT.flatten(2)
 
 
 @final
@@ -194,20 +511,37 @@ class Rotation:
     def __init__(self, turns: Mapping[Range, Turn], layout: Layout) -> None:
         self.turns, self.layout = dict(turns), layout
 
-    def __call__(self, block: ColumnBlock) -> ColumnBlock:
-        """The same columns in the new coordinates."""
-        if isinstance(block, LazyBlock):
+    def __call__(self, block: ColumnBlock, *, whole: bool = False) -> ColumnBlock:
+        """The same columns in the new coordinates.
+
+        Args:
+            block: Columns of the parameters.
+            whole: Whether rows are wanted in the end, so that they may be made before they turn.
+        """
+        rows = whole and self._rows_win(block)
+        if isinstance(block, LazyBlock) and not rows:
             block = block.as_outer_product()
-        if isinstance(block, OuterProductBlock):
+        if isinstance(block, OuterProductBlock) and not rows:
             turn = self._of(block)
             if turn is not None:
-                x = block.x if turn.Qx is None else block.x @ turn.Qx.to(block.x.dtype)
-                g = block.g @ turn.Qg.to(block.g.dtype)
-                return OuterProductBlock(x, g, weight=block.weight, bias=block.bias, swapped=block.swapped)
+                x = block.x if turn.Qx is None else turn.Qx.turn(block.x)
+                return OuterProductBlock(
+                    x, turn.Qg.turn(block.g), weight=block.weight, bias=block.bias, swapped=block.swapped
+                )
         if not any(True for r in block.ranges for _ in self._within(r)):
             return block
-        rows = block.expand()
-        return DenseBlock(rows.ranges, [self._turned(r, part) for r, part in zip(rows.ranges, rows.parts, strict=True)])
+        dense = block.expand()
+        return DenseBlock(
+            dense.ranges, [self._turned(r, part) for r, part in zip(dense.ranges, dense.parts, strict=True)]
+        )
+
+    def _rows_win(self, block: ColumnBlock) -> bool:
+        """Whether rows are cheaper to turn than the two sides of an outer product, which has T uses."""
+        turn, size = self.turns.get(block.ranges[0]), block.size
+        if turn is None or turn.Qx is None or size.T == 1 or not size.dx:
+            return False
+        sides = size.T * (size.dx * turn.Qx.cost + block.c * size.dg * turn.Qg.cost)
+        return block.c * size.dx * size.dg * (turn.Qx.cost + turn.Qg.cost) < sides
 
     def _of(self, block: OuterProductBlock) -> Turn | None:
         """The turn of an outer product, where it is one for both its parameters."""
@@ -243,8 +577,7 @@ class Rotation:
         out = V.clone()
         for (a, b), turn in self.turns.items():
             # Rows turn by Q from the right, so that columns turn back by its transpose from the right.
-            inverse = Turn(turn.Qg.mT, None if turn.Qx is None else turn.Qx.mT, turn.swapped)
-            out[a:b] = inverse.rows(V[a:b].T[None])[0].T
+            out[a:b] = turn.rows_back(V[a:b].T[None])[0].T
         return out
 
     def tensors(self) -> dict[str, Tensor]:
@@ -252,20 +585,28 @@ class Rotation:
         out = {}
         for (a, b), turn in self.turns.items():
             key = f"{a}-{b}{'-swapped' if turn.swapped else ''}"
-            out[f"{key}.g"] = turn.Qg
-            if turn.Qx is not None:
-                out[f"{key}.x"] = turn.Qx
+            for side, basis in (("g", turn.Qg), ("x", turn.Qx)):
+                if basis is not None:
+                    out[f"{key}.{side}"] = basis.V
+                    if basis.T is not None:
+                        out[f"{key}.{side}t"] = basis.T
         return out
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Rotation:
         """From what `tensors` gave."""
+
+        def basis(key: str, side: str) -> Basis | None:
+            V = tensors.get(f"{key}.{side}")
+            return None if V is None else Basis(V, tensors.get(f"{key}.{side}t"))
+
         turns = {}
-        for name, Qg in tensors.items():
+        for name in tensors:
             key, _, side = name.rpartition(".")
-            if side == "g":
+            Qg = basis(key, "g")
+            if side == "g" and Qg is not None:
                 a, b, *swapped = key.split("-")
-                turns[int(a), int(b)] = Turn(Qg, tensors.get(f"{key}.x"), bool(swapped))
+                turns[int(a), int(b)] = Turn(Qg, basis(key, "x"), bool(swapped))
         return cls(turns, layout)
 
 
@@ -301,12 +642,23 @@ def _ranges(pair: Pair) -> list[Range]:
     return [r for r in (pair.weight, pair.bias) if r is not None]
 
 
-def _eigh(C: Tensor, what: str, layout: Layout, r: Range) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, those that rounding has left below zero being zero, and vectors, of (groups, d, d)."""
-    if not bool(torch.isfinite(C).all()):
-        raise ArithmeticError(f"The curvature of {_name(layout, r)} ({what}) is not finite.")
-    values, Q = torch.linalg.eigh(C)
-    return values.clamp_min(0), Q
+def _eigh(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues, those that rounding has left below zero being zero, and vectors, of each (groups, d, d).
+
+    Matrices of one size go together: a GPU takes longer to start a small decomposition than to make it.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    by_size: dict[int, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        by_size.setdefault(matrix.shape[-1], []).append(i)
+    for d, places in by_size.items():
+        step = max(1, TEMPORARY // max(1, d * d))
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            values, Q = torch.linalg.eigh(torch.cat([matrices[i] for i in some]))
+            counts = [len(matrices[i]) for i in some]
+            found.update(zip(some, zip(values.clamp_min(0).split(counts), Q.split(counts), strict=True), strict=True))
+    return [found[i] for i in range(len(matrices))]
 
 
 def _name(layout: Layout, r: Range) -> str:

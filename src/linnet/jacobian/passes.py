@@ -157,7 +157,7 @@ class Pass:
         wide = self.lin.model_dtype == rows != dtype  # half precision is multiplied as it is
 
         def ready(block: ColumnBlock) -> ColumnBlock:
-            block = block if rotation is None else rotation(block.widen())
+            block = block if rotation is None else rotation(block.widen(), whole=kind in ("diag", "squares"))
             if wide:  # so that rows, bilinear products and ghost products are of the same numbers
                 block = block.in_dtype(dtype)
             block = prepare(block, kind, k=k, engine=self.settings.engine).in_dtype(dtype)

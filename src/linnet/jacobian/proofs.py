@@ -42,7 +42,7 @@ class Disproved(Exception):
     """A way to the Jacobian gave other numbers than reverse mode, or failed; the pass must be made without it.
 
     Args:
-        ability: "forward_mode" or "vectorize".
+        ability: "forward_mode", "vectorize" or "stream".
     """
 
     def __init__(self, ability: str) -> None:

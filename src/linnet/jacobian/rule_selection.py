@@ -484,6 +484,10 @@ class RuleSelection:
         for few in (1, 2):
             self._known.abilities[ability, few] = False
 
+    def denied(self, ability: str) -> bool:
+        """Whether an ability was denied."""
+        return not self._known.abilities.get((ability, 1), True)
+
     def record(self, batch: Batch, changes: Changes | None = None, *, watched: bool = True) -> Recording:
         """A recorded pass; ``watched`` is False for examples whose pass was watched before."""
         if changes is None and self._known.changes.spread:
@@ -612,15 +616,24 @@ def gradients(out: Tensor, uses: Sequence[RecordedCall], seeds: Tensor, *, batch
     return stacked
 
 
-def streamed(out: Tensor, uses: list[RecordedCall | None], take: Callable[[int, RecordedCall, Tensor], None]) -> bool:
+def streamed(
+    out: Tensor,
+    uses: list[RecordedCall | None],
+    take: Callable[[int, RecordedCall, Tensor], None],
+    *,
+    seed: Tensor | None = None,
+    keep: bool = False,
+) -> bool:
     """One backward pass of the summed output that hands over each gradient when it is known, and keeps none.
 
     The graph is freed on the way, and so is each use; a chunk then needs about the memory of a training step.
 
     Args:
-        out: (n, 1) with its graph.
+        out: (n, c) with its graph.
         uses: The calls; emptied.
         take: Called with the number of a use in the list, the use, and the gradient (1, *output shape) at its output.
+        seed: (n, c), weights of the sum; None for ones.
+        keep: Whether the graph stays for another pass.
 
     Returns:
         Whether every use was reached; if not, the results must be made anew without streaming.
@@ -648,7 +661,8 @@ def streamed(out: Tensor, uses: list[RecordedCall | None], take: Callable[[int, 
     ]
     try:
         if sources:
-            found = torch.autograd.grad(out, [edge for _, edge in sources], torch.ones_like(out), allow_unused=True)
+            seed = torch.ones_like(out) if seed is None else seed
+            found = torch.autograd.grad(out, [edge for _, edge in sources], seed, keep, allow_unused=True)
             for (i, _), g in zip(sources, found, strict=True):
                 hand_over(i, g)
     finally:

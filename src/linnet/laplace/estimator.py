@@ -43,7 +43,7 @@ from linnet.inference import (
     choose_solver,
     maximize,
 )
-from linnet.jacobian import Jacobian, Linearization, combine_outputs, linearize
+from linnet.jacobian import CurvatureSums, Jacobian, Linearization, combine_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import (
@@ -76,7 +76,7 @@ from linnet.laplace.structures import (
     SubnetworkCurvature,
     kernels_of,
 )
-from linnet.linalg import ClassBlocks
+from linnet.linalg import ClassBlocks, blocks_of_chunk
 from linnet.network import FlatOutput, Params, check_module
 from linnet.probability import (
     Bernoulli,
@@ -272,17 +272,20 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         check_ranks_agree(self.lin_, None, options=list_options(self), targets=self._y)
-        f = J.outputs()
-        self._train_inputs, self._f = inputs, f
+        self._train_inputs = inputs
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         if self.structure_ == "samples":
             check_has_exact(self.variance, "structure='samples'", "another structure")
         self.draws_ = self._count_draws(J)
+        sums = self._first_pass(J) if self.structure_ in BOUNDED and self.draws_ is None else None
+        self._f = f = J.outputs() if sums is None else sums.f
         self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws_ is None else J
         self._prior = make_prior(self.lin_, self.prior, J=self._J)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
-        self._noise = 1.0
-        self._structure = self._fitted(self._root(f))
+        self._noise, unit = 1.0, self._unit
+        self._structure = self._fitted(
+            self._root(f, self._y) if sums is None or self.structure_ == "ekfac" else None, sums
+        )
         self._log_det = self._structure.log_det(self._prior)
         self.tune_path_ = ()
         search = Search(bool(self._prior.scales), self._noise_free, bounded=self.structure_ in BOUNDED)
@@ -297,7 +300,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
                 self._by_output(search)
         else:
             self._refresh()
-        self._measure_distance()
+        self._measure_distance(None if sums is None or self._unit is not unit else sums.gradient / self._noise)
         self._narrow(search.scales)
         self.lin_.check_unchanged(contents=True)
         return self
@@ -342,9 +345,31 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         )
         return count
 
-    def _fitted(self, root: Any) -> CurvatureStructure:
-        """The structure for a root of the curvature at noise one."""
+    def _first_pass(self, J: Jacobian) -> CurvatureSums:
+        """Outputs, curvature and gradient of the log likelihood at noise one, from one pass over the data."""
+        unit = self._unit
+
+        def targets(batch: Batch) -> tuple[Tensor, Tensor]:
+            assert batch.f is not None
+            return batch.f, self._y[batch.start : batch.start + batch.n]
+
+        def root(batch: Batch) -> Tensor:
+            f, y = targets(batch)
+            if not bool(f.isfinite().all()):  # the pass says which example it is
+                return torch.ones_like(f)
+            return blocks_of_chunk(self._root(f, y), 0, batch.n, J.c)
+
+        return J.curvature(
+            "diag" if self.structure_ == "diag" else "kron", root, lambda batch: unit.residual(*targets(batch))
+        )
+
+    def _fitted(self, root: Any, sums: CurvatureSums | None = None) -> CurvatureStructure:
+        """The structure for a root of the curvature at noise one, or from what a first pass has found."""
         J, name = self._J, self.structure_
+        if name == "diag" and sums is not None:
+            return DiagonalCurvature(J, root, sums=sums)
+        if name in ("kron", "ekfac") and sums is not None:
+            return KroneckerCurvature(J, root, corrected=name == "ekfac", sums=sums)
         if self.draws_ is not None:
             J = combine_outputs(J, root)
             J = J.cached_if_fits() if self.structure_ in KEPT else J
@@ -366,8 +391,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         }
         return simple[name](J, root)
 
-    def _root(self, f: Tensor) -> Any:
-        """A root of the curvature at noise one, (n, c), or (n, c, m), or `ClassBlocks`."""
+    def _root(self, f: Tensor, y: Tensor) -> Any:
+        """A root of the curvature at noise one, (n, c), or (n, c, m), or `ClassBlocks`, for outputs and targets."""
         root: Any
         if self.draws_ is not None:
             root = sample_root(self._unit, f, self.draws_, seed=self.seed)
@@ -383,7 +408,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             check_curvature(self._unit, f[:256])
             root = self._unit.root(f) if self.structure_ == "function" else row_root(self._unit, f)
             root = root.view_as(f) if root.ndim == 1 else root
-        kept = self._kept_sites(self._y)
+        kept = self._kept_sites(y)
         if kept is None:
             return root
         if isinstance(root, ClassBlocks):
@@ -567,7 +592,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             at[:] = x
             self._noise_base, self._noise = squares.new_tensor(x).exp(), 1.0
             self._unit = self._with_noise(1.0)
-            self._structure = self._fitted(self._root(self._f))
+            self._structure = self._fitted(self._root(self._f, self._y))
             self._log_det = self._structure.log_det(self._prior)
             evidence = self._evidence("network", self._prior, self._log_det)
             cost = self._log_det.cost
@@ -598,12 +623,10 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         J = self._kept_for_variances(J)
         f = J.outputs()
         targets = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
-        S, t = self.prior_variance_, 1 / self._noise
+        variance = self._variance_by_factor(J)
 
         def score(factor: float) -> float:
-            # The same as with the prior variances times the factor, and the kernel stays.
-            variance = factor * self._with_bars(self._structure.posterior(S, t * factor)).variance(J)
-            return log_score(self.likelihood_, f, variance, targets)
+            return log_score(self.likelihood_, f, variance(factor), targets)
 
         self._multiply(laplace_search.choose_factor(score))
 
@@ -613,25 +636,32 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if not by_evidence or not isinstance(self._predictive.inner, Bernoulli | Categorical):
             return
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
-        J = self._kept_for_variances(self._J.subset(index)) if self._J.by_position else self._J
+        J = self._J.subset(index) if self._J.by_position else self._J
         f, y = self._f[index], self._y[index]
         labels = float(self._count_labels(y).sum())
         each = self._unit.log_prob(self._f, self._y) / self._count_labels(self._y)
         own = float(self._unit.log_prob(f, y).sum()) / labels
-        S, t = self.prior_variance_, 1 / self._noise
+        variance = self._variance_by_factor(self._kept_for_variances(J))
 
         def cost(factor: float) -> float:
-            variance = factor * self._with_bars(self._structure.posterior(S, t * factor)).variance(J)
-            return own - log_score(self.likelihood_, f, variance, y) / labels
+            return own - log_score(self.likelihood_, f, variance(factor), y) / labels
 
         limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
         self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
         if self.narrowed_ < 1:
             self._multiply(self.narrowed_)
 
+    def _variance_by_factor(self, J: Jacobian) -> Callable[[float], Tensor]:
+        """The variances of the outputs of J, (n, c), as a function of a factor of all prior variances."""
+        S, t = self.prior_variance_, 1 / self._noise
+        if self.variance_ == "exact":
+            return self._structure.variance_by_factor(J, S, t)
+        # The same as with the prior variances times the factor.
+        return lambda factor: factor * self._with_bars(self._structure.posterior(S, t * factor)).variance(J)
+
     def _kept_for_variances(self, J: Jacobian) -> Jacobian:
-        """In memory where exact variances are asked for many times; products with samples need no rows."""
-        return J.cached_if_fits() if self.variance_ == "exact" else J
+        """In memory where exact variances are asked for many times; others need no rows, or one pass."""
+        return J.cached_if_fits() if self.variance_ == "exact" and self.structure_ not in BOUNDED else J
 
     def _looked_at(self) -> Tensor:
         """Some training examples, drawn."""
@@ -687,11 +717,16 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         residual = self._unit.residual(f, self._y)
         return float((residual.square() / self._unit.curvature(f)).double().sum())
 
-    def _measure_distance(self) -> None:
-        """How far the network is from a mode; a warning where it is so far that error bars mean nothing."""
-        residual = self.likelihood_.residual(self._f, self._y)
+    def _measure_distance(self, g: Tensor | None) -> None:
+        """How far the network is from a mode; a warning where it is so far that error bars mean nothing.
+
+        Args:
+            g: The gradient of the log likelihood, (p,), where it is known; None makes a pass for it.
+        """
         S = self.prior_variance_
-        g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
+        if g is None:
+            residual = self.likelihood_.residual(self._f, self._y)
+            g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
         theta = self.lin_.flat_theta
         inner = torch.where(S > 0, g - theta / S, 0.0)
         self.gradient_norm_ = float(inner.norm())
