@@ -651,7 +651,7 @@ class Jacobian(LinearOperator):
         found = gram.compute_moments(self, centered=centered)
         return found.mean, found.squares / found.count
 
-    def kronecker(self, root: Tensor | None = None) -> Kronecker:
+    def kronecker(self, root: Any = None) -> Kronecker:
         """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.jacobian.kronecker`.
 
         Args:

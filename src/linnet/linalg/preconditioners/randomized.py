@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from linnet.linalg.row_weights import RowIndex, weigh
 
 @torch.no_grad()
 def sketch(
-    Phi: LinearOperator, root: Tensor, *, rank: int, generator: torch.Generator, least: float = 0.01
+    Phi: LinearOperator, root: Any, *, rank: int, generator: torch.Generator, least: float = 0.01
 ) -> LowRankPreconditioner:
     """``P = I + U diag(lam) U^T`` with the leading eigenpairs of ``Phi^T B Phi``, as far as r columns show them.
 
@@ -137,7 +137,7 @@ def _check_rank(Phi: LinearOperator, rank: int) -> int:
 @torch.no_grad()
 def _look(
     Phi: LinearOperator,
-    root: Tensor,
+    root: Any,
     rank: int,
     generator: torch.Generator,
     note: Callable[[Tensor, RowIndex], None] | None = None,
