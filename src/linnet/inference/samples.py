@@ -330,7 +330,7 @@ def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int
 
     a = solved(left(h, torch.zeros_like(e)))
     u = h + lifted(a)
-    if J.dtype == torch.float64:
+    if J.eps == torch.finfo(torch.float64).eps:
         return Samples(d * u, S, seed, "function", None, log_det)
     size = torch.linalg.vector_norm(lifted(e), dim=0).clamp_min(1e-30)
     before, rounds = math.inf, 0
@@ -544,7 +544,7 @@ def _kind(preconditioner: Kind | Preconditioner) -> str:
     return str(preconditioner)
 
 
-def _check(J: Jacobian, S: Tensor, L: Any, k: int, probes: int, space: str) -> Tensor:
+def _check(J: Jacobian, S: Tensor, L: Tensor | ClassBlocks, k: int, probes: int, space: str) -> Tensor:
     """L as operators take it."""
     if space not in get_args(Space):
         raise ValueError(f"space must be one of {', '.join(map(repr, get_args(Space)))}; got {space!r}.")

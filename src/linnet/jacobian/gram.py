@@ -17,7 +17,7 @@ from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
-from linnet.linalg import blocks_of_chunk, weigh
+from linnet.linalg import ClassBlocks, blocks_of_chunk, weigh
 from linnet.network import check_same_shapes
 
 if TYPE_CHECKING:
@@ -105,13 +105,14 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
 
 def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
     """The diagonal of ``J^T W J``, (p,)."""
+    rows = J.lin.network.row_dtype
 
     def run() -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
-            part = torch.zeros(J.shape[1], dtype=J.dtype, device=J.device)
+            part = torch.zeros(J.shape[1], dtype=rows, device=J.device)
             b = piece.batch
-            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c)
+            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
             for block in piece.blocks:
                 block.squares(w, part)
             total += part
@@ -134,7 +135,7 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
     return J.passes.complete(run)
 
 
-def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
+def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kronecker:
     """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass."""
     first, engine = J.passes.chunks.first, J.passes.settings.engine
 
@@ -143,7 +144,9 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
         found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
-            part = None if root is None else blocks_of_chunk(root, b.start, b.start + b.n, J.c)
+            part = None
+            if root is not None:
+                part = blocks_of_chunk(root, b.start, b.start + b.n, J.c).to(J.lin.network.row_dtype)
             found.add(piece.blocks, part, b.n)
         found.over_ranks()
         return found
