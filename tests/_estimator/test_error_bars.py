@@ -185,3 +185,15 @@ def test_the_standard_error_is_that_of_a_standard_deviation():
     z = normal(200_000, 10, seed=4)
     found = z.square().mean(1).sqrt().std()
     assert abs(float(found) / relative_error(10) - 1) < 4 / math.sqrt(2 * 200_000)
+
+
+def test_error_bars_from_samples_have_gradients_in_the_inputs():
+    la = estimator("full", variance="samples", samples=5)
+    x = NEW.clone().requires_grad_()
+    std = la.predict(x, return_std=True)[1]
+    torch.testing.assert_close(std.detach(), errors(la), rtol=1e-9, atol=0)
+    (g,) = torch.autograd.grad(std.sum(), x)
+    step = 1e-6 * normal(6, 3, seed=9)
+    ends = [la.predict(NEW + sign * step, return_std=True)[1].sum() for sign in (1, -1)]
+    torch.testing.assert_close((g * step).sum(), (ends[0] - ends[1]) / 2, rtol=1e-5, atol=0)
+    assert la.predict_proba(x, "mc", draws=50).requires_grad

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import linnet
-from benchmarks import heads, laplace, laplace_peer, padding, sampling, startup
+from benchmarks import heads, laplace, laplace_peer, many_outputs, padding, sampling, startup
 from benchmarks.models import MODELS, ResNet, ResNet18, VisionTransformer, WideResNet
 from benchmarks.rivals import per_example_rows, plain, published
 from experiments import common
@@ -204,3 +204,11 @@ def test_padding_is_timed_with_and_without():
     assert 0 < found["share of tokens"] < 1
     assert found["times as long with all tokens"].keys() == {"as read", "factors kept"}
     assert found["ms"].keys() == {"as read", "as read, all tokens", "factors kept", "factors kept, all tokens"}
+
+
+def test_error_bars_of_images_are_compared_with_exact_ones():
+    found = many_outputs.run("cpu", ["diag", "last layer"], images=2, side=8, samples=4, checked=3)
+    assert found["outputs"] == 192
+    for door in ("diag", "last layer"):  # few outputs, whose error bars are exact
+        assert found[door]["variance"] == "exact" and found[door]["std_error"] == 0
+        assert found[door]["relative_difference_to_exact"] < 1e-4

@@ -889,7 +889,9 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     def _moments(self, X: Any, spread: Spread) -> tuple[PredictiveMoments, Predictive]:
         check_is_fitted(self)
-        told = replace(self._predictive, posterior=self._error_bars)
+        told = self._predictive
+        if spread != "none":
+            told = replace(told, posterior=self._error_bars)
         if isinstance(X, Tensor) and X.requires_grad and torch.is_grad_enabled():
             self.lin_.check_unchanged(contents=True)
             return told.differentiable_moments(X, spread), told
