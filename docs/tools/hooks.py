@@ -25,6 +25,7 @@ from figures_of_results import (
     proofs,
     results,
     sampling_times,
+    scale,
 )
 from mkdocs.structure.files import File
 from options_of_command import commands, options
@@ -48,6 +49,7 @@ WRITERS: dict[str, Callable[..., str]] = {
         peers,
         results,
         sampling_times,
+        scale,
     )
 }
 
