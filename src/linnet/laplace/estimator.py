@@ -264,7 +264,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             check_prior(self.prior, self.lin_)
             return self._jacobian(inputs)
 
-        inputs, J, targets = self._labeled(inputs, y, make_jacobian(model, self.dtype, make))
+        inputs, J, targets = self._labeled(inputs, make_jacobian(model, self.dtype, make), y)
         check_structure_fits(self, J)
         check_outputs_fit(J)
         self._probe = draw_inputs(J._source)
@@ -302,9 +302,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.lin_.check_unchanged(contents=True)
         return self
 
-    def _labeled(self, inputs: Any, y: Any, J: Jacobian | None = None) -> tuple[Any, Jacobian, Tensor]:
+    def _labeled(self, inputs: Any, J: Jacobian, y: Any) -> tuple[Any, Jacobian, Tensor]:
         """Inputs, Jacobian and targets of the examples that are not to be ignored; J is that of all inputs."""
-        J = self._jacobian(inputs) if J is None else J
         targets = as_targets(y, J)
         if self.likelihood == "classification" or isinstance(self.likelihood, Bernoulli | Categorical):
             found = leave_out_ignored(inputs, targets, targets, self.ignore_index)
