@@ -1,11 +1,11 @@
-"""python -m benchmarks NAME: passes, proofs, adapt, sampling, heads, command, laplace, peers or startup."""
+"""python -m benchmarks NAME: a name of `python -m benchmarks --help`, such as passes, adapt, scale or precision."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, proofs, sampling, scale, startup
+from benchmarks import adapt, command, heads, laplace, passes, precision, proofs, sampling, scale, startup
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -74,6 +74,14 @@ def main() -> None:
     nine.add_argument("--out", type=Path, default=None, help="JSON file (default: results/proofs-DEVICE.json)")
     nine.add_argument("--rounds", type=int, default=3)
     nine.add_argument("--n", type=int, default=None, help="another number of examples")
+    eleven = commands.add_parser("precision", help="networks in float32 beside float64: how far predictions are apart")
+    eleven.add_argument("--device", default="cpu")
+    eleven.add_argument(
+        "--data", type=Path, default=None, help="a folder with uci (default: scikit-learn's digits alone)"
+    )
+    eleven.add_argument("--out", type=Path, default=None, help="JSON file (default: results/precision-DEVICE.json)")
+    eleven.add_argument("--only", default="", help="jobs whose name has this in it")
+    eleven.add_argument("--n", type=int, default=600, help="examples of a fit at most")
     ten = commands.add_parser("scale", help="today's models beside a training step: passes, Gram matrices, estimators")
     ten.add_argument("--device", default="cpu")
     ten.add_argument("--out", type=Path, default=None, help="JSON file (default: results/scale-DEVICE.json)")
@@ -81,6 +89,10 @@ def main() -> None:
     ten.add_argument("--only", default="all", help="passes, or the name of a network")
     ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
     args = parser.parse_args()
+    if args.command == "precision":
+        kept = args.out or Path(__file__).parent / "results" / f"precision-{args.device.split(':')[0]}.json"
+        precision.run(args.data, kept, args.only, args.n, args.device)
+        return
     if args.command == "scale":
         kept = args.out or Path(__file__).parent / "results" / f"scale-{args.device.split(':')[0]}.json"
         scale.run(args.device, None if args.profile else kept, args.rounds, args.only, table=args.profile)

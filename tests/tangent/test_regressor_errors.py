@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from linnet import TangentRegressor, linearize
+from linnet._estimator import dtypes
 from linnet.inference import SolverSettings
 from linnet.linalg import check_conditioning
 from linnet.testing import dense_jacobian
@@ -330,19 +331,38 @@ def test_duplicate_examples(solver: str) -> None:
     torch.testing.assert_close(tiny.predict(X[:6]), 0.5 * (y[:6] + y[6:]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture
+def slow_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is slow at float64, where all of a fit is in float32."""
+    monkeypatch.setattr(dtypes, "has_fast_float64", lambda device: False)
+
+
+@pytest.mark.parametrize("solver", DENSE)
+def test_a_network_in_float32_is_solved_in_float64(solver: str) -> None:
+    model, X, y, Z = mlp(), normal(60, 3), normal(60, seed=1), normal(5, 3, seed=4)
+    for noise in (0.1, 1e-5):
+        reg = TangentRegressor(model, prior=1.0, noise=noise, dtype="float32", solver=solver).fit(X, y)
+        want = TangentRegressor(model, prior=1.0, noise=noise, solver=solver).fit(X, y)
+        assert reg.log_evidence_ == pytest.approx(want.log_evidence_, rel=1e-4)
+        torch.testing.assert_close(reg.predict(Z), want.predict(Z), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("slow_float64")
 @pytest.mark.parametrize("solver", DENSE)
 def test_float32_is_refused_where_it_would_be_wrong(solver: str) -> None:
     model, X, y, Z = mlp(), normal(60, 3), normal(60, seed=1), normal(5, 3, seed=4)
     with pytest.raises(ArithmeticError, match=r"float32 needs.*Give more noise, or use dtype='float64'"):
         TangentRegressor(model, prior=1.0, noise=1e-5, dtype="float32", solver=solver).fit(X, y)
-    exact = TangentRegressor(model, prior=1.0, noise=1e-5, solver=solver).fit(X, y)
+    exact = TangentRegressor(model, prior=1.0, noise=1e-5, dtype="float64", solver=solver).fit(X, y)
     assert math.isfinite(exact.log_evidence_)
     reg = TangentRegressor(model, prior=1.0, noise=0.1, dtype="float32", solver=solver).fit(X, y)
-    want = TangentRegressor(model, prior=1.0, noise=0.1, solver=solver).fit(X, y)
+    assert reg.predict(Z).dtype == torch.float32
+    want = TangentRegressor(model, prior=1.0, noise=0.1, dtype="float64", solver=solver).fit(X, y)
     assert reg.log_evidence_ == pytest.approx(want.log_evidence_, rel=1e-3)
     torch.testing.assert_close(reg.predict(Z).double(), want.predict(Z), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.usefixtures("slow_float64")
 @pytest.mark.parametrize("solver", DENSE)
 def test_float32_says_where_it_stops_the_evidence(solver: str) -> None:
     model, X = mlp(), normal(100, 3)
@@ -361,6 +381,7 @@ def test_conditioning_is_that_of_the_largest_eigenvalue() -> None:
             check_conditioning(((Q * poor) @ Q.T).to(dtype))
 
 
+@pytest.mark.usefixtures("slow_float64")
 def test_conditioning_on_more_data_is_checked_too() -> None:
     model, X, y = mlp(), normal(40, 3), normal(40, seed=1)
     for solver in DENSE:

@@ -2,6 +2,7 @@
 
 from linnet._estimator import behavior, files
 from linnet._estimator.behavior import draw_inputs
+from linnet._estimator.dtypes import Dtypes, can_copy, make_jacobian, parse_dtype
 from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
@@ -9,7 +10,6 @@ from linnet._estimator.inputs import (
     as_targets,
     check_inputs,
     default_network,
-    has_fast_float64,
     has_targets_in_memory,
     leave_out_ignored,
     like,
@@ -19,11 +19,13 @@ from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffled
 
 __all__ = [
+    "Dtypes",
     "ErrorBarsMixin",
     "HubMixin",
     "Linearity",
     "as_targets",
     "behavior",
+    "can_copy",
     "check_has_exact",
     "check_inputs",
     "check_variance",
@@ -31,11 +33,12 @@ __all__ = [
     "draw_inputs",
     "epoch",
     "files",
-    "has_fast_float64",
     "has_targets_in_memory",
     "leave_out_ignored",
     "like",
     "list_options",
     "load",
+    "make_jacobian",
+    "parse_dtype",
     "shuffled",
 ]

@@ -21,11 +21,6 @@ def list_options(estimator: Any) -> list[tuple[str, Any]]:
     return sorted((name, v) for name, v in given.items() if name != "progress" and isinstance(v, kinds))
 
 
-def has_fast_float64(device: torch.device) -> bool:
-    """Whether float64 costs no more than about twice float32: on CPUs and on GPUs made for computing."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
-
-
 def check_inputs(estimator: Any, X: Any, *, reset: bool, flat: bool = False) -> Any:
     """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
     from scipy.sparse import issparse

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnet import _estimator as estimators
 from linnet._common import format_bytes
-from linnet._estimator import has_fast_float64
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
 from linnet.inference import SolverSettings, choose_likelihood_solver, choose_solver
@@ -178,8 +178,9 @@ def make_jacobian(model: nn.Module, params: Params, data: Examples) -> Jacobian:
     """The Jacobian of the data in the precision of the estimators. Data that do not fit the network raise."""
     with blame_input():
         lin = linearize(model, params)
-        dtype = torch.float64 if has_fast_float64(lin.device) else torch.float32
-        return lin.to(dtype).jacobian(data.X, progress=False)
+        return estimators.make_jacobian(
+            model, "auto", lambda dtypes: dtypes.apply(lin).jacobian(data.X, progress=False)
+        )
 
 
 def print_plan(printer: Printer, model: nn.Module, J: Jacobian, *, layers: int = 24) -> None:

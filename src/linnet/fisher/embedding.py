@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from linnet import scores
 from linnet._common import check_precision, check_ranks_agree, dense_budget, files, full_precision, messages
-from linnet._estimator import HubMixin, behavior, check_inputs, draw_inputs, like, list_options
+from linnet._estimator import Dtypes, HubMixin, behavior, check_inputs, draw_inputs, like, list_options, parse_dtype
 from linnet._estimator import files as saved
 from linnet.data import Batch, Source, as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
@@ -67,8 +67,8 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         params: Which parameters; see `linnet.linearize`.
         method: How the components are found: "auto", "krylov", "power", "nystrom" or "exact"; see
             `linnet.linalg.svd.truncated.low_rank`.
-        dtype: Of all computations, the model's included: "auto" is the model's own; "float32" or "float64". Floating
-            inputs are cast to it.
+        dtype: Dtype of the model and of products with its Jacobian: "float32" or "float64" runs a copy; "auto" runs the
+            model as it is. Floating inputs are cast to the dtype of the model.
         precision: Of the passes that look for the components: "highest", "high" (tf32) or "bf16"; see
             `linnet.Linearization.jacobian`. The statistics and the last pass, and with them eigenvalues and embeddings,
             are always in full precision.
@@ -215,15 +215,8 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         lin = linearize(module, self.params, output)
         # A score may have put another module around the model.
         lin = lin.watching(model)
-        names = {"float32": torch.float32, "float64": torch.float64}
-        dtype = names.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if dtype == "auto":
-            # A half-precision model stays as it is; else the copy casts floating inputs, as arrays often are float64.
-            self.lin_ = lin.to(lin.dtype) if lin.model_dtype == lin.dtype else lin
-        elif isinstance(dtype, torch.dtype):
-            self.lin_ = lin.to(dtype)
-        else:
-            raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
+        # Products have the dtype of the rows: passes with many columns are most of the work.
+        self.lin_ = Dtypes(parse_dtype(self.dtype), torch.float32).apply(lin)
 
     def _jacobian(self, X: Any, precision: Any = "highest") -> Jacobian:
         J = self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)

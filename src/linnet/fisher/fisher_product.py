@@ -91,7 +91,7 @@ def _finite_difference(
     batch_size: int | str,
     memory: float | str,
 ) -> Tensor:
-    if lin.model_dtype != lin.dtype:
+    if lin.model_dtype != lin.network.row_dtype:
         raise ValueError(
             "method='finite_difference' needs weights in float32 or float64, and the network's are "
             f"{lin.model_dtype}: a small step would be rounded away. Use method='exact', or model.float()."
@@ -127,8 +127,8 @@ def _choose_step(J: Jacobian, v: Tensor, f: Tensor) -> float | None:
     parameters. A trial step of sqrt(u) of the length of theta, on 32 examples, shows how far the outputs move.
     """
     few = J.subset(torch.arange(min(J.n, 32))) if J.by_position else J
-    root = math.sqrt(torch.finfo(J.dtype).eps)
-    length, size = (float(x.norm()) for x in (v, J.lin.layout.flatten(J.lin.theta)))
+    root = math.sqrt(J.eps)
+    length, size = (float(x.norm()) for x in (v, J.lin.flat_theta))
     if length == 0:
         return None
     first = root * (size or 1.0) / length
@@ -139,8 +139,7 @@ def _choose_step(J: Jacobian, v: Tensor, f: Tensor) -> float | None:
 
 
 def _move(lin: Linearization, v: Tensor, step: float) -> dict[str, Tensor]:
-    direction = lin.layout.unflatten(v)
-    return {name: torch.add(t, direction[name], alpha=step) for name, t in lin.theta.items()}
+    return lin.move_theta(step * v)
 
 
 def _as_jacobian(lin: Linearization, data: Any, batch_size: int | str, memory: float | str) -> Jacobian:

@@ -17,6 +17,7 @@ from linnet.inference.problem import (
     check_outputs_fit,
     choose_likelihood_solver,
     choose_solver,
+    searches_all_features,
 )
 from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples
 
@@ -53,4 +54,5 @@ __all__ = [
     "mode_by_passes",
     "posterior_samples",
     "scale_slopes",
+    "searches_all_features",
 ]

@@ -320,9 +320,12 @@ def train(
     choice, examples = _choose_on_part(J, y, prior, likelihood, settings, mean=zero)
     variance = prior.variance(choice.scales if prior.scales else ())
     given: dict[str, Any] = {"network": network, "seed": settings.seed, "progress": settings.progress}
-    found = adam.train_by_adam(J, y, variance=variance, likelihood=likelihood, training=training, **given)
+    # Minibatches leave far more than rounding: steps are in the dtype of the rows.
+    rows = J.in_row_dtype()
+    given |= {"variance": variance.to(rows.dtype), "likelihood": likelihood, "training": training}
+    found = adam.train_by_adam(rows, y, **given)
     assert found.mode.u is not None
-    posterior = PointPosterior(variance.sqrt() * found.mode.u)
+    posterior = PointPosterior(variance.sqrt() * found.mode.u.to(variance.dtype))
     passes = found.mode.passes
     return ModeFit(posterior, found.mode, variance, choice, "adam", examples, passes=passes, path=found.path)
 

@@ -330,7 +330,7 @@ def _function(J: Jacobian, S: Tensor, L: Tensor, e: Tensor, h: Tensor, seed: int
 
     a = solved(left(h, torch.zeros_like(e)))
     u = h + lifted(a)
-    if J.dtype == torch.float64:
+    if J.eps == torch.finfo(torch.float64).eps:
         return Samples(d * u, S, seed, "function", None, log_det)
     size = torch.linalg.vector_norm(lifted(e), dim=0).clamp_min(1e-30)
     before, rounds = math.inf, 0

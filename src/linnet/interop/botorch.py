@@ -104,8 +104,8 @@ class TangentModel(Model):
         """The model of a fitted `linnet.TangentRegressor`, with its prior, noise, mean and solver.
 
         Args:
-            regressor: A regressor fitted on inputs (n, d), best with ``dtype="float64"``: a regressor in float32 gives
-                posteriors in float32, which are often too coarse for acquisition functions.
+            regressor: A regressor fitted on inputs (n, d), best with ``dtype="float64"``: rows of a network in float32
+                are often too coarse for acquisition functions, which differentiate them.
 
         Example:
             >>> X = torch.linspace(0, 1, 8)[:, None]

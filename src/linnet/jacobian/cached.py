@@ -163,10 +163,13 @@ class StoredChunks(ChunkSource):
                 part = piece.part(a - first, min(a + size, high) - first)
                 with arithmetic(network_precision(self.settings.precision), self.lin.device):
                     blocks = part.prepared(request.prepare, key)
-                yield part.batch, Chunk(part.f, blocks)
+                yield part.batch, Chunk(part.f.to(self.lin.dtype), blocks)
 
     def with_settings(self, settings: PassSettings) -> StoredChunks:
         return replace(self, settings=settings)
+
+    def with_lin(self, lin: Linearization) -> StoredChunks:
+        return replace(self, lin=lin)
 
     def begin(self) -> None:
         """Nothing runs, and nothing is to be checked."""
@@ -179,7 +182,7 @@ class StoredChunks(ChunkSource):
 
     def outputs(self) -> Tensor:
         """Outputs of all examples, (n, c)."""
-        return torch.cat([piece.f for piece in self.pieces])
+        return torch.cat([piece.f for piece in self.pieces]).to(self.lin.dtype)
 
     def subset(self, index: Tensor, size: int) -> StoredChunks:
         check_subset_index(index, self.n)

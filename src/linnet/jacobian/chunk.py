@@ -227,7 +227,7 @@ class ChunkBuilder:
         shared: list[ColumnBlock] = []
 
         def take(i: int, use: RecordedCall, g: Tensor) -> None:
-            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.dtype)
+            found = _build_blocks(use, kept[i], g, n=batch.n, dtype=self.network.row_dtype)
             if any(names[slot.name] > 1 for slot in kept[i].slots.values()):
                 shared.extend(found)
             else:
@@ -261,7 +261,7 @@ class ChunkBuilder:
             if g is None:
                 continue
             try:
-                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.dtype)
+                blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.row_dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
                 warn_fallback(names)
@@ -472,6 +472,10 @@ class ChunkSource(ABC):
         """The same chunks with other settings."""
 
     @abstractmethod
+    def with_lin(self, lin: Linearization) -> ChunkSource:
+        """The same chunks for products in another dtype."""
+
+    @abstractmethod
     def begin(self) -> None:
         """Check, before a pass, that all ranks have the same weights and data, and that the network can be run."""
 
@@ -535,6 +539,9 @@ class NetworkChunks(ChunkSource):
 
     def with_settings(self, settings: PassSettings) -> NetworkChunks:
         return replace(self, settings=settings, proofs=Proofs(), whole=self, replays=Replays())
+
+    def with_lin(self, lin: Linearization) -> NetworkChunks:
+        return replace(self, lin=lin, whole=self, replays=Replays())
 
     def begin(self) -> None:
         if not self.agreed:

@@ -105,13 +105,14 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
 
 def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
     """The diagonal of ``J^T W J``, (p,)."""
+    rows = J.lin.network.row_dtype
 
     def run() -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
         for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
-            part = torch.zeros(J.shape[1], dtype=J.dtype, device=J.device)
+            part = torch.zeros(J.shape[1], dtype=rows, device=J.device)
             b = piece.batch
-            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c)
+            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
             for block in piece.blocks:
                 block.squares(w, part)
             total += part
@@ -143,7 +144,9 @@ def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
         found = Kronecker(sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device)
         for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
             b = piece.batch
-            part = None if root is None else blocks_of_chunk(root, b.start, b.start + b.n, J.c)
+            part = None
+            if root is not None:
+                part = blocks_of_chunk(root, b.start, b.start + b.n, J.c).to(J.lin.network.row_dtype)
             found.add(piece.blocks, part, b.n)
         found.over_ranks()
         return found

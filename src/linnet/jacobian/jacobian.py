@@ -36,6 +36,7 @@ from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
+from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, gather, store, store_each
 from linnet.jacobian.chunk import ChunkSource, NetworkChunks
 from linnet.jacobian.frozen_layers import SourceWithActivations, store_activations
@@ -96,6 +97,15 @@ class Jacobian(LinearOperator):
     @cached_property
     def block(self) -> int:  # type: ignore[override]
         return self.c
+
+    @property
+    def eps(self) -> float:
+        """The relative rounding of products: of the network's passes, unless all blocks are in memory.
+
+        Products with blocks in memory are in ``dtype``. Convolutions with few columns are not: they convolve.
+        """
+        exact = self.in_memory and not any(isinstance(block, LazyBlock) for block in self._sample)
+        return torch.finfo(self.dtype if exact else self.lin.network.row_dtype).eps
 
     @property
     def plan(self) -> Plan:
@@ -308,6 +318,21 @@ class Jacobian(LinearOperator):
         """
         check_precision(precision)
         return self._with(self.passes.chunks.with_settings(replace(self.passes.settings, precision=precision)))
+
+    def in_row_dtype(self) -> Jacobian:
+        """The same Jacobian with products in the dtype of its rows; see `linnet.Linearization.with_products`.
+
+        That is enough for sums of squares, and quicker.
+
+        >>> import linnet
+        >>> lin = linnet.linearize(torch.nn.Linear(2, 1)).with_products(torch.float64)
+        >>> lin.jacobian(torch.eye(2)).in_row_dtype().gram_diag().dtype
+        torch.float32
+        """
+        dtype = self.lin.network.row_dtype
+        if dtype == self.dtype:
+            return self
+        return self._with(self.passes.chunks.with_lin(self.lin.with_products(dtype)))
 
     def steady(self) -> Jacobian:
         """The Jacobian of the same examples, the same one however they are put into chunks; see

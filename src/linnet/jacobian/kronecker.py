@@ -122,7 +122,7 @@ class Kronecker:
     def _add_squares(self, block: ColumnBlock, root: Tensor | None) -> None:
         weight = root if root is None or root.ndim == 3 else root.square()
         weight = weight @ weight.mT if weight is not None and weight.ndim == 3 else weight
-        part = torch.zeros_like(self.squares, dtype=self.dtype)
+        part = torch.zeros_like(self.squares, dtype=block.tensors()[-1].dtype)
         block.squares(weight, part)
         self.squares += part
 
@@ -172,13 +172,14 @@ class Turn:
 
     def rows(self, part: Tensor) -> Tensor:
         """The turned columns of rows (n, c, q)."""
-        groups, dg = self.Qg.shape[:2]
-        if self.Qx is None:
-            return (part.unflatten(-1, (groups, 1, dg)) @ self.Qg).flatten(2)
-        dx = self.Qx.shape[-1]
+        Qg, Qx = self.Qg.to(part.dtype), None if self.Qx is None else self.Qx.to(part.dtype)
+        groups, dg = Qg.shape[:2]
+        if Qx is None:
+            return (part.unflatten(-1, (groups, 1, dg)) @ Qg).flatten(2)
+        dx = Qx.shape[-1]
         if self.swapped:
-            return (self.Qx.mT @ part.unflatten(-1, (groups, dx, dg)) @ self.Qg).flatten(2)
-        return (self.Qg.mT @ part.unflatten(-1, (groups, dg, dx)) @ self.Qx).flatten(2)
+            return (Qx.mT @ part.unflatten(-1, (groups, dx, dg)) @ Qg).flatten(2)
+        return (Qg.mT @ part.unflatten(-1, (groups, dg, dx)) @ Qx).flatten(2)
 
 
 @final
@@ -200,8 +201,8 @@ class Rotation:
         if isinstance(block, OuterProductBlock):
             turn = self._of(block)
             if turn is not None:
-                x = block.x if turn.Qx is None else block.x @ turn.Qx
-                g = block.g @ turn.Qg
+                x = block.x if turn.Qx is None else block.x @ turn.Qx.to(block.x.dtype)
+                g = block.g @ turn.Qg.to(block.g.dtype)
                 return OuterProductBlock(x, g, weight=block.weight, bias=block.bias, swapped=block.swapped)
         if not any(True for r in block.ranges for _ in self._within(r)):
             return block

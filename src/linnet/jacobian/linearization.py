@@ -58,7 +58,8 @@ class Linearization:
         theta: The selected parameters, by name.
         layout: Places of the selected parameters in the flat vector.
         p: The number of selected parameters.
-        dtype: Dtype of the Jacobian: it holds the dtypes of all selected parameters, and is at least float32.
+        dtype: Dtype of products with the Jacobian: it holds the dtypes of all selected parameters, and is at least
+            float32; see `with_products`.
         model_dtype: Dtype of the selected parameters; of several dtypes the one with the fewest digits.
         device: The device of the network.
         network: The network as a function of its parameters.
@@ -86,6 +87,22 @@ class Linearization:
     def given(self) -> nn.Module:
         """The module as the user gave it, whose weights are watched."""
         return self.network.watch.model
+
+    @property
+    def flat_theta(self) -> Tensor:
+        """The selected parameters as one vector (p,) in ``dtype``."""
+        return torch.cat([t.flatten().to(self.dtype) for t in self.theta.values()])
+
+    def move_theta(self, delta: Tensor) -> dict[str, Tensor]:
+        """The selected parameters, each in its own dtype, with a displacement (p,) added to them.
+
+        >>> lin = linearize(nn.Linear(1, 1)).with_products(torch.float64)
+        >>> moved = lin.move_theta(torch.ones(2).double())
+        >>> moved["bias"].dtype, bool((moved["bias"] == lin.theta["bias"] + 1).all())
+        (torch.float32, True)
+        """
+        steps = self.layout.unflatten(delta)
+        return {name: (t + steps[name]).to(t.dtype) for name, t in self.theta.items()}
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         """Raise if a weight of the model has changed since it was linearized.
@@ -158,12 +175,27 @@ class Linearization:
             >>> lin(torch.zeros(5, 4)).dtype, lin.theta["weight"].dtype
             (torch.float64, torch.float64)
         """
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"A linearization computes in torch.float32 or torch.float64; got {dtype}. Pass one of them."
-            )
+        _check_dtype(dtype)
         self.check_unchanged(contents=True)
         return self.with_network(self.network.to(dtype))
+
+    def with_products(self, dtype: torch.dtype) -> Linearization:
+        """The same linear model with products in another dtype; the network stays as it is, and nothing is copied.
+
+        The network runs in its own dtype. Rows of the Jacobian are made in that dtype, or in float32 if that has more
+        digits. Gram matrices and products of the rows are then added up in ``dtype``. So a Gram matrix in float64 is
+        positive semidefinite to the rounding of float64, also where the rows come from float32.
+
+        Args:
+            dtype: ``torch.float32`` or ``torch.float64``. Products never have fewer digits than the rows.
+
+        Example:
+            >>> lin = linearize(nn.Linear(4, 3)).with_products(torch.float64)
+            >>> lin(torch.zeros(5, 4)).dtype, lin.jacobian(torch.ones(2, 4)).gram().dtype
+            (torch.float32, torch.float64)
+        """
+        _check_dtype(dtype)
+        return self.with_network(replace(self.network, products=dtype))
 
     def at(self, theta: Mapping[str, Tensor]) -> Linearization:
         """The same network around other weights, in the same precision; those not given stay as they are.
@@ -201,3 +233,8 @@ class Linearization:
     def steady(self) -> Linearization:
         """The same linear model with convolutions in float64; see `linnet.jacobian.cuda.float32_convolution`."""
         return self.with_network(replace(self.network, convolutions=partial(ExactConvolution, steady=True)))
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"A linearization computes in torch.float32 or torch.float64; got {dtype}. Pass one of them.")

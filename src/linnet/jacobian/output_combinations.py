@@ -50,7 +50,7 @@ def combine_outputs(J: Jacobian, root: Tensor) -> Jacobian:
     lin.check_unchanged()
     net = lin.network
     other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
-    other = replace(other, watch=net.watch, cast=net.cast)
+    other = replace(other, watch=net.watch, cast=net.cast, products=net.products)
     chunks = NetworkChunks(lin.with_network(other), _WithRoot(J._source, root.detach()), J.passes.settings.renewed())
     return Jacobian(chunks)
 
@@ -140,6 +140,10 @@ class WeightedRows(LinearOperator):
         self.J, self.L = J, as_weight(root)
         self.LT = self.L if self.L.ndim == 1 else self.L.mT
         self.block = J.block
+
+    @property
+    def eps(self) -> float:
+        return self.J.eps
 
     def _matmul(self, V: Tensor) -> Tensor:
         return weigh(self.J._matmul(V), self.LT, slice(0, self.shape[0]))

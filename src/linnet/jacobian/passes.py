@@ -37,6 +37,9 @@ GRAM = (0.25, 1.2)
 """Shares of a pass's memory, which is half of what is free, for a chunk of a Gram matrix and for those that it meets,
 whose blocks are held: the more of these, the less often all others are formed. Beside them there are two chunks."""
 
+POSITIVE = ("squares", "sides")
+"""Sums of squares, where nothing cancels: each chunk adds up in the dtype of the rows, and all chunks in float64."""
+
 T = TypeVar("T")
 
 
@@ -147,12 +150,17 @@ class Pass:
                 tick(batch.n)
 
     def _prepare_for(self, kind: Request, k: int) -> Prepare:
-        """Prepares a block for a kind of products, in the coordinates of this pass."""
+        """Prepares a block for a kind of products, in the coordinates and the dtype of this pass."""
         rotation, rounds = self.rotation, kind == "gram" and self._in_tf32
+        rows = self.lin.network.row_dtype
+        dtype = rows if kind in POSITIVE else self.lin.dtype
+        wide = self.lin.model_dtype == rows != dtype  # half precision is multiplied as it is
 
         def ready(block: ColumnBlock) -> ColumnBlock:
             block = block if rotation is None else rotation(block.widen())
-            block = prepare(block, kind, k=k, engine=self.settings.engine)
+            if wide:  # so that rows, bilinear products and ghost products are of the same numbers
+                block = block.in_dtype(dtype)
+            block = prepare(block, kind, k=k, engine=self.settings.engine).in_dtype(dtype)
             return block.rounded() if rounds else block
 
         return ready

@@ -228,7 +228,9 @@ def describe(passes: Pass) -> Plan:
             )
         )
     world = rank_and_world()[1]
-    note = f"{str(lin.dtype).removeprefix('torch.')} on {lin.device}, precision {s.precision}"
+    network, total = (str(dtype).removeprefix("torch.") for dtype in (lin.network.row_dtype, lin.dtype))
+    kinds = network if network == total else f"{network}, products in {total},"
+    note = f"{kinds} on {lin.device}, precision {s.precision}"
     return Plan(
         lines=tuple(lines),
         shape=(chunks.n * first.c, lin.p),

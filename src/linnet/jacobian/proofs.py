@@ -98,7 +98,7 @@ class Truth:
         """Parameters whose columns in the blocks, or without a block their zeros, are not the truth; for each u."""
         found = torch.zeros_like(self.G)
         for block in blocks:
-            block.rmatmul(self.U, found)
+            block.in_dtype(found.dtype).rmatmul(self.U, found)
         return self.different(found, self.G if rotation is None else rotation.rows(self.G.T).T)
 
     def has_rows(self, ranges: Sequence[Range], parts: Sequence[Tensor]) -> list[bool]:

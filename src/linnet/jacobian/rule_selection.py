@@ -183,14 +183,14 @@ class RuleSelection:
             # The calls depend on the data beyond the first examples: trust no rule with them.
             return RuleAssignment([None] * len(recording.uses), tuple(self.network.theta), ())
         names = tuple(self.network.theta)
-        found = inspect(small, self.network.dtype, names=names, rounds=self._known.coarsest)
+        found = inspect(small, self.network.row_dtype, names=names, rounds=self._known.coarsest)
         if found.failed and probe.n > 1:
             # Calls that all examples share have no gradient by example, until their output is repeated for each.
             for spread in (found.failed, *({i} for i in sorted(found.failed))):
                 trial = self._spread(small, probe, found.changes.spread | spread)
                 better = None
                 if trial is not None:
-                    better = inspect(trial, self.network.dtype, names=names, rounds=self._known.coarsest)
+                    better = inspect(trial, self.network.row_dtype, names=names, rounds=self._known.coarsest)
                 if better is not None and len(better.rest) < len(found.rest):
                     found = better
                 if not found.failed:

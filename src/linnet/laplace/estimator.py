@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from linnet._common import check_fits, check_ranks_agree, messages
 from linnet._estimator import (
+    Dtypes,
     ErrorBarsMixin,
     HubMixin,
     Linearity,
@@ -26,10 +27,11 @@ from linnet._estimator import (
     check_inputs,
     check_variance,
     draw_inputs,
-    has_fast_float64,
     leave_out_ignored,
     like,
     list_options,
+    make_jacobian,
+    parse_dtype,
 )
 from linnet.data import Batch
 from linnet.inference import (
@@ -166,7 +168,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             outputs are many, as for ``variance``, and the structure is "kron", "ekfac", "diag" or "subnetwork", which
             need one backward pass for each output; other structures need products alone.
         tolerance: Relative residual of the solve for "samples".
-        dtype: Of all computations: "auto" is float64 where the device is fast at it, else float32.
+        dtype: Dtype of the network, as for `TangentRegressor`. Curvatures, solves and predictions are in float64,
+            unless a GPU is slow at float64.
         memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -254,9 +257,14 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
         check_options(self)
         inputs = check_inputs(self, X, reset=True)
-        self._attach(check_module(self.model))
-        check_prior(self.prior, self.lin_)
-        inputs, J, targets = self._labeled(inputs, y)
+        model = check_module(self.model)
+
+        def make(dtypes: Dtypes) -> Jacobian:
+            self._attach(model, dtypes)
+            check_prior(self.prior, self.lin_)
+            return self._jacobian(inputs)
+
+        inputs, J, targets = self._labeled(inputs, make_jacobian(model, self.dtype, make), y)
         check_structure_fits(self, J)
         check_outputs_fit(J)
         self._probe = draw_inputs(J._source)
@@ -294,9 +302,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.lin_.check_unchanged(contents=True)
         return self
 
-    def _labeled(self, inputs: Any, y: Any) -> tuple[Any, Jacobian, Tensor]:
-        """Inputs, Jacobian and targets of the examples that are not to be ignored."""
-        J = self._jacobian(inputs)
+    def _labeled(self, inputs: Any, J: Jacobian, y: Any) -> tuple[Any, Jacobian, Tensor]:
+        """Inputs, Jacobian and targets of the examples that are not to be ignored; J is that of all inputs."""
         targets = as_targets(y, J)
         if self.likelihood == "classification" or isinstance(self.likelihood, Bernoulli | Categorical):
             found = leave_out_ignored(inputs, targets, targets, self.ignore_index)
@@ -304,14 +311,9 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
                 return found[0], self._jacobian(found[0]), found[1]
         return inputs, J, targets
 
-    def _attach(self, network: nn.Module) -> None:
+    def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
         self._read = FlatOutput(self.output)
-        dtype = self.dtype
-        if dtype == "auto":
-            dtype = torch.float64 if has_fast_float64(next(network.parameters()).device) else torch.float32
-        elif isinstance(dtype, str):
-            dtype = {"float32": torch.float32, "float64": torch.float64}[dtype]
-        self.lin_ = linearize(network, self.params, self._read).to(dtype)
+        self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self.params, self._read))
 
     def _choose(self, J: Jacobian) -> str:
         """An exact structure where it fits memory and patience, else samples."""
@@ -640,7 +642,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     def _evidence(self, at: str, prior: Prior, log_det: LogDet) -> Evidence:
         if at not in get_args(At):
             raise ValueError(f"at must be 'network' or 'linear_mode'; got {at!r}.")
-        theta = self.lin_.layout.flatten(self.lin_.theta)
+        theta = self.lin_.flat_theta
         if at == "network":
             energy = None if self._noise_base is None else self._energy(self._f)
             return AtNetwork(
@@ -681,7 +683,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         residual = self.likelihood_.residual(self._f, self._y)
         S = self.prior_variance_
         g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
-        theta = self.lin_.layout.flatten(self.lin_.theta)
+        theta = self.lin_.flat_theta
         inner = torch.where(S > 0, g - theta / S, 0.0)
         self.gradient_norm_ = float(inner.norm())
         # In whitened weights, and so that the units of the layers do not count.
@@ -795,8 +797,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         before, shifts = J.outputs_and_product(Z)
         found = []
         for z, shift in zip(Z.T, shifts.T.reshape(k, J.n, J.c), strict=True):
-            moved = {name: t + self.lin_.layout.unflatten(z)[name] for name, t in self.lin_.theta.items()}
-            found.append(Linearity(before, before + shift, J.outputs(moved)))
+            found.append(Linearity(before, before + shift, J.outputs(self.lin_.move_theta(z))))
         return found
 
     def joint_log_likelihood(
@@ -904,8 +905,7 @@ def check_options(la: Laplace) -> None:
     messages.check_seed(la.seed)
     if not la.tolerance > 0:
         raise ValueError(f"tolerance must be positive; got {la.tolerance!r}.")
-    if isinstance(la.dtype, str) and la.dtype not in ("auto", "float32", "float64"):
-        raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {la.dtype!r}.")
+    parse_dtype(la.dtype)
 
 
 def check_structure_fits(la: Laplace, J: Jacobian) -> None:

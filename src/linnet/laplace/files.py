@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from linnet._common import files
-from linnet._estimator import behavior
+from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
 from linnet.laplace.search import Step
 from linnet.probability import LIKELIHOODS, Gaussian, Sites, posterior_from
@@ -48,7 +48,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
         "settings": saved.settings_of(la, apart=apart),
         "needs_output": la.output is not None,
         "parameters": list(la.lin_.theta),
-        "dtype": str(la.lin_.dtype).removeprefix("torch."),
+        **la._dtypes.meta(),
         "posterior": name,
         "base": saved.base_of(la),
         "likelihood": type(inner).__name__,
@@ -88,9 +88,11 @@ def read(
     noise = tensors.get("noise")
     kind = LIKELIHOODS[meta["likelihood"]]
     unit = Gaussian(noise if noise.ndim else float(noise)) if noise is not None else kind()
-    settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"], "noise": None}
+    dtypes = Dtypes.from_meta(meta)
+    dtype = "auto" if dtypes.network is None else meta["dtype"]
+    settings = meta["settings"] | {"params": meta["parameters"], "dtype": dtype, "noise": None}
     la = Laplace(model, unit, output=output, **settings)
-    la._attach(model)
+    la._attach(model, dtypes)
     la._probe = behavior.check(path, la.lin_, tensors, meta.get("behavior"))
     la._read.shape = shape = tuple(meta["shape"])
     la._unit = la.likelihood_ = Sites(unit, shape, la.ignore_index) if shape else unit

@@ -192,7 +192,7 @@ class LowRankCurvature(CurvatureStructure):
         try:
             found = low_rank(V, min(rank, *J.shape), **options)
         except ValueError:  # G has no such rank: all of it, then
-            found = low_rank(V, 1 - 1e3 * torch.finfo(J.dtype).eps, **options)
+            found = low_rank(V, 1 - 1e3 * J.eps, **options)
         self.basis, self.s = found.P, found.s  # G ~ P s^2 P^T
 
     def log_det(self, prior: Prior) -> LogDet:

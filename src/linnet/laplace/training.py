@@ -21,7 +21,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from linnet._estimator import as_targets, epoch, has_fast_float64, shuffled
+from linnet._estimator import Dtypes, as_targets, epoch, make_jacobian, shuffled
 from linnet.data import Batch, Source, as_source
 from linnet.jacobian import Jacobian, linearize
 from linnet.laplace.evidence import AtNetwork, group_norms
@@ -240,7 +240,7 @@ class Hyperparameters:
     ) -> None:
         self.model, self.source, self.structure, self.params = model, source, structure, params
         self.read, self.given = FlatOutput(output), prior
-        J = self._jacobian()
+        J = make_jacobian(model, "auto", self._make)
         self.y, self.n, self.c = as_targets(None, J), J.n, J.c
         self.unit = self._likelihood_of(likelihood)
         self.unit.targets(self.y, J.n, J.c)  # raises now rather than in the middle
@@ -274,9 +274,11 @@ class Hyperparameters:
 
     def _jacobian(self) -> Jacobian:
         """At the present weights and buffers, in eval mode."""
-        lin = linearize(self.model, self.params, self.read)
-        if has_fast_float64(lin.device):
-            lin = lin.to(torch.float64)
+        return self._make(self._dtypes)
+
+    def _make(self, dtypes: Dtypes) -> Jacobian:
+        self._dtypes = dtypes
+        lin = dtypes.apply(linearize(self.model, self.params, self.read))
         return lin.jacobian(self.source, progress=False)
 
     def variance(self) -> Tensor:
@@ -303,7 +305,7 @@ class Hyperparameters:
         energy = None
         if self._base is not None:
             energy = float((self.unit.residual(f, y).square() / self.unit.curvature(f)).double().sum())
-        theta = J.lin.layout.flatten(J.lin.theta)
+        theta = J.lin.flat_theta
         likelihood = float(self.unit.log_prob(f, y).double().sum())
         return AtNetwork(log_det, group_norms(theta, self.prior), likelihood, energy, f.numel())
 

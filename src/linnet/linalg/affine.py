@@ -46,6 +46,10 @@ class Affine(LinearOperator):
         self.base, self.index, self.d, self.z = base, index, d, z
         self.block = base.block
 
+    @property
+    def eps(self) -> float:
+        return self.base.eps
+
     def scaled(self, d: Tensor) -> LinearOperator:
         check_vector(self, "scaled", "d", d, self.shape[1])
         z = None if self.z is None else self.z * d

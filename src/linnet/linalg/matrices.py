@@ -150,6 +150,10 @@ class Stack(LinearOperator):
         self.parts = tuple(parts)
         self.block = first.block if len({part.block for part in parts}) == 1 else None
 
+    @property
+    def eps(self) -> float:
+        return max(part.eps for part in self.parts)
+
     def placed(self) -> Iterator[tuple[LinearOperator, slice]]:
         """Each part with its rows."""
         start = 0

@@ -48,6 +48,11 @@ class LinearOperator(ABC):
         self.dtype = dtype
         self.device = device
 
+    @property
+    def eps(self) -> float:
+        """The relative rounding of products: of ``dtype``, unless the operator computes with fewer digits inside."""
+        return torch.finfo(self.dtype).eps
+
     # What a subclass writes. The first two methods are required.
 
     @abstractmethod
@@ -334,6 +339,10 @@ class Adjoint(LinearOperator):
     @property
     def name(self) -> str:
         return f"{self.base.name}.T"
+
+    @property
+    def eps(self) -> float:
+        return self.base.eps
 
     @property
     def T(self) -> LinearOperator:

@@ -56,6 +56,7 @@ class FunctionalModel:
         places: Every place of the module tree where a selected parameter hangs, to the name of the parameter.
         unused: A copy of the module that has never run.
         first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
+        products: The dtype that products with the Jacobian have at least.
     """
 
     module: nn.Module
@@ -70,6 +71,7 @@ class FunctionalModel:
     places: dict[str, str]
     unused: nn.Module
     first_state: list[tuple[Any, ...]] | None
+    products: torch.dtype = torch.float32
 
     @classmethod
     def of(
@@ -119,7 +121,12 @@ class FunctionalModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the Jacobian: it holds the dtypes of all selected parameters, and is at least float32."""
+        """Dtype of the Jacobian's products: `row_dtype`, unless ``products`` has more digits."""
+        return torch.promote_types(self.row_dtype, self.products)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Dtype of the Jacobian's rows: it holds the dtypes of all selected parameters, and is at least float32."""
         return reduce(torch.promote_types, (t.dtype for t in self.theta.values()), torch.float32)
 
     @property

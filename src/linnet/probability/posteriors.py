@@ -77,6 +77,7 @@ class Posterior(ABC):
         rotation: Coordinates of D; None for the parameters' own.
         weights: s, one number, or (k,).
         directions: (p, k) with ``T = J directions``, where T is such a product; else None.
+        has_features: Whether T has columns.
         factored: Whether it holds the Cholesky factor of an exact solve.
         known_from_samples: Whether covariances are estimates from samples.
         is_point: Whether there is a mean alone.
@@ -88,6 +89,7 @@ class Posterior(ABC):
     rotation: Rotation | None = None
     weights: float | Tensor = 1.0
     directions: Tensor | None = None
+    has_features: ClassVar[bool] = True
     factored: ClassVar[bool] = False
     known_from_samples: ClassVar[bool] = False
     is_point: ClassVar[bool] = False
@@ -164,18 +166,27 @@ class Posterior(ABC):
     def _variance(self, J: Any) -> Tensor:
         out = (self.weights * self.features(J).square()).sum(1)
         if self.D is not None:
-            prior = self._rows(J).gram_diag(scale=self.D)
+            rows = self._rows_of_squares(J)
+            prior = rows.gram_diag(scale=self.D.to(rows.dtype)).to(J.dtype)
             out = nonnegative(prior + out, prior)
         return out.view(J.n, J.c)
 
     def _blocks(self, J: Any) -> Tensor:
         T = self.features(J).reshape(J.n, J.c, -1)
         out = (self.weights * T) @ T.mT
-        return out if self.D is None else out + self._rows(J).gram_blocks(scale=self.D)
+        if self.D is None:
+            return out
+        rows = self._rows_of_squares(J)
+        return out + rows.gram_blocks(scale=self.D.to(rows.dtype)).to(J.dtype)
 
     def _rows(self, J: Any) -> Any:
         """R."""
         return J if self.rotation is None else J.rotated(self.rotation)
+
+    def _rows_of_squares(self, J: Any) -> Any:
+        """R for its squares. Where no feature is subtracted from them, the dtype of the rows has digits enough."""
+        rows = self._rows(J)
+        return rows if self.has_features or not isinstance(rows, Jacobian) else rows.in_row_dtype()
 
     def _part_size(self, J: Any) -> int:
         """Examples whose second moments are made at once."""
@@ -267,6 +278,7 @@ class PointPosterior(Posterior):
     """
 
     parts = ("delta",)
+    has_features = False
     is_point = True
 
     def __init__(self, delta: Tensor) -> None:
@@ -286,6 +298,7 @@ class DiagonalPosterior(Posterior):
     """
 
     parts = ("delta", "variances")
+    has_features = False
 
     def __init__(self, delta: Tensor, variances: Tensor) -> None:
         self.delta = delta
@@ -306,6 +319,7 @@ class TurnedPosterior(Posterior):
     """
 
     parts = ("delta", "variances")
+    has_features = False
 
     def __init__(self, delta: Tensor, variances: Tensor, *, rotation: Rotation) -> None:
         self.delta, self.rotation = delta, rotation

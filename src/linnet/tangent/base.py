@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common import check_fits, check_ranks_agree, forward_mode
-from linnet._estimator import ErrorBarsMixin, Linearity, check_inputs, has_fast_float64
+from linnet._estimator import Dtypes, ErrorBarsMixin, Linearity, check_inputs, make_jacobian, parse_dtype
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
@@ -50,6 +50,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     progress: bool | None
 
     lin_: Linearization
+    _dtypes: Dtypes
     posterior_: Posterior
     prior_variance_: Tensor
     scales_: dict[str, float]
@@ -124,21 +125,10 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     def _inputs(self, X: Any, *, reset: bool) -> Any:
         return check_inputs(self, X, reset=reset, flat=self.model is None)
 
-    def _dtype(self, *, device: torch.device) -> torch.dtype:
-        """float64, which kernels need, unless the user says otherwise or the device is slow at it."""
-        if isinstance(self.dtype, torch.dtype):
-            return self.dtype
-        known = {"float32": torch.float32, "float64": torch.float64}
-        if self.dtype == "auto":
-            return torch.float64 if has_fast_float64(device) else torch.float32
-        if self.dtype not in known:
-            raise ValueError(f"dtype must be 'auto', 'float32' or 'float64'; got {self.dtype!r}.")
-        return known[self.dtype]
-
-    def _tolerance(self, dtype: torch.dtype = torch.float64) -> float:
-        """Of iterative solves: what the precision allows."""
+    def _tolerance(self, eps: float = 0.0) -> float:
+        """Of iterative solves: what products with a relative rounding of ``eps`` allow."""
         if self.tolerance == "auto":
-            return 1e-4 if dtype == torch.float32 else 1e-6
+            return max(1e-6, 1e3 * eps)
         if isinstance(self.tolerance, str):
             raise ValueError(f"tolerance must be 'auto' or a positive number; got {self.tolerance!r}.")
         return self.tolerance
@@ -149,6 +139,15 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         J = lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
         check_ranks_agree(lin, J._source)
         return J
+
+    def _attached_jacobian(self, network: nn.Module, X: Any, dtype: Any) -> Jacobian:
+        """Linearize the network in the dtypes that a setting asks for; the Jacobian of the training inputs."""
+
+        def make(dtypes: Dtypes) -> Jacobian:
+            self._attach(network, dtypes)
+            return self._jacobian(X)
+
+        return make_jacobian(network, dtype, make)
 
     def _new_inputs(self, X: Any) -> Jacobian:
         check_is_fitted(self)
@@ -193,11 +192,12 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
         return "zero" if self.model is None else self.mean
 
-    def _settings(self, dtype: torch.dtype = torch.float64, **given: Any) -> SolverSettings:
-        """Of the solvers; ``given`` instead of what the estimator says."""
+    def _settings(self, eps: float = 0.0, **given: Any) -> SolverSettings:
+        """Of the solvers, for passes with a relative rounding of ``eps``; ``given`` instead of the estimator's own."""
+        parse_dtype(self.dtype)
         own = {
             "solver": self.solver,
-            "tolerance": self._tolerance(dtype),
+            "tolerance": self._tolerance(eps),
             "iterations": self.iterations,
             "preconditioner": self.preconditioner,
             "rank": self.rank,
@@ -215,7 +215,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         check_is_fitted(self)
         files.save(self, path)
 
-    def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
+    def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
         """Linearize the network, as fitting does."""
         raise NotImplementedError
 
@@ -270,7 +270,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     def linearity(self, X: Any) -> Linearity:
         """Compare the linear model with the network that has the adapted weights, at X: can it be trusted there?"""
         J = self._new_inputs(X)
-        theta = {name: t + self.delta_[name] for name, t in self.lin_.theta.items()}
+        theta = self.lin_.move_theta(self.posterior_.delta)
         before, shift = J.outputs_and_product(self.posterior_.delta)
         return Linearity(before, before + shift.view(J.n, J.c), J.outputs(theta))
 
@@ -320,7 +320,7 @@ class LinearizedModule(nn.Module):
         theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
         # The kernels that forward mode takes are also those that can be differentiated twice.
         with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):
-            f = self.lin.forward(theta, batch)
+            f = self.lin.forward(theta, batch).to(self.delta.dtype)
             if not f.requires_grad:
                 return f, torch.zeros_like(f)
             u = torch.zeros_like(f, requires_grad=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from linnet._common import check_fits, check_ranks_agree
 from linnet._estimator import (
+    Dtypes,
     HubMixin,
     check_has_exact,
     check_variance,
@@ -39,6 +40,7 @@ from linnet.inference import (
     check_only_map,
     check_outputs_fit,
     choose_likelihood_solver,
+    searches_all_features,
 )
 from linnet.jacobian import Jacobian, linearize
 from linnet.network import Params, check_module
@@ -93,7 +95,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         minibatch: Number of examples of a step of "adam".
         learning_rate: First learning rate of "adam", in prior standard deviations; "auto" is the best first step.
         output: How to read the model's outputs; see `linnet.linearize`.
-        dtype: Of all computations, as for `TangentRegressor`.
+        dtype: Dtype of the network, as for `TangentRegressor`.
         tolerance: Relative residual of iterative solves; "auto" is 1e-6, or 1e-4 in float32. The mode is found to a
             relative gradient of 1e-6, or of this if it is larger.
         iterations: Limit of iterative solves.
@@ -183,13 +185,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         check_variance(self.variance)
         if self.link not in ("probit", "mc"):
             raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
-        self._how(torch.float64)  # its errors come before any work
+        self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
         model = self._network(inputs, y)
-        device = next(model.parameters()).device
         self._choose(model, inputs)
-        self._attach(model, self._dtype(device=device))
-        fit = self._condition(inputs, y, self.classes)
+        J = self._attached_jacobian(model, inputs, self.dtype)
+        fit = self._condition(inputs, y, self.classes, J=J)
         names = ["all"] if len(fit.choice.scales) == 1 else list(self.lin_.layout.layers)
         self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
         self.scale_examples_ = fit.examples
@@ -225,23 +226,25 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         other._condition(self._inputs(X, reset=False), y, self.classes_, Prior("given", self.prior_variance_))
         return other
 
-    def _how(self, dtype: torch.dtype) -> tuple[InferenceOptions, Training | None]:
-        """How to condition, and how to train where that is by minibatches."""
+    def _how(self, eps: float = 0.0) -> tuple[InferenceOptions, Training | None]:
+        """How to condition with passes that round by ``eps``, and how to train where that is by minibatches."""
         if self.solver != "adam":
-            return InferenceOptions(self.inference, self.family, self._settings(dtype)), None
+            return InferenceOptions(self.inference, self.family, self._settings(eps)), None
         check_only_map(self.inference)
         training = Training(self.epochs, self.minibatch, self.learning_rate)
-        return InferenceOptions(self.inference, self.family, self._settings(dtype, solver="auto")), training
+        return InferenceOptions(self.inference, self.family, self._settings(eps, solver="auto")), training
 
-    def _condition(self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None) -> ModeFit:
-        """Find the posterior; with the prior that was asked for, unless one is given."""
+    def _condition(
+        self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None, *, J: Jacobian | None = None
+    ) -> ModeFit:
+        """Find the posterior; with the prior that was asked for, unless one is given; J is that of the inputs."""
         lin = self.lin_
-        how, training = self._how(lin.dtype)
+        how, training = self._how(torch.finfo(lin.dtype).eps)
         source = as_source(inputs, lin.module.forward)
         source = source if training is None else source.changing()
         self._probe = draw_inputs(source)
         check_prior(self.prior, lin)
-        J = self._jacobian(source)
+        J = self._jacobian(source) if J is None or training is not None else J
         labels = None
         if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
             labels = as_labels(J.targets() if y is None else y, J.n)
@@ -254,6 +257,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             solver = choose_likelihood_solver(
                 *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
             )
+            if solver.startswith("cg") or (solver == "weight" and not searches_all_features(*J.shape, J.device)):
+                how, _ = self._how(J.eps)  # the mode is found by passes
             if self.inference == "vi" and J.c > 1:
                 check_fits(
                     4 * J.n * J.c**2 * J.dtype.itemsize,
@@ -295,8 +300,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         self.evidence_path_ = fit.choice.path
         return fit
 
-    def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
-        self.lin_ = linearize(network, self._selected, self.output).to(dtype)
+    def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
+        self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self._selected, self.output))
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta = {

@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from linnet._common import files
-from linnet._estimator import behavior, default_network
+from linnet._estimator import Dtypes, behavior, default_network
 from linnet._estimator import files as saved
 from linnet.inference import Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
@@ -68,7 +67,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         "settings": saved.settings_of(estimator, apart=("model", "params", "top", "output", "dtype")),
         "needs_output": estimator.output is not None,
         "parameters": list(estimator.lin_.theta),
-        "dtype": str(estimator.lin_.dtype).removeprefix("torch."),
+        **estimator._dtypes.meta(),
         "posterior": name,
         "base": base,
         "state": state,
@@ -85,13 +84,15 @@ def read(
     saved.check_base(path, meta["base"], model)
     saved.check_given(path, "output", meta["needs_output"], output)
     saved.check_given(path, "score", False, score)
-    settings = meta["settings"] | {"params": meta["parameters"], "dtype": meta["dtype"]}
+    dtypes = Dtypes.from_meta(meta)
+    dtype = "auto" if dtypes.network is None else meta["dtype"]
+    settings = meta["settings"] | {"params": meta["parameters"], "dtype": dtype}
     kind = getattr(import_module(ESTIMATORS[meta["estimator"]]), meta["estimator"])
     estimator: Tangent = kind(model, output=output, **settings)
     network = model if model is not None else _default(saved.strip("network.", tensors), estimator.seed)
     device = next(network.parameters()).device
     tensors = {key: value.to(device) for key, value in tensors.items()}
-    estimator._attach(network, {"float32": torch.float32, "float64": torch.float64}[meta["dtype"]])
+    estimator._attach(network, dtypes)
     estimator._probe = behavior.check(path, estimator.lin_, tensors, meta.get("behavior"))
     state = meta["state"]
     estimator.prior_variance_ = tensors["prior_variance"]

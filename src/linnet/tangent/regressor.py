@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from linnet._common import check_ranks_agree
 from linnet._estimator import (
+    Dtypes,
     HubMixin,
     as_targets,
+    can_copy,
     check_has_exact,
     check_variance,
     default_network,
@@ -30,11 +33,15 @@ from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, c
 from linnet.inference.gaussian import closed_form, updates
 from linnet.jacobian import Jacobian, Linearization, has_many_outputs, linearize
 from linnet.linalg import Stack
-from linnet.network import Params, check_module, checks
+from linnet.network import CannotCast, Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, check_prior, make_prior
 from linnet.tangent import files
 from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.own_data_warning import warn_of_own_data
+
+COARSE = 1e-3
+"""Posterior standard deviations by which rounding may move a mean before the network is copied to float64: time and
+memory against digits. The estimate is an upper bound, about ten times what was measured."""
 
 NOISE_FLOOR = 1e-3
 """What measured best over few-shot sinusoids with noise from 1 % to half of their amplitude."""
@@ -81,8 +88,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             as for simulations without noise; a noise given as a number is not touched.
         solver: "auto", "function", "weight", "cg-function" or "cg-weight"; see `linnet.inference.gaussian.closed_form`.
         output: How to read the model's outputs; see `linnet.linearize`.
-        dtype: Of all computations, the network's included: "auto" is float64, which kernels need, but float32 on GPUs
-            that are slow at it; "float32" or "float64".
+        dtype: Dtype of the network: "float32" or "float64" runs a copy. "auto" runs the network as it is, without a
+            copy; a network in float32 on a CPU with at most 64 MiB of weights runs in float64. Kernels, solves and
+            predictions are in float64, unless a GPU is slow at float64. Where the network runs in float32 by "auto" and
+            there is so little noise that this moves the mean, the fit is made again in float64, with a warning.
         tolerance: Relative residual at which the iterative solvers stop; "auto" is 1e-6, or 1e-4 in float32.
         iterations: Largest number of steps of the iterative solvers.
         preconditioner: "auto", "nystrom" or "none"; "pivoted-cholesky", of earlier versions, means "auto".
@@ -170,20 +179,19 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.tasks_ = self._fit_all(list(tasks))
         return self
 
-    def _fit_all(self, data: list[tuple[Any, Any]]) -> list[TangentRegressor]:
+    def _fit_all(self, data: list[tuple[Any, Any]], dtype: Any = None) -> list[TangentRegressor]:
+        """The regressors of all tasks; ``dtype`` in place of the setting."""
         check_prior(self.prior)
         check_variance(self.variance)
         settings = self._settings()
         _check_noise(self.noise, self.noise_floor)
         inputs = [self._inputs(X, reset=i == 0) for i, (X, _) in enumerate(data)]
         model = self._network(inputs[0], data[0][1])
-        device = next(model.parameters()).device
         self._choose(model, inputs[0])
-        self._attach(model, self._dtype(device=device))
+        first = self._attached_jacobian(model, inputs[0], self.dtype if dtype is None else dtype)
         lin = self.lin_
         check_prior(self.prior, lin)
-        settings = self._settings(lin.dtype)
-        jacobians = [self._jacobian(X) for X in inputs]
+        jacobians = [first, *(self._jacobian(X) for X in inputs[1:])]
         self._probe = draw_inputs(jacobians[0]._source)
         rows = max(J.shape[0] for J in jacobians)
         for J in jacobians:
@@ -215,11 +223,46 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.prior_ = make_prior(lin, self.prior, J=jacobians[0] if len(jacobians) == 1 else Stack(jacobians))
         if self._mean == "network":
             warn_of_own_data(tasks, self.prior_.base)
-        fits = closed_form.condition(tasks, self.prior_, replace(settings, solver=solver))
+        settings = self._settings(_rounding(jacobians[0], solver), solver=solver)
+        fits = closed_form.condition(tasks, self.prior_, settings)
+        if self._needs_float64(model, first, tasks, fits):
+            return self._fit_all(data, "float64")
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
         return [self, *(self._copy(task, fit, [X]) for task, fit, X in rest)]
+
+    def _needs_float64(self, model: nn.Module, first: Jacobian, tasks: list[Task], fits: list[Fit]) -> bool:
+        """Whether rounding inside the network moves the mean too far and a copy in float64 serves; say so.
+
+        Args:
+            model: The network.
+            first: The Jacobian of the first task, which reads its inputs.
+            tasks: The tasks.
+            fits: Their fits.
+        """
+        dtype, coarsest = self.lin_.model_dtype, self.lin_.rules.coarsest
+        if coarsest == self.lin_.dtype or fits[0].solver.startswith("cg"):  # which stops at a tolerance
+            return False
+        eps = torch.finfo(coarsest).eps
+        moved = max(updates.estimate_rounding(task, fit, eps) for task, fit in zip(tasks, fits, strict=True))
+        reason = (
+            f"The network runs in {str(coarsest).removeprefix('torch.')}, and with so little noise its rounding may "
+            f"move the mean by {moved:.1g} posterior standard deviations"
+        )
+        if moved > COARSE and self.dtype == "auto" and dtype == torch.float32 and can_copy(model):
+            own = self._dtypes
+            self._attach(model, replace(own, network=torch.float64))
+            try:
+                _ = self.lin_.jacobian(first._source, progress=False).c
+            except CannotCast:
+                self._attach(model, own)
+            else:
+                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=4)
+                return True
+        if moved > 1:
+            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=4)
+        return False
 
     def _network(self, X: Any, y: Any) -> nn.Module:
         if self.model is not None:
@@ -230,9 +273,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         outputs = 1 if len(shape) < 2 else shape[1]
         return default_network(X.shape[1], outputs, seed=self.seed, X=X)
 
-    def _linearize(self, model: nn.Module, dtype: torch.dtype, *, second: bool = False) -> Linearization:
+    def _linearize(self, model: nn.Module, dtypes: Dtypes, *, second: bool = False) -> Linearization:
         output = _Half(self.output, second) if self._noise_name == "heteroscedastic" else self.output
-        return linearize(model, self._selected, output).to(dtype)
+        return dtypes.apply(linearize(model, self._selected, output))
 
     def _targets(self, y: Any, J: Jacobian) -> Tensor:
         y = as_targets(y, J).to(device=J.device, dtype=J.dtype)
@@ -296,10 +339,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         other._set(task, fit, inputs)
         return other
 
-    def _attach(self, network: nn.Module, dtype: torch.dtype) -> None:
-        self.lin_ = self._linearize(network, dtype)
+    def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
+        self._dtypes, self.lin_ = dtypes, self._linearize(network, dtypes)
         both = self._noise_name == "heteroscedastic"
-        self._log_variances = self._linearize(network, dtype, second=True) if both else None
+        self._log_variances = self._linearize(network, dtypes, second=True) if both else None
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta, tensors = files.task_state(self._train, self._fit_)
@@ -352,7 +395,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if self._mean == "network":
             warn_of_own_data([task], self.prior_variance_)
         prior = Prior("given", self.prior_variance_)
-        (fit,) = closed_form.condition([task], prior, self._settings(J.dtype))
+        solver = choose_solver(*J.shape, self._settings(), device=J.device)
+        settings = self._settings(_rounding(J, solver), solver=solver)
+        (fit,) = closed_form.condition([task], prior, settings)
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
         other = self._copy(task, replace(fit, choice=kept), [X])
         other._one_column = y.ndim == 1
@@ -491,6 +536,11 @@ class _Half:
 def _single(values: Sequence[Any]) -> Any:
     """What the scales of the noise have: itself where there is one, else an array."""
     return values[0] if len(values) == 1 else np.array(values)
+
+
+def _rounding(J: Jacobian, solver: str) -> float:
+    """The relative rounding of a solver: dense ones add up in J's dtype, the others are as exact as passes are."""
+    return J.eps if solver.startswith("cg") else torch.finfo(J.dtype).eps
 
 
 def _check_noise(noise: Any, floor: Any) -> None:

@@ -2,11 +2,12 @@
 
 from linnet.inference.gaussian.closed_form import check_conditioning, condition
 from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
-from linnet.inference.gaussian.updates import extend, flow, precisions, smoother
+from linnet.inference.gaussian.updates import estimate_rounding, extend, flow, precisions, smoother
 
 __all__ = [
     "check_conditioning",
     "condition",
+    "estimate_rounding",
     "extend",
     "flow",
     "precisions",

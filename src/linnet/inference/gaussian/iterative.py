@@ -43,7 +43,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, 
             gaussian.join_spectra(spectra),
             scale=fixed[0] if fixed else None,
             noise=noise.value[0] if noise.value else None,
-            floor=64 * torch.finfo(tasks[0].J.dtype).eps,
+            floor=64 * max(task.J.eps for task in tasks),
             assumed=sum(assumed_noise(tasks)),
         )
     variance = prior.variance(choice.scales if prior.scales else ())
@@ -63,7 +63,7 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> Ke
     B = torch.cat([(root * task.r)[:, None], z], 1)
     found = lanczos_quadrature(lambda V: Phi.normal(V, root.square()), Phi.T @ (root[:, None] * B), steps=60)
     nodes, weights, norms2 = (x.double().cpu() for x in found)
-    real = nodes > 1e3 * torch.finfo(J.dtype).eps * nodes.max()
+    real = nodes > 1e3 * J.eps * nodes.max()
     energies = torch.where(real, weights * norms2[:, None] / nodes, 0.0)
     nodes = torch.where(real, nodes, 0.0)
     total = B.double().square().sum(0).cpu()

@@ -45,6 +45,28 @@ def smoother(task: Task, fit: Fit, J: Jacobian) -> Tensor:
     return fit.posterior.smoother(task.J, fit.noise_rows, J)
 
 
+def estimate_rounding(task: Task, fit: Fit, eps: float) -> float:
+    r"""How far rounding inside the network moves the posterior mean at new inputs, in posterior standard deviations.
+
+    Rounding moves each row :math:`\phi_j` of ``Phi = J S^(1/2)`` by about :math:`\epsilon |\phi_j|`, in a random
+    direction. To first order the mean at a row :math:`\phi_*` then moves by :math:`\phi_*^\top H^{-1} E^\top \alpha`,
+    where E holds those errors. :math:`|H^{-1/2} \phi_*|` is the posterior standard deviation, and no eigenvalue of H is
+    below one:
+
+    .. math:: |\phi_*^\top H^{-1} E^\top \alpha| \le \mathrm{std}_* \, |E^\top \alpha|, \qquad
+              |E^\top \alpha|^2 \approx \epsilon^2 \sum_j K_{jj} \alpha_j^2
+
+    Little noise makes :math:`\alpha` large. The size of the kernel beside the noise does not matter otherwise.
+
+    Args:
+        task: The observations.
+        fit: Their fit.
+        eps: The relative rounding of a row.
+    """
+    squares = task.J.gram_diag(scale=fit.variance) * fit.alpha.square()
+    return eps * float(squares.sum().sqrt())
+
+
 def flow(task: Task, fit: Fit) -> Any:
     """The displacement (p,) of gradient flow as a function of time, in the smaller of the two spaces."""
     rows, p = task.J.shape

@@ -39,7 +39,7 @@ def mode_by_passes(
     mean: Tensor,
     likelihood: Likelihood,
     settings: SolverSettings,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
 ) -> tuple[Mode, Preconditioner | None]:
     """The mode, and its last preconditioner. The passes of the mode include those that preconditioners took.
 
@@ -50,7 +50,7 @@ def mode_by_passes(
         mean: m, (n, c).
         likelihood: Likelihood of the targets given f.
         settings: Settings of the solver. A preconditioner or a rank that they name is the only one.
-        tolerance: Largest relative gradient.
+        tolerance: Largest relative gradient; None for 1e-6, or for what the rounding of J's products allows.
 
     Raises:
         ArithmeticError: The mode was not found.
@@ -76,7 +76,7 @@ def mode_by_passes(
         likelihood=likelihood,
         solve=None if first is None else first.solve,
         make=maker.make if settings.preconditioner == "auto" and settings.rank == "auto" else None,
-        tolerance=tolerance,
+        tolerance=max(1e-6, 1e3 * J.eps) if tolerance is None else tolerance,
         iterations=settings.iterations,
     ).checked()
     return replace(found, passes=found.passes + math.ceil(maker.passes)), maker.last

@@ -90,6 +90,10 @@ class AutodiffBlock(ColumnBlock):
     def tensors(self) -> tuple[Tensor, ...]:
         return () if self._rows is None else self._rows.parts
 
+    def _converted(self, dtype: torch.dtype) -> ColumnBlock:
+        """The block itself: torch differentiates in the dtype of the network, and products are converted."""
+        return self
+
     def expand(self) -> DenseBlock:
         if self._rows is None:
             parts = self._vectorized() if self._vectorize() else None

@@ -151,6 +151,14 @@ class ColumnBlock(ABC):
     def expand(self) -> DenseBlock:
         """The same columns as explicit rows."""
 
+    def in_dtype(self, dtype: torch.dtype) -> ColumnBlock:
+        """The same columns for products in another dtype: its numbers are converted when they are there."""
+        same = all(t.dtype == dtype for t in self.tensors() if t.is_floating_point())
+        return self if same else self._converted(dtype)
+
+    def _converted(self, dtype: torch.dtype) -> ColumnBlock:
+        return self.expand().in_dtype(dtype)
+
     def widen(self) -> ColumnBlock:
         """The same with what is held in float32 at least, as all products but `expand` need."""
         return self
@@ -216,6 +224,9 @@ class DenseBlock(ColumnBlock):
 
     def expand(self) -> DenseBlock:
         return self
+
+    def _converted(self, dtype: torch.dtype) -> DenseBlock:
+        return DenseBlock(self.ranges, [part.to(dtype) for part in self.parts])
 
     def rounded(self) -> DenseBlock:
         return DenseBlock(self.ranges, [as_tf32(part) for part in self.parts])

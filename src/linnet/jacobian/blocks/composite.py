@@ -92,6 +92,9 @@ class SumBlock(ColumnBlock):
         recipes = tuple((part.recipe, len(part.tensors())) for part in self.parts)
         return None if any(recipe is None for recipe, _ in recipes) else Recipe(_sum_again, (recipes,))
 
+    def _converted(self, dtype: torch.dtype) -> SumBlock:
+        return SumBlock([part.in_dtype(dtype) for part in self.parts])
+
     def expand(self) -> DenseBlock:
         rows = [part.expand().parts for part in self.parts]
         return DenseBlock(self.ranges, [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)])

@@ -229,6 +229,27 @@ class LazyBlock(ColumnBlock):
     def expand(self) -> DenseBlock:
         return DenseBlock(self.ranges, self._rows())
 
+    def _converted(self, dtype: torch.dtype) -> LazyBlock:
+        """The same block, whose rows and patches are made in their own dtype and converted when they are there."""
+
+        def convert(make: Callable[[], ColumnBlock | None] | None) -> Callable[[], Any] | None:
+            if make is None:
+                return None
+            return lambda: None if (found := make()) is None else found.in_dtype(dtype)
+
+        return LazyBlock(
+            self.ranges,
+            lambda: [part.to(dtype) for part in self._rows()],
+            n=self.n,
+            c=self.c,
+            size=self._size,
+            held=self._held,
+            outer=convert(self._outer),
+            products=convert(self._products),
+            few=convert(self._few),
+            last=self.last,
+        )
+
     def for_products(self) -> ColumnBlock:
         """Rows, in the order that is cheapest to write."""
         found = None if self._products is None else self._products()
@@ -266,6 +287,10 @@ class ChannelsLastBlock(ColumnBlock):
     def expand(self) -> DenseBlock:
         rows = self._rows.transpose(2, 3).reshape(self.n, self.c, -1)
         return DenseBlock(self.ranges, [rows, *(t for f in self._others for t in f.tensors())])
+
+    def _converted(self, dtype: torch.dtype) -> ChannelsLastBlock:
+        bias = [(f.ranges[0], f.parts[0].to(dtype)) for f in self._others]
+        return ChannelsLastBlock(self._weight, self._rows.to(dtype), n=self.n, bias=bias[0] if bias else None)
 
     def _columns(self, V: Tensor) -> Tensor:
         """The weight's part of V (p, k) with the channels after the taps, as a view."""
@@ -320,6 +345,10 @@ class ConvolvedBlock(ColumnBlock):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.g
 
+    def _converted(self, dtype: torch.dtype) -> ConvolvedBlock:
+        """The block itself: it convolves in its own dtype, and products are converted."""
+        return self
+
     def expand(self) -> DenseBlock:
         rows = self.conv.rows(self.x, self.g)
         parts = [rows.unflatten(0, (self.n, -1)).sum(1)]
@@ -331,7 +360,7 @@ class ConvolvedBlock(ColumnBlock):
         return out
 
     def add_matmul(self, V: Tensor, out: Tensor) -> None:
-        k, repeats = V.shape[1], len(self.x) // self.n
+        V, k, repeats = V.to(self.x.dtype), V.shape[1], len(self.x) // self.n
         W = self._by_column(V, self.weight).view(-1, self.conv.channels, *self.conv.kernel)
         W = W.contiguous(memory_format=self._format)
         b = None if self.bias is None else self._by_column(V, self.bias).flatten()
@@ -339,7 +368,7 @@ class ConvolvedBlock(ColumnBlock):
             h = self._forward(x, W, b).unflatten(1, (self.conv.groups, k, -1)).movedim(2, -1)
             h = h.movedim((1, 2), (-3, -2)) if self._last else h  # (.., *S', groups, dg, k)
             h = h.reshape(len(x), -1, k)
-            if repeats == 1:
+            if repeats == 1 and out.dtype == h.dtype:
                 add_products(out[examples], self._flat(g), h)
             else:
                 out[examples] += (self._flat(g) @ h).unflatten(0, (-1, repeats)).sum(1)
@@ -351,7 +380,7 @@ class ConvolvedBlock(ColumnBlock):
         self._rmatmul(U, out, write=True)
 
     def _rmatmul(self, U: Tensor, out: Tensor, *, write: bool) -> None:
-        k, groups, repeats = U.shape[2], self.conv.groups, len(self.x) // self.n
+        U, k, groups, repeats = U.to(self.x.dtype), U.shape[2], self.conv.groups, len(self.x) // self.n
         for examples, x, g in self._pieces(k):
             u = U[examples].repeat_interleave(repeats, 0).mT if repeats > 1 else U[examples].mT  # (.., k, c)
             h = self._output(u @ self._flat(g), g.shape[3:])

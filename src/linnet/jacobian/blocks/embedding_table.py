@@ -43,6 +43,9 @@ class EmbeddingBlock(ColumnBlock):
     def recipe(self) -> Recipe:
         return Recipe(_tokens_again, self.ranges)
 
+    def _converted(self, dtype: torch.dtype) -> EmbeddingBlock:
+        return EmbeddingBlock(self.ids, self.g.to(dtype), self.ranges[0], dropped=False)
+
     def rounded(self) -> EmbeddingBlock:
         return EmbeddingBlock(self.ids, as_tf32(self.g), self.ranges[0], dropped=False)
 

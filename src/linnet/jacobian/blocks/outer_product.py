@@ -63,6 +63,10 @@ class OuterProductBlock(ColumnBlock):
     def recipe(self) -> Recipe:
         return Recipe(_outer_again, (self.weight, self.bias, self.swapped))
 
+    def _converted(self, dtype: torch.dtype) -> OuterProductBlock:
+        x, g = self.x.to(dtype), self.g.to(dtype)
+        return OuterProductBlock(x, g, weight=self.weight, bias=self.bias, swapped=self.swapped)
+
     def rounded(self) -> OuterProductBlock:
         x, g = as_tf32(self.x), as_tf32(self.g)
         return OuterProductBlock(x, g, weight=self.weight, bias=self.bias, swapped=self.swapped)

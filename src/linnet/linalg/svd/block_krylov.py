@@ -253,7 +253,7 @@ class KrylovSpace:
 
     def step(self, V: LinearOperator, *, grow: bool = True) -> RitzPairs:
         """One pass: the block X joins the basis; the part of its product outside the basis becomes the next block."""
-        X, m, eps = self.X, self.columns, torch.finfo(self.X.dtype).eps
+        X, m, eps = self.X, self.columns, V.eps
         U, R = multiply_both(V, X)
         noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
         self.passes += 1

@@ -57,7 +57,7 @@ class Resumable:
                     "if only in one number. Remove the file or name another."
                 )
         probe, here = tensors["probe"], self._probe
-        close = 1e-8 if self.V.dtype == torch.float64 else 1e-3
+        close = 1e-8 if self.V.eps == torch.finfo(torch.float64).eps else 1e-3
         if probe.shape != here.shape or not bool((probe - here).norm() <= close * here.norm()):
             raise ValueError(
                 f"{self.file.path} belongs to another computation: its operator has other rows than this one. The data "

@@ -203,7 +203,7 @@ def low_rank(
     with full_precision(V.device):
         more = int(trace is None and chosen != "exact")
         trace = squared_norm(V) if more else trace
-        tolerance = tolerance if tolerance is not None else 1e-7 if V.dtype == torch.float64 else 1e-5
+        tolerance = tolerance if tolerance is not None else 1e-7 if V.eps == torch.finfo(torch.float64).eps else 1e-5
         settings = _Settings(count, share, trace, tolerance, columns, passes, seed, limit, progress)
         resumable = Resumable(V, checkpoint, f"{chosen} {k} {block} {seed}")
         if chosen == "krylov":
@@ -363,7 +363,7 @@ def _exact(V: LinearOperator, s: _Settings) -> _Found:
     s = replace(s, trace=trace) if s.trace is None else s
     theta, E = eigh(K)
     del K
-    dense = RitzPairs(theta, E, torch.zeros_like(theta), 0.0, torch.finfo(V.dtype).eps)
+    dense = RitzPairs(theta, E, torch.zeros_like(theta), 0.0, V.eps)
     wanted = s.wanted(theta.clamp_min(0)) or len(theta)
     if dense.rank < wanted:
         return _Found(dense, wanted, [], [], 1, False)
