@@ -270,6 +270,8 @@ def run(options: argparse.Namespace) -> common.Outcome:
 
 def outcome(parts: Mapping[str, Any], where: str) -> common.Outcome:
     """Tables, figure and rows of one setting."""
+    if where not in parts:
+        raise ValueError(f"No runs are kept of {where!r}, so there is nothing to show; there are {sorted(parts)}.")
     runs = {name: list(parts[where][name].values()) for name in PRECISIONS if name in parts[where]}
     each = {name: [run["methods"] for run in those] for name, those in runs.items()}
     results = {name: summarize(those) for name, those in each.items()}
@@ -291,7 +293,7 @@ def outcome(parts: Mapping[str, Any], where: str) -> common.Outcome:
         "less fine-tuning": gains,
         "parts": parts,
     }
-    differs = f"MiniLM-L6 on SST-2, {where}; ± over {count} draws; {next(iter(runs.values()))[0]['machine']}"
+    differs = f"MiniLM-L6 on SST-2, {where}; ± over draws ({count}); {next(iter(runs.values()))[0]['machine']}"
     return common.Outcome(record, figure(each, results), rows(results, gains, differs))
 
 
@@ -370,5 +372,5 @@ def figure(each: Mapping[str, Sequence[Mapping[str, Any]]], results: Mapping[str
         plots.name_rows(ax, list(METHODS) if key == "nll" else [""] * len(METHODS), lines=True)
         ax.set(xlabel=f"test {key.upper()} (left is better)")
         ax.grid(axis="y", visible=False)
-    panels[1].legend(fontsize=8)
+    plots.legend_below(picture, panels[1], len(each), fontsize=9)
     return picture
