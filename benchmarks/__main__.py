@@ -86,7 +86,7 @@ def main() -> None:
     ten.add_argument("--device", default="cpu")
     ten.add_argument("--out", type=Path, default=None, help="JSON file (default: results/scale-DEVICE.json)")
     ten.add_argument("--rounds", type=int, default=5)
-    ten.add_argument("--only", default="all", help="passes, or the name of a network")
+    ten.add_argument("--only", default="all", help="passes, a network, estimators, laplace, outputs, adapters or kron")
     ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
     args = parser.parse_args()
     if args.command == "precision":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from benchmarks import scale_estimators
 from benchmarks.timing import machine, milliseconds, synchronize
 from linnet._common import Precision, arithmetic
 
@@ -104,7 +105,7 @@ def _gpt2(device: torch.device) -> nn.Module:
 
 
 def llama(device: torch.device, size: str, rank: int, names: tuple[str, ...], classes: int = 2) -> nn.Module:
-    """A Llama with random weights in bf16 and LoRA: "1.1B", "7B", or "tiny" for a CPU."""
+    """A Llama with random weights and LoRA: "1.1B" or "7B" in bf16, or "tiny" in float32 for a CPU."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     shape = {
@@ -113,6 +114,7 @@ def llama(device: torch.device, size: str, rank: int, names: tuple[str, ...], cl
         "7B": (4096, 11008, 32, 32, 32),
     }[size]
     width, inner, layers, heads, shared = shape
+    dtype = torch.float32 if size == "tiny" else torch.bfloat16
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=inner,
@@ -122,10 +124,10 @@ def llama(device: torch.device, size: str, rank: int, names: tuple[str, ...], cl
         vocab_size=2000 if size == "tiny" else 32000,
         num_labels=classes,
         pad_token_id=0,
-        dtype=torch.bfloat16,
+        dtype=dtype,
     )
     with torch.device(device):
-        model = LlamaForSequenceClassification(config).to(torch.bfloat16)
+        model = LlamaForSequenceClassification(config).to(dtype)
     return add_lora(model, rank, names)
 
 
@@ -243,6 +245,23 @@ def profile(name: str, job: Job, precision: Precision, device: str, part: str) -
     return seen.key_averages().table(sort_by=key, row_limit=22, max_name_column_width=70)
 
 
+def estimators(device: str, only: str) -> Iterator[tuple[str, Any]]:
+    """Name and figures of each measurement of estimators."""
+    cuda, place = device.startswith("cuda"), torch.device(device)
+    if only in ("all", "estimators", "laplace"):
+        yield "laplace", scale_estimators.laplace(device, *(() if cuda else (256, 64)))
+    if only in ("all", "estimators", "outputs"):
+        yield "outputs", scale_estimators.outputs(device)
+    if only in ("all", "estimators", "adapters"):
+        size, vocabulary = ("1.1B", 32000) if cuda else ("tiny", 2000)
+        model, x = llama(place, size, 8, ATTENTION).eval(), _tokens(64, 64, vocabulary, place)
+        yield "adapters", scale_estimators.adapters(model, x, device, 2, partial(step, model, x))
+    if only in ("all", "estimators", "kron"):
+        size, vocabulary, n, length = ("7B", 32000, 1000, 256) if cuda else ("tiny", 2000, 32, 32)
+        model = llama(place, size, 16, LINEAR, classes=4).eval()
+        yield "kron", scale_estimators.kron(model, _tokens(n, length, vocabulary, place), device, 4)
+
+
 def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | None = None) -> None:
     """Everything that is asked for; prints a line per measurement and writes JSON after each."""
     results: dict[str, Any] = {"machine": machine(device), "passes": []}
@@ -266,9 +285,19 @@ def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | N
                 print(
                     f"{name:11} {precision:8} step {found['ms']['step']:8.1f} ms  {ratios}  GiB: {memory}", flush=True
                 )
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(results, indent=2) + "\n")
-            gc.collect()
-            if device.startswith("cuda"):
-                torch.cuda.empty_cache()
+            _keep(results, out, device)
+    if table is None:
+        for name, figures in estimators(device, only):
+            results[name] = figures
+            print(name, json.dumps(figures), flush=True)
+            _keep(results, out, device)
+
+
+def _keep(results: dict[str, Any], out: Path | None, device: str) -> None:
+    """Write what is known, and free memory for the next network."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=2) + "\n")
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()

@@ -26,6 +26,7 @@ from figures_of_results import (
     proofs,
     results,
     sampling_times,
+    scale,
 )
 from mkdocs.structure.files import File
 from options_of_command import commands, options
@@ -50,6 +51,7 @@ WRITERS: dict[str, Callable[..., str]] = {
         peers,
         results,
         sampling_times,
+        scale,
     )
 }
 

@@ -344,3 +344,32 @@ def test_a_deep_language_model_in_half_precision_is_not_refused(side: str, dtype
         assert J.gram_diag().isfinite().all()
         logits = model(**X).logits.detach().float()
         assert (J.outputs() - logits).abs().max() <= 0.08 * logits.abs().max()
+
+
+@pytest.mark.parametrize("base", HALF)
+def test_a_network_that_runs_only_under_autocast(base: torch.dtype) -> None:
+    """A float32 head right behind a half-precision base, as training under autocast leaves it."""
+
+    class Meeting(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+    model, X = Meeting(6, base, torch.float32, torch.float32), torch.randn(7, 6, dtype=base)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(X)
+    lin = linnet.linearize(model)
+    with pytest.warns(
+        UserWarning, match=r"runs only under torch\.autocast\. linnet runs the .*as in self\.head"
+    ) as said:
+        f = lin(X)
+        J = lin.jacobian(X, 3)
+        A = J.dense()
+    assert len(said) == 1
+    with torch.autocast("cpu", base):
+        assert torch.equal(f, model(X).detach())
+        same = dense_jacobian(model, X)
+    exact = dense_jacobian(copy.deepcopy(model).double(), X.double())
+    check_rows(A, same, exact, lin.layout, torch.finfo(base).eps)
+    check_operator(J, A, blocks=3, rtol=1e-5)
+    check_operator(lin.to(torch.float64).jacobian(X), exact, blocks=3)
+    assert not torch.is_autocast_enabled("cpu")

@@ -8,9 +8,17 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
-from linnet.jacobian import Jacobian, NetworkChunks, combine_outputs, informative_rows
+from linnet.jacobian import (
+    Jacobian,
+    NetworkChunks,
+    combine_outputs,
+    estimate_column_norms,
+    informative_rows,
+    output_combinations,
+    plan,
+)
 from linnet.jacobian.output_combinations import _groups
-from linnet.linalg import Stack
+from linnet.linalg import Stack, weight_from_root
 from linnet.probability import Categorical
 from linnet.sampling import posterior_samples
 from tests.support.drawn import double, normal
@@ -156,3 +164,19 @@ def test_a_share_of_the_trace_is_left_out_and_no_more():
     squares = torch.tensor([[8.0, 1.0], [7.0, 2.0], [2.0, 0.0]]).double()
     for share, kept in ((0.0, 5), (0.04, 5), (0.051, 4), (0.24, 4), (0.251, 2), (0.61, 1)):
         assert sum(len(index) * q for index, q in _groups(squares, share)) == kept
+
+
+@pytest.mark.parametrize("form", ["none", "diagonal", "classes"])
+def test_column_norms_of_many_outputs_are_unbiased(form, monkeypatch):
+    model = double(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)))
+    J, f = linnet.linearize(model).jacobian(normal(9, 3)), normal(9, 6, seed=1)
+    root = {"none": None, "diagonal": f.abs(), "classes": Categorical().root(f)}[form]
+    exact = J.column_norms(None if root is None else weight_from_root(root))
+    assert torch.equal(estimate_column_norms(J, root), exact)  # few outputs
+    monkeypatch.setattr(plan, "MANY", 0)
+    monkeypatch.setattr(plan, "CHEAP", 0.0)
+    monkeypatch.setattr(output_combinations, "DRAWN_ROWS", 18)
+    found = torch.stack([estimate_column_norms(J, root, seed=seed) for seed in range(60)])
+    error = found.std(0) / 60**0.5
+    assert ((found.mean(0) - exact).abs() <= 4.5 * error + 1e-9 * exact).all()  # of 46 numbers, about normal
+    assert float(error.max()) > 0

@@ -682,6 +682,9 @@ def test_bad_settings_are_refused(options: dict[str, Any], kind: type[Exception]
         Laplace(net(3), **{"prior": 1.0, **options}).fit(X, y)
 
 
+METHODS = ("targets", "log_prob", "residual", "curvature", "root", "mean", "kl", "sample")
+
+
 def test_bad_data_is_refused() -> None:
     model = net(3)
     bad = X.clone()
@@ -699,8 +702,10 @@ def test_bad_data_is_refused() -> None:
         la.predict(X, return_std=True, return_cov=True)
     with pytest.raises(ValueError, match="k is a number of samples"):
         la.sample(X, 0)
+    own = {name: (lambda self, *a, name=name, **k: getattr(Categorical(), name)(*a, **k)) for name in METHODS}
+    unknown = type("Own", (Likelihood,), {"diagonal": False, **own})()  # classes have a formula, others have blocks
     with pytest.raises(MemoryError, match=r"24 examples with 3 outputs takes .* with draws=1"):
-        Laplace(model, structure="kron", prior=1.0, memory=1000).fit(X, CLASSES)
+        Laplace(model, unknown, structure="kron", prior=1.0, memory=1000).fit(X, CLASSES)
     with pytest.raises(ValueError, match="at must be"):
         la.log_evidence("mode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method must be"):

@@ -355,6 +355,21 @@ def test_a_wrong_fold_is_noticed_on_the_example() -> None:
         fold_batchnorm(awakened(Reads()), normal(2, 2, 4, 4))
 
 
+def test_a_slightly_wrong_fold_is_noticed_in_float64() -> None:
+    class Reads(nn.Module):
+        """Adds a little where the batch norm is folded."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)) * (1 + 1e-11 * isinstance(self.norm, nn.BatchNorm2d))
+
+    with pytest.raises(RuntimeError, match="differs from the given one"):
+        fold_batchnorm(awakened(Reads()), normal(2, 2, 4, 4))
+
+
 @pytest.mark.parametrize("features", ["2", "input of 2", "3"])
 def test_a_network_that_stops_at_its_features(features: str) -> None:
     body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 
 from sklearn.utils.validation import check_is_fitted
 
-from linnet.jacobian import has_many_outputs
+from linnet.jacobian import Jacobian
+from linnet.linalg import LinearOperator, Stack
 from linnet.probability import Posterior, SamplePosterior
 
 Variance = Literal["auto", "exact", "samples"]
@@ -36,13 +37,13 @@ def check_has_exact(variance: str, what: str, instead: str) -> None:
         )
 
 
-def choose_variance(variance: str, posterior: Posterior, outputs: int, samples: int) -> str:
+def choose_variance(variance: str, posterior: Posterior, J: LinearOperator, samples: int) -> str:
     """How error bars are made: "exact", or "samples".
 
     Args:
         variance: What the user asked for.
         posterior: The posterior.
-        outputs: Outputs of the network.
+        J: Of the training data.
         samples: Number of samples that would be taken.
     """
     if posterior.is_point:
@@ -51,8 +52,11 @@ def choose_variance(variance: str, posterior: Posterior, outputs: int, samples: 
         return "samples"
     if variance != "auto":
         return variance
-    if not has_many_outputs(outputs, samples):
+    while isinstance(J, Stack):
+        J = J.parts[0]
+    if not isinstance(J, Jacobian) or not J.has_many_outputs(samples):
         return "exact"
+    outputs = J.c
     log.info(
         "Error bars of %d outputs come from %d posterior samples, with a relative standard error of %.2g; exact error "
         "bars take %d backward passes for each input: variance='exact'.",
@@ -94,8 +98,8 @@ class ErrorBarsMixin:
     variance_: str
     _drawn: tuple[Posterior, SamplePosterior]
 
-    def _settle_variance(self, outputs: int) -> None:
-        self.variance_ = choose_variance(self.variance, self.posterior_, outputs, self.samples)
+    def _settle_variance(self, J: LinearOperator) -> None:
+        self.variance_ = choose_variance(self.variance, self.posterior_, J, self.samples)
 
     @property
     def std_error_(self) -> float:

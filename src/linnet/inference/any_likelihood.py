@@ -282,13 +282,14 @@ def _choose_on_part(
     if not prior.scales:
         return Choice((1.0,), (), 0.0), J.n
     examples = min(J.n, max(1, SUBSET_ROWS // J.c))
-    check_fits(
-        24 * (examples * J.c) ** 2,
-        settings.memory,
-        J.device,
-        what=f"The evidence that chooses the scale of the prior, for {J.c:,} outputs,",
-        instead="Give prior= as a variance, or fewer outputs (output=)",
-    )
+    if J.c > SUBSET_ROWS:
+        check_fits(
+            24 * J.c**2,
+            settings.memory,
+            J.device,
+            what=f"The evidence that chooses the scale of the prior, for {J.c:,} outputs,",
+            instead="Give prior= as a variance, or fewer outputs (output=)",
+        )
     index = torch.randperm(J.n, generator=settings.generator(6))[:examples].sort().values
     part = J.subset(index).cached()
     base = part.outputs() if mean is None else mean[index.to(mean.device)]

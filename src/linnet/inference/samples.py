@@ -544,7 +544,7 @@ def _kind(preconditioner: Kind | Preconditioner) -> str:
     return str(preconditioner)
 
 
-def _check(J: Jacobian, S: Tensor, L: Tensor, k: int, probes: int, space: str) -> Tensor:
+def _check(J: Jacobian, S: Tensor, L: Tensor | ClassBlocks, k: int, probes: int, space: str) -> Tensor:
     """L as operators take it."""
     if space not in get_args(Space):
         raise ValueError(f"space must be one of {', '.join(map(repr, get_args(Space)))}; got {space!r}.")

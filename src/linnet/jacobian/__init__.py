@@ -16,7 +16,7 @@ from linnet.jacobian.output_combinations import (
     informative_rows,
 )
 from linnet.jacobian.passes import PassSettings
-from linnet.jacobian.plan import Plan, _count, autodiff_wins, fused_cost, gram_cost, has_many_outputs
+from linnet.jacobian.plan import Plan, _count, autodiff_wins, fused_cost, gram_cost
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "estimate_column_norms",
     "fused_cost",
     "gram_cost",
-    "has_many_outputs",
     "informative_rows",
     "linearize",
     "needs_grad",

@@ -328,6 +328,12 @@ def _lazy_again(
     return rule.make_blocks(LayerCall(None, {}, conf), x, g, slots, layout)[0]
 
 
+def _check_finite(chunk: tuple[Tensor, Tensor, Batch] | None) -> None:
+    """Raise if the outputs of a chunk are not finite: whether they are, the outputs, the examples."""
+    if chunk is not None and not bool(chunk[0]):
+        check_outputs_finite(chunk[1], chunk[2].start, chunk[2].positions)  # says which example it is
+
+
 class Proofs:
     """Which chunks have been compared, and by which way they were made."""
 
@@ -622,6 +628,7 @@ class NetworkChunks(ChunkSource):
         return (batch.rest for batch in self.batches(size, 0, self.n))
 
     def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
+        last: tuple[Tensor, Tensor, Batch] | None = None
         for batch in self.batches(size, start, stop):
             loan = self._borrow(batch, request)
             # A product is done with a chunk before the next chunk is made; other passes hold several.
@@ -633,11 +640,12 @@ class NetworkChunks(ChunkSource):
             finally:
                 if loan is not None:
                     loan.give_back()
-            # After the chunk's work is queued, so that a GPU does not wait for the answer.
             if self.late is not None:
                 self.late.add(f, batch.index)
-            elif not bool(f.isfinite().all()):
-                check_outputs_finite(f, batch.start, batch.positions)  # says which example it is
+            else:  # a GPU is asked for the answer when it has the work of the next chunk
+                _check_finite(last)
+                last = f.isfinite().all(), f, batch
+        _check_finite(last)
 
     def by_columns(self, kind: Request, k: int) -> bool:
         if self.settings.engine != "auto" or kind not in PRODUCTS or not autodiff_wins(kind, k=k, c=self.first.c):

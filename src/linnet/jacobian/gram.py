@@ -17,7 +17,7 @@ from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
 from linnet.jacobian.passes import GRAM, Piece
 from linnet.jacobian.plan import prepare
-from linnet.linalg import blocks_of_chunk, weigh
+from linnet.linalg import ClassBlocks, blocks_of_chunk, weigh
 from linnet.network import check_same_shapes
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
     return J.passes.complete(run)
 
 
-def compute_kronecker(J: Jacobian, root: Tensor | None) -> Kronecker:
+def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kronecker:
     """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass."""
     first, engine = J.passes.chunks.first, J.passes.settings.engine
 

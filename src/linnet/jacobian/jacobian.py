@@ -575,13 +575,17 @@ class Jacobian(LinearOperator):
         """
         return self if self.in_memory else self._with(store(self.passes, memory))
 
+    def has_many_outputs(self, k: int = 64) -> bool:
+        """Whether answers from all rows, a backward pass for each output, cost far more than answers from k columns."""
+        return has_many_outputs(self._sample, self.c, k)
+
     def cached_if_fits(self) -> Jacobian:
         """`cached` where that fits into memory, else `above_frozen` where that can be, else the Jacobian itself.
 
         Of many outputs no rows are kept: their backward passes cost more than products with the network.
         """
         try:
-            if self.in_memory or not has_many_outputs(self.c):
+            if self.in_memory or not self.has_many_outputs():
                 return self.cached()
         except MemoryError:
             pass
@@ -672,7 +676,7 @@ class Jacobian(LinearOperator):
         found = gram.compute_moments(self, centered=centered)
         return found.mean, found.squares / found.count
 
-    def kronecker(self, root: Tensor | None = None) -> Kronecker:
+    def kronecker(self, root: Tensor | ClassBlocks | None = None) -> Kronecker:
         """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.jacobian.kronecker`.
 
         Args:

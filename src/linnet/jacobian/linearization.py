@@ -121,8 +121,10 @@ class Linearization:
         """f(x; theta0) as (n, c), for anything that the model takes: a tensor, an array, a tuple or a dict."""
         self.check_unchanged(contents=True)
         source = as_source(x, self.module.forward)
+        batches = [b.to(self.device) for b in source.batches(source.n)]
+        self.network.find_autocast(batches[0])
         with torch.no_grad(), self.network.in_precision("highest"):
-            return torch.cat([self.network.forward({}, b.to(self.device)) for b in source.batches(source.n)])
+            return torch.cat([self.network.forward({}, b) for b in batches])
 
     def jacobian(
         self,

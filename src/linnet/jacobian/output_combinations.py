@@ -22,7 +22,6 @@ from linnet._common import TEMPORARY
 from linnet.data import Batch, Source
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.plan import has_many_outputs
 from linnet.linalg import ClassBlocks, LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh, weight_from_root
 from linnet.network import FunctionalModel, output_matrix, output_tensor, with_forward
 
@@ -77,7 +76,7 @@ def estimate_column_norms(J: Jacobian, root: Any = None, *, seed: int = 0) -> Te
         >>> estimate_column_norms(J)[:4]
         tensor([1., 4., 1., 4.])
     """
-    if J.in_memory or not has_many_outputs(J.c):
+    if J.in_memory or not J.has_many_outputs():
         return J.column_norms(None if root is None else weight_from_root(root))
     m = max(1, DRAWN_ROWS // J.n)
     generator = torch.Generator().manual_seed(seed)

@@ -30,9 +30,10 @@ Engine = Literal["auto", "rows", "bilinear", "ghost", "autodiff"]
 
 PRODUCTS = ("matmul", "rmatmul", "fused")
 
-MANY, USUAL_COLUMNS = 16, 64
-"""Outputs for each column above which estimates from columns replace exact numbers from rows, and columns where nobody
-says how many. A smaller number saves time, and a larger number keeps exact numbers for more networks."""
+MANY, CHEAP = 16, 1e9
+"""Outputs for each column, and multiply-adds of all rows of an example, above which estimates from columns replace
+exact numbers from rows. Smaller numbers save time, and larger numbers keep exact answers for more networks: an example
+whose rows are cheap takes about 0.03 seconds of a CPU core."""
 
 PLAN_COLUMNS = 32
 """Columns for which a printed plan names engines and counts cost."""
@@ -86,17 +87,16 @@ def prepare(block: ColumnBlock, request: Request, *, k: int, engine: Engine = "a
     return block.for_few() if request in PRODUCTS else block.as_outer_product()
 
 
-def has_many_outputs(c: int, k: int = USUAL_COLUMNS) -> bool:
+def has_many_outputs(blocks: Sequence[ColumnBlock], c: int, k: int) -> bool:
     """Whether c rows of an example, a backward pass each, cost far more than k columns, a forward pass each.
 
     Args:
+        blocks: Columns of the Jacobian, as the first examples show them.
         c: Outputs.
         k: Columns that answer the same question.
-
-    >>> has_many_outputs(1000), has_many_outputs(3 * 64 * 64)
-    (False, True)
     """
-    return c > MANY * k
+    each = sum(max(f.size.groups * f.size.T * f.size.dx * f.size.dg, f.q) for f in blocks)
+    return c > MANY * k and c * each > CHEAP
 
 
 def autodiff_wins(request: Request, *, k: int, c: int) -> bool:

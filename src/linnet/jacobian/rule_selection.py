@@ -140,6 +140,7 @@ class RuleSelection:
     def assign(self, batch: Batch) -> RuleAssignment:
         """Which rules serve a batch, checked on its first examples if its calls are new."""
         probe = batch.part(0, min(PROBE, batch.n))
+        self.network.find_autocast(probe)
         with self.network.in_precision("highest"):
             recording = self.record(probe)
         return self.assign_to(recording, batch)
@@ -496,7 +497,8 @@ class RuleSelection:
             calls=self._calls if watched else None,
         )
         known = self._known
-        if not torch.is_autocast_enabled(self.network.device.type):  # a precision that was asked for is known anyway
+        asked = torch.is_autocast_enabled(self.network.device.type) and self.network.autocast.dtype is None
+        if not asked:  # a precision that was asked for is known anyway
             known.coarsest = coarser(known.coarsest, recording.coarsest)
             known.coarsest_gradient = coarser(known.coarsest_gradient, recording.coarsest_gradient)
         return recording
@@ -572,7 +574,7 @@ def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtyp
         dtype: Dtype of the columns.
     """
     x = use.call.x
-    half = use.rule.takes_half and x is not None and x.dtype == g.dtype in (torch.bfloat16, torch.float16)
+    half = use.rule.takes_half and x is not None and x.dtype == g.dtype in HALF
     if not (half and dtype == torch.float32):
         g = g.to(dtype)
         x = x.to(dtype) if x is not None and x.is_floating_point() else x

@@ -43,7 +43,7 @@ from linnet.inference import (
     choose_solver,
     maximize,
 )
-from linnet.jacobian import Jacobian, Linearization, combine_outputs, has_many_outputs, linearize
+from linnet.jacobian import Jacobian, Linearization, combine_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.evidence import (
@@ -319,7 +319,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """An exact structure where it fits memory and patience, else samples."""
         kernels = len(self.lin_.layout.layers) + 1 if self.prior == "layerwise" else 1
         steps = 10 if self.prior == "layerwise" else 3
-        if self.draws == "auto" and has_many_outputs(J.c, self.samples):
+        if self.draws == "auto" and J.has_many_outputs(self.samples):
             return "samples"
         rows = J.n * (self.draws if isinstance(self.draws, int) else J.c)
         settings = SolverSettings(memory=self.memory)
@@ -330,7 +330,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """Labels that are drawn for each example in place of the exact Fisher information."""
         if self.draws != "auto":
             return None if self.draws is None else int(self.draws)
-        if self.structure_ not in BY_OUTPUT or not has_many_outputs(J.c, self.samples):
+        if self.structure_ not in BY_OUTPUT or not J.has_many_outputs(self.samples):
             return None
         count = max(1, min(self.samples, math.ceil(DRAWN_ROWS / J.n)))
         log.info(
@@ -372,6 +372,14 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if self.draws_ is not None:
             root = sample_root(self._unit, f, self.draws_, seed=self.seed)
         else:
+            if not self._unit.diagonal and not isinstance(getattr(self._unit, "inner", self._unit), Categorical):
+                check_fits(
+                    3 * f.numel() * f.shape[1] * f.element_size(),
+                    self.memory,
+                    f.device,
+                    what=f"The curvature of {len(f):,} examples with {f.shape[1]:,} outputs",
+                    instead="Draw the Fisher information instead, with draws=1 or a few",
+                )
             check_curvature(self._unit, f[:256])
             root = self._unit.root(f) if self.structure_ == "function" else row_root(self._unit, f)
             root = root.view_as(f) if root.ndim == 1 else root
@@ -398,7 +406,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         prior = self._prior
         self.prior_variance_ = prior.variance(self._scales) if prior.scales else prior.base
         self.posterior_ = self._structure.posterior(self.prior_variance_, 1 / self._noise)
-        self._settle_variance(self._f.shape[1])
+        self._settle_variance(self._J)
         self.scales_ = dict(zip(prior.scales, self._scales, strict=True)) if prior.scales else {}
         self.likelihood_ = self._with_noise(self._noise)
         base = None if self._noise_base is None else self._noise_base * self._noise
@@ -585,7 +593,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     def _validated(self, validation: Any) -> None:
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
-        _, J, targets = self._labeled(check_inputs(self, X, reset=False), y)
+        inputs = check_inputs(self, X, reset=False)
+        _, J, targets = self._labeled(inputs, self._jacobian(inputs), y)
         J = self._kept_for_variances(J)
         f = J.outputs()
         targets = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
@@ -826,7 +835,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             seed: Seed of groups and samples.
         """
         check_is_fitted(self)
-        _, J, targets = self._labeled(check_inputs(self, X, reset=False), y)
+        inputs = check_inputs(self, X, reset=False)
+        _, J, targets = self._labeled(inputs, self._jacobian(inputs), y)
         told = self._predictive
         likelihood = told.likelihood
         targets = likelihood.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)

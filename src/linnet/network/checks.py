@@ -63,6 +63,16 @@ def warn_of_compiled(model: nn.Module) -> None:
     )
 
 
+def warn_of_autocast(dtype: torch.dtype, dtypes: Iterable[torch.dtype]) -> None:
+    """Say that a network of several dtypes runs only under autocast."""
+    warnings.warn(
+        f"The network has parameters in {', '.join(sorted(map(str, dtypes)))}, and its layers meet without a cast: the "
+        f"network runs only under torch.autocast. linnet runs the network under torch.autocast in {dtype}. To run the "
+        "network without autocast, cast between layers, as in self.head(x.to(self.head.weight.dtype)).",
+        stacklevel=2,
+    )
+
+
 def check_params_argument(params: object) -> None:
     """``params`` is None, a glob, globs, or a callable."""
     globs = isinstance(params, list | tuple | set | frozenset)
@@ -232,7 +242,7 @@ def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: 
             return
     for name, leaf in inputs:
         whole = isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
-        if whole and re.search(r"dtype|scalar type|\b(Long|Int|Short|Char|Byte|Bool)\b", str(error)):
+        if whole and _names_whole_numbers(error):
             error.add_note(
                 f"linnet: {name} are whole numbers ({leaf.dtype}), and the model's parameters are {parameter.dtype} "
                 f"({first!r}); nothing is cast in silence. Convert the data with .to({parameter.dtype})."
@@ -297,7 +307,11 @@ def cannot_cast(dtype: torch.dtype, reason: str) -> CannotCast:
 def is_about_floating_dtypes(error: Exception) -> bool:
     """Whether an error of torch says that floating dtypes do not fit; whole numbers are no floating dtypes."""
     floating = re.search(r"dtype|scalar type|data type", str(error))
-    return floating is not None and not re.search(r"\b(Long|Int|Short|Char|Byte|Bool)\b|int64|int32", str(error))
+    return floating is not None and not _names_whole_numbers(error)
+
+
+def _names_whole_numbers(error: Exception) -> bool:
+    return re.search(r"\b(Long|Int|Short|Char|Byte|Bool|bool|long|int)\b|int64|int32", str(error)) is not None
 
 
 def original_is_read(name: str) -> Refusal:

@@ -36,6 +36,19 @@ Named = tuple[tuple[str, Tensor], ...]
 """Tensors with their names."""
 
 
+@dataclass
+class Autocast:
+    """Whether a network runs only under autocast.
+
+    Attributes:
+        dtype: The dtype of autocast; None for a network that runs without.
+        tried: Whether that has been tried.
+    """
+
+    dtype: torch.dtype | None = None
+    tried: bool = False
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class FunctionalModel:
@@ -55,6 +68,7 @@ class FunctionalModel:
         cast_of: The network that this network was cast from; None for a network in its own dtypes.
         places: Every place of the module tree where a selected parameter hangs, to the name of the parameter.
         unused: A copy of the module that has never run.
+        autocast: Whether the network runs only under autocast; shared by all forms of the network.
         first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
         products: The dtype that products with the Jacobian have at least.
     """
@@ -70,6 +84,7 @@ class FunctionalModel:
     cast_of: FunctionalModel | None
     places: dict[str, str]
     unused: nn.Module
+    autocast: Autocast
     first_state: list[tuple[Any, ...]] | None
     products: torch.dtype = torch.float32
 
@@ -106,6 +121,7 @@ class FunctionalModel:
             cast_of=None,
             places=_places(own, selected),
             unused=copy_sharing_parameters(own),
+            autocast=Autocast(),
             first_state=_state(own),
         )
 
@@ -167,9 +183,34 @@ class FunctionalModel:
         with ExitStack() as stack:
             stack.enter_context(arithmetic(network_precision(precision), self.device))
             stack.enter_context(network_settings(self.module, precision, self.device))
+            if self.autocast.dtype is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.autocast.dtype))
             if self.convolves_exactly(precision):
                 stack.enter_context(self.convolutions())
             yield
+
+    def find_autocast(self, batch: Batch) -> None:
+        """Find out, on a few examples, whether a network of several dtypes runs only under autocast, and say so."""
+        found, dtypes = self.autocast, {t.dtype for t in self.module.parameters() if t.is_floating_point()}
+        half = dtypes & {torch.bfloat16, torch.float16}
+        if found.tried or self.cast is not None or len(half) != 1 or dtypes == half:
+            return
+        found.tried = True
+        for dtype in (None, *half):
+            found.dtype = dtype
+            try:
+                with torch.no_grad(), self.in_precision("highest"):
+                    self.as_at_first().forward({}, batch)
+            except RuntimeError as error:
+                if not checks.is_about_floating_dtypes(error):
+                    break
+                continue
+            except Exception:  # the first pass says what it is
+                break
+            if dtype is not None:
+                checks.warn_of_autocast(dtype, dtypes)
+            return
+        found.dtype = None
 
     def convolves_exactly(self, precision: Precision) -> bool:
         """Whether a network that runs in this precision convolves in float32 on a GPU."""
@@ -194,7 +235,9 @@ class FunctionalModel:
         for dtype in (None, *dict.fromkeys(t.dtype for t in self.cast_of.module.parameters() if t.is_floating_point())):
             given = batch if dtype is None else batch.with_inputs(partial(as_dtype, dtype=dtype))
             try:
-                return self.cast_of.forward({}, given)
+                self.cast_of.find_autocast(given)
+                with self.cast_of.in_precision("highest"):
+                    return self.cast_of.forward({}, given)
             except (RuntimeError, TypeError, ValueError):
                 continue
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from sklearn.base import BaseEstimator
@@ -65,6 +65,12 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     _chosen: list[str] | None = None
     _level: Tensor | None = None
 
+    _SHARED: ClassVar[tuple[str, ...]] = (
+        *("lin_", "top_", "top_path_", "_chosen", "_probe", "n_features_in_", "feature_names_in_"),  # of the network
+        *("scales_", "_level"),  # of the prior and the mean function
+    )
+    """Attributes that an estimator has in common with one that it makes for other data."""
+
     # Which parameters.
 
     @property
@@ -119,6 +125,14 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         if getattr(self, "inference", "laplace") != "laplace":
             best = type(self)(**given | {"top": best.top_}).fit(X, y)
         self.__dict__.update(best.__dict__ | given | {"top_path_": path})
+
+    def _without_data(self) -> Self:
+        """A new estimator with the settings of this one, and with the findings of this one in `_SHARED`."""
+        other = type(self)(**self.get_params(deep=False))
+        for name in self._SHARED:
+            if name in vars(self):
+                setattr(other, name, vars(self)[name])
+        return other
 
     # From the user's data to Jacobians and back.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Sequence
@@ -132,6 +131,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     """
 
     mode_: Mode | None
+    _SHARED = (*Tangent._SHARED, "scale_examples_", "multilabel_")
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             (True, torch.Size([30, 3]))
         """
         check_is_fitted(self)
-        other = copy.copy(self)
+        other = self._without_data()
         other._condition(self._inputs(X, reset=False), y, self.classes_, Prior("given", self.prior_variance_))
         return other
 
@@ -291,7 +291,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             )
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
-        self._settle_variance(J.c)
+        self._settle_variance(J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path
         self.elbo_ = None if fit.best is None else fit.best.elbo

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Task
-from linnet.jacobian import has_many_outputs
 
 OWN_DATA = 0.25
 """Below this ratio of `own_data_ratio` the network must have been trained on the data."""
@@ -29,7 +28,7 @@ def own_data_ratio(task: Task, base: Tensor) -> float:
     """
     J, r, scale = task.J, task.r, task.noise.base.rsqrt()
     if len(r) > OWN_ROWS[1]:
-        if not J.by_position or has_many_outputs(J.c):  # a kernel of one example would be too large
+        if not J.by_position or J.has_many_outputs():  # a kernel of one example would be too large
             return math.inf
         index = torch.linspace(0, J.n - 1, max(1, OWN_ROWS[1] // J.c)).long()
         J, r, scale = J.subset(index), r.view(J.n, -1)[index].flatten(), scale.view(J.n, -1)[index].flatten()

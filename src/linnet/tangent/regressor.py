@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from linnet._estimator import (
 )
 from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
 from linnet.inference.gaussian import closed_form, updates
-from linnet.jacobian import Jacobian, Linearization, has_many_outputs, linearize
+from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.linalg import Stack
 from linnet.network import CannotCast, Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, check_prior, make_prior
@@ -126,6 +125,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         (torch.Size([20]), True)
     """
 
+    _SHARED = (*Tangent._SHARED, "prior_", "_log_variances", "_one_column")
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -198,7 +199,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             check_outputs_fit(J)
         kernels = len(lin.layout.layers) if self.prior == "layerwise" else 1
         solver = choose_solver(rows, lin.p, settings, device=lin.device, kernels=kernels)
-        if self.solver == "auto" and has_many_outputs(jacobians[0].c, self.samples):
+        if self.solver == "auto" and jacobians[0].has_many_outputs(self.samples):
             solver = "cg-weight"  # the one that needs no rows of the Jacobian
         if solver.startswith("cg"):
             check_has_exact(self.variance, f"solver={solver!r}", "solver='function' or 'weight' where they fit")
@@ -230,7 +231,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
-        return [self, *(self._copy(task, fit, [X]) for task, fit, X in rest)]
+        return [self, *(self._with_task(task, fit, [X]) for task, fit, X in rest)]
 
     def _needs_float64(self, model: nn.Module, first: Jacobian, tasks: list[Task], fits: list[Fit]) -> bool:
         """Whether rounding inside the network moves the mean too far and a copy in float64 serves; say so.
@@ -326,7 +327,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
         self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
-        self._settle_variance(task.base.shape[1])
+        self._settle_variance(task.J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
         self.noise_ = self.noise if self._noise_name is None else _single(fit.choice.noise)
@@ -334,8 +335,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
 
-    def _copy(self, task: Task, fit: Fit, inputs: list[Any]) -> TangentRegressor:
-        other = copy.copy(self)
+    def _with_task(self, task: Task, fit: Fit, inputs: list[Any]) -> TangentRegressor:
+        other = self._without_data()
         other._set(task, fit, inputs)
         return other
 
@@ -370,7 +371,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         y = self._targets(y, J)
         task = self._task(J, y, X)
         whole, fit = updates.extend(self._train, self._fit_, task)
-        return self._copy(whole, fit, [*self._train_inputs, X])
+        return self._with_task(whole, fit, [*self._train_inputs, X])
 
     def refit(self, X: Any, y: Any = None) -> TangentRegressor:
         """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
@@ -399,9 +400,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         settings = self._settings(_rounding(J, solver), solver=solver)
         (fit,) = closed_form.condition([task], prior, settings)
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
-        other = self._copy(task, replace(fit, choice=kept), [X])
+        other = self._with_task(task, replace(fit, choice=kept), [X])
         other._one_column = y.ndim == 1
-        other.__dict__.pop("tasks_", None)
         return other
 
     # Predictions.

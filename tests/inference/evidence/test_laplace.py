@@ -99,6 +99,19 @@ def test_best_scales_rise_and_leave_out_what_says_nothing() -> None:
     assert again.log_evidence >= choice.log_evidence - 1e-6
 
 
+def test_a_part_in_small_units_gets_a_large_scale() -> None:
+    """The kernel of the useful part is a million times smaller, so that its best scale is far above the common one."""
+    n, unit = 40, 1e-6
+    useful, noise = normal(n, 5), normal(n, 60, seed=1)
+    y = Bernoulli().sample(2.0 * (useful @ normal(5, seed=2))[:, None], torch.Generator().manual_seed(0))
+    given = {"mean": torch.zeros(n, 1).double(), "likelihood": Bernoulli()}
+    K, other = useful @ useful.T, noise @ noise.T
+    want = choose_layer_scales({"useful": K, "noise": other}, y, **given)
+    found = choose_layer_scales({"useful": unit * K, "noise": other}, y, **given)
+    assert found.log_evidence == pytest.approx(want.log_evidence, abs=1e-4)
+    assert found.scales[0] * unit == pytest.approx(want.scales[0], rel=0.05)
+
+
 # Many rows: a part of them first.
 
 

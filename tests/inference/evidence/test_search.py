@@ -116,6 +116,16 @@ def test_limits() -> None:
     assert none.converged and none.x == [] and none.value == 1.0
 
 
+@pytest.mark.parametrize("times", [10.0, 1e3, 1e5])
+def test_a_curvature_that_mackay_overrates_does_not_end_the_search(times: float) -> None:
+    """The top is two e-folds away and half a nat higher, and MacKay's update promises next to nothing."""
+
+    def flat(x: list[float]) -> Evaluation:
+        return Point(-0.125 * (x[0] - 2) ** 2, [Slope(times, times, -0.25 * (x[0] - 2))])
+
+    assert maximize(flat, [[0.0]], [(-9.0, 9.0)], gain=0.1).value >= -0.1
+
+
 def test_few_evaluations_suffice() -> None:
     """One hyperparameter whose curvature MacKay's update does not know."""
     seen: list[float] = []

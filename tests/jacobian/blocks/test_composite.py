@@ -77,6 +77,16 @@ def test_a_table_that_is_also_the_last_layer(output, kind) -> None:
     )
 
 
+@pytest.mark.parametrize("output", [answers, likelihood])
+@pytest.mark.parametrize("engine", ["auto", "rows", "bilinear", "ghost"])
+def test_a_table_in_half_precision(engine: str, output) -> None:
+    model, X = Tied(20, 5).bfloat16(), sentences(7, 6, 20)
+    J = linnet.linearize(model, output=output).jacobian(X, 3, engine=engine)
+    A = J.dense()
+    check_operator(J, A, blocks=J.c, rtol=1e-5)
+    check_operator(J.cached(), A, blocks=J.c, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_of_fifty_thousand_rows_is_never_a_dense_block(dtype: torch.dtype) -> None:
     model, X = Tied(50_000, 8).to(dtype), sentences(6, 5, 50_000)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference.evidence.search import Slope, maximize
+from linnet.linalg import cholesky_solve
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -270,7 +271,7 @@ def kernel_terms(task: KernelTask, scales: Sequence[float], noise: Sequence[floa
     Sigma.diagonal().add_(v[output])
     L = _factor(Sigma)
     inverse = torch.cholesky_inverse(L)
-    alpha = inverse @ r
+    alpha = cholesky_solve(L, r)
     value = -0.5 * float(r @ alpha + len(r) * LOG_2PI) - float(L.diagonal().log().sum())
     by_scale = [
         Slope(s * float(alpha @ (K @ alpha)), s * float((inverse * K).sum()))
@@ -333,7 +334,7 @@ def moment_terms(
         b.add_(root * part, alpha=1 / v)
     L = _factor(A)
     inverse = torch.cholesky_inverse(L)
-    u = inverse @ b
+    u = cholesky_solve(L, b)
     up, down = (
         like.new_zeros(len(scales)).index_add_(0, groups, x).tolist() for x in (u.square(), 1 - inverse.diagonal())
     )

@@ -35,6 +35,9 @@ STEP = 4 / 3 * math.log(10.0)
 """Distance of the logarithms of the scales that are tried where nothing is known: shorter costs more modes, longer may
 step over a peak."""
 
+WIDE = 28.0
+"""The largest distance of the logarithm of a scale from where its search begins: twelve decades."""
+
 PART = 400
 """Rows that are enough to know where to look: fewer mislead, more cost time. Twice as many are searched at once."""
 
@@ -134,14 +137,14 @@ class _ScaleEvidence:
         return _AtMode(mode.log_evidence, lambda: [self._slope(mode, self.scale(t))])
 
     def search(self, gain: float) -> Maximum:
-        climb = partial(maximize, self, gain=gain, longest=STEP / 2)
+        climb = partial(maximize, self, bounds=[(-WIDE, WIDE)], gain=gain, longest=STEP / 2)
         first = self.start_by_part()
         if first is not None:
-            found = climb([[first]], [(-2 * STEP, 5 * STEP)])
+            found = climb([[first]])
             if found.value >= float(self.likelihood.log_prob(self.mean, self.y).sum()):
                 return found
         # All magnitudes: a mean that is sure and wrong gives the evidence a dip before its peak.
-        return climb([[i * STEP] for i in (-5, -3, -2, -1, 0, 1, 2, 3)], [(-5 * STEP, 5 * STEP)])
+        return climb([[i * STEP] for i in (-5, -3, -2, -1, 0, 1, 2, 3)])
 
     def start_by_part(self) -> float | None:
         """Where the evidence of an eighth of the examples is largest; None for few, or where they ask for next to none.
@@ -281,8 +284,8 @@ def choose_layer_scales(
         alpha = mode.alpha
         return _AtMode(mode.log_evidence, lambda: scale_slopes(kernels, s, mode=mode, likelihood=likelihood))
 
-    x0, wide = [math.log(s) for s in start], math.log(1e8)
-    found = maximize(objective, [x0], [(t - wide, t + wide / 2) for t in x0], gain=1e-6)
+    x0 = [math.log(s) for s in start]
+    found = maximize(objective, [x0], [(t - WIDE, t + WIDE) for t in x0], gain=1e-6)
     if common is not None and common.log_evidence > found.value:
         return replace(common, scales=common.scales * len(kernels))
     return Choice(tuple(math.exp(t) for t in found.x), (), found.value, found.rising)

@@ -113,7 +113,8 @@ def maximize(
         objective: What is maximized.
         starts: One or more points. A point where the objective raises is passed over while there is another.
         bounds: The lowest and the highest value of each coordinate.
-        gain: The search ends where a step promises to raise the value by no more than this.
+        gain: The search ends where a step promises to raise the value by no more than this. Before a step has shown the
+            curvature, the search ends where no slope is larger than this.
         steps: Limit.
         longest: Limit of the change of a coordinate in one step.
         compare: False where the slopes are not the derivatives of the value (both are estimates, or the search is for a
@@ -133,19 +134,22 @@ def maximize(
     if not len(x):
         return Maximum(*path[0], path, True)
     g, D = _gradient(at)
-    B, bent = np.diag(D), 0
+    B, bent, learned = np.diag(D), 0, False
     while True:
         free = ~(((x <= low) & (g <= 0)) | ((x >= high) & (g >= 0)))
         mackay, d = np.where(free, g / D, 0.0), np.zeros_like(x)
         d[free] = np.linalg.solve(B[np.ix_(free, free)], g[free])
         promise = 0.5 * max(float(g @ d), float(g @ mackay))
-        converged = promise <= max(gain, np.finfo(float).eps * abs(at.value))
+        # MacKay's curvature can be a hundred times too large, and its promise too small. So before a step has shown the
+        # curvature, the top may be one e-fold away.
+        possible = promise if learned else max(promise, float(np.abs(g[free]).max(initial=0.0)))
+        converged = possible <= max(gain, np.finfo(float).eps * abs(at.value))
         if converged or len(path) > steps:
             break
         found = None
         for direction in (d, mackay):
             found = found or _climb(objective, x, at, g, direction, (low, high), longest, compare)
-            if 2 * promise <= ROUND * abs(at.value):
+            if 2 * possible <= ROUND * abs(at.value):
                 break
         converged = True
         if found is None:  # rounding hides what is left to gain
@@ -157,7 +161,8 @@ def maximize(
             break  # as promised, so that less than a tenth of it is left
         before, (g, D) = g, _gradient(at)
         fall = before - g
-        if s @ fall > 1e-6 * s @ (D * s):
+        learned = bool(s @ fall > 1e-6 * s @ (D * s))
+        if learned:
             B, bent = B + np.outer(fall, fall) / (s @ fall) - np.outer(B @ s, B @ s) / (s @ (B @ s)), 0
         else:  # the value bends upward, so that its slopes do not tell where its top is: further, ever faster
             bent += 1

@@ -14,7 +14,7 @@ from linnet._common import dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
-from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost, has_many_outputs
+from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
 from linnet.linalg import (
     ClassBlocks,
     LinearOperator,
@@ -78,20 +78,22 @@ def preconditioner_of(
 ) -> Preconditioner | None:
     """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
     kind = settings.preconditioner
-    if kind != "none" and has_many_outputs(J.c):  # an example is many rows, and a sketch takes a few columns
-        if space == "function" or not (weight.ndim == 1 or isinstance(weight, ClassBlocks)):
-            return None
-        rank = 4 * settings.samples if isinstance(settings.rank, str) else settings.rank
-        root = weight.as_form("root") if isinstance(weight, ClassBlocks) else weight.sqrt()
-        return sketch(Phi, root, rank=rank, generator=settings.generator(2))
     if kind == "none" or (kind in ("auto", "pivoted-cholesky") and not J.by_position):
         return None
+    landmarks = 6000 if J.device.type == "cuda" else 1000
+    if kind != "nystrom" and settings.rank == "auto" and (J.c > landmarks or J.has_many_outputs()):
+        # One example is too many rows. A sketch of all examples takes a few columns.
+        root = (
+            weight.as_form("root") if isinstance(weight, ClassBlocks) else weight.sqrt() if weight.ndim == 1 else None
+        )
+        if space == "function" or root is None:
+            return None
+        return sketch(Phi, root, rank=4 * settings.samples, generator=settings.generator(2))
     if settings.rank == "auto":
         # A direction is as long as the system is large, and all are held twice while they are made.
         length = J.shape[1 if space == "weight" else 0]
         most = int(0.7 * dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
-        rows = min(6000 if J.device.type == "cuda" else 1000, most)
-        rank = max(1, min(J.n, rows // J.c, _worthwhile(J)))
+        rank = max(1, min(J.n, min(landmarks, most) // J.c, _worthwhile(J)))
     else:
         rank = min(int(settings.rank), J.n)
     index = draw_landmarks(J.n, rank, settings.generator(2))

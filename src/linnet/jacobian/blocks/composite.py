@@ -92,6 +92,9 @@ class SumBlock(ColumnBlock):
         recipes = tuple((part.recipe, len(part.tensors())) for part in self.parts)
         return None if any(recipe is None for recipe, _ in recipes) else Recipe(_sum_again, (recipes,))
 
+    def widen(self) -> SumBlock:
+        return SumBlock([part.widen() for part in self.parts])
+
     def _converted(self, dtype: torch.dtype) -> SumBlock:
         return SumBlock([part.in_dtype(dtype) for part in self.parts])
 
@@ -196,7 +199,8 @@ def _merge_tables(group: Sequence[ColumnBlock]) -> EmbeddingBlock | None:
             return None
         left, right = f.g[:, :, 0].index_select(3, used).mT, f.x  # (n, c, used, T), (n, 1, T, dx)
         ids.append(used.expand(f.n, -1))
-        g.append(left.to(g[0].dtype) @ right.to(g[0].dtype))
+        with torch.autocast(left.device.type, enabled=False):
+            g.append(left.to(g[0].dtype) @ right.to(g[0].dtype))
         formed += f.bytes
     return EmbeddingBlock(torch.cat(ids, 1), torch.cat(g, 2), group[0].ranges[0], dropped=False, formed=formed)
 

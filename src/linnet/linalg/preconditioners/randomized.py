@@ -26,12 +26,17 @@ from linnet._common import TEMPORARY, add_up
 from linnet.linalg.float64 import eigh, find_resolved, inner
 from linnet.linalg.operator import LinearOperator, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
-from linnet.linalg.row_weights import RowIndex, weigh
+from linnet.linalg.row_weights import ClassBlocks, RowIndex, weigh
 
 
 @torch.no_grad()
 def sketch(
-    Phi: LinearOperator, root: Tensor, *, rank: int, generator: torch.Generator, least: float = 0.01
+    Phi: LinearOperator,
+    root: Tensor | ClassBlocks,
+    *,
+    rank: int,
+    generator: torch.Generator,
+    least: float = 0.01,
 ) -> LowRankPreconditioner:
     """``P = I + U diag(lam) U^T`` with the leading eigenpairs of ``Phi^T B Phi``, as far as r columns show them.
 
