@@ -239,7 +239,7 @@ def adapters() -> str:
             rows.append([precision, method, *scores, f"{one['seconds']:.2f}", f"{one['predicting']:.2f}"])
     titles = ["frozen weights", "method", "accuracy", "NLL", "ECE", "seconds to fit", "seconds to predict"]
     settings = found["settings"]
-    said = f"{found['machine']}; {settings['now']}; mean ± standard error over {settings['draws']} draws of labels"
+    said = f"{settings['machine']}; {settings['now']}; mean ± standard error over {settings['draws']} draws of labels"
     picture = "![Reliability, NLL and ECE of every method](../assets/results/lora.png)"
     return _with_machine(said, f"{_table(titles, rows)}\n\n{picture}")
 

@@ -14,6 +14,7 @@ import argparse
 import copy
 import math
 import statistics as numbers
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -263,7 +264,8 @@ def run(options: argparse.Namespace) -> common.Outcome:
             search = replace(search, rates=(found[TUNED]["rate"],))  # the first has chosen
             said = {method: f"{100 * one['accuracy']:.1f} %, NLL {one['nll']:.3f}" for method, one in found.items()}
             print(f"{name}, draw {seed}: {said}", flush=True)
-            one = {"methods": found, "machine": common.machine(options.device)}
+            adapters = "PEFT" if "peft" in sys.modules else "the experiment's own"
+            one = {"methods": found, "adapters": adapters, "machine": common.machine(options.device)}
             parts = common.keep(options, {where: {name: {f"draw {seed}": one}}})
     return outcome(parts, where)
 
@@ -277,6 +279,7 @@ def outcome(parts: Mapping[str, Any], where: str) -> common.Outcome:
     results = {name: summarize(those) for name, those in each.items()}
     gains = {name: {method: compare(those, method) for method in METHODS} for name, those in each.items()}
     count = max(len(those) for those in runs.values())
+    machine = ", ".join(sorted({run["machine"] for those in runs.values() for run in those}))
     record = {
         "settings": {
             "network": "MiniLM-L6",
@@ -285,6 +288,7 @@ def outcome(parts: Mapping[str, Any], where: str) -> common.Outcome:
             "draws": count,
             "held out": "a fifth of the labels",
             "now": where,
+            "machine": machine,
         },
         "seconds of methods": "medians over draws; without the fine-tuning or the head that came before",
         "errors": "standard errors over draws; less fine-tuning: paired, 95 % intervals over draws",
@@ -293,8 +297,10 @@ def outcome(parts: Mapping[str, Any], where: str) -> common.Outcome:
         "less fine-tuning": gains,
         "parts": parts,
     }
-    differs = f"MiniLM-L6 on SST-2, {where}; ± over draws ({count}); {next(iter(runs.values()))[0]['machine']}"
-    return common.Outcome(record, figure(each, results), rows(results, gains, differs))
+    differs = f"MiniLM-L6 on SST-2, {where}; ± over draws ({count}); {machine}"
+    spent = sum(one[key] for those in each.values() for run in those for one in run.values() for key in TIMES)
+    command = "python -m experiments lora --device cuda"
+    return common.Outcome(record, figure(each, results), rows(results, gains, differs), command, common.duration(spent))
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
