@@ -15,6 +15,7 @@ from torch import Tensor
 from experiments.common.results import data_file
 
 CIFAR10_MEAN, CIFAR10_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = (torch.tensor(value).view(3, 1, 1) for value in (CIFAR10_MEAN, CIFAR10_STD))
 ROTATIONS = 4
 PAD = 4  # pixels that an image is shifted by at most
 
@@ -33,10 +34,8 @@ def mnist(folder: Path, train: bool, *, network: str = "lenet5", count: int | No
     """
     if network not in ("lenet5", "dcgan"):
         raise ValueError(f"network must be 'lenet5' or 'dcgan', for images of its size and scale; got {network!r}.")
-    part = "train" if train else "test"
-    with np.load(data_file(folder, "mnist.npz"), allow_pickle=False) as stored:
-        x = torch.from_numpy(stored[f"x_{part}"][:count]).float().unsqueeze(1) / 255
-        y = torch.from_numpy(stored[f"y_{part}"][:count]).long()
+    x, y = (t[:count] for t in grayscale(folder, "mnist", train))
+    x = x.float().unsqueeze(1) / 255
     if network == "dcgan":
         return 2 * x - 1, y
     return F.interpolate(x, (32, 32), mode="bilinear", align_corners=False), y
@@ -62,8 +61,7 @@ def as_cifar10(x: Tensor) -> Tensor:
     torch.Size([2, 3, 32, 32])
     """
     larger = F.interpolate(x.unsqueeze(1).float() / 255, (32, 32), mode="bilinear", align_corners=False)
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (CIFAR10_MEAN, CIFAR10_STD))
-    return (larger - mean) / std
+    return (larger - MEAN) / STD
 
 
 def cifar10(folder: Path, part: str, *, count: int | None = None) -> tuple[Tensor, Tensor]:
@@ -81,8 +79,7 @@ def cifar10(folder: Path, part: str, *, count: int | None = None) -> tuple[Tenso
         raise ValueError(f"part must be 'test', 'train_1', 'train_2' or 'train'; got {part!r}.")
     pixels, labels = _cifar10_file(data_file(folder, f"cifar10_{part}.npz"))
     x, y = torch.from_numpy(pixels[:count]).float() / 255, torch.from_numpy(labels[:count]).long()
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (CIFAR10_MEAN, CIFAR10_STD))
-    return (x - mean) / std, y
+    return (x - MEAN) / STD, y
 
 
 @lru_cache(3)  # the files take seconds to unpack
@@ -103,8 +100,7 @@ def decode(residual: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def color_images(folder: Path, part: str, *, count: int | None = None) -> tuple[Tensor, Tensor]:
     """Images of CIFAR-10 (n, 3, 32, 32) in [-1, 1] and labels (n,); arguments as for `cifar10`."""
     x, y = cifar10(folder, part, count=count)
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (CIFAR10_MEAN, CIFAR10_STD))
-    return 2 * (x * std + mean) - 1, y
+    return 2 * (x * STD + MEAN) - 1, y
 
 
 # Images that are turned, shifted and mirrored.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
@@ -16,6 +15,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 import linnet
 from benchmarks.models import Model, WideResNet
 from linnet._common import arithmetic, memory
+from linnet.testing.architectures.dense import mlp
 
 TOLERANCE = 1e-3
 """Relative residual of every iterative solver."""
@@ -58,9 +58,7 @@ def perceptron(h: int) -> nn.Sequential:
     >>> sum(p.numel() for p in perceptron(200).parameters())
     803601
     """
-    widths = (5, h, 10 * h, h, 1)
-    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ELU())]
-    return nn.Sequential(*layers[:-1])
+    return mlp(5, h, 10 * h, h, 1, activation=nn.ELU)
 
 
 def problem(h: int, n: int, device: str) -> Problem:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,17 @@ TANGENTS: dict[str, dict[str, Any]] = {
     f"{GRADIENTS}, ntk": {"mean": "zero", "inference": "map", "prior": "ntk", "dtype": "float64"},
     f"{GRADIENTS}, network's mean": {"mean": "network", "inference": "map"},
 }
+
+
+class Top(nn.Module):
+    """The last blocks of a network and a head, on the activations (n, d, h, w) below them."""
+
+    def __init__(self, blocks: Iterable[nn.Module], linear: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.linear = nn.Sequential(*blocks), linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.blocks(x).mean((2, 3)))
 
 
 def errors(p: Tensor, reference: Tensor, y: Tensor) -> dict[str, float]:

@@ -26,7 +26,7 @@ from experiments.common import plots, statistics
 from experiments.common.data import color_images, mnist
 from experiments.common.networks import dcgan_discriminator, load_encoder
 from experiments.common.training import Labeled, Search, in_parts, in_turn
-from experiments.mu2020.contest import Contest
+from experiments.mu2020.contest import Contest, Top
 
 CLASSES = 10
 PARTS = {
@@ -64,17 +64,6 @@ SAID = {
     BOTH: (72.26, 74.28, 76.84),
 }
 SAID_VAE = {BASELINE: (50.67,) * 3, OURS: (61.19, 63.52, 64.77), TUNED: (65.14, 70.06, 74.61)}
-
-
-class Top(nn.Module):
-    """Blocks and a head, on the activations (n, d, h, w) below them."""
-
-    def __init__(self, blocks: Sequence[nn.Module], width: int) -> None:
-        super().__init__()
-        self.blocks, self.linear = nn.Sequential(*blocks), nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.blocks(x).mean((2, 3)))
 
 
 def encoder(part: str, options: argparse.Namespace) -> list[nn.Module]:
@@ -162,7 +151,7 @@ def measure(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(draw)
             width = features(network[below:], A[:2]).shape[1]
-            plain = Top(network[below:], width).to(options.device).eval()
+            plain = Top(network[below:], nn.Linear(width, CLASSES)).to(options.device).eval()
         if part != "rotation":  # whose batch norms come before the convolutions
             plain = linnet.fold_batchnorm(plain)
         contest = Contest(

@@ -25,7 +25,7 @@ from experiments.common.data import as_cifar10, grayscale
 from experiments.common.networks import resnet
 from experiments.common.training import Labeled, Search, in_parts, in_turn
 from experiments.mu2020 import gains
-from experiments.mu2020.contest import EVERYTHING, GRADIENTS, SAME, run_contests
+from experiments.mu2020.contest import EVERYTHING, GRADIENTS, SAME, Top, run_contests
 
 SETS = {"fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
 CLASSES = 10
@@ -63,17 +63,6 @@ SAID = {
 }
 
 
-class Top(nn.Module):
-    """The last blocks of a ResNet and its head, on the activations (n, d, h, w) below them."""
-
-    def __init__(self, net: ResNet, blocks: int) -> None:
-        super().__init__()
-        self.blocks, self.linear = nn.Sequential(*list(net.layer3)[-blocks:]), net.linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.blocks(x).mean((2, 3)))
-
-
 def below(net: ResNet, blocks: int, x: Tensor) -> Tensor:
     """What the layers below the last blocks make of images (n, 3, 32, 32)."""
     last = nn.Sequential(*list(net.layer3)[:-blocks])
@@ -105,7 +94,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         raise ValueError(
             f"The last stage of ResNet-{options.depth} has {len(net.layer3)} blocks; got --blocks {options.blocks}."
         )
-    top = linnet.fold_batchnorm(Top(copy.deepcopy(net), options.blocks).eval())
+    top = linnet.fold_batchnorm(copy.deepcopy(Top(list(net.layer3)[-options.blocks :], net.linear)).eval())
     where, parts = setting(options), common.kept_parts(options)
     how = {
         "network": f"ResNet-{options.depth}",

@@ -247,3 +247,26 @@ def test_drawn_inputs_have_the_values_that_the_network_can_take() -> None:
     assert set(batch.args[0].flatten().tolist()) <= {5, 9, 30}
     assert torch.equal(batch.args[1], given[1]) and torch.equal(batch.args[2], given[2])
     assert bool(((batch.args[4] >= 0.5) & (batch.args[4] <= 2)).all())
+
+
+class Halved(nn.Module):
+    """A float32 network that rounds to float16 on its way, and differs by one such rounding on another device."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.shift = nn.Linear(3, 5), nn.Linear(5, 1), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh().half().float()) + self.shift
+
+
+def test_rounding_of_a_forward_that_names_a_dtype_is_no_other_architecture() -> None:
+    lin = linnet.linearize(Halved())
+    J = lin.jacobian(X)
+    assert J.gram().isfinite().all()
+    tensors, meta = behavior.record(lin, behavior.draw_inputs(J._source))
+    assert meta is not None
+    behavior.check("file", linnet.linearize(Halved(2**-11 * meta["size"])), tensors, meta)
+    with pytest.raises(ValueError, match="computes something else"):
+        behavior.check("file", linnet.linearize(Halved(0.1 * meta["size"])), tensors, meta)

@@ -373,3 +373,12 @@ def test_a_network_that_runs_only_under_autocast(base: torch.dtype) -> None:
     check_operator(J, A, blocks=3, rtol=1e-5)
     check_operator(lin.to(torch.float64).jacobian(X), exact, blocks=3)
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_pass_in_bf16_leaves_no_trace_in_later_passes() -> None:
+    """What autocast rounds was asked for, and says nothing about the network."""
+    model, X = net(lambda m, x: m.head(m.a(x).tanh()))(), torch.randn(7, 4)
+    lin = linnet.linearize(model)
+    lin.jacobian(X, precision="bf16").gram()
+    assert lin.rules.coarsest == torch.float32
+    assert not lin.rules.differentiates_in_half

@@ -73,7 +73,8 @@ def record(lin: Linearization, inputs: Batch | None) -> tuple[dict[str, Tensor],
         return {}, None
     tensors[f"{PREFIX}outputs"] = f
     size = max(size, float(f.abs().max()))
-    return tensors, {**form, "n": inputs.n, "size": size, "architecture": repr(lin.given)}
+    eps = torch.finfo(lin.rules.coarsest).eps  # a forward may round to another dtype than that of its weights
+    return tensors, {**form, "n": inputs.n, "size": size, "eps": eps, "architecture": repr(lin.given)}
 
 
 def check(
@@ -81,8 +82,8 @@ def check(
 ) -> Batch | None:
     """Raise unless the network computes what it computed when the file was saved.
 
-    Outputs may differ by ``eps^(2/3)`` of their size, with eps of the less precise of the network's own dtype and the
-    dtype of the computations: rounding, on another device too, and what it grows to in deep networks.
+    Outputs may differ by ``eps^(2/3)`` of their size, with eps of the least precise dtype among the network's own and
+    those of the computations: rounding, on another device too, and what it grows to in deep networks.
 
     Args:
         path: The file.
@@ -104,7 +105,7 @@ def check(
         raise ValueError(
             f"{_refused(path)}: it refuses the inputs that the file holds ({error}). {_names(lin, meta)}"
         ) from error
-    allowed = _tolerance(lin) * meta["size"]
+    allowed = max(_tolerance(lin), meta.get("eps", 0.0) ** (2 / 3)) * meta["size"]
     apart = float((now.to(before) - before).abs().max()) if now.shape == before.shape else float("inf")
     if not apart <= allowed:
         raise ValueError(

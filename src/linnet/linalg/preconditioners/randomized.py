@@ -142,7 +142,7 @@ def _check_rank(Phi: LinearOperator, rank: int) -> int:
 @torch.no_grad()
 def _look(
     Phi: LinearOperator,
-    root: Tensor,
+    root: Tensor | ClassBlocks,
     rank: int,
     generator: torch.Generator,
     note: Callable[[Tensor, RowIndex], None] | None = None,
