@@ -114,7 +114,7 @@ def adapt(net: nn.Module, seed: int) -> nn.Module:
                 if isinstance(getattr(module, name, None), nn.Linear):
                     setattr(module, name, LoRA(getattr(module, name), RANK))
         return net
-    return get_peft_model(net, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ADAPTED))  # type: ignore[arg-type]
+    return get_peft_model(net, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ADAPTED))
 
 
 class SentenceClassifier(nn.Module):
