@@ -35,7 +35,7 @@ def network(name: str | list[int]) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, outputs))
 
 
-def predictive(la: Any, X: Tensor, likelihood: str) -> dict[str, Tensor]:
+def predict_with(la: Any, X: Tensor, likelihood: str) -> dict[str, Tensor]:
     """Covariances of f of each input, and probabilities."""
     f, cov = la._glm_predictive_distribution(X)
     out = {"mean": f.detach(), "cov": cov.detach()}
@@ -89,7 +89,7 @@ def main(folder: Path) -> None:
         parts = [la(x, pred_type="glm", link_approx="probit") for x in job["new"].split(told["batch"])]
         found["probit"] = torch.cat(parts).detach()
     else:
-        found = predictive(la, job["new"], told["likelihood"])
+        found = predict_with(la, job["new"], told["likelihood"])
     done = time.perf_counter()
     torch.save(found, folder / "found.pt")
     numbers = {

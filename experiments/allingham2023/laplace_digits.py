@@ -26,7 +26,7 @@ from experiments.common.networks import draw_network
 from experiments.common.statistics import average, show_error, summarize
 from experiments.common.training import Labeled, find_temperature, train
 from linnet import metrics
-from linnet.probability import Categorical, predictive
+from linnet.probability import Categorical, compute_probabilities
 
 MAP, TEMPERATURE, ENSEMBLE, DEFAULT = "MAP", "temperature by held-out digits", "ensemble of 5", "auto, tune()"
 KINDS, HELD = ("MLP", "CNN"), 100
@@ -129,7 +129,7 @@ def probabilities(model: nn.Sequential, others: Sequence[nn.Module], data: Digit
 def average_links(la: linnet.Laplace, X: Tensor, links: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
     """Probabilities as `Laplace.predict_proba` has them, and variances of the logits (n, c); one pass for all links."""
     f, C = la.predict(X), la.posterior_.blocks(la.lin_.jacobian(X, progress=False))
-    found = {link: predictive(Categorical(), f, C, link=link).double() for link in links}
+    found = {link: compute_probabilities(Categorical(), f, C, link=link).double() for link in links}
     return found, C.diagonal(dim1=1, dim2=2)
 
 

@@ -144,7 +144,7 @@ def over_sizes(
         x, contenders = make(size)
         tried: dict[str, Callable[[], Any]] = {}
         for name, run in contenders.items():
-            if name != EXACT and expected(points.get(name, []), x) > chosen.limit:
+            if name != EXACT and extrapolate(points.get(name, []), x) > chosen.limit:
                 gone.setdefault(name, f"would take more than {chosen.limit:.0f} s")
             if name not in gone:
                 tried[name] = run
@@ -165,14 +165,14 @@ def over_sizes(
     return rows
 
 
-def expected(points: Sequence[tuple[float, float]], x: float) -> float:
+def extrapolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Seconds at size x, growing as between the last two points; after one, linearly if that took more than a second.
 
     Less than that says nothing: it is mostly what every call costs.
 
-    >>> round(expected([(10, 1.0), (100, 4.0)], 1000), 3)
+    >>> round(extrapolate([(10, 1.0), (100, 4.0)], 1000), 3)
     16.0
-    >>> expected([(10, 0.5)], 1000), expected([(10, 2.0)], 1000)
+    >>> extrapolate([(10, 0.5)], 1000), extrapolate([(10, 2.0)], 1000)
     (0.5, 200.0)
     """
     if not points:

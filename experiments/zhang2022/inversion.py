@@ -28,7 +28,7 @@ from experiments.common.data import color_images, mnist
 from experiments.common.networks import LATENT, lenet5, load_encoder
 from experiments.common.training import in_parts
 from experiments.zhang2022.spectra import from_generator
-from linnet._estimator import like
+from linnet._estimator import convert_like
 from linnet.data import Signature
 from linnet.fisher import top_projections
 from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent, draw_latents
@@ -59,13 +59,13 @@ class Inversion:
     def latents(self, X: Any) -> Any:
         """The latents of examples, (n, *shape)."""
         E = torch.as_tensor(self.embedding.transform(X)).to(self.W)
-        return like(X, (E @ self.W + self.b).view(-1, *self.shape))
+        return convert_like(X, (E @ self.W + self.b).view(-1, *self.shape))
 
     def reconstruct(self, X: Any) -> Any:
         """What the generator makes of the latents of examples."""
         h = torch.as_tensor(self.latents(X))
         source = GeneratedSamples(self.generator, h, Signature(lambda x: x), device=self.W.device)
-        return like(X, torch.cat([batch.args[0] for batch in source.batches(256)]))
+        return convert_like(X, torch.cat([batch.args[0] for batch in source.batches(256)]))
 
 
 def invert(

@@ -8,18 +8,18 @@ import psutil
 import pytest
 import torch
 
-from linnet._common import budget, check_fits, dense_budget, format_bytes, free_memory
+from linnet._common import check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 
 CPU = torch.device("cpu")
 
 
 def test_budgets_are_as_given_or_parts_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
-    assert (free_memory(CPU), budget("auto", CPU), dense_budget("auto", CPU)) == (2**20, 2**18, 2**19)
-    assert budget(1e6, CPU) == dense_budget(1e6, CPU) == 1_000_000
+    assert (free_memory(CPU), find_budget("auto", CPU), find_dense_budget("auto", CPU)) == (2**20, 2**18, 2**19)
+    assert find_budget(1e6, CPU) == find_dense_budget(1e6, CPU) == 1_000_000
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
-    assert budget("auto", CPU) == 2**30  # larger chunks are no faster
-    for of in (budget, dense_budget):
+    assert find_budget("auto", CPU) == 2**30  # larger chunks are no faster
+    for of in (find_budget, find_dense_budget):
         with pytest.raises(ValueError, match="memory must be a number of bytes or 'auto'; got 'much'"):
             of("much", CPU)
 

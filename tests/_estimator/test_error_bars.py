@@ -17,7 +17,7 @@ import linnet
 from linnet import Laplace, TangentClassifier, TangentRegressor
 from linnet._estimator.error_bars import relative_error
 from linnet.jacobian import plan
-from linnet.probability import Categorical, FactoredCovariance, predictive
+from linnet.probability import Categorical, FactoredCovariance, compute_probabilities
 from tests.support.drawn import double, normal
 from tests.support.laplace_cases import CLASSES, NEW, NUMBERS, X, net
 
@@ -85,7 +85,7 @@ def test_probabilities_of_factors_are_those_of_their_covariances(link):
     f, T = normal(6, 4, seed=1), normal(6, 4, 9, seed=2)
     cov, given = T @ T.mT, {"link": link, "samples": 40_000}
     tolerance = 4 * 0.5 / math.sqrt(40_000) if link == "mc" else 1e-9
-    found = [predictive(Categorical(), f, C, **given) for C in (FactoredCovariance(T), cov)]
+    found = [compute_probabilities(Categorical(), f, C, **given) for C in (FactoredCovariance(T), cov)]
     assert (found[0] - found[1]).abs().max() < (2**0.5 if link == "mc" else 1) * tolerance
 
 

@@ -19,7 +19,7 @@ from linnet.inference import variational
 from linnet.inference.mode import newton
 from linnet.inference.variational import Variational, draws, lowrank, meanfield
 from linnet.linalg import Matrix
-from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood, expected
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood, take_expectations
 from tests.support.drawn import double, normal
 
 N, C, P = 10, 3, 14
@@ -47,7 +47,7 @@ def dense_elbo(J: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, u: Te
     Phi = J * VARIANCE.sqrt()
     blocks = (Phi @ Sigma @ Phi.T).view(*mean.shape, *mean.shape)
     at = torch.arange(len(mean))
-    inside = expected(likelihood, mean + (Phi @ u).view(mean.shape), blocks[at, :, at], y).log_prob.sum()
+    inside = take_expectations(likelihood, mean + (Phi @ u).view(mean.shape), blocks[at, :, at], y).log_prob.sum()
     kl = 0.5 * (Sigma.trace() + u @ u - len(u) - torch.logdet(Sigma))
     return inside - kl
 

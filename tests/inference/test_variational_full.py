@@ -15,7 +15,7 @@ from linnet.cli.commands.demo import split_digits, train
 from linnet.inference.mode.newton import function_space
 from linnet.inference.variational import full, lowrank, meanfield
 from linnet.linalg import Matrix
-from linnet.probability import Bernoulli, Categorical, Gaussian, Likelihood, expected
+from linnet.probability import Bernoulli, Categorical, Gaussian, Likelihood, take_expectations
 from tests.support.drawn import double, normal
 
 P, N = 14, 9
@@ -60,7 +60,9 @@ def test_the_moments_are_those_of_the_fixed_point(likelihood: Likelihood, c: int
     torch.testing.assert_close(q.factor.tril() @ q.factor.tril().T, M, rtol=1e-9, atol=1e-10)
     exact = not isinstance(likelihood, Categorical)  # which is averaged over draws
     if exact:
-        found = expected(likelihood, q.f, blocks, likelihood.targets(y, N, c, dtype=mean.dtype, device=mean.device))
+        found = take_expectations(
+            likelihood, q.f, blocks, likelihood.targets(y, N, c, dtype=mean.dtype, device=mean.device)
+        )
         torch.testing.assert_close((L @ L.T).diagonal().view(N, c), found.curvature, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(q.delta, variance * (J.T @ found.residual.flatten()), rtol=1e-4, atol=1e-5)
     mode = function_space(K, y, mean=mean, likelihood=likelihood)

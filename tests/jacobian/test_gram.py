@@ -103,7 +103,7 @@ def test_progress_counts_every_pair_of_rows_once(monkeypatch: pytest.MonkeyPatch
         yield done.append
         shown.append((total, sum(done), len(done), how))
 
-    monkeypatch.setattr(grams, "bar", bar)
+    monkeypatch.setattr(grams, "show_progress", bar)
     K = left.gram(right)
     [(total, done, ticks, how)] = shown
     assert total == done == K.numel() and ticks > 10

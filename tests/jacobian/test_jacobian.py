@@ -415,7 +415,7 @@ def test_passes_report_their_progress(model, x, monkeypatch, progress):
         yield tick
 
     for module in ("passes", "jacobian"):
-        monkeypatch.setattr(f"linnet.jacobian.{module}.bar", bar)
+        monkeypatch.setattr(f"linnet.jacobian.{module}.show_progress", bar)
     J = linnet.linearize(model).jacobian(x, 3, progress=progress)
     J @ normal(43)
     J.T @ normal(N * C)

@@ -19,7 +19,7 @@ from linnet import Laplace
 from linnet.jacobian import combine_outputs
 from linnet.laplace import draw_groups, joint_log_likelihood
 from linnet.laplace.predictive import log_score, sample_root
-from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, predictive
+from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, compute_probabilities
 from tests.support.drawn import double, normal
 from tests.support.laplace_cases import CASES, CLASSES, NEW, NUMBERS, N, X, fitted, net
 
@@ -67,9 +67,9 @@ def test_the_centered_link_leaves_out_what_moves_all_logits_together() -> None:
     v = (P @ each @ P).diagonal(dim1=1, dim2=2)
     expected = torch.softmax(f @ P / (1 + math.pi / 8 * v).sqrt(), 1)
     torch.testing.assert_close(la.predict_proba(NEW, link="centered"), expected, rtol=1e-9, atol=0)
-    shifted = predictive(Categorical(), f, each + 7.0, link="centered")
+    shifted = compute_probabilities(Categorical(), f, each + 7.0, link="centered")
     torch.testing.assert_close(shifted, expected, rtol=1e-9, atol=0)
-    assert float((predictive(Categorical(), f, each + 7.0) - la.predict_proba(NEW)).abs().max()) > 1e-3
+    assert float((compute_probabilities(Categorical(), f, each + 7.0) - la.predict_proba(NEW)).abs().max()) > 1e-3
     one, _ = fitted("one logit", "full")
     torch.testing.assert_close(one.predict_proba(NEW, link="centered"), one.predict_proba(NEW), rtol=1e-9, atol=0)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet._estimator import epoch, shuffled
+from linnet._estimator import epoch, shuffle
 from linnet.data import as_source
 from linnet.laplace import train_with_evidence
 from linnet.laplace.training import EvidenceStep
@@ -222,7 +222,7 @@ def test_epochs_cover_the_data():
     X = torch.arange(7.0)[:, None]
     source = as_source((X, X), nn.Linear(1, 1))
     generator = torch.Generator().manual_seed(0)
-    orders = [[batch.rest.flatten().tolist() for batch, _ in shuffled(source, 3, generator)] for _ in range(2)]
+    orders = [[batch.rest.flatten().tolist() for batch, _ in shuffle(source, 3, generator)] for _ in range(2)]
     assert [len(part) for part in orders[0]] == [3, 3, 1]
     assert all(sorted(itertools.chain(*order)) == X.flatten().tolist() for order in orders)
     assert orders[0] != orders[1]

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 from torch import Tensor
 
-from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood, expected, predictive
+from linnet.probability import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Heteroscedastic,
+    Likelihood,
+    compute_probabilities,
+    take_expectations,
+)
 from tests.support.drawn import normal
 
 N, C = 6, 4
@@ -209,7 +217,7 @@ def test_curvature_of_sure_predictions_is_positive_semi_definite():
 def test_bernoulli_expectations_by_integration(mean, std, sign):
     y = torch.tensor([[sign]], dtype=torch.float64)
     moments = (torch.tensor([[mean]], dtype=torch.float64), torch.tensor([[std**2]], dtype=torch.float64))
-    found = expected(Bernoulli(), *moments, y)
+    found = take_expectations(Bernoulli(), *moments, y)
 
     def integral(g) -> float:
         if std == 0:
@@ -237,20 +245,20 @@ def test_gaussian_expectations():
     f, cov = outputs(), covariance()
     likelihood = LIKELIHOODS["gaussian per output"]
     y = targets(likelihood)
-    found = expected(likelihood, f, cov, y)
+    found = take_expectations(likelihood, f, cov, y)
     noise = likelihood.noise
     variances = cov.diagonal(dim1=1, dim2=2)
     close(found.log_prob, -0.5 * (((y - f) ** 2 + variances) / noise + torch.log(2 * math.pi * noise)).sum(1))
     close(found.residual, (y - f) / noise)
     close(found.curvature, (1 / noise).expand(N, C))
-    close(expected(likelihood, f, variances, y).log_prob, found.log_prob)
+    close(take_expectations(likelihood, f, variances, y).log_prob, found.log_prob)
 
 
 def test_heteroscedastic_expectations():
     """Against a tensor quadrature over each mean and its log variance, which are correlated."""
     f, cov, likelihood = outputs(), 0.3 * covariance(), Heteroscedastic()
     y, d = targets(likelihood), C // 2
-    found = expected(likelihood, f, cov, y)
+    found = take_expectations(likelihood, f, cov, y)
     z, w = np.polynomial.hermite_e.hermegauss(40)
     w = torch.from_numpy(np.outer(w, w).flatten() / w.sum() ** 2)
     grid = torch.from_numpy(np.stack(np.meshgrid(z, z, indexing="ij"), -1).reshape(-1, 2))
@@ -270,23 +278,23 @@ def test_heteroscedastic_expectations():
 def test_categorical_expectations_are_averages_over_draws():
     f, cov, likelihood = outputs(), covariance(rank=2), Categorical()
     y, eps = targets(likelihood), normal(50, N, C, seed=8)
-    found = expected(likelihood, f, cov, y, eps)
+    found = take_expectations(likelihood, f, cov, y, eps)
     values, vectors = torch.linalg.eigh(cov)
     root = vectors @ torch.diag_embed(values.clamp(min=0).sqrt()) @ vectors.mT
     drawn = [f + (root @ e[:, :, None])[:, :, 0] for e in eps]
     close(found.log_prob, torch.stack([likelihood.log_prob(g, y) for g in drawn]).mean(0))
     close(found.residual, torch.stack([likelihood.residual(g, y) for g in drawn]).mean(0))
     close(found.curvature, torch.stack([likelihood.curvature(g) for g in drawn]).mean(0))
-    shared = expected(likelihood, f, cov, y, eps[:, :1])
-    close(shared.log_prob, expected(likelihood, f, cov, y, eps[:, :1].expand(-1, N, -1)).log_prob)
+    shared = take_expectations(likelihood, f, cov, y, eps[:, :1])
+    close(shared.log_prob, take_expectations(likelihood, f, cov, y, eps[:, :1].expand(-1, N, -1)).log_prob)
 
 
 def test_categorical_expectations_of_independent_logits():
     f, variance, likelihood = outputs(), normal(N, C, seed=2).square(), Categorical()
     y, eps = targets(likelihood), normal(10, N, C, seed=8)
     for a, b in zip(
-        expected(likelihood, f, variance, y, eps),
-        expected(likelihood, f, torch.diag_embed(variance), y, eps),
+        take_expectations(likelihood, f, variance, y, eps),
+        take_expectations(likelihood, f, torch.diag_embed(variance), y, eps),
         strict=True,
     ):
         close(a, b)
@@ -297,9 +305,9 @@ def test_categorical_expectations_converge_to_the_integral():
     f, cov = outputs()[:, :2], covariance()[:, :2, :2]
     y = torch.tensor([0, 1, 1, 0, 1, 0])
     draws = 40_000
-    found = expected(Categorical(), f, cov, y, normal(draws, N, 2, seed=1))
+    found = take_expectations(Categorical(), f, cov, y, normal(draws, N, 2, seed=1))
     variance = cov[:, 0, 0] + cov[:, 1, 1] - 2 * cov[:, 0, 1]
-    exact = expected(Bernoulli(), f[:, 1:] - f[:, :1], variance[:, None], y[:, None].double())
+    exact = take_expectations(Bernoulli(), f[:, 1:] - f[:, :1], variance[:, None], y[:, None].double())
     spread = 4 * variance.sqrt().max() / math.sqrt(draws)  # log p is 1-Lipschitz in the difference
     assert (found.log_prob - exact.log_prob).abs().max() <= spread
     assert (found.residual[:, 1:] - exact.residual).abs().max() <= 4 * 0.5 / math.sqrt(draws)
@@ -310,15 +318,15 @@ def test_categorical_expectations_converge_to_the_integral():
 def test_expected_residual_is_the_gradient_in_the_mean(likelihood):
     y, eps = targets(likelihood), normal(20, N, C, seed=4)
     mean = outputs().requires_grad_()
-    total = expected(likelihood, mean, covariance(), y, eps).log_prob.sum()
+    total = take_expectations(likelihood, mean, covariance(), y, eps).log_prob.sum()
     gradient = torch.autograd.grad(total, mean)[0]
-    close(expected(likelihood, mean.detach(), covariance(), y, eps).residual, gradient)
+    close(take_expectations(likelihood, mean.detach(), covariance(), y, eps).residual, gradient)
 
 
 @every
 def test_expectations_without_variance_are_values(likelihood):
     f, y = outputs(), targets(likelihood)
-    found = expected(likelihood, f, torch.zeros(N, C, C).double(), y, normal(2, N, C))
+    found = take_expectations(likelihood, f, torch.zeros(N, C, C).double(), y, normal(2, N, C))
     close(found.log_prob, likelihood.log_prob(f, y))
     close(found.residual, likelihood.residual(f, y))
     close(found.curvature, likelihood.curvature(f))
@@ -327,22 +335,22 @@ def test_expectations_without_variance_are_values(likelihood):
 def test_expectations_need_draws_and_covariances():
     f, y = outputs(), targets(Categorical())
     with pytest.raises(ValueError, match=r"needs eps of shape \(s, 6, 4\), standard normal; got None"):
-        expected(Categorical(), f, covariance(), y)
+        take_expectations(Categorical(), f, covariance(), y)
     with pytest.raises(ValueError, match=r"needs eps of shape \(s, 6, 4\).*got \(5, 4\)"):
-        expected(Categorical(), f, covariance(), y, normal(5, C))
+        take_expectations(Categorical(), f, covariance(), y, normal(5, C))
     with pytest.raises(ValueError, match=r"cov needs shape \(6, 4, 4\), or \(6, 4\) for variances; got \(6, 3, 3\)"):
-        expected(Categorical(), f, covariance()[:, :3, :3], y, normal(5, N, C))
+        take_expectations(Categorical(), f, covariance()[:, :3, :3], y, normal(5, N, C))
     with pytest.raises(TypeError, match=r"known for Gaussian, .* and Categorical; got 'probit'"):
-        expected("probit", f, covariance(), y)
+        take_expectations("probit", f, covariance(), y)
     wrong = covariance()
     wrong[2] = -torch.eye(C, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"example 2 has eigenvalue -1, the largest is"):
-        expected(Categorical(), f, wrong, y, normal(5, N, C))
+        take_expectations(Categorical(), f, wrong, y, normal(5, N, C))
     with pytest.raises(ValueError, match=r"not positive semi-definite: example 2 has variance -1"):
-        expected(Gaussian(1.0), f, wrong, normal(N, C))
+        take_expectations(Gaussian(1.0), f, wrong, normal(N, C))
     wrong[2] = float("nan")
     with pytest.raises(ValueError, match=r"example 2 has variance nan"):
-        predictive(Bernoulli(), f, wrong)
+        compute_probabilities(Bernoulli(), f, wrong)
 
 
 # Predictive probabilities.
@@ -351,27 +359,27 @@ def test_expectations_need_draws_and_covariances():
 def test_probit_link():
     f, cov = outputs(), covariance()
     scaled = f / torch.sqrt(1 + math.pi / 8 * cov.diagonal(dim1=1, dim2=2))
-    close(predictive(Categorical(), f, cov), torch.softmax(scaled, 1))
-    close(predictive(Bernoulli(), f, cov), torch.sigmoid(scaled))
-    close(predictive(Bernoulli(), f, cov.diagonal(dim1=1, dim2=2)), torch.sigmoid(scaled))
+    close(compute_probabilities(Categorical(), f, cov), torch.softmax(scaled, 1))
+    close(compute_probabilities(Bernoulli(), f, cov), torch.sigmoid(scaled))
+    close(compute_probabilities(Bernoulli(), f, cov.diagonal(dim1=1, dim2=2)), torch.sigmoid(scaled))
 
 
 def test_monte_carlo_link_one_logit():
     """Against the integral; 5 standard errors. The draws are the default generator's."""
     f, variance = outputs(), normal(N, C, seed=6).square() * 4
-    exact = (expected(Bernoulli(), f, variance, torch.zeros_like(f)).residual).neg()
-    found = predictive(Bernoulli(), f, variance, link="mc", samples=20_000)
+    exact = (take_expectations(Bernoulli(), f, variance, torch.zeros_like(f)).residual).neg()
+    found = compute_probabilities(Bernoulli(), f, variance, link="mc", samples=20_000)
     assert (found - exact).abs().max() <= 5 * 0.5 / math.sqrt(20_000)
-    assert torch.equal(found, predictive(Bernoulli(), f, variance, link="mc", samples=20_000))
-    probit = predictive(Bernoulli(), f, variance)
+    assert torch.equal(found, compute_probabilities(Bernoulli(), f, variance, link="mc", samples=20_000))
+    probit = compute_probabilities(Bernoulli(), f, variance)
     assert (probit - exact).abs().max() <= 0.03
 
 
 def test_monte_carlo_link_of_correlated_logits():
     """Logits that only vary together leave the probabilities as they are; the probit link cannot know."""
     f, together = outputs(), torch.full((N, C, C), 9.0, dtype=torch.float64)
-    close(predictive(Categorical(), f, together, link="mc", samples=100), torch.softmax(f, 1), rtol=1e-6)
-    found = predictive(Categorical(), f, covariance(), link="mc", samples=5000)
+    close(compute_probabilities(Categorical(), f, together, link="mc", samples=100), torch.softmax(f, 1), rtol=1e-6)
+    found = compute_probabilities(Categorical(), f, covariance(), link="mc", samples=5000)
     close(found.sum(1), torch.ones(N).double())
     draws = torch.distributions.MultivariateNormal(f, covariance() + 1e-9 * torch.eye(C)).sample((20_000,))
     assert (found - torch.softmax(draws, -1).mean(0)).abs().max() <= 5 * 0.5 / math.sqrt(5000)
@@ -383,14 +391,14 @@ def test_probabilities_do_not_depend_on_other_examples(rows, seed):
     index = torch.tensor(sorted(rows))
     generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
     f, cov = outputs(), covariance()
-    whole = predictive(Categorical(), f, cov, link="mc", samples=64, generator=generators[0])
-    part = predictive(Categorical(), f[index], cov[index], link="mc", samples=64, generator=generators[1])
+    whole = compute_probabilities(Categorical(), f, cov, link="mc", samples=64, generator=generators[0])
+    part = compute_probabilities(Categorical(), f[index], cov[index], link="mc", samples=64, generator=generators[1])
     close(part, whole[index], rtol=1e-12)
 
 
 def test_probabilities_in_many_blocks():
     f, cov = normal(1500, 1000), normal(1500, 1000, seed=1).square()
-    found = predictive(Categorical(), f, cov, link="mc", samples=5)
+    found = compute_probabilities(Categorical(), f, cov, link="mc", samples=5)
     eps = torch.randn(5, 1, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     close(found, torch.stack([torch.softmax(f + cov.sqrt() * e, 1) for e in eps]).mean(0))
 
@@ -398,13 +406,13 @@ def test_probabilities_in_many_blocks():
 def test_predictive_errors():
     f, cov = outputs(), covariance()
     with pytest.raises(TypeError, match=r"for Bernoulli and Categorical; got Gaussian\(0\.3\)"):
-        predictive(Gaussian(0.3), f, cov)
+        compute_probabilities(Gaussian(0.3), f, cov)
     with pytest.raises(ValueError, match=r"link must be 'probit', 'centered', 'bridge' or 'mc'; got 'logit'"):
-        predictive(Bernoulli(), f, cov, link="logit")
+        compute_probabilities(Bernoulli(), f, cov, link="logit")
     with pytest.raises(ValueError, match=r"samples must be a positive number of draws; got 0"):
-        predictive(Bernoulli(), f, cov, link="mc", samples=0)
+        compute_probabilities(Bernoulli(), f, cov, link="mc", samples=0)
     with pytest.raises(ValueError, match=r"cov needs shape \(6, 4, 4\)"):
-        predictive(Bernoulli(), f, cov[:3])
+        compute_probabilities(Bernoulli(), f, cov[:3])
 
 
 # Targets.
@@ -490,8 +498,8 @@ def test_dtype_is_kept(likelihood):
     y = y if y.dtype == torch.long else y.float()
     for value in (likelihood.log_prob(f, y), likelihood.residual(f, y), likelihood.curvature(f), likelihood.root(f)):
         assert value.dtype == torch.float32
-    found = expected(likelihood, f, covariance().float(), y, normal(3, N, C).float())
-    reference = expected(likelihood, outputs(), covariance(), targets(likelihood), normal(3, N, C))
+    found = take_expectations(likelihood, f, covariance().float(), y, normal(3, N, C).float())
+    reference = take_expectations(likelihood, outputs(), covariance(), targets(likelihood), normal(3, N, C))
     for value, exact in zip(found, reference, strict=True):
         assert value.dtype == torch.float32
         close(value.double(), exact, rtol=1e-4)

@@ -244,7 +244,7 @@ def test_answers_in_parts_are_the_same(what, monkeypatch):
     whole = getattr(post, what)(new)
     assert isinstance(post, FunctionPosterior)
     rows = len(post.factor) * new.c * 8
-    monkeypatch.setattr(module, "dense_budget", lambda memory, device: 4 * rows * 3)  # three examples at a time
+    monkeypatch.setattr(module, "find_dense_budget", lambda memory, device: 4 * rows * 3)  # three examples at a time
     asked = []
     half = module.FunctionPosterior.half
     monkeypatch.setattr(module.FunctionPosterior, "half", lambda self, J: asked.append(J.n) or half(self, J))

@@ -120,6 +120,17 @@ def test_after_a_file(solver: str, tmp_path: Path) -> None:
     )
 
 
+def test_an_estimator_for_other_data_has_all_attributes() -> None:
+    model = mlp(2)
+    (X, y), new = task(model, 20, 0), task(model, 7, 10)
+    first = TangentRegressor(model).fit(X.numpy(), y.numpy())
+    classifier = TangentClassifier(model, inference="map").fit(X.numpy(), (y[:, 0] > y[:, 1]).long().numpy())
+    assert set(vars(first)) == set(vars(first.refit(*new))) == set(vars(first.condition(*new)))
+    assert set(vars(classifier)) == set(vars(classifier.refit(new[0], torch.arange(7) % 2)))
+    several = TangentRegressor(model).fit_tasks([(X, y), new])
+    assert not hasattr(several.refit(*new), "tasks_") and not hasattr(several.condition(*new), "tasks_")
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = mlp(2)
     with pytest.raises(Exception, match="not fitted"):

@@ -13,9 +13,9 @@ from linnet._common.distributed import (
     smallest_over_ranks,
 )
 from linnet._common.files import atomic_write, sync
-from linnet._common.memory import TEMPORARY, budget, check_fits, dense_budget, format_bytes, free_memory
+from linnet._common.memory import TEMPORARY, check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 from linnet._common.messages import kind, listing
-from linnet._common.progress import bar
+from linnet._common.progress import show_progress
 from linnet._common.torch_settings import (
     Precision,
     arithmetic,
@@ -39,15 +39,14 @@ __all__ = [
     "add_up_checksums",
     "arithmetic",
     "atomic_write",
-    "bar",
-    "budget",
     "check_fits",
     "check_precision",
     "check_ranks_agree",
     "combine_codes",
-    "dense_budget",
     "dual_level",
     "files",
+    "find_budget",
+    "find_dense_budget",
     "find_versions",
     "format_bytes",
     "forward_mode",
@@ -64,6 +63,7 @@ __all__ = [
     "row_codes",
     "shard",
     "share_rows",
+    "show_progress",
     "smallest_over_ranks",
     "sync",
     "tensor_code",

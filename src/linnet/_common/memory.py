@@ -21,7 +21,7 @@ def free_memory(device: torch.device) -> int:
     return max(0, min(available + torch.cuda.memory_reserved(device) - taken, within))
 
 
-def budget(memory: float | str, device: torch.device) -> int:
+def find_budget(memory: float | str, device: torch.device) -> int:
     """Bytes that a chunk may take: as given, or a fraction of the free memory."""
     check_memory(memory)
     if not isinstance(memory, str):
@@ -29,11 +29,11 @@ def budget(memory: float | str, device: torch.device) -> int:
     return int(0.5 * free_memory(device)) if device.type == "cuda" else int(min(0.25 * free_memory(device), 2**30))
 
 
-def dense_budget(memory: float | str, device: torch.device) -> int:
+def find_dense_budget(memory: float | str, device: torch.device) -> int:
     """Bytes that dense matrices may take: as given, or most of the free memory."""
     if isinstance(memory, str) and memory == "auto":
         return int((0.9 if device.type == "cuda" else 0.5) * free_memory(device))
-    return budget(memory, device)
+    return find_budget(memory, device)
 
 
 def check_fits(needed: float, memory: float | str, device: torch.device, *, what: str, instead: str) -> None:
@@ -50,7 +50,7 @@ def check_fits(needed: float, memory: float | str, device: torch.device, *, what
         limit = free_memory(device)
         there = f"{format_bytes(limit)} are free"
     else:
-        limit = budget(memory, device)
+        limit = find_budget(memory, device)
         there = f"memory= allows {format_bytes(limit)}"
     if needed > limit:
         raise MemoryError(f"{what} takes {format_bytes(needed)}, and {there}. {instead}, or allow more with memory=.")

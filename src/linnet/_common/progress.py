@@ -16,7 +16,9 @@ class Tick(Protocol):
 
 
 @contextmanager
-def bar(total: int | None, label: str = "", *, progress: bool | None = None, unit: str = "examples") -> Iterator[Tick]:
+def show_progress(
+    total: int | None, label: str = "", *, progress: bool | None = None, unit: str = "examples"
+) -> Iterator[Tick]:
     """A progress bar for a computation that takes longer than two seconds; the bar goes when the computation ends.
 
     Args:
@@ -29,7 +31,7 @@ def bar(total: int | None, label: str = "", *, progress: bool | None = None, uni
         The function to call with the number of units that are done. Its note is asked for only where a bar is shown.
 
     Example:
-        >>> with bar(total=10, label="J^T J V", progress=False) as tick:
+        >>> with show_progress(total=10, label="J^T J V", progress=False) as tick:
         ...     tick(10)
     """
     if progress is False:

@@ -9,14 +9,14 @@ from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
     as_targets,
     check_inputs,
+    convert_like,
     default_network,
     has_targets_in_memory,
     leave_out_ignored,
-    like,
     list_options,
 )
 from linnet._estimator.linearity import Linearity
-from linnet._estimator.optimizer_steps import epoch, shuffled
+from linnet._estimator.optimizer_steps import epoch, shuffle
 
 __all__ = [
     "Dtypes",
@@ -29,16 +29,16 @@ __all__ = [
     "check_has_exact",
     "check_inputs",
     "check_variance",
+    "convert_like",
     "default_network",
     "draw_inputs",
     "epoch",
     "files",
     "has_targets_in_memory",
     "leave_out_ignored",
-    "like",
     "list_options",
     "load",
     "make_jacobian",
     "parse_dtype",
-    "shuffled",
+    "shuffle",
 ]

@@ -35,7 +35,7 @@ def check_inputs(estimator: Any, X: Any, *, reset: bool, flat: bool = False) -> 
     )
 
 
-def like(X: Any, value: Tensor) -> Any:
+def convert_like(X: Any, value: Tensor) -> Any:
     """Tensors for tensors, arrays for anything else that is in memory."""
     first = X
     while isinstance(first, tuple | list | Mapping) and len(first):

@@ -42,7 +42,7 @@ def epoch(loss: Callable[[T], Tensor], batches: Iterable[tuple[T, int]], optimiz
     return float(total) / max(count, 1)
 
 
-def shuffled(source: Source, size: int, generator: torch.Generator) -> Iterator[tuple[Batch, int]]:
+def shuffle(source: Source, size: int, generator: torch.Generator) -> Iterator[tuple[Batch, int]]:
     """Minibatches of a source, in a new order where it can be read by position, else in its own.
 
     Args:
@@ -53,7 +53,7 @@ def shuffled(source: Source, size: int, generator: torch.Generator) -> Iterator[
     Example:
         >>> from linnet.data.sources import as_source
         >>> source = as_source(torch.arange(5.0)[:, None], torch.nn.Linear(1, 1))
-        >>> [n for _, n in shuffled(source, 2, torch.Generator())]
+        >>> [n for _, n in shuffle(source, 2, torch.Generator())]
         [2, 2, 1]
     """
     if source.by_position:

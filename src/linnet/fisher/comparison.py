@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linnet._common import dense_budget
+from linnet._common import find_dense_budget
 from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.network import Output, Params, checks
 
@@ -112,7 +112,7 @@ def _check_pair(a: Linearization, b: Linearization, space: str) -> None:
 
 
 def _check_memory(A: Jacobian, B: Jacobian, space: str, memory: float | str) -> None:
-    rows, available = A.shape[0], dense_budget(memory, A.device)
+    rows, available = A.shape[0], find_dense_budget(memory, A.device)
     needed = rows**2 * (A.dtype.itemsize + B.dtype.itemsize if space == "function" else A.dtype.itemsize)
     if needed > available:
         raise MemoryError(

@@ -17,8 +17,17 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import scores
-from linnet._common import check_precision, check_ranks_agree, dense_budget, files, full_precision, messages
-from linnet._estimator import Dtypes, HubMixin, behavior, check_inputs, draw_inputs, like, list_options, parse_dtype
+from linnet._common import check_precision, check_ranks_agree, files, find_dense_budget, full_precision, messages
+from linnet._estimator import (
+    Dtypes,
+    HubMixin,
+    behavior,
+    check_inputs,
+    convert_like,
+    draw_inputs,
+    list_options,
+    parse_dtype,
+)
 from linnet._estimator import files as saved
 from linnet.data import Batch, Source, as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
@@ -147,7 +156,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def fit_transform(self, X: Any, y: Any = None) -> Any:
         """Fit, and the embedding of the same data, (n, n_components), which takes no further pass."""
-        return like(X, self._fit(X))
+        return convert_like(X, self._fit(X))
 
     @torch.no_grad()
     def exact_eigenvalues(self, X: Any) -> Any:
@@ -158,14 +167,14 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """
         probe = FisherEmbedding(**self.get_params(deep=False))  # a fit sets its attributes there
         _, V, _ = probe._vectors(X, at_least=1)
-        n, limit = V.shape[0], dense_budget(self.memory, V.device)
+        n, limit = V.shape[0], find_dense_budget(self.memory, V.device)
         if 24 * n * n > limit:
             raise MemoryError(
                 f"The dense kernel of {n} examples and its eigenvalues take {24 * n * n:,} bytes, and {limit:,} are "
                 "allowed. Take fewer examples, allow more with memory=, or fit the leading components instead."
             )
         with full_precision(V.device):
-            return like(X, torch.linalg.eigvalsh(V.gram().double()).flip(0))
+            return convert_like(X, torch.linalg.eigvalsh(V.gram().double()).flip(0))
 
     def _vectors(self, X: Any, *, at_least: int | float) -> tuple[Source, LinearOperator, float | None]:
         """The data, their Fisher vectors with room for so many components, and the trace of V V^T where it is known."""
@@ -197,9 +206,9 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         # Singular vectors have no sign of their own: the largest entry of each is made positive.
         sign = torch.where(found.P.gather(0, found.P.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(found.P)
         self.right_vectors_ = found.P * sign
-        self.method_, self.residuals_ = found.method, like(X, found.residuals)
+        self.method_, self.residuals_ = found.method, convert_like(X, found.residuals)
         self.lin_.check_unchanged(contents=True)
-        self._set(like(X, found.eigenvalues), found.trace, found.passes)
+        self._set(convert_like(X, found.eigenvalues), found.trace, found.passes)
         return found.U * sign
 
     def _set(self, eigenvalues: Any, trace: float, passes: int) -> None:
@@ -270,7 +279,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def transform(self, X: Any) -> Any:
         """The embedding E = V_x P of any data, (n, n_components), in one pass."""
-        return like(X, self._embed(X))
+        return convert_like(X, self._embed(X))
 
     def _embed(self, X: Any) -> Tensor:
         check_is_fitted(self)
@@ -289,12 +298,12 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             for x in (X, Y)
         )
         assert V is not None
-        return like(X, V.gram(W))
+        return convert_like(X, V.gram(W))
 
     def _kernel(self, X: Any, Y: Any = None) -> Any:
         left = self._embed(X)
         right = left if Y is None else self._embed(Y)
-        return like(X, left @ right.T)
+        return convert_like(X, left @ right.T)
 
     @property
     def _n_features_out(self) -> int:

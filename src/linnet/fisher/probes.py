@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._estimator import like
+from linnet._estimator import convert_like
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -78,7 +78,7 @@ def kernel_features(K: Any, *others: Any, tolerance: float = 1e-10) -> tuple[Any
     kept = values > tolerance * values[0]
     root, U = values[kept].sqrt(), U[:, kept]
     rest = (torch.as_tensor(other).to(U) @ U / root for other in others)
-    return tuple(like(K, t) for t in (U * root, *rest))
+    return tuple(convert_like(K, t) for t in (U * root, *rest))
 
 
 def top_projections(E: Any, count: int = 8, *, sign: str = "both") -> Any:
@@ -100,7 +100,7 @@ def top_projections(E: Any, count: int = 8, *, sign: str = "both") -> Any:
     t = torch.as_tensor(E)
     if not 1 <= count <= len(t):
         raise ValueError(f"There are {len(t)} examples, so count needs to be 1 to {len(t)}; got {count}.")
-    return like(E, signs[sign](t).topk(count, dim=0).indices.T)
+    return convert_like(E, signs[sign](t).topk(count, dim=0).indices.T)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import check_fits, dense_budget, format_bytes, free_memory, messages
+from linnet._common import check_fits, find_dense_budget, format_bytes, free_memory, messages
 from linnet.inference.evidence.gaussian import Choice
 from linnet.linalg import Solution
 from linnet.probability import Posterior
@@ -208,7 +208,7 @@ def choose_solver(
                 instead="Use solver='auto', 'cg-function' or 'cg-weight', fewer parameters (params=) or fewer examples",
             )
         return settings.solver
-    memory = dense_budget(settings.memory, device)
+    memory = find_dense_budget(settings.memory, device)
     patience = work_of_a_minute(device) / steps
     fitting = {name: cost for name, (size, cost) in dense.items() if size <= memory and cost <= patience}
     if fitting:

@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import dense_budget
+from linnet._common import find_dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
 from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, autodiff_wins, informative_rows
@@ -274,7 +274,7 @@ def choose_space(J: Jacobian, k: int, memory: float | str = "auto") -> str:
         memory: Bytes, or "auto".
     """
     rows, p = J.shape
-    fits = (24 if J.dtype == torch.float64 else 20) * rows**2 <= dense_budget(memory, J.device)
+    fits = (24 if J.dtype == torch.float64 else 20) * rows**2 <= find_dense_budget(memory, J.device)
     return "function" if fits and rows <= 128 * (2 * k + 64) and rows < 4 * p else "weight"
 
 
@@ -479,7 +479,7 @@ def _count_columns(J: Jacobian, k: int, settings: SolverSettings, *, rows: bool)
     """How many a sketch of a few rows has, or of all; and whether it is for want of memory that it has not more."""
     if not isinstance(settings.rank, str):
         return max(1, settings.rank), False
-    fits = int(0.5 * dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
+    fits = int(0.5 * find_dense_budget(settings.memory, J.device)) // (4 * J.shape[1] * J.dtype.itemsize)
     # Where rows are formed anyway, many more columns cost little more.
     wanted = SKETCHED if J.device.type == "cuda" else max(128, 4 * k)
     if not rows and _goes_by_column(J, k):  # each costs as much as one of the samples in an iteration
@@ -494,7 +494,7 @@ def _goes_by_column(J: Jacobian, k: int) -> bool:
 def _make_direct(J: Jacobian, S: Tensor, L: Tensor, k: int, settings: SolverSettings) -> WoodburyPreconditioner | None:
     """A direct solve with a few rows, where it is worth its Gram matrix (m, m)."""
     columns, limited = _count_columns(J, k, settings, rows=True)
-    fits = math.isqrt(dense_budget(settings.memory, J.device) // 24)
+    fits = math.isqrt(find_dense_budget(settings.memory, J.device) // 24)
     if not limited:
         # On a CPU its m^2 p is then no more than the 4 m p r of a sketch, which leaves more iterations; on a GPU
         # iterations over the few rows take no time beside those over all.

@@ -42,7 +42,7 @@ from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR
 from linnet.inference.mode.spaces import FunctionSpace, check_concave, check_kind, check_mean, check_operator
 from linnet.linalg import LinearOperator, Solvable, as_weight, cg, cholesky_, log_det_from, solve_lower, weigh
-from linnet.probability import Expected, Likelihood, expected
+from linnet.probability import Expected, Likelihood, take_expectations
 
 DRAWS = 2**22
 """Numbers that are drawn: so many examples have draws of their own, and the next examples use them again."""
@@ -280,15 +280,17 @@ class _Expectations:
             eps = draws(samples, 2 * self.own, self.c, seed=seed).to(mean)
             self.eps, self.others = eps[:, : self.own], eps[:, self.own :]
 
-    def expected(self, f: Tensor, cov: Tensor, *, others: bool = False) -> Expected:
+    def take_expectations(self, f: Tensor, cov: Tensor, *, others: bool = False) -> Expected:
         """Over f with means (n, c) and covariances (n, c, c) or variances (n, c); by other draws than the ascent's."""
         eps = self.others if others else self.eps
         if eps is None:
-            return expected(self.likelihood, f, cov, self.y)
+            return take_expectations(self.likelihood, f, cov, self.y)
         parts = []
         for start in range(0, self.n, self.own):
             part = slice(start, min(start + self.own, self.n))
-            parts.append(expected(self.likelihood, f[part], cov[part], self.y[part], eps[:, : part.stop - start]))
+            parts.append(
+                take_expectations(self.likelihood, f[part], cov[part], self.y[part], eps[:, : part.stop - start])
+            )
         return Expected(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def blocks(self, v: Tensor | None) -> Tensor:
@@ -392,8 +394,8 @@ def _ascend(
         raise ValueError(f"start needs shape ({space.size},); got {tuple(start.shape)}.")
     u = space.vector(problem.mean.new_zeros(space.size) if start is None else start)
     f = problem.mean + space.shift(u).view(problem.n, problem.c)
-    covariance = covariance.best(problem.expected(f, problem.no_blocks()).curvature)
-    at = problem.expected(f, covariance.blocks)
+    covariance = covariance.best(problem.take_expectations(f, problem.no_blocks()).curvature)
+    at = problem.take_expectations(f, covariance.blocks)
 
     def bound(at: Expected, u: Tensor, covariance: _Covariance) -> float:
         return float(at.log_prob.sum()) - 0.5 * space.dot(u, u) - covariance.kl()
@@ -411,13 +413,13 @@ def _ascend(
         d, df = covariance.step(g, at, ratio)
         df, blocks = df.view(problem.n, problem.c), covariance.blocks
         line = LineSearch(
-            lambda f, blocks=blocks: problem.expected(f, blocks),  # type: ignore[misc]
+            lambda f, blocks=blocks: problem.take_expectations(f, blocks),  # type: ignore[misc]
             f,
             df=df,
             products=(space.dot(u, u), space.dot(u, d), space.dot(d, d)),
         )
         t = line.find_length()
-        value, moved = path[-1], problem.expected(f + t * df, blocks)
+        value, moved = path[-1], problem.take_expectations(f + t * df, blocks)
         if bound(moved, u + t * d, covariance) >= value:
             u, f, at = u + t * d, f + t * df, moved
             value = bound(at, u, covariance)
@@ -425,7 +427,7 @@ def _ascend(
         target = covariance.best(at.curvature)
         for halvings in range(10):
             trial = covariance.mix(target, 0.5**halvings) if halvings else target
-            there = problem.expected(f, trial.blocks)
+            there = problem.take_expectations(f, trial.blocks)
             if bound(there, u, trial) >= value:
                 covariance, at = trial, there
                 value = bound(at, u, covariance)
@@ -436,7 +438,7 @@ def _ascend(
     found = Variational(
         delta=problem.deviation * space.weights(u),
         f=f,
-        elbo=bound(problem.expected(f, covariance.blocks, others=True), u, covariance),
+        elbo=bound(problem.take_expectations(f, covariance.blocks, others=True), u, covariance),
         path=tuple(path),
         gradient=ratio,
         iterations=steps,

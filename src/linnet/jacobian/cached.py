@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, arithmetic, bar, budget, free_memory, network_precision, rank_and_world
+from linnet._common import (
+    add_up,
+    arithmetic,
+    find_budget,
+    free_memory,
+    network_precision,
+    rank_and_world,
+    show_progress,
+)
 from linnet.data import Batch, check_subset_index, leaves, move
 from linnet.jacobian.blocks.autodiff import AutodiffBlock
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
@@ -68,7 +76,7 @@ def store_each(passes: Pass, size: int, label: str) -> Iterator[StoredChunk]:
     """One chunk in memory after the other, of at most ``size`` examples, by one pass over the data of all ranks."""
     chunks, settings = passes.chunks, passes.settings
     assert isinstance(chunks, NetworkChunks)
-    with bar(chunks.n, label, progress=settings.progress) as tick:
+    with show_progress(chunks.n, label, progress=settings.progress) as tick:
         for batch in chunks.batches(min(size, _stored_size(passes)), 0, chunks.n):
             chunk = chunks.build_whole(batch)
             check_outputs_finite(chunk.f, batch.start)
@@ -354,7 +362,7 @@ def cache_limit(memory: float | str, device: torch.device) -> int:
     """Bytes that may be kept: those given, or a part of what is free."""
     if memory == "auto" and device.type != "cuda":
         return int(0.25 * free_memory(device))
-    return budget(memory, device)
+    return find_budget(memory, device)
 
 
 def _check_fits(chunks: NetworkChunks, needed: int, limit: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import Deferred, Precision, budget, check_ranks_agree, forward_mode, noting_saved_tensors
+from linnet._common import Deferred, Precision, check_ranks_agree, find_budget, forward_mode, noting_saved_tensors
 from linnet.data import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
@@ -667,7 +667,7 @@ class NetworkChunks(ChunkSource):
         if self._prefers_autodiff(request) or not self.can_replay:
             return None
         make = partial(lin.chunks.build_by_rules, precision=s.precision, prepare=request.prepare)
-        key, room = (request.kind, request.k, s.precision, s.engine), partial(budget, s.memory, lin.device)
+        key, room = (request.kind, request.k, s.precision, s.engine), partial(find_budget, s.memory, lin.device)
         return self.replays.borrow(key, batch, make, Chunk.is_close, needs=batch.n * self.first.per_example, room=room)
 
     @cached_property

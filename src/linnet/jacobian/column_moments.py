@@ -1,15 +1,15 @@
 r"""Means and mean squares of the columns of a Jacobian that comes chunk by chunk.
 
-Squares are taken about the mean of their own rows, found from sums about one of them, and two sets of rows are put
-together by
+The squares of a set of rows are squares of distances from the mean of these rows. The mean comes from sums of
+distances from one row. Two sets of rows are joined by
 
 .. math::
     \mu = \mu_a + \frac{b}{a + b} (\mu_b - \mu_a), \qquad
     M = M_a + M_b + \frac{a b}{a + b} (\mu_b - \mu_a)^2 ,
 
-for a and b rows with means :math:`\mu` and sums of squares M about them (Chan, Golub and LeVeque 1983): a sum of
-positive terms, so that nothing cancels however far a mean is from zero. Means are kept as what they add to those of the
-first chunk, so that not even their rounding matters. All of it is in float64.
+for a and b rows with means :math:`\mu` and sums of squares M about the means (Chan, Golub and LeVeque 1983). All terms
+are positive, so nothing cancels, however far a mean is from zero. A mean is stored as its distance from the mean of the
+first chunk, so that the rounding of a large mean does not matter. All sums are in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.cuda import triton_kernels
 
 Part = tuple[tuple[int, int], Tensor, Tensor, Tensor]
-"""A range of columns; a number near the mean of each, what is to be added to it, and the squares about the mean."""
+"""A range of columns, a number near each mean, the distance from this number to the mean, and the sum of squares."""
 
 
 @final
@@ -34,9 +34,9 @@ class Moments:
     """Count, mean, and sum of squares about the mean, of p columns.
 
     Args:
-        p: Columns.
-        centered: False takes squares about zero; the means are then zero.
-        device: Of the columns.
+        p: Number of columns.
+        centered: Whether squares are taken about the mean. If not, squares are taken about zero, and means are zero.
+        device: Device of the columns.
 
     >>> found = Moments(2, centered=True, device="cpu")
     >>> found.add([DenseBlock([(0, 1)], [torch.tensor([[[1.0]], [[3.0]]])])], 2)
@@ -51,11 +51,11 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """(p,)."""
+        """Mean of each column, (p,)."""
         return self.near + self.more
 
     def add(self, blocks: Sequence[ColumnBlock], count: int) -> None:
-        """Take in the ``count`` rows of a chunk; columns without a block are zero there."""
+        """Add the ``count`` rows of a chunk. Columns without a block are zero in this chunk."""
         near, more, squares = (torch.zeros_like(self.near) for _ in range(3))
         for block in blocks:
             done = 0
@@ -73,7 +73,7 @@ class Moments:
         self.count += count
 
     def over_ranks(self) -> None:
-        """Put the rows of all ranks together."""
+        """Join the rows of all ranks."""
         rank, world = rank_and_world()
         if world == 1:
             return
@@ -89,22 +89,22 @@ class Moments:
         self.near, self.more, self.count = near, more, int(total)
 
     def _of(self, block: ColumnBlock) -> Iterator[Part]:
-        """Over all rows of a block, range by range."""
+        """Moments of all rows of a block, range by range."""
         if isinstance(block, EmbeddingBlock):
             yield self._of_tokens(block)
             return
         rows = block.expand()
         for r, part in zip(rows.ranges, rows.parts, strict=True):
             X = part.detach().reshape(rows.n * rows.c, -1)
-            # A row of its own is as near to the mean as the others are.
+            # The first row is as near to the mean as any other row.
             near = X[0] if self.centered else torch.zeros_like(X[0])
             more, squares = column_sums(X, near)
             more = more / len(X) if self.centered else torch.zeros_like(more)
-            # Below zero there is only rounding of what is zero.
+            # A sum of squares below zero is a zero with rounding.
             yield r, near.double(), more, (squares - len(X) * more.square()).clamp_min(0)
 
     def _of_tokens(self, block: EmbeddingBlock) -> Part:
-        """Most examples hold a few rows of the table only; all others are zeros, which are counted, not made."""
+        """Moments of an embedding table. Most rows of an example are zeros, which are counted, not stored."""
         _, joined, token = block._coalesced()
         joined, rows = joined.detach().double(), block.n * block.c
         table = self.near.new_zeros(block.vocabulary, joined.shape[-1])
@@ -145,7 +145,7 @@ def _merge(mean: Tensor, squares: Tensor, count: int, mean_b: Tensor, squares_b:
 
 
 def _parts(block: ColumnBlock) -> Iterator[ColumnBlock]:
-    """The block cut along the examples, so that its rows are not all formed at once."""
+    """The block in parts of a few examples, so that not all of its rows are in memory at once."""
     step = max(1, TEMPORARY // max(1, block.c * block.q))
     recipe = block.recipe
     if isinstance(block, DenseBlock | EmbeddingBlock) or recipe is None or step >= block.n:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from linnet._common import bar
+from linnet._common import show_progress
 from linnet.data import Batch, Source, move
 from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.chunk import NetworkChunks
@@ -362,7 +362,7 @@ def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLi
     size = passes.chunk_size()
 
     def run() -> None:
-        with bar(chunks.n, "frozen layers", progress=settings.progress) as tick:
+        with show_progress(chunks.n, "frozen layers", progress=settings.progress) as tick:
             for batch in chunks.batches(size, 0, chunks.n):
                 for t, part in zip(tensors, frozen.record(batch), strict=True):
                     t[batch.start : batch.start + batch.n] = part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, bar, budget, rank_and_world, share_rows
+from linnet._common import add_up, find_budget, rank_and_world, share_rows, show_progress
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
 from linnet.jacobian.blocks.composite import cut_by_layer
 from linnet.jacobian.column_moments import Moments
@@ -176,7 +176,7 @@ def _compute_grams(
     def run() -> dict[str, Tensor]:
         shape = (J.shape[0], right.shape[0])
         grams = {name: torch.zeros(shape, dtype=J.dtype, device=J.device) for name in names}
-        room, (start, stop) = budget(J.passes.settings.memory, J.device), J.passes.own
+        room, (start, stop) = find_budget(J.passes.settings.memory, J.device), J.passes.own
         with _pairs(J, (stop - start) * J.c * right.shape[0]) as tick:
             for group, _ in _groups([J], room):
                 for columns, b in _placed([right], room, start=0, stop=right.n):
@@ -197,7 +197,7 @@ def _symmetric(all_: Sequence[Jacobian], scale: Scale, names: Sequence[str], par
     def run() -> dict[str, Tensor]:
         m = sum(J.shape[0] for J in all_)
         grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
-        room = budget(first.passes.settings.memory, first.device)  # beside them
+        room = find_budget(first.passes.settings.memory, first.device)  # beside them
         with _pairs(first, m * m) as tick:
             for group, behind in _groups(all_, room):
                 for columns, b in chain(group, _placed(all_, room, *behind)):
@@ -218,7 +218,7 @@ def _symmetric(all_: Sequence[Jacobian], scale: Scale, names: Sequence[str], par
 
 def _pairs(J: Jacobian, total: int) -> AbstractContextManager[Callable[[int], Any]]:
     """The bar of a Gram matrix, over its entries: a pass forms chunks again for every block of them."""
-    return bar(total, "gram", progress=J.passes.settings.progress, unit="pairs of rows")
+    return show_progress(total, "gram", progress=J.passes.settings.progress, unit="pairs of rows")
 
 
 def _placed(

@@ -24,13 +24,13 @@ from linnet._common import (
     Precision,
     add_up,
     add_up_checksums,
-    bar,
     check_precision,
     files,
     messages,
     rank_and_world,
     shard,
     share_rows,
+    show_progress,
 )
 from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
@@ -356,7 +356,7 @@ class Jacobian(LinearOperator):
         def run() -> Tensor:
             out = torch.zeros(self.n, self.c, dtype=self.dtype, device=self.device)
             start, stop = passes.own
-            with torch.no_grad(), bar(stop - start, "f", progress=passes.settings.progress) as tick:
+            with torch.no_grad(), show_progress(stop - start, "f", progress=passes.settings.progress) as tick:
                 for batch in chunks.batches(passes.chunk_size(columns=True), start, stop):
                     proved: AbstractContextManager[tuple[list[Tensor], Any]]
                     proved = nullcontext(([], None)) if theta else chunks.outputs_proved(batch)

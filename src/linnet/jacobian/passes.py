@@ -14,7 +14,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from linnet._common import Precision, arithmetic, bar, budget, rank_and_world, shard
+from linnet._common import Precision, arithmetic, find_budget, rank_and_world, shard, show_progress
 from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import pack
@@ -141,7 +141,7 @@ class Pass:
         s.used = size
         first, last = (self.own[0] if start is None else start), (self.own[1] if stop is None else stop)
         request = ChunkRequest(kind, k, self._prepare_for(kind, k), along, self.rotation)
-        with bar(max(0, last - first), label, progress=s.progress if label else False) as tick:
+        with show_progress(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch, chunk in self.chunks.chunks(size, first, last, request):
                 blocks = pack(chunk.blocks) if kind in PRODUCTS else chunk.blocks
                 made = [Piece(batch, chunk.f, blocks, slice(batch.start * c, (batch.start + batch.n) * c))]
@@ -181,7 +181,7 @@ class Pass:
         else:
             each = min(first.per_example, 3 * first.graph) if columns else first.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
-                s.room = budget(s.memory, self.lin.device)
+                s.room = find_budget(s.memory, self.lin.device)
             size = self._settle(f"{columns} {self.n}", each, s.room, self._share)
             if columns and self.lin.network.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
@@ -195,7 +195,7 @@ class Pass:
     @property
     def chunk_room(self) -> int:
         """Bytes that one chunk may take."""
-        return int(self._share * budget(self.settings.memory, self.lin.device))
+        return int(self._share * find_budget(self.settings.memory, self.lin.device))
 
     def _settle(self, kind: str, each: int, room: int, share: float) -> int:
         """Examples of ``each`` bytes per chunk, in a share of the room.
@@ -221,7 +221,7 @@ class Pass:
         if isinstance(s.batch_size, int):
             size = min(s.batch_size, self.n)
         else:
-            room = budget(s.memory, self.lin.device) if room is None else room
+            room = find_budget(s.memory, self.lin.device) if room is None else room
             size = self._settle(f"gram {self.n}", self._gram_example, room, min(GRAM[0], self._share))
             size = min(size, max(512, ceil(self.n / 16)))
         return size if s.largest is None else min(size, s.largest)

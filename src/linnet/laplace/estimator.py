@@ -26,9 +26,9 @@ from linnet._estimator import (
     check_has_exact,
     check_inputs,
     check_variance,
+    convert_like,
     draw_inputs,
     leave_out_ignored,
-    like,
     list_options,
     make_jacobian,
     parse_dtype,
@@ -757,13 +757,13 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         moments, told = self._moments(X, "covariance" if return_cov else "variance" if return_std else "none")
         mean = told.means(moments.f)
         if moments.spread is None:
-            return like(X, told.shaped(mean))
+            return convert_like(X, told.shaped(mean))
         added = told.noise_variances(moments.f) if noise else torch.zeros_like(mean)
         if return_cov:
             C = told.mean_covariance(moments.spread, moments.f.shape[1]) + torch.diag(added.flatten())
-            return like(X, told.shaped(mean)), like(X, C)
+            return convert_like(X, told.shaped(mean)), convert_like(X, C)
         variance = told.means(moments.spread)
-        return like(X, told.shaped(mean)), like(X, told.shaped((variance + added).sqrt()))
+        return convert_like(X, told.shaped(mean)), convert_like(X, told.shaped((variance + added).sqrt()))
 
     def predict_proba(self, X: Any, link: str = "probit", *, draws: int = 1000) -> Any:
         """Class probabilities averaged over the posterior, (n, classes); of each label where labels are on or off.
@@ -782,7 +782,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             )
         blocks: Spread = "blocks" if self.variance_ == "exact" else "factor"
         moments, told = self._moments(X, "variance" if link == "probit" else blocks)
-        return like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
+        return convert_like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
 
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of f at X, (k, n) or (k, n, c): all inputs under the same weights."""
@@ -793,7 +793,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if noise:
             z = torch.randn(found.shape, dtype=f.dtype, generator=generator).to(f.device)
             found = found + told.noise_variances(f).sqrt() * z
-        return like(X, told.shaped(found))
+        return convert_like(X, told.shaped(found))
 
     def linearity(self, X: Any, k: int = 4, *, seed: int | None = None) -> list[Linearity]:
         """Compare the linear model with the network itself, at X, for each of k weights drawn from the posterior.

@@ -23,7 +23,7 @@ from linnet.probability import (
     PredictiveMoments,
     Sites,
     Spread,
-    predictive,
+    compute_probabilities,
 )
 
 ROWS = 2000
@@ -121,14 +121,14 @@ def average_probabilities(
     """Class probabilities (n, c) for f ~ N(f, cov), site by site; cov (n, c), (n, c, c) or factors of that."""
     generator = torch.Generator().manual_seed(seed)
     if not isinstance(likelihood, Sites):
-        return predictive(likelihood, f, cov, link=link, samples=draws, generator=generator)
+        return compute_probabilities(likelihood, f, cov, link=link, samples=draws, generator=generator)
     mean = likelihood.split(f).flatten(0, 1)
     parts: Tensor | FactoredCovariance
     if isinstance(cov, FactoredCovariance):
         parts = FactoredCovariance(likelihood.split(cov.T.mT).movedim(1, -1).flatten(0, 1))
     else:
         parts = likelihood.split(cov).flatten(0, 1) if cov.ndim == 2 else likelihood.site_blocks(cov)
-    found = predictive(likelihood.inner, mean, parts, link=link, samples=draws, generator=generator)
+    found = compute_probabilities(likelihood.inner, mean, parts, link=link, samples=draws, generator=generator)
     return found.view(len(f), -1)
 
 

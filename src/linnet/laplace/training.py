@@ -21,7 +21,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from linnet._estimator import Dtypes, as_targets, epoch, make_jacobian, shuffled
+from linnet._estimator import Dtypes, as_targets, epoch, make_jacobian, shuffle
 from linnet.data import Batch, Source, as_source
 from linnet.jacobian import Jacobian, linearize
 from linnet.laplace.evidence import AtNetwork, group_norms
@@ -187,7 +187,7 @@ def train_with_evidence(
     kept: tuple[int, dict[str, Tensor], Tensor, float | dict[str, float] | None] | None = None
     for number in range(1, epochs + 1):
         model.train()
-        losses.append(epoch(chosen.loss, shuffled(source, batch_size, random), maker))
+        losses.append(epoch(chosen.loss, shuffle(source, batch_size, random), maker))
         if not math.isfinite(losses[-1]):
             raise ArithmeticError(
                 f"The loss is {losses[-1]} in epoch {number}: the steps are too long. Give another optimizer=, with a "

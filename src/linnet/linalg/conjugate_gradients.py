@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from linnet._common import bar
+from linnet._common import show_progress
 from linnet.linalg.cholesky import check_right
 
 Product = Callable[[Tensor], Tensor]
@@ -140,7 +140,7 @@ def cg(
     state = _Columns(X, R, norms * tolerance, [] if lengths is None else lengths)
     solve = (lambda R: R) if preconditioner is None else preconditioner.solve
     total, before = 0, math.inf
-    with bar(iterations, "CG", progress=progress, unit="iterations") as tick:
+    with show_progress(iterations, "CG", progress=progress, unit="iterations") as tick:
 
         def count(sizes: Tensor) -> None:
             tick(1, lambda: f"residual {float(torch.where(norms > 0, sizes / norms, 0).max()):.1e}")

@@ -1,7 +1,7 @@
 """Likelihoods and their expectations, priors, and posteriors of one form: R D R^T + T diag(s) T^T."""
 
 from linnet.probability.class_curvature import row_curvature, row_root
-from linnet.probability.expectations import Expected, FactoredCovariance, expected, predictive
+from linnet.probability.expectations import Expected, FactoredCovariance, compute_probabilities, take_expectations
 from linnet.probability.likelihoods import (
     LIKELIHOODS,
     Bernoulli,
@@ -62,14 +62,14 @@ __all__ = [
     "TurnedPosterior",
     "WeightPosterior",
     "check_prior",
-    "expected",
+    "compute_probabilities",
     "layer_sums",
     "likelihood_for",
     "make_prior",
     "ntk_variances",
     "posterior_from",
-    "predictive",
     "prior_variances",
     "row_curvature",
     "row_root",
+    "take_expectations",
 ]

@@ -1,6 +1,6 @@
 """Averages of a likelihood over Gaussian outputs, f ~ N(mean, cov) example by example.
 
-What variational inference maximizes is made of `expected`; class probabilities are `predictive`.
+What variational inference maximizes is made of `take_expectations`; class probabilities are `compute_probabilities`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Expected(NamedTuple):
     curvature: Tensor
 
 
-def expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None = None) -> Expected:
+def take_expectations(
+    likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None = None
+) -> Expected:
     r"""Expectations of log p, residual and curvature over f ~ N(mean, cov), example by example.
 
     `Gaussian` and `Heteroscedastic` are exact; `Bernoulli` is by quadrature, to about 1e-11 for any variance.
@@ -68,7 +70,7 @@ def expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: 
             them.
 
     Example:
-        >>> found = expected(Bernoulli(), torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+        >>> found = take_expectations(Bernoulli(), torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1))
         >>> [round(t.item(), 4) for t in found]
         [-0.8061, 0.5, 0.2066]
     """
@@ -76,7 +78,7 @@ def expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: 
     return _expected(likelihood, mean, cov, y, eps)
 
 
-def predictive(
+def compute_probabilities(
     likelihood: Likelihood,
     mean: Tensor,
     cov: Tensor | FactoredCovariance,
@@ -101,13 +103,13 @@ def predictive(
             example do not depend on which others are asked for.
 
     Example:
-        >>> predictive(Bernoulli(), torch.ones(1, 1), torch.full((1, 1), 100.0))
+        >>> compute_probabilities(Bernoulli(), torch.ones(1, 1), torch.full((1, 1), 100.0))
         tensor([[0.5393]])
     """
     _check_moments(mean, cov)
     if not isinstance(likelihood, Bernoulli | Categorical):
         raise TypeError(
-            f"predictive gives probabilities of classes, for Bernoulli and Categorical; got {likelihood!r}. "
+            f"compute_probabilities gives probabilities of classes, for Bernoulli and Categorical; got {likelihood!r}. "
             "For regression use the mean and variance of f and the noise."
         )
     if link == "probit":
@@ -169,7 +171,7 @@ def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovarian
 
 @singledispatch
 def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
-    """See `expected`; the moments are checked."""
+    """See `take_expectations`; the moments are checked."""
     raise TypeError(
         "Expectations over Gaussian outputs are known for Gaussian, Heteroscedastic, Bernoulli and Categorical; "
         f"got {likelihood!r}. Use one of these."

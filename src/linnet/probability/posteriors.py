@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from linnet._common import dense_budget
+from linnet._common import find_dense_budget
 from linnet.jacobian import Jacobian, Rotation, autodiff_wins
 from linnet.linalg import (
     LinearOperator,
@@ -477,7 +477,7 @@ class FunctionPosterior(Posterior):
 
     def _part_size(self, J: Any) -> int:
         """Examples whose products with all rows of the training data fit memory."""
-        return max(1, dense_budget("auto", J.device) // (4 * len(self.factor) * J.c * J.dtype.itemsize))
+        return max(1, find_dense_budget("auto", J.device) // (4 * len(self.factor) * J.c * J.dtype.itemsize))
 
     def precisions(self, J: LinearOperator, noise: Tensor, c: int) -> Tensor:
         C, rows = self.factor, len(self.factor)

@@ -66,7 +66,8 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     _level: Tensor | None = None
 
     _SHARED: ClassVar[tuple[str, ...]] = (
-        *("lin_", "top_", "top_path_", "_chosen", "_probe", "n_features_in_", "feature_names_in_"),  # of the network
+        *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe"),  # of the network
+        *("n_features_in_", "feature_names_in_"),  # of the inputs
         *("scales_", "_level"),  # of the prior and the mean function
     )
     """Attributes that an estimator has in common with one that it makes for other data."""

@@ -20,11 +20,11 @@ from linnet._estimator import (
     HubMixin,
     check_has_exact,
     check_variance,
+    convert_like,
     default_network,
     draw_inputs,
     has_targets_in_memory,
     leave_out_ignored,
-    like,
     list_options,
 )
 from linnet.data import as_source
@@ -50,9 +50,9 @@ from linnet.probability import (
     PriorSpec,
     Spread,
     check_prior,
+    compute_probabilities,
     likelihood_for,
     make_prior,
-    predictive,
 )
 from linnet.tangent.base import Mean, Tangent
 
@@ -376,20 +376,24 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         elif spread is not None:
             p = self._averaged(f, spread)
             f = p.log() if isinstance(self.likelihood_, Categorical) else torch.logit(p)
-        return like(X, f[:, 0] if f.shape[1] == 1 and not self.multilabel_ else f)
+        return convert_like(X, f[:, 0] if f.shape[1] == 1 and not self.multilabel_ else f)
 
     def predict_proba(self, X: Any) -> Any:
         """Class probabilities, averaged over the posterior, (n, number of classes); of each label where multi-label."""
-        return like(X, self._probabilities(X))
+        return convert_like(X, self._probabilities(X))
 
     def predict(self, X: Any) -> Any:
         """The most probable label of each input; where multi-label, (n, c) of zeros and ones."""
         p = self._probabilities(X)
         if self.multilabel_:
-            return like(X, (p > 0.5).long())
+            return convert_like(X, (p > 0.5).long())
         chosen = p.argmax(1).cpu().numpy()
         labels = self.classes_[chosen]
-        return torch.as_tensor(labels, device=p.device) if self._tensors and isinstance(like(X, p), Tensor) else labels
+        return (
+            torch.as_tensor(labels, device=p.device)
+            if self._tensors and isinstance(convert_like(X, p), Tensor)
+            else labels
+        )
 
     def predict_logits(self, X: Any, *, return_std: bool = False) -> tuple[Any, Any]:
         """Mean (n, c) of the logits of each input, and their covariance (n, c, c) or standard deviation (n, c).
@@ -400,11 +404,11 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
                 memory for.
         """
         f, spread = self._predict(X, "variance" if return_std else "blocks")
-        return like(X, f), like(X, spread.sqrt() if return_std else spread)
+        return convert_like(X, f), convert_like(X, spread.sqrt() if return_std else spread)
 
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""
-        return like(X, self._sample(X, k, torch.Generator().manual_seed(self.seed if seed is None else seed)))
+        return convert_like(X, self._sample(X, k, torch.Generator().manual_seed(self.seed if seed is None else seed)))
 
     @property
     def _spread(self) -> Spread:
@@ -423,7 +427,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             return self.likelihood_.mean(f)
         generator = torch.Generator().manual_seed(self.seed)
         draws = max(self.samples, 1000)
-        return predictive(self.likelihood_, f, spread, link=self.link, samples=draws, generator=generator)
+        return compute_probabilities(self.likelihood_, f, spread, link=self.link, samples=draws, generator=generator)
 
 
 def as_labels(y: Any, n: int) -> np.ndarray:

@@ -22,10 +22,10 @@ from linnet._estimator import (
     can_copy,
     check_has_exact,
     check_variance,
+    convert_like,
     default_network,
     draw_inputs,
     has_targets_in_memory,
-    like,
     list_options,
 )
 from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
@@ -425,12 +425,12 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         f, shift, spread = (self._error_bars if return_std or return_cov else self.posterior_).predict(J, spread)
         mean = self._shaped(self._mean_function(f) + shift)
         if spread is None:
-            return like(X, mean)
+            return convert_like(X, mean)
         added = self._noise_at(f, X) if noise else torch.zeros_like(f)
         if return_cov:
             spread.diagonal().add_(added.flatten())
-            return like(X, mean), like(X, spread)
-        return like(X, mean), like(X, self._shaped((spread + added).sqrt()))
+            return convert_like(X, mean), convert_like(X, spread)
+        return convert_like(X, mean), convert_like(X, self._shaped((spread + added).sqrt()))
 
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation."""
@@ -442,7 +442,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if noise:
             z = torch.randn(f.shape, dtype=f.dtype, generator=generator).to(f.device)
             f = f + self._noise_at(f[0], X).sqrt() * z
-        return like(X, f[..., 0] if self._one_column else f)
+        return convert_like(X, f[..., 0] if self._one_column else f)
 
     def path(self, X: Any, t: float) -> Any:
         r"""The prediction after gradient flow on ``1/2 sum (f - y)^2`` for time t, in closed form.
@@ -459,7 +459,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if "flow" not in self._kept:
             self._kept["flow"] = updates.flow(self._train, self._fit_)
         f, shift = J.outputs_and_product(self._kept["flow"](t))
-        return like(X, self._shaped(self._mean_function(f) + shift.view(J.n, J.c)))
+        return convert_like(X, self._shaped(self._mean_function(f) + shift.view(J.n, J.c)))
 
     # What the training data says about itself.
 
@@ -491,7 +491,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]
         A = updates.smoother(self._train, self._fit_, J)  # (m c', n c): the mean's shift is A r
         parts = (A.view(J.n, J.c, n, c) * step).sum(3)
-        return like(X, parts[:, 0] if self._one_column else parts)
+        return convert_like(X, parts[:, 0] if self._one_column else parts)
 
     def _precisions(self) -> Tensor:
         if "precisions" not in self._kept:

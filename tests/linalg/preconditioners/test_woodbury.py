@@ -115,7 +115,7 @@ def test_where_a_sketch_has_no_memory(monkeypatch):
     """Three columns of a sketch are all there is room for: more rows than it would have are solved directly."""
     J, L = sure(4, unsure=8)
     S = torch.full((J.shape[1],), 0.5).double()
-    monkeypatch.setattr(sampling, "dense_budget", lambda memory, device: 24 * 30**2)
+    monkeypatch.setattr(sampling, "find_dense_budget", lambda memory, device: 24 * 30**2)
     columns, limited = sampling._count_columns(J, 3, sampling.SolverSettings(), rows=True)
     assert limited and columns == 3
     found = posterior_samples(J, S, L, 3, space="weight", tolerance=1e-9)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common import dense_budget
+from linnet._common import find_dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
@@ -92,7 +92,7 @@ def preconditioner_of(
     if settings.rank == "auto":
         # A direction is as long as the system is large, and all are held twice while they are made.
         length = J.shape[1 if space == "weight" else 0]
-        most = int(0.7 * dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
+        most = int(0.7 * find_dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
         rank = max(1, min(J.n, min(landmarks, most) // J.c, _worthwhile(J)))
     else:
         rank = min(int(settings.rank), J.n)

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from linnet._common import Deferred, add_up, bar, rank_and_world, shard, share_rows
+from linnet._common import Deferred, add_up, rank_and_world, shard, share_rows, show_progress
 from linnet.data import Batch, move
 from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR, Mode
@@ -122,7 +122,7 @@ def _train(
     steps, step = training.epochs * math.ceil(J.n / training.size), 0
     ranks = rank_and_world()
     path: list[float] = []
-    with bar(training.epochs * J.n, "Adam", progress=progress) as tick:
+    with show_progress(training.epochs * J.n, "Adam", progress=progress) as tick:
         for epoch in range(training.epochs):
             lost = torch.zeros((), dtype=torch.float64, device=J.device)
             later = Deferred(lambda f, y, lost=lost: lost.sub_(task.likelihood.log_prob(f, y).double().sum()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet._common import dense_budget
+from linnet._common import find_dense_budget
 from linnet.inference.gaussian.iterative import preconditioner_of
 from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve
@@ -106,7 +106,7 @@ class _PreconditionerMaker:
         J, trace = self.J, float(square_sums(root, self.J.n).sum())
         # Five blocks (p, columns) are held while it is made, and Phi times one.
         length = (5 * J.shape[1] + J.shape[0]) * J.dtype.itemsize
-        most = max(1, int(0.7 * dense_budget(self.settings.memory, J.device)) // length)
+        most = max(1, int(0.7 * find_dense_budget(self.settings.memory, J.device)) // length)
         if 0.9 * self._trace <= trace <= self._trace / 0.9:  # nearly the curvature of the last
             if self._columns >= min(most, *J.shape, 16 * COLUMNS[J.device.type]):
                 return None

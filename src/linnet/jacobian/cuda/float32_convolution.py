@@ -1,14 +1,15 @@
-"""Convolutions of a network in float32 on a GPU, each the fastest of the ways that are exact.
+"""Convolutions of a network in float32 on a GPU, each by the fastest exact algorithm.
 
-Without tensor cores the library's own choice can be several times slower than another way to the same sums: for the
-gradient of the input, which is a convolution too, and for images of a few positions, where one product of matrices is
-faster than any convolution. ``python -m benchmarks.convolutions --device cuda`` times them.
+Without tensor cores, cuDNN's choice of algorithm can be several times slower than another algorithm for the same sums.
+This happens in two cases. The gradient of the input is itself a convolution, and is faster as one. For images of a few
+positions, one product of matrices is faster than any convolution. ``python -m benchmarks.convolutions --device cuda``
+times the algorithms.
 
-The library also chooses by the number of images, and each choice rounds in its own way. Rounding can move an activation
-across the kink of a ReLU, and the rows of that example with it: inputs of a trained ResNet-18 that are off by 1e-6 move
-some rows by 2e-3, so that passes with other chunks may see another Jacobian. *Steady* layers add up in float64 and
-round once: their outputs do not depend on what else is in the batch. They are for where a matrix that one pass has made
-meets products of another.
+cuDNN also chooses by the number of images, and each algorithm rounds in its own way. Rounding can move an activation
+across the kink of a ReLU, and then the rows of that example move too. If the inputs of a trained ResNet-18 are off by
+1e-6, some rows move by 2e-3, so passes with other chunks may see another Jacobian. *Steady* layers add up in float64
+and round once: their outputs do not depend on the rest of the batch. Steady layers serve where a matrix from one pass
+is combined with products from another pass.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ Pair = tuple[int, int]
 DEVICE = "cuda"
 
 WORTH = 2**29
-"""Multiply-adds of a call from which on another way is worth its own launches."""
+"""Smallest number of multiply-adds of a call for which another algorithm is worth its extra kernel launches."""
 
 FEW = 16
-"""Positions of an output up to which a product of matrices is faster."""
+"""Largest number of positions of an output for which a product of matrices is faster than cuDNN."""
 
 WIDE = 256
-"""Channels from which on it is."""
+"""Smallest number of channels for which a product of matrices is faster than cuDNN."""
 
 ENTRIES = 2**27
-"""Entries of the patches, in float64, of images that are convolved at once."""
+"""Entries of the float64 patches that are made at once: more take more memory, fewer take more calls."""
 
 
 @final
 class ExactConvolution(TorchFunctionMode):
-    """While it is active, large 2-d convolutions of CUDA tensors in float32 are made by `convolve`.
+    """A context in which `convolve` computes large 2-d convolutions of CUDA tensors in float32.
 
     Args:
-        steady: Outputs of all convolutions and linear layers are added up in float64.
+        steady: Whether all convolutions and linear layers add up their outputs in float64.
     """
 
     def __init__(self, *, steady: bool = False) -> None:
@@ -83,9 +84,9 @@ def convolve(
         input: (n, C, h, w).
         weight: (C', C, kh, kw).
         bias: (C',) or None.
-        stride: One number or two.
-        padding: One number or two, of zeros.
-        steady: Whether outputs are added up in float64; see the module.
+        stride: One number, or one for each axis.
+        padding: Width of the border of zeros: one number, or one for each axis.
+        steady: Whether the outputs are added up in float64, as the module says.
 
     >>> x, w = torch.randn(2, 3, 4, 4), torch.randn(5, 3, 3, 3)
     >>> bool(torch.allclose(convolve(x, w, padding=1), torch.conv2d(x, w, padding=1), atol=1e-5))
@@ -94,7 +95,7 @@ def convolve(
     steps = _pair(stride), _pair(padding)
 
     def layer(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        # A node of its own for the weight's gradient, which is not computed where nobody asks for it.
+        # The gradient of the weight has its own node, so that it is computed only if the weight asks for it.
         beside = _Weight.apply(x.detach(), w, *steps) if w.requires_grad else None
         return _Input.apply(x, w.detach(), b, beside, *steps, steady and not in_tangents())
 
@@ -104,7 +105,7 @@ def convolve(
 
 @final
 class _Input(torch.autograd.Function):
-    """The convolution as a function of its input; ``beside`` is given its gradient too."""
+    """The convolution as a function of its input. The gradient of the output also goes to ``beside``."""
 
     @staticmethod
     def forward(
@@ -136,7 +137,7 @@ class _Input(torch.autograd.Function):
 
 @final
 class _Weight(torch.autograd.Function):
-    """Zeros in the shape of the convolution, which takes no memory, with its derivative by the weight."""
+    """Zeros in the shape of the convolution, with its derivative in the weight. The zeros take no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, stride: Pair, padding: Pair) -> Tensor:
@@ -186,7 +187,7 @@ def _steady(x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair)
 
 
 def _in_double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A layer in float64, its derivatives too, rounded at the end; what is not float32 stays as it is."""
+    """A layer and its derivatives in float64, rounded at the end. A layer without float32 tensors runs as it is."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if {t.dtype for t in tensors} != {torch.float32}:
         return func(*args, **kwargs)
@@ -200,7 +201,7 @@ def _turns(w: Tensor, stride: Pair, padding: Pair) -> bool:
 
 
 def _serves(a: Mapping[str, Any], *, worth: int) -> bool:
-    """Whether `convolve` can serve a call, given by its arguments, and is worth its launches."""
+    """Whether `convolve` can compute the call with these arguments, and saves more than its kernel launches cost."""
     x, w, padding = a["input"], a["weight"], a.get("padding", 0)
     plain = a.get("groups", 1) == 1 and _pair(a.get("dilation", 1)) == (1, 1) and not isinstance(padding, str)
     if not plain or x.ndim != 4 or x.device.type != DEVICE or {x.dtype, w.dtype} != {torch.float32}:

@@ -1,8 +1,8 @@
-"""GPU kernels for the three sums that torch has no fast call for; everywhere else torch's own operations serve.
+"""GPU kernels for three sums that torch has no fast call for.
 
-They are written in Triton, which CUDA builds of torch bring along. They compute exactly the sums of their torch
-counterparts in `linnet.jacobian.blocks.convolution`, `linnet.jacobian.layers` and
-`linnet.jacobian.column_moments`, and ``tests/jacobian/cuda/test_triton_kernels.py`` compares them on a GPU.
+The kernels are written in Triton, which CUDA builds of torch include. The kernels compute the same sums as the torch
+code in `linnet.jacobian.blocks.convolution`, `linnet.jacobian.layers` and `linnet.jacobian.column_moments`.
+``tests/jacobian/cuda/test_triton_kernels.py`` compares both on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 try:
     import triton  # type: ignore[import-not-found]
     import triton.language as tl  # type: ignore[import-not-found]
-except ImportError:  # CPU builds of torch come without it
+except ImportError:  # CPU builds of torch have no Triton
     triton = None
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def available(t: Tensor) -> bool:
-    """Whether the kernels can serve a tensor."""
+    """Whether the kernels can read a tensor: float32 on a GPU, with Triton installed."""
     return triton is not None and t.is_cuda and t.dtype == torch.float32
 
 
@@ -117,12 +117,13 @@ if triton is not None:
 
 
 def conv_rows(conv: Convolution, x: Tensor, g: Tensor) -> Tensor:
-    """Per-example weight gradients of a 2-d convolution without groups, in tf32, the kernel's axes before the channels.
+    """Weight gradients of a 2-d convolution without groups for each example, in tf32.
 
-    Three products of split numbers would be as accurate as float32, and no faster than what serves there.
+    The axes of the kernel come before the channels. Three tf32 products of split numbers would be as accurate as
+    float32, and no faster than the torch code for float32.
 
     Args:
-        conv: Its numbers; padding the same before and behind.
+        conv: Sizes of the convolution. The padding is the same on both sides.
         x: (m, C, H, W), any strides.
         g: (m, out, H', W'), any strides.
 
@@ -149,7 +150,7 @@ def conv_rows(conv: Convolution, x: Tensor, g: Tensor) -> Tensor:
 
 
 def channel_sums(x: Tensor, g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over positions of ``g * (x - mean)`` and of ``g``, each (m, C), in one reading.
+    """Sums over positions of ``g * (x - mean)`` and of ``g``, each (m, C). The inputs are read once.
 
     Args:
         x: (m, C, S), any strides.
@@ -180,15 +181,15 @@ def channel_sums(x: Tensor, g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def column_sums(X: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the rows of ``X - center`` and of its squares, each (q,) in float64, in one reading.
+    """Sums over the rows of ``X - center`` and of its squares, each (q,) in float64. X is read once.
 
     Args:
-        X: (m, q), each row's numbers side by side.
+        X: (m, q). The numbers of a row are contiguous.
         center: (q,).
     """
     m, q = X.shape
     block = 128
-    # Rows are split as well where columns alone would leave multiprocessors idle.
+    # Rows are split too if the columns alone would leave multiprocessors idle.
     parts = min(triton.cdiv(m, 32), max(1, triton.cdiv(2048, triton.cdiv(q, block))))
     per_part = triton.cdiv(m, parts)
     sums, squares = (torch.empty(parts, q, dtype=torch.float64, device=X.device) for _ in range(2))

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import bar, dense_budget, full_precision, messages, smallest_over_ranks
+from linnet._common import find_dense_budget, full_precision, messages, show_progress, smallest_over_ranks
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks
@@ -197,7 +197,7 @@ def low_rank(
         messages.check_writable(checkpoint, "checkpoint")
     _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
-    limit = int(smallest_over_ranks(dense_budget(memory, V.device), V.device))
+    limit = int(smallest_over_ranks(find_dense_budget(memory, V.device), V.device))
     columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))
     chosen = choose_method(V, columns, memory=limit) if method == "auto" else method
     with full_precision(V.device):
@@ -269,7 +269,7 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
         first = V if coarse is None else coarse
         state = KrylovSpace.start(mixed_block(first, s.block, seed=s.seed, memory=s.memory), coarse=coarse is not None)
     limit = s.passes or (LIMIT if s.k is not None else LIMIT * LIMIT)
-    with bar(None, "low rank", progress=s.progress, unit="passes") as tick:
+    with show_progress(None, "low rank", progress=s.progress, unit="passes") as tick:
 
         def after(state: KrylovSpace, found: RitzPairs) -> None:
             resumable.save(state)
@@ -338,7 +338,7 @@ def _power(V: LinearOperator, s: _Settings, resumable: Resumable) -> _Found:
         state.passes = 1
         resumable.save(state)
     passes = s.passes or LIMIT
-    with bar(None, "low rank", progress=s.progress, unit="passes") as tick:
+    with show_progress(None, "low rank", progress=s.progress, unit="passes") as tick:
         while state.passes < passes - 1:
             state.X = orthonormalize(V.normal(state.X))  # lines 5 to 7
             state.passes += 1
