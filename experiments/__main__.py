@@ -22,6 +22,7 @@ PAPERS = {
     "mu2020": "table1_mu sst2 transfer",
     "allingham2023": "evidence laplace_uci laplace_digits laplace_cifar snelson not_linearized joint",
     "damianou2020": "deep_gp",
+    "yang2024": "lora",
 }
 """Folder of a paper to its experiments."""
 

@@ -226,6 +226,24 @@ def sampling_times() -> str:
     return _with_machine(found["machine"], _table(titles, rows))
 
 
+def adapters() -> str:
+    """Scores and times of MiniLM with adapters, by precision and method, and the figure."""
+    path = ROOT / "results" / "lora" / "metrics.json"
+    if not path.exists():
+        return "*No numbers yet: `python -m experiments lora --device cuda` writes them.*"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for precision, table in found["results"].items():
+        for method, one in table.items():
+            scores = [f"{100 * one['accuracy']['mean']:.1f} %", _with_error(one["nll"]), _with_error(one["ece"])]
+            rows.append([precision, method, *scores, f"{one['seconds']:.2f}", f"{one['predicting']:.2f}"])
+    titles = ["frozen weights", "method", "accuracy", "NLL", "ECE", "seconds to fit", "seconds to predict"]
+    settings = found["settings"]
+    said = f"{settings['machine']}; {settings['now']}; mean ± standard error over {settings['draws']} draws of labels"
+    picture = "![Reliability, NLL and ECE of every method](../assets/results/lora.png)"
+    return _with_machine(said, f"{_table(titles, rows)}\n\n{picture}")
+
+
 def claims() -> str:
     """What the papers claim and what our numbers say of it, judged anew from the metrics."""
     if str(ROOT) not in sys.path:  # the experiments are no part of the package that is installed
@@ -266,6 +284,10 @@ def _title(name: str) -> tuple[str, str]:
 
 def _read(name: str) -> Any:
     return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+
+
+def _with_error(value: Any) -> str:
+    return f"{value['mean']:.3f}" + ("" if value["error"] is None else f" ± {value['error']:.3f}")
 
 
 def _ms(value: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from figures_of_results import (
     adapt_times,
+    adapters,
     claims,
     convolutions,
     heads_passes,
@@ -36,6 +37,7 @@ WRITERS: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
         adapt_times,
+        adapters,
         claims,
         commands,
         convolutions,

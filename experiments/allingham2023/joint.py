@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import linnet
 from experiments import common
 from experiments.allingham2023.laplace_cifar import KAPPAS, areas, joint
-from experiments.allingham2023.laplace_digits import average_links, temperature, tune_alone
+from experiments.allingham2023.laplace_digits import average_links, tune_alone
 from experiments.common import plots
 from experiments.common.data import grayscale, turn
 from experiments.common.networks import lenet
 from experiments.common.statistics import show_interval, show_value, subtract, summarize
-from experiments.common.training import Labeled, Search, fine_tune, in_parts, in_turn, train
+from experiments.common.training import Labeled, Search, find_temperature, fine_tune, in_parts, in_turn, train
 from linnet import metrics
 
 SIZE, MEMBERS = 20, 5
@@ -140,7 +140,7 @@ def methods(nets: Sequence[nn.Module], data: Data, sizes: Sizes) -> dict[str, Ca
     """Each fitted when it is called for: a posterior that is tuned again is no longer the one that it was."""
     net, X, y = nets[0], data.train.X[0].double(), data.train.y
     held = data.held.X[0].double(), data.held.y
-    t = temperature(in_parts(net, (held[0],)), held[1])
+    t = find_temperature(in_parts(net, (held[0],)), held[1])
     exact = linnet.Laplace(net, structure="full", progress=False)
 
     def fitted(la: linnet.Laplace) -> linnet.Laplace:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from scipy.optimize import minimize_scalar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from experiments import common
 from experiments.common import plots
 from experiments.common.networks import draw_network
 from experiments.common.statistics import average, show_error, summarize
-from experiments.common.training import Labeled, train
+from experiments.common.training import Labeled, find_temperature, train
 from linnet import metrics
 from linnet.probability import Categorical, compute_probabilities
 
@@ -99,15 +98,6 @@ def train_digits(kind: str, data: Digits, *, decay: float, epochs: int, seed: in
     return train(model, Labeled((data.X.float(),), data.y), epochs=epochs, rate=rate, seed=seed, decay=decay).double()
 
 
-def temperature(f: Tensor, y: Tensor) -> float:
-    """The number by which logits are divided to be likeliest."""
-
-    def loss(t: float) -> float:
-        return float(nn.functional.cross_entropy(f / 10.0**t, y))
-
-    return 10.0 ** float(minimize_scalar(loss, bounds=(-1, 2), method="bounded").x)
-
-
 def probabilities(model: nn.Sequential, others: Sequence[nn.Module], data: Digits) -> dict[str, tuple[Tensor, float]]:
     """Of every method on the test digits, and its seconds; and what error bars looked like."""
     X, y, X_held, y_held, X_test, _ = data
@@ -116,7 +106,7 @@ def probabilities(model: nn.Sequential, others: Sequence[nn.Module], data: Digit
         alike = [m(X_test).softmax(1) for m in (model, *others)]
     out = {
         MAP: (alike[0], 0.0),
-        TEMPERATURE: ((f / temperature(held, y_held)).softmax(1), 0.0),
+        TEMPERATURE: ((f / find_temperature(held, y_held)).softmax(1), 0.0),
         ENSEMBLE: (torch.stack(alike).mean(0), 0.0),
     }
 

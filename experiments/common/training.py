@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from experiments.common.data import augment
@@ -92,6 +93,15 @@ def probabilities(model: nn.Module, X: Inputs) -> Tensor:
     f = in_parts(model, X).double()
     p = f.sigmoid()
     return torch.cat([1 - p, p], 1) if f.shape[1] == 1 else f.softmax(1)
+
+
+def find_temperature(f: Tensor, y: Tensor) -> float:
+    """The number by which logits (n, c) or (n, 1) are divided to be likeliest."""
+
+    def loss(t: float) -> float:
+        return float(cross_entropy(f / 10.0**t, y))
+
+    return 10.0 ** float(minimize_scalar(loss, bounds=(-1, 2), method="bounded").x)
 
 
 # Adam with a search.

@@ -13,6 +13,7 @@ import torch
 from experiments import common
 from experiments.__main__ import main
 from experiments.allingham2023 import evidence, laplace_cifar, laplace_digits, laplace_uci
+from experiments.common.training import find_temperature
 from tests.support.needed import make_uci
 from tests.support.quick_runs import count_rows, run_quick
 
@@ -100,7 +101,7 @@ def test_the_uci_experiment_takes_in_what_a_peer_predicts(tmp_path: Path, monkey
 def test_a_temperature_is_the_likeliest() -> None:
     f = torch.randn(10_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.distributions.Categorical(logits=f / 2.5).sample()
-    found = laplace_digits.temperature(f, y)
+    found = find_temperature(f, y)
     assert 2 < found < 3
     losses = [float(torch.nn.functional.cross_entropy(f / (found * k), y)) for k in (1.0, 0.9, 1.1)]
     assert losses[0] < min(losses[1:])
