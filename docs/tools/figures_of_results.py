@@ -171,44 +171,16 @@ def proofs(device: str) -> str:
     return _with_machine(said, _table(["outputs", "pass", "first", "later", "first / later"], rows))
 
 
-def scale(part: str) -> str:
-    """Today's models beside a training step: "passes", "memory" or "estimators"."""
+def scale() -> str:
+    """Today's models beside a training step."""
     found = _read("scale-cuda.json")
-    if part == "estimators":
-        return _with_machine(found["machine"], _table(["what", "seconds"], _scale_estimators(found)))
-    kind, titles = ("ratios", ["step, ms"]) if part == "passes" else ("memory_gib", ["step"])
     rows = []
     for one in found["passes"]:
-        first = _ms(one["ms"]["step"]) if part == "passes" else f"{one['memory_gib']['step']:.1f}"
         precision = "bf16" if "llama" in one["network"] else {"high": "tf32", "highest": "float32"}[one["precision"]]
-        numbers = [one[kind][key] for key in ("pass", "column", "gram")]
-        rows.append(
-            [one["network"], precision, first, *(f"{x:.2f}" if part == "passes" else f"{x:.1f}" for x in numbers)]
-        )
-    heads = ["network", "precision", *titles, "`J.normal(V)`, k = 16", "k = 1", "`J.gram()`"]
+        ratios = [f"{one['ratios'][key]:.2f}" for key in ("pass", "column", "gram")]
+        rows.append([one["network"], precision, _ms(one["ms"]["step"]), *ratios])
+    heads = ["network", "precision", "step, ms", "`J.normal(V)`, k = 16", "k = 1", "`J.gram()`"]
     return _with_machine(found["machine"], _table(heads, rows))
-
-
-def _scale_estimators(found: dict[str, Any]) -> list[list[str]]:
-    rows = []
-    for one in found.get("laplace", []):
-        for job in ("fit", "predict"):
-            ours, theirs = one[f"{job}_s"], one.get(f"laplace_torch_{job}_s")
-            beside = "" if theirs is None else f" (laplace-torch {theirs:.2f})"
-            rows.append([f"`Laplace`, {one['structure']}, ResNet-20, 4,096 images: {job}", f"{ours:.2f}{beside}"])
-    for name, seconds in found.get("adapters", {}).items():
-        if name not in ("n", "step_s") and isinstance(seconds, float):
-            rows.append(
-                [
-                    f"`{name.split()[0]}`{name[len(name.split()[0]) :]}, Llama 1.1 B with LoRA: fit and predict",
-                    f"{seconds:.2f}",
-                ]
-            )
-    if "kron" in found:
-        one = found["kron"]
-        what = f"`Laplace`, kron, Llama 7 B with LoRA, {one['n']:,} sequences of 256 tokens: fit"
-        rows.append([what, f"{one['fit_s']:.1f}, {one['peak_gib']:.0f} GiB"])
-    return rows
 
 
 def sampling_times() -> str:

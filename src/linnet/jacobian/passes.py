@@ -21,7 +21,7 @@ from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.chunk import ChunkRequest, ChunkSource, Prepare
-from linnet.jacobian.cuda.replay import CHUNK, free_replays
+from linnet.jacobian.cuda.replay import free_replays
 from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
 from linnet.jacobian.proofs import Disproved
@@ -182,22 +182,17 @@ class Pass:
             each = min(first.per_example, 3 * first.graph) if columns else first.per_example
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = find_budget(s.memory, self.lin.device)
-            size = self._settle(f"{columns} {self.n}", each, s.room, self._share)
+            size = self._settle(f"{columns} {self.n}", each, s.room)
             if columns and self.lin.network.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
 
     @property
-    def _share(self) -> float:
-        """Share of a pass's memory that one chunk takes: less where a GPU records chunks."""
-        return CHUNK if self.chunks.can_replay else 1.0
-
-    @property
     def chunk_room(self) -> int:
         """Bytes that one chunk may take."""
-        return int(self._share * find_budget(self.settings.memory, self.lin.device))
+        return find_budget(self.settings.memory, self.lin.device)
 
-    def _settle(self, kind: str, each: int, room: int, share: float) -> int:
+    def _settle(self, kind: str, each: int, room: int, share: float = 1.0) -> int:
         """Examples of ``each`` bytes per chunk, in a share of the room.
 
         Chunks keep the size that they had before while it fits and is no less than half: the same chunks are proved
@@ -222,7 +217,8 @@ class Pass:
             size = min(s.batch_size, self.n)
         else:
             room = find_budget(s.memory, self.lin.device) if room is None else room
-            size = self._settle(f"gram {self.n}", self._gram_example, room, min(GRAM[0], self._share))
+            one = self.n * self._gram_example <= room  # a single chunk meets only itself
+            size = self._settle(f"gram {self.n}", self._gram_example, room, 1.0 if one else GRAM[0])
             size = min(size, max(512, ceil(self.n / 16)))
         return size if s.largest is None else min(size, s.largest)
 

@@ -23,10 +23,9 @@ from linnet.data import Batch
 
 T = TypeVar("T")
 
-CHUNK, SHARE = 1 / 8, 1 / 2
-"""Shares of a pass's memory: for one chunk, so that the chunk can be recorded, and for all records of a Jacobian, which
-stay as long as the Jacobian. More memory against fewer launches; an eighth keeps an H200 busy with every network that
-`benchmarks.scale` has."""
+SHARE = 1 / 2
+"""Share of a pass's memory for the records of a Jacobian, which stay as long as the Jacobian: more memory against fewer
+launches, which matter less for larger chunks."""
 
 _all: WeakSet[Replays[Any]] = WeakSet()
 
