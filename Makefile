@@ -23,13 +23,14 @@ QUICK := tests/linalg/test_operator.py tests/linalg/test_cholesky.py tests/linal
 SLOW := tests/fisher/test_embedding.py::test_two_ranks_find_what_one_finds \
 	tests/heads/test_attach.py::test_networks_of_the_zoo
 
-.PHONY: help venv demo quick test lint types pytest mutate format bench docs docs-serve figures clean
+.PHONY: help venv demo quick test test-all lint types pytest mutate format bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into $(VENV) and run 'linnet demo'"
 	@echo "make quick   lint, types and the main tests, in under 90 seconds on two cores once mypy has its cache"
 	@echo "make test    lint, types, doctests and tests (WORKERS=$(WORKERS) processes)"
+	@echo "make test-all  the same and every experiment at its smallest size"
 	@echo "make docs    the documentation site, in build/site; 'make docs-serve' shows it while you write"
 	@echo "make figures runs the code of the pages, and writes what it prints and draws"
 	@echo "make mutate  small wrong changes in the files that differ from BASE=$(BASE): which of them no test notices"
@@ -65,6 +66,10 @@ types: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n $(WORKERS)
 
 pytest: $(STAMP)
+	$(PYTEST) -m "not slow"
+
+# With every experiment at its smallest size, about two minutes more.
+test-all: lint types
 	$(PYTEST)
 
 quick: lint types

@@ -181,10 +181,12 @@ def real(name: str, device: str, n: int, folder: Path) -> dict[str, Any]:
     from experiments.common.data import as_cifar10, grayscale
     from experiments.common.networks import resnet
     from experiments.common.training import in_turn
-    from experiments.mu2020.transfer import Top, below
+    from experiments.mu2020.contest import Top
+    from experiments.mu2020.transfer import below
 
     net = resnet(folder / "weights", 20).to(device)
-    top = linnet.fold_batchnorm(Top(copy.deepcopy(net), 1).eval())
+    own = copy.deepcopy(net)
+    top = linnet.fold_batchnorm(Top(list(own.layer3)[-1:], own.linear).eval())
     images, labels = grayscale(folder, name, True)
     index = in_turn(labels, n, CLASSES, torch.Generator().manual_seed(0))
     X, y = below(net, 1, as_cifar10(images[index]).to(device)), labels[index]

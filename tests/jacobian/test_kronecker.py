@@ -530,7 +530,7 @@ def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
     model, X = adapted(2)
     lin = linnet.linearize(model)
     whole = lin.jacobian(X).curvature("kron", softmax_root, lambda batch: torch.ones(batch.n, 3).double())
-    monkeypatch.setattr(kronecker, "dense_budget", lambda *_: 2**30)
+    monkeypatch.setattr(kronecker, "find_dense_budget", lambda *_: 2**30)
     if wrong:
         original = gram.build_blocks
 

@@ -37,6 +37,7 @@ def test_a_rescaled_network_is_the_same_function(k: float) -> None:
     assert abs(shared[f"{k:g}"]["test"] - shared["1"]["test"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_evidence_experiment_runs(tmp_path: Path) -> None:
     record = run_quick(tmp_path, "evidence", "--networks", "1")
     axis = record["networks"][0]["axis"]
@@ -107,6 +108,7 @@ def test_a_temperature_is_the_likeliest() -> None:
     assert losses[0] < min(losses[1:])
 
 
+@pytest.mark.slow
 def test_the_digits_experiment_runs(tmp_path: Path) -> None:
     record = run_quick(tmp_path, "laplace_digits", "--networks", "1")
     assert set(record["cases"]) == {f"{kind}, decay {d:g}" for kind in ("MLP", "CNN") for d in laplace_digits.DECAYS}
@@ -145,6 +147,7 @@ def test_joint_log_likelihoods_of_one_sample_are_sums() -> None:
 @pytest.mark.skipif(
     not (common.DATA / "cifar10_test.npz").exists(), reason="the images of CIFAR-10 and the weights of ResNet-20"
 )
+@pytest.mark.slow
 def test_the_cifar_experiment_runs(tmp_path: Path) -> None:
     record = run_quick(tmp_path, "laplace_cifar", "--methods", "last layer")
     (found,) = record["parts"].values()

@@ -107,6 +107,7 @@ def test_contenders_that_grow_too_slow_are_left_out(monkeypatch):
     assert rows[0]["error per example"] == 0
 
 
+@pytest.mark.slow
 def test_figure2_runs_and_keeps_the_other_device(tmp_path, monkeypatch, capsys):
     small = figure2.Sizes((12, 24), (2, 3), {"PreResNet-20": 2}, 12, (1, 2), width=3)
     monkeypatch.setattr(figure2, "QUICK", small)

@@ -83,6 +83,7 @@ def test_failed_fits_are_said_and_left_out():
     assert list(figure4.summary(parts)["ResNet-20"]["6 images, all layers, 6 test images"]) == ["b"]
 
 
+@pytest.mark.slow
 def test_figure4_runs(tmp_path):
     needs("cifar10_test.npz", "cifar10_train_1.npz", "weights/resnet20_cifar10.safetensors")
     some = ["--means", "network", "zero", "--inference", "map", "vi", "--test", "10"]
@@ -133,6 +134,7 @@ def test_what_is_kept_of_a_spectrum():
     assert math.isclose(sum(found["shares"].values()), 1.0)
 
 
+@pytest.mark.slow
 def test_figure5_runs(tmp_path):
     needs("mnist.npz", "fashion_mnist.npz")
     record = run_quick(tmp_path, "figure5")

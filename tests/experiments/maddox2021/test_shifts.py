@@ -122,6 +122,7 @@ def test_rotation_turns_a_ramp_and_crops_the_middle():
 # Small versions of the experiments.
 
 
+@pytest.mark.slow
 def test_malaria_runs(tmp_path):
     needs("malaria_africa_pfpr.npz")
     record = run_quick(tmp_path, "malaria")
@@ -132,6 +133,7 @@ def test_malaria_runs(tmp_path):
     assert "2015 stands for 2016" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_olivetti_runs(tmp_path):
     needs("olivetti.npz")
     table = run_quick(tmp_path, "olivetti")["results"][olivetti.NAME]

@@ -12,6 +12,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.slow
 def test_sinusoids_run(tmp_path):
     table = run_quick(tmp_path, "sinusoids", "--tasks", "3")["context points"]["5"]
     assert list(table) == list(sinusoids.METHODS)

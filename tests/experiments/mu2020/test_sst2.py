@@ -36,6 +36,7 @@ def test_sentences_have_their_labels():
     assert len(texts) == len(y) == 872 and texts[0] == "one long string of cliches" and int(y[0]) == 0
 
 
+@pytest.mark.slow
 def test_sst2_runs(tmp_path):
     needs("sst2/train.tsv", "weights/minilm_l6_h384_fp16.safetensors")
     table = run_quick(tmp_path, "sst2", "--test", "10")["results"]["SST-2"]["20"]

@@ -233,6 +233,7 @@ def test_the_parts_of_a_resnet_are_the_network(blocks):
 # A small version of the experiment.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_transfer_runs(tmp_path):
     needs("mnist.npz", "weights/resnet20_cifar10.safetensors")

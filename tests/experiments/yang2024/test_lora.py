@@ -98,6 +98,7 @@ def test_the_head_reads_float32_features(folder: Path, dtype: torch.dtype) -> No
     assert (f[1] - f[0]).norm() <= bound * f[0].norm()
 
 
+@pytest.mark.slow
 def test_lora_runs(folder: Path, tmp_path: Path) -> None:
     record = run_quick(tmp_path, "lora", "--data", str(folder))
     assert set(record["results"]) == set(lora.PRECISIONS)

@@ -60,6 +60,7 @@ def test_the_trained_wide_resnet_recognizes_images() -> None:
     assert accuracy(wide_resnet(), x, y) > 0.8
 
 
+@pytest.mark.slow
 @needs_data
 def test_small_timings_and_errors(tmp_path: Path) -> None:
     found = run_quick(tmp_path, "embedding_time", "--panels", "time", "accuracy")["parts"]
@@ -71,6 +72,7 @@ def test_small_timings_and_errors(tmp_path: Path) -> None:
     assert "embedding_time: " in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow
 @needs_data
 def test_ranks_agree(tmp_path: Path) -> None:
     rows = run_quick(tmp_path, "embedding_time", "--panels", "ranks")["parts"]["ranks"]["rows"]

@@ -149,6 +149,7 @@ def test_parts_of_several_runs_are_kept(tmp_path):
 # Small versions.
 
 
+@pytest.mark.slow
 def test_encoders_run(tmp_path):
     needs("cifar10_test.npz", "mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
     found = run_quick(tmp_path, "encoders")["parts"]
@@ -189,6 +190,7 @@ def test_inversion_runs(tmp_path):
         assert found[way]["squared error of a pixel"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_table_1_runs(tmp_path):
     needs("cifar10_test.npz")

@@ -108,6 +108,7 @@ def test_two_classes_are_learned():
 # The experiment.
 
 
+@pytest.mark.slow
 def test_spectra_run(tmp_path):
     needs("mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
     table = run_quick(tmp_path, "spectra", "--images", "10")["spectra"]
