@@ -318,7 +318,7 @@ def compare(runs: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
 
 
 def rows(results: Mapping[str, Any], gains: Mapping[str, Any], differs: str) -> list[common.Row]:
-    said = {LAPLACE: "NLL and ECE fall, accuracy stays (LLaMA2-7B, kron on LoRA)"}
+    said = {LAPLACE: "for other networks only"}
     out = []
     for name, table in results.items():
         for method, one in table.items():
