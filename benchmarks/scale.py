@@ -36,7 +36,7 @@ class Job:
         build: Makes the network on the CPU or on the device.
         inputs: Makes the examples.
         precisions: Precisions of the passes.
-        parts: What is timed: "pass", "column", "gram".
+        parts: The products that are timed: "pass", "column", "gram".
     """
 
     build: Callable[[torch.device], nn.Module]

@@ -35,7 +35,7 @@ def load(name: str) -> ModuleType:
 
 
 def describe(name: str) -> str:
-    """What an experiment is: the first line of its module."""
+    """The description of an experiment, from the first line of its module."""
     return (load(name).__doc__ or "").partition("\n")[0].removesuffix(".")
 
 

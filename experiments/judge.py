@@ -23,7 +23,7 @@ YES, NO, NOT_SHOWN, OPEN = "yes", "no", "not shown", "open"
 VERDICTS = (YES, NO, NOT_SHOWN, OPEN)
 
 Metrics = Mapping[str, Any]
-"""What an experiment wrote to metrics.json."""
+"""The contents of the metrics.json of an experiment."""
 
 
 # Intervals.
@@ -222,7 +222,7 @@ def within(margin: float) -> Condition:
 
 
 class Finding(NamedTuple):
-    """What an experiment says of a claim."""
+    """The verdict of an experiment on a claim."""
 
     numbers: str  # our numbers, as a short text
     verdict: str  # one of VERDICTS, computed from the same numbers

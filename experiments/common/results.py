@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment hands back."""
+    """The numbers, rows and figure that an experiment returns."""
 
     metrics: dict[str, Any]  # Every number, as JSON. "parts" are put beside those that other runs have kept.
     figure: Figure  # the figure
@@ -160,12 +160,12 @@ def results_folder(out: Path | None, *, quick: bool) -> Path:
 
 
 def own_folder(options: argparse.Namespace) -> Path:
-    """Where the experiment writes."""
+    """The folder that the experiment writes to."""
     return results_folder(options.out, quick=options.quick) / options.name
 
 
 def earlier(options: argparse.Namespace) -> dict[str, Any]:
-    """What the experiment wrote before: to the same folder, else to the kept results; empty if nothing."""
+    """The metrics of an earlier run, from the same folder or else from the kept results; empty if there are none."""
     for folder in [own_folder(options)] + ([] if options.quick else [RESULTS / options.name]):
         if (folder / "metrics.json").exists():
             return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))

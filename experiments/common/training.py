@@ -109,7 +109,7 @@ def find_temperature(f: Tensor, y: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Search:
-    """What fine-tuning tries."""
+    """The settings that fine-tuning tries."""
 
     rates: Sequence[float]  # learning rates of Adam
     epochs: int  # at most

@@ -60,7 +60,7 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a device."""
+    """The sizes that are measured on a device."""
 
     n: tuple[int, ...]  # examples, for the network of 803,601 parameters
     h: tuple[int, ...]  # widths of networks for 1,000 examples; they have about 20 h^2 parameters

@@ -43,7 +43,7 @@ TOLERANCE = 1e-4  # of linnet's eigenvalues in the timings
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """The sizes and methods that are measured."""
 
     n: tuple[int, ...]  # examples of the timings
     published: tuple[int, ...]  # those of n that the published algorithm is tried on

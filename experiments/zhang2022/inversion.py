@@ -62,7 +62,7 @@ class Inversion:
         return convert_like(X, (E @ self.W + self.b).view(-1, *self.shape))
 
     def reconstruct(self, X: Any) -> Any:
-        """What the generator makes of the latents of examples."""
+        """The images that the generator makes from the latents of examples."""
         h = torch.as_tensor(self.latents(X))
         source = GeneratedSamples(self.generator, h, Signature(lambda x: x), device=self.W.device)
         return convert_like(X, torch.cat([batch.args[0] for batch in source.batches(256)]))
@@ -78,10 +78,10 @@ def invert(
     Args:
         embedding: A fitted `linnet.FisherEmbedding` of the discriminator.
         generator: G.
-        latent: What h is drawn from; see `linnet.scores.gan`.
+        latent: Distribution of the latents h; see `linnet.scores.gan`.
         samples: How many h.
         ridge: lambda.
-        seed: Of h.
+        seed: Seed of the draws of h.
     """
     h = draw_latents(latent, samples, seed)
     lin = embedding.lin_

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,15 @@ import linnet
 from linnet import Laplace, TangentClassifier, attach_head
 from linnet.heads import head_of
 from linnet.probability import Categorical, Sites
-from tests.support.drawn import double, normal
+from tests.support.drawn import check_close, double, normal
 from tests.support.laplace_cases import CLASSES, NEW, X, net
 
 IGNORED = torch.arange(24) % 5 == 2
 GIVEN = torch.where(IGNORED, -100, CLASSES)
 
 
-@pytest.fixture(autouse=True)
-def untrained() -> Iterator[None]:
-    """The networks here are drawn, not trained, which is not what these tests are about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
-        yield
-
-
-def close(a: Any, b: Any) -> None:
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
-    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+# The networks here are drawn, not trained.
+pytestmark = pytest.mark.filterwarnings("ignore:The network is far from a mode:UserWarning")
 
 
 @pytest.mark.parametrize("inference", ["vi", "map", "laplace"])
@@ -48,13 +37,13 @@ def test_a_classifier_without_the_examples(inference, form):
         clf.fit(TensorDataset(X, GIVEN))
     else:
         clf.fit(*((X, GIVEN) if form == "tensors" else ((X, GIVEN),)))
-    close(clf.predict_proba(NEW), plain.predict_proba(NEW))
+    check_close(clf.predict_proba(NEW), plain.predict_proba(NEW))
     assert clf.scales_ == pytest.approx(plain.scales_, rel=1e-9)
     assert clf.classes_.tolist() == [0, 1, 2]
     if inference == "laplace":
         assert clf.log_evidence_ == pytest.approx(plain.log_evidence_, rel=1e-9)
     new, same = clf.refit(X, GIVEN), plain.refit(X[~IGNORED], CLASSES[~IGNORED])
-    close(new.predict_proba(NEW), same.predict_proba(NEW))
+    check_close(new.predict_proba(NEW), same.predict_proba(NEW))
 
 
 def test_the_default_network_has_no_output_for_them():
@@ -66,7 +55,7 @@ def test_the_default_network_has_no_output_for_them():
 def test_laplace_without_the_examples(structure, tmp_path: Path):
     plain = Laplace(net(3), structure=structure).fit(X[~IGNORED], CLASSES[~IGNORED])
     la = Laplace(net(3), structure=structure).fit(X, GIVEN)
-    close(la.predict_proba(NEW), plain.predict_proba(NEW))
+    check_close(la.predict_proba(NEW), plain.predict_proba(NEW))
     assert la.log_evidence() == pytest.approx(plain.log_evidence(), rel=1e-9)
     assert (la.effective_dimension_, la.narrowed_) == pytest.approx(
         (plain.effective_dimension_, plain.narrowed_), rel=1e-9
@@ -75,10 +64,10 @@ def test_laplace_without_the_examples(structure, tmp_path: Path):
         plain.joint_log_likelihood(X[~IGNORED], CLASSES[~IGNORED], draws=50), rel=1e-9
     )
     la.save(tmp_path / "la")
-    close(linnet.load(tmp_path / "la", la.model).predict_proba(NEW), la.predict_proba(NEW))
+    check_close(linnet.load(tmp_path / "la", la.model).predict_proba(NEW), la.predict_proba(NEW))
     for one, y in ((la, (X, GIVEN)), (plain, (X[~IGNORED], CLASSES[~IGNORED]))):
         one.tune(validation=y)
-    close(la.prior_variance_, plain.prior_variance_)
+    check_close(la.prior_variance_, plain.prior_variance_)
 
 
 # Sites.
@@ -119,12 +108,12 @@ def test_tokens_that_are_ignored_count_for_nothing(structure):
         H = G + torch.eye(len(G)).double() / 0.5
         value = log_prob - 0.5 * theta.square().sum() / 0.5 + 0.5 * len(G) * np.log(1 / 0.5) - 0.5 * torch.logdet(H)
         assert la.log_evidence() == pytest.approx(float(value), rel=1e-9)
-        close(la.predict(TOKENS, return_cov=True)[1], J @ torch.linalg.inv(H) @ J.T)
+        check_close(la.predict(TOKENS, return_cov=True)[1], J @ torch.linalg.inv(H) @ J.T)
     if structure == "diag":
         G = torch.einsum("nap,nab,nbp->p", rows, Categorical().curvature(f[kept]), rows)
-        close(la._structure.values, G)
+        check_close(la._structure.values, G)
     residual = Categorical().residual(f[kept], LABELS.flatten()[kept])
-    close(la.gradient_norm_, ((rows * residual[..., None]).sum((0, 1)) - theta / 0.5).norm())
+    check_close(la.gradient_norm_, ((rows * residual[..., None]).sum((0, 1)) - theta / 0.5).norm())
     assert la.predict_proba(TOKENS).shape == (9, 3, 5)
 
 
@@ -137,7 +126,7 @@ def test_narrowing_counts_the_labels_that_there_are():
     flat = Laplace(alone, structure="full", prior=0.5).fit(TOKENS.flatten(0, 1)[~MASK.flatten()], LABELS[~MASK])
     again = Laplace(model, structure="full", prior=0.5).fit(TOKENS, LABELS.masked_fill(MASK, -100))
     assert flat.log_evidence() == pytest.approx(again.log_evidence(), rel=1e-9)
-    close(flat.predict_proba(TOKENS.flatten(0, 1)), again.predict_proba(TOKENS).movedim(1, -1).flatten(0, 1))
+    check_close(flat.predict_proba(TOKENS.flatten(0, 1)), again.predict_proba(TOKENS).movedim(1, -1).flatten(0, 1))
 
 
 def test_sites_with_one_logit():
@@ -173,7 +162,7 @@ def test_heads_without_the_examples(form):
     plain = attach_head(net(7), X[~IGNORED], CLASSES[~IGNORED])
     new = attach_head(net(7), X, GIVEN) if form == "given" else attach_head(net(7), TensorDataset(X, GIVEN))
     assert head_of(new).classes_.tolist() == [0, 1, 2]
-    close(new(NEW), plain(NEW))
+    check_close(new(NEW), plain(NEW))
 
 
 def test_a_class_may_have_any_name():
@@ -183,7 +172,7 @@ def test_a_class_may_have_any_name():
     text = np.array(["-100", "a", "b"])
     assert -100 not in TangentClassifier(net(3), inference="map").fit(X.numpy(), text[CLASSES]).classes_.tolist()
     other = TangentClassifier(net(3), inference="map", ignore_index=9).fit(X, torch.where(IGNORED, 9, CLASSES))
-    close(other.predict_proba(NEW), TangentClassifier(net(3), inference="map").fit(X, GIVEN).predict_proba(NEW))
+    check_close(other.predict_proba(NEW), TangentClassifier(net(3), inference="map").fit(X, GIVEN).predict_proba(NEW))
 
 
 class Counting(nn.Module):

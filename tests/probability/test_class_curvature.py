@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,23 +12,14 @@ from linnet import Laplace, TangentClassifier, linearize
 from linnet.jacobian import informative_rows
 from linnet.linalg import ClassBlocks, blocks_of_chunk, square_sums, weigh, weight_from_root
 from linnet.probability import Bernoulli, Categorical, Sites, row_curvature, row_root
-from tests.support.drawn import double, normal
+from tests.support.drawn import check_close, double, normal
 from tests.support.laplace_cases import CLASSES, NEW, X, net
 
 MODULE = "linnet.probability.class_curvature.TEMPORARY"
 
 
-@pytest.fixture(autouse=True)
-def untrained() -> Iterator[None]:
-    """The networks here are drawn, not trained, which is not what these tests are about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
-        yield
-
-
-def close(a: Any, b: Any) -> None:
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
-    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+# The networks here are drawn, not trained.
+pytestmark = pytest.mark.filterwarnings("ignore:The network is far from a mode:UserWarning")
 
 
 def test_products_are_those_of_the_blocks():
@@ -39,18 +28,20 @@ def test_products_are_those_of_the_blocks():
     blocks = ClassBlocks(torch.softmax(f, -1))
     for mine, dense in ((blocks, L), (weight_from_root(blocks), L @ L.mT)):
         assert mine.shape == dense.shape and len(mine) == 5
-        close(mine.dense(), dense)
+        check_close(mine.dense(), dense)
         for transpose in (False, True):
-            close(weigh(U, mine, transpose=transpose), weigh(U, dense, transpose=transpose))
-            close(weigh(U[4:12], mine, slice(4, 12), transpose=transpose), weigh(U, dense, transpose=transpose)[4:12])
-        close(weigh(U[:, 0], mine), weigh(U[:, 0], dense))
-        close(mine.mT.dense(), dense.mT)
-    close(square_sums(blocks, 5), L.square().sum((1, 2)))
+            check_close(weigh(U, mine, transpose=transpose), weigh(U, dense, transpose=transpose))
+            check_close(
+                weigh(U[4:12], mine, slice(4, 12), transpose=transpose), weigh(U, dense, transpose=transpose)[4:12]
+            )
+        check_close(weigh(U[:, 0], mine), weigh(U[:, 0], dense))
+        check_close(mine.mT.dense(), dense.mT)
+    check_close(square_sums(blocks, 5), L.square().sum((1, 2)))
     w = torch.tensor([1.0, 0.0, 2.0, 3.0, 0.5]).double()
-    close((blocks * w).dense(), w[:, None, None] * L)
-    close(weight_from_root(blocks * w * 2.0).dense(), 4 * w[:, None, None] ** 2 * (L @ L.mT))
-    close((blocks * w).sizes(), (w[:, None, None] * L).square().sum((1, 2)))
-    close(blocks[torch.tensor([3, 1])].dense(), L[[3, 1]])
+    check_close((blocks * w).dense(), w[:, None, None] * L)
+    check_close(weight_from_root(blocks * w * 2.0).dense(), 4 * w[:, None, None] ** 2 * (L @ L.mT))
+    check_close((blocks * w).sizes(), (w[:, None, None] * L).square().sum((1, 2)))
+    check_close(blocks[torch.tensor([3, 1])].dense(), L[[3, 1]])
 
 
 def test_nothing_cancels_where_a_network_is_sure():
@@ -68,13 +59,13 @@ def test_the_form_goes_by_the_number_of_numbers(monkeypatch):
     monkeypatch.setattr(MODULE, 90)
     found = row_root(Categorical(), f)
     assert isinstance(found, ClassBlocks) and isinstance(row_root(Bernoulli(), f), Tensor)
-    close(found.dense(), Categorical().root(f))
-    close(row_curvature(Categorical(), f).dense(), Categorical().curvature(f))
+    check_close(found.dense(), Categorical().root(f))
+    check_close(row_curvature(Categorical(), f).dense(), Categorical().curvature(f))
     sites = Sites(Categorical(), (2, 2))
     blocks = row_root(sites, f)
     assert blocks.shape == (12, 2, 2)
-    close(blocks_of_chunk(blocks, 1, 5, 4), sites.root(f)[1:5])
-    close(weigh(normal(24, 2), blocks), weigh(normal(24, 2), sites.root(f)))
+    check_close(blocks_of_chunk(blocks, 1, 5, 4), sites.root(f)[1:5])
+    check_close(weigh(normal(24, 2), blocks), weigh(normal(24, 2), sites.root(f)))
 
 
 @pytest.mark.parametrize("structure", ["full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"])
@@ -84,7 +75,7 @@ def test_a_fit_by_formula_is_the_fit_by_blocks(structure, monkeypatch):
     plain = Laplace(net(3), **given).fit(X, CLASSES)
     monkeypatch.setattr(MODULE, 0)
     la = Laplace(net(3), **given).fit(X, CLASSES)
-    close(la.predict(NEW, return_std=True)[1], plain.predict(NEW, return_std=True)[1])
+    check_close(la.predict(NEW, return_std=True)[1], plain.predict(NEW, return_std=True)[1])
     assert la.log_evidence() == pytest.approx(plain.log_evidence(), rel=1e-9)
     assert la.gradient_ratio_ == pytest.approx(plain.gradient_ratio_, rel=1e-9)
 
@@ -100,7 +91,7 @@ def test_sites_by_formula(structure, monkeypatch):
     monkeypatch.setattr(MODULE, 0)
     la = Laplace(model, **given).fit(images, labels)
     assert la.log_evidence() == pytest.approx(plain.log_evidence(), rel=1e-9)
-    close(la.predict(images, return_std=True)[1], plain.predict(images, return_std=True)[1])
+    check_close(la.predict(images, return_std=True)[1], plain.predict(images, return_std=True)[1])
 
 
 @pytest.mark.parametrize("solver", ["function", "weight", "cg-weight"])
@@ -120,4 +111,4 @@ def test_informative_rows_by_parts(monkeypatch):
     monkeypatch.setattr("linnet.jacobian.output_combinations.TEMPORARY", 40)
     parts = informative_rows(J, ClassBlocks(torch.softmax(f, -1)))
     assert whole is not None and parts is not None and whole.shape == parts.shape
-    close(parts.dense().T @ parts.dense(), whole.dense().T @ whole.dense())
+    check_close(parts.dense().T @ parts.dense(), whole.dense().T @ whole.dense())

@@ -1,6 +1,8 @@
-"""Numbers and parameters drawn in float64 from a seed, for the tests of the core."""
+"""Numbers and parameters drawn in float64 from a seed, and their comparison."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,3 +20,9 @@ def double(model: nn.Module, seed: int = 0) -> nn.Module:
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.5
     return model
+
+
+def check_close(a: Any, b: Any) -> None:
+    """Raise unless two arrays or tensors are equal to 1e-9."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
