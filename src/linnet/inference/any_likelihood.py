@@ -251,7 +251,7 @@ def _iterative(data: Observations, prior: Prior, how: InferenceOptions) -> ModeF
         best = _fit_variational(data, how, variance, delta, preconditioner=P)
         return replace(fit, posterior=_posterior(best, variance, J), best=best)
     k, root, Phi = settings.samples, mode.root, J.scaled(d)
-    weight = row_curvature(data.likelihood, mode.f)
+    weight = row_curvature(data.likelihood, mode.f, data.y)
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
     h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)

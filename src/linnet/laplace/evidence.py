@@ -208,7 +208,7 @@ class AtLinearMode:
         likelihood = self.likelihood(noise)
         mode, theta = self.model.mode(likelihood, variance)
         unit = self.likelihood(1.0)
-        log_det, gamma = self.log_det(row_root(unit, mode.f))(scales, 1 / noise)
+        log_det, gamma = self.log_det(row_root(unit, mode.f, self.model.y))(scales, 1 / noise)
         shares = [q / s for q, s in zip(group_norms(theta, self.prior), scales, strict=True)]
         energy = None if self.energy is None else self.energy(mode.f) / noise
         return EvidenceTerms(mode.log_likelihood, shares, log_det, gamma, energy, mode.f.numel())
@@ -234,6 +234,6 @@ class AtKernelMode:
         K = add_kernels(self.kernels, scales)
         mode = newton.function_space(K, self.y, mean=self.mean, likelihood=self.likelihood, tolerance=1e-8).checked()
         assert mode.log_det is not None
-        slopes = scale_slopes(self.kernels, scales, mode=mode, likelihood=self.likelihood)
+        slopes = scale_slopes(self.kernels, scales, self.y, mode=mode, likelihood=self.likelihood)
         shares, gamma, moved = (list(column) for column in zip(*slopes, strict=True))
         return EvidenceTerms(mode.log_likelihood, shares, mode.log_det, gamma, None, len(K), moved)
