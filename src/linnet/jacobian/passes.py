@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import TypeVar, final
@@ -14,7 +14,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from linnet._common import Precision, arithmetic, find_budget, rank_and_world, shard, show_progress
+from linnet._common import Precision, arithmetic, find_budget, show_progress
 from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import pack
@@ -109,7 +109,7 @@ class Pass:
     @property
     def own(self) -> tuple[int, int]:
         """Start and stop of the examples of this rank."""
-        return shard(self.n, *rank_and_world())
+        return self.lin.ranks.own(self.n)
 
     def pieces(
         self,
@@ -236,6 +236,10 @@ class Pass:
 
     def complete(self, run: Callable[[], T], *others: Pass) -> T:
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
+        with self.lin.ranks.telling():
+            return self._try_until_done(run, others)
+
+    def _try_until_done(self, run: Callable[[], T], others: Sequence[Pass]) -> T:
         s, device = self.settings, self.lin.device
         self.chunks.begin()
         while True:
