@@ -375,7 +375,7 @@ def test_the_examples_are_shared_out_over_the_data_dimension_of_a_mesh(ranks, fo
 
 
 def test_a_mesh_is_a_device_mesh():
-    with pytest.raises(TypeError, match="mesh must be a torch.distributed.device_mesh.DeviceMesh; got int"):
+    with pytest.raises(TypeError, match=r"mesh must be a .*DeviceMesh; got int"):
         linnet.linearize(nn.Linear(2, 1), mesh=2)
 
 

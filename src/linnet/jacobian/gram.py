@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from linnet._common import Precision, find_budget, show_progress
+from linnet._common import find_budget, show_progress
 from linnet.data import Batch
-from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Scale
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
-from linnet.jacobian.chunk import Chunk, NetworkChunks
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
-from linnet.jacobian.passes import GRAM, Pass, Piece
+from linnet.jacobian.passes import GRAM, Chunk, Pass, Piece
 from linnet.jacobian.plan import chunk_size, prepare
-from linnet.jacobian.proofs import Disproved, OtherBatches, random_signs
-from linnet.jacobian.recording import RecordedCall, Recording
-from linnet.jacobian.rule_selection import RuleAssignment, build_blocks, streamed
+from linnet.jacobian.proofs import OtherBatches, random_signs
+from linnet.jacobian.recording import RecordedCall, Recording, build_blocks, streamed
 from linnet.linalg import ClassBlocks, blocks_of_chunk, weigh
 from linnet.network import check_outputs_finite, check_same_shapes, examples_interact
 
 if TYPE_CHECKING:
+    from linnet._common import Precision
+    from linnet.jacobian.chunk import NetworkChunks
     from linnet.jacobian.jacobian import Jacobian
+    from linnet.jacobian.rule_selection import RuleAssignment
 
 Cut = Callable[[ColumnBlock], list[tuple[str, ColumnBlock]]]
 """A block to its named parts."""
@@ -224,7 +225,7 @@ def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> Cur
         gradient, squares = (torch.zeros(J.shape[1], dtype=torch.float64, device=J.device) for _ in range(2))
         factors = _empty_kronecker(J) if form == "kron" else None
         if factors is not None and streams(J.passes):
-            add_streams(J.passes, factors, f, gradient, root=root, u=u)
+            add_streams(J.passes, J.network_chunks(), factors, f, gradient, root=root, u=u)
             return finish(f, gradient, factors, squares)
         for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
             b = replace(piece.batch, f=piece.f)
@@ -433,7 +434,7 @@ def streams(passes: Pass) -> bool:
     Convolutions do not stream, because each column would make their patches again.
     """
     chunks, s = passes.chunks, passes.settings
-    if not isinstance(chunks, NetworkChunks) or s.engine != "auto" or passes.lin.rules.denied("stream"):
+    if chunks.in_memory or s.engine != "auto" or passes.lin.rules.denied("stream"):
         return False
     first, rules = chunks.first, passes.lin.rules
     if rules.has_rest or any(isinstance(block, LazyBlock | SumBlock) for block in first.blocks):
@@ -451,6 +452,7 @@ def _can_stream(assignment: RuleAssignment) -> bool:
 
 def add_streams(
     passes: Pass,
+    chunks: NetworkChunks,
     factors: Kronecker,
     f: Tensor,
     gradient: Tensor,
@@ -462,6 +464,7 @@ def add_streams(
 
     Args:
         passes: Goes over the data.
+        chunks: Makes the chunks.
         factors: Sums of the curvature.
         f: (n, c), takes the outputs.
         gradient: (p,), takes ``J^T u``.
@@ -471,8 +474,7 @@ def add_streams(
     Raises:
         Disproved: Where a layer does not hand over its gradient, or hands over a wrong one.
     """
-    chunks, s = passes.chunks, passes.settings
-    assert isinstance(chunks, NetworkChunks)
+    s = passes.settings
     start, stop = passes.own
     size = _stream_size(passes)
     s.used = size
@@ -482,7 +484,7 @@ def add_streams(
             def make(apart: OtherBatches | None, batch: Batch = batch) -> Chunk:
                 return _stream_chunk(passes, batch, factors, gradient, root=root, u=u, apart=apart)
 
-            f[batch.start : batch.start + batch.n] = chunks._proved("stream", batch, make).f
+            f[batch.start : batch.start + batch.n] = chunks.prove("stream", batch, make).f
             tick(batch.n)
 
 

@@ -110,18 +110,18 @@ class Jacobian(LinearOperator):
     @property
     def in_memory(self) -> bool:
         """Whether products touch neither the network nor the data, as after `cached`."""
-        return isinstance(self.passes.chunks, StoredChunks)
+        return self.passes.chunks.in_memory
 
     @property
     def _source(self) -> Source:
-        return self._network_chunks("keeps no inputs").source
+        return self.network_chunks().source
 
     @property
     def _sample(self) -> list[ColumnBlock]:
         """Columns of the Jacobian of the first examples, for counts of cost."""
         return self.passes.chunks.first.planned
 
-    def _network_chunks(self, why: str) -> NetworkChunks:
+    def network_chunks(self, why: str = "keeps no inputs") -> NetworkChunks:
         """The chunks that the network makes; raise where they are in memory."""
         chunks = self.passes.chunks
         if not isinstance(chunks, NetworkChunks):
@@ -295,13 +295,13 @@ class Jacobian(LinearOperator):
 
     def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian of the same examples around other weights, as `linnet.Linearization.at`."""
-        chunks = self._network_chunks("keeps no inputs, so it cannot go to other weights")
+        chunks = self.network_chunks("keeps no inputs, so it cannot go to other weights")
         return self._with(chunks.around(self.lin.at(theta)))
 
     def near(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian around weights that are so close that what was compared before holds there too."""
         moved = self.at(theta)
-        return moved._with(replace(moved._network_chunks(""), proofs=self._network_chunks("").proofs))
+        return moved._with(replace(moved.network_chunks(), proofs=self.network_chunks().proofs))
 
     def in_precision(self, precision: Precision) -> Jacobian:
         """The Jacobian of the same examples in another precision, as `linnet.Linearization.jacobian` takes it.
@@ -345,7 +345,7 @@ class Jacobian(LinearOperator):
         passes, chunks = self.passes, self.passes.chunks
         if isinstance(chunks, StoredChunks) and theta is None:
             return passes.complete(chunks.outputs)
-        chunks = self._network_chunks("keeps no inputs, so it has the outputs at its own weights only")
+        chunks = self.network_chunks("keeps no inputs, so it has the outputs at its own weights only")
         theta, precision = {} if theta is None else theta, passes.settings.precision
 
         def run() -> Tensor:
@@ -421,9 +421,11 @@ class Jacobian(LinearOperator):
                 return [fn(self)]
             return [fn(self.subset(index)) for index in torch.arange(self.n).split(size)]
 
+        chunks = self.network_chunks()
+
         def run() -> list[T]:
-            parts = (replace(one, batch=replace(one.batch, start=0)) for one in store_each(self.passes, size, "parts"))
-            return [fn(self._with(gather(self.passes, [part]))) for part in parts]
+            parts = (replace(one, batch=replace(one.batch, start=0)) for one in store_each(chunks, size, "parts"))
+            return [fn(self._with(gather(chunks, [part]))) for part in parts]
 
         return self.passes.complete(run)
 
@@ -466,7 +468,7 @@ class Jacobian(LinearOperator):
             source: The examples.
             late: Takes the outputs in place of the check that outputs are finite.
         """
-        return self._with(self._network_chunks("keeps no inputs").over(source, late))
+        return self._with(self.network_chunks("keeps no inputs").over(source, late))
 
     def minibatches(self, size: int, seed: int, *, late: bool = False) -> Iterator[Jacobian]:
         """Jacobians of random minibatches, one epoch; their batches' ``index`` says which examples they hold.
@@ -519,7 +521,7 @@ class Jacobian(LinearOperator):
 
     def _read_minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         """Minibatches that are read from the data, each once."""
-        whole, source = self._network_chunks(""), self._source
+        whole, source = self.network_chunks(), self._source
         if not source.by_position:
             raise no_subset(source.kind)
         checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
@@ -544,7 +546,7 @@ class Jacobian(LinearOperator):
     def cache_size(self) -> int:
         """Bytes that `cached` keeps, estimated from the first examples, or the bytes that it has kept."""
         chunks = self.passes.chunks
-        return chunks.bytes if isinstance(chunks, StoredChunks) else estimate_size(self.passes)
+        return chunks.bytes if isinstance(chunks, StoredChunks) else estimate_size(chunks)
 
     def cached(self, memory: float | str = "auto") -> Jacobian:
         """The same Jacobian with its blocks in memory: later products touch neither the network nor the data.
@@ -568,7 +570,7 @@ class Jacobian(LinearOperator):
             >>> J.shape, J.gram_diag()
             ((3, 3), tensor([3., 3., 3.]))
         """
-        return self if self.in_memory else self._with(store(self.passes, memory))
+        return self if self.in_memory else self._with(store(self.network_chunks(), memory))
 
     def has_many_outputs(self, k: int = 64) -> bool:
         """Whether answers from all rows, a backward pass for each output, cost far more than answers from k columns."""
@@ -613,7 +615,7 @@ class Jacobian(LinearOperator):
         """
         if self.in_memory or isinstance(self._source, SourceWithActivations):
             return self
-        return Jacobian(store_activations(self.passes, memory, folder))
+        return Jacobian(store_activations(self.network_chunks(), cache_limit(memory, self.device), folder))
 
     def rotated(self, rotation: Rotation) -> Jacobian:
         """``J Q`` for an orthonormal change of coordinates within parameters; every product is of that."""
@@ -717,7 +719,7 @@ class Jacobian(LinearOperator):
         return gram.compute_curvature(self, form, root, u)
 
     def _check_kronecker(self) -> None:
-        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
+        self.network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
         if self.passes.rotation is not None:
             raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
 

@@ -22,7 +22,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.network import Layout
+
+if TYPE_CHECKING:
+    from linnet.network import Layout
 
 EXACT = 1024
 """Parameters without Kronecker form keep their exact block up to this size."""
