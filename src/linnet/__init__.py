@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
-    from linnet.tangent import TangentClassifier, TangentRegressor
+    from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = [
     "Batch",
@@ -28,6 +28,7 @@ __all__ = [
     "Matrix",
     "Plan",
     "TangentClassifier",
+    "TangentGLM",
     "TangentRegressor",
     "__version__",
     "attach_head",
@@ -51,6 +52,7 @@ _ROOMS = {
     "FisherEmbedding": "fisher",
     "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
+    "TangentGLM": "tangent.glm",
     "TangentRegressor": "tangent.regressor",
     "attach_head": "heads",
     "distill_loss": "fisher",

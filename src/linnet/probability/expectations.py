@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.probability.likelihoods import (
+    LIKELIHOODS,
     Bernoulli,
     Categorical,
     ExponentialMean,
@@ -100,7 +101,8 @@ def compute_probabilities(
     r"""Class probabilities E[p(y | f)] with f ~ N(mean, cov), (n, c); for `Bernoulli` those of 1.
 
     Args:
-        likelihood: `Bernoulli`, `Categorical` or `Ordinal`.
+        likelihood: `Bernoulli`, `Categorical`, `Ordinal`, or one of the user's own, whose probabilities are always by
+            "mc".
         mean: (n, c).
         cov: (n, c, c), or (n, c) for variances of independent outputs, or factors (n, c, k) of the covariances.
         link: "probit" scales each logit by :math:`1 / \sqrt{1 + \pi v / 8}` with its own variance v, and is an
@@ -117,7 +119,9 @@ def compute_probabilities(
         tensor([[0.5393]])
     """
     _check_moments(mean, cov)
-    if not isinstance(likelihood, Bernoulli | Categorical | Ordinal):
+    if LIKELIHOODS.get(type(likelihood).__name__) is not type(likelihood):
+        link = "mc"  # all that is known of a user's likelihood is its mean
+    elif not isinstance(likelihood, Bernoulli | Categorical | Ordinal):
         raise TypeError(
             "compute_probabilities gives probabilities of classes, for Bernoulli, Categorical and Ordinal; got "
             f"{likelihood!r}. For regression use the mean and variance of f and the noise."
@@ -138,7 +142,8 @@ def compute_probabilities(
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     n, c = mean.shape
-    root, total = _square_root(cov, mean), torch.zeros_like(mean)
+    root = _square_root(cov, mean)
+    total = torch.zeros_like(likelihood.mean(mean))
     eps = standard_normal((samples, 1, root.shape[-1]), mean, generator)
     for part in eps.split(max(1, 2**22 // max(1, n * c))):  # so that the draws of f take little memory
         total += likelihood.mean(mean + _times(root, part)).sum(0)

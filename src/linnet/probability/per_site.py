@@ -113,6 +113,10 @@ class Sites(Likelihood):
     def variance(self, f: Tensor) -> Tensor:
         return self.inner.variance(self.split(f)).flatten(-2)
 
+    @property
+    def is_open(self) -> bool:
+        return self.inner.is_open
+
     def fitted(self, f: Tensor, y: Tensor, weight: Tensor | None = None) -> Sites:
         """With the parameters of the inner likelihood that suit all sites that count."""
         kept = self.is_kept(y)

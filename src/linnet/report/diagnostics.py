@@ -17,7 +17,7 @@ from linnet._estimator import as_targets
 from linnet.jacobian import Jacobian
 from linnet.laplace import Laplace
 from linnet.linalg import weigh
-from linnet.probability import Posterior
+from linnet.probability import Posterior, Weighted
 from linnet.tangent import Tangent
 
 
@@ -40,7 +40,7 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
         X: Training inputs.
         y: Training targets.
     """
-    from linnet.tangent import TangentClassifier, as_labels
+    from linnet.tangent import TangentClassifier, TangentRegressor, as_labels
 
     if not isinstance(estimator, Laplace | Tangent):
         raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
@@ -52,15 +52,31 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
         J = estimator._new_inputs(X)
         found = estimator.posterior_.predict(J)
         f = estimator._mean_function(found.f) + found.shift
-        if not isinstance(estimator, TangentClassifier):
-            precision = 1 / estimator._noise_at(f, X)
+        if isinstance(estimator, TangentRegressor):
+            rows = estimator._fit_.noise_rows
+            if len(rows) != f.numel():
+                raise ValueError(
+                    f"The regressor was fitted to {len(rows) // J.c} observations, and there are {J.n} inputs. Give "
+                    "the data of fit, without examples of weight 0."
+                )
+            precision = 1 / rows.view(J.n, J.c)
             residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
             return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
-        targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_)
-    root = estimator.likelihood_.root(f)
+        if isinstance(estimator, TangentClassifier):
+            targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_, estimator.likelihood_)
+        else:
+            targets = estimator.likelihood_.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
+    likelihood, weight = estimator.likelihood_, estimator._weight
+    if weight is not None:
+        if len(weight) != J.n:
+            raise ValueError(
+                f"The estimator was fitted to {len(weight)} examples of a weight above 0, and there are {J.n} inputs. "
+                "Give the data of fit, without examples of weight 0."
+            )
+        likelihood, targets = Weighted.pack(likelihood, targets, weight.to(f))
+    root = likelihood.observed_root(f, targets)
     root = root.flatten() if root.ndim == 2 else root
-    residual = estimator.likelihood_.residual(f, targets)
-    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, residual)
+    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, likelihood.residual(f, targets))
 
 
 def compute_influence(fit: Fit, J: Jacobian) -> Tensor:

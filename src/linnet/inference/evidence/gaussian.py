@@ -135,14 +135,15 @@ def exact_spectrum(K: Tensor, r: Tensor) -> KernelSpectrum:
     return KernelSpectrum(nodes, torch.ones_like(nodes), nodes, energies)
 
 
-def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: int) -> KernelSpectrum:
+def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: float) -> KernelSpectrum:
     """The spectrum of ``Phi Phi^T`` (m, m) and r from ``G = Phi^T Phi`` (p, p) and ``b = Phi^T r`` (p,).
 
     Args:
         G: (p, p).
         b: (p,).
         norm2: The squared norm of r.
-        m: The number of rows of Phi; at least as many as there are directions with an eigenvalue.
+        m: The number of rows of Phi, by their weights; without weights at least as many as there are directions with
+            an eigenvalue.
     """
     eigenvalues, Q = torch.linalg.eigh(G)
     nodes, along = eigenvalues.double().cpu(), (Q.T @ b).double().square().cpu()
@@ -153,6 +154,12 @@ def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: int) -> KernelSpec
     nodes = torch.cat([nodes, nodes.new_zeros(1)])
     weights = torch.cat([torch.ones_like(energies), energies.new_tensor([m - len(energies)])])
     return KernelSpectrum(nodes, weights, nodes, torch.cat([energies, energies.new_tensor([rest])]))
+
+
+def repeat_spectrum(count: float) -> KernelSpectrum:
+    """So many more observations that repeat others: they bring no new direction and no energy."""
+    zero = torch.zeros(1, dtype=torch.float64)
+    return KernelSpectrum(zero, zero + count, zero, zero)
 
 
 def join_spectra(spectra: Sequence[KernelSpectrum]) -> KernelSpectrum:
@@ -222,11 +229,13 @@ class KernelTask:
         parts: Scale name to its kernel (m, m).
         r: (m,), the residuals.
         output: (m,), for each row the number of its noise.
+        repeats: For each noise, how many more rows repeat others; empty for none.
     """
 
     parts: Mapping[str, Tensor]
     r: Tensor
     output: Tensor
+    repeats: Sequence[float] = ()
 
 
 def choose_by_kernels(
@@ -278,11 +287,15 @@ def kernel_terms(task: KernelTask, scales: Sequence[float], noise: Sequence[floa
         for s, K in zip(scales, parts, strict=True)
     ]
     up, down = (torch.zeros_like(v).index_add_(0, output, x) * v for x in (alpha.square(), inverse.diagonal()))
+    if any(task.repeats):
+        more = v.new_tensor(list(task.repeats))
+        value, down = value - 0.5 * float((more * (v.log() + LOG_2PI)).sum()), down + more
     return GaussianTerms(value, by_scale, [Slope(*pair) for pair in zip(up.tolist(), down.tolist(), strict=True)])
 
 
-Moments = tuple[Tensor, Tensor, float, int]
-"""``Phi^T Phi`` (p, p), ``Phi^T r`` (p,), the squared norm of r and the number of rows, of the rows of one noise."""
+Moments = tuple[Tensor, Tensor, float, float]
+"""``Phi^T Phi`` (p, p), ``Phi^T r`` (p,), the squared norm of r and the number of rows, of the rows of one noise, by
+the weights of the rows."""
 
 
 def choose_by_moments(
@@ -309,7 +322,9 @@ def choose_by_moments(
     diagonals = [sum(m[0].diagonal() for m in moments) for moments in tasks]
     count = len(start.scales)
     each = torch.stack([like.new_zeros(count).index_add_(0, groups, d) for d in diagonals])  # type: ignore[arg-type]
-    sizes = _dense_sizes(each.amax(0).tolist(), max(sum(m[3] for m in moments) for moments in tasks), like.dtype)
+    sizes = _dense_sizes(
+        each.amax(0).tolist(), math.ceil(max(sum(m[3] for m in moments) for moments in tasks)), like.dtype
+    )
 
     def evaluate(s: Sequence[float], v: Sequence[float]) -> GaussianTerms:
         return _add([moment_terms(moments, groups, s, v) for moments in tasks])

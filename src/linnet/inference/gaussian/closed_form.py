@@ -91,6 +91,7 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
         delta = variance * (task.J.T @ alpha)
         log_det = 2 * float(C.diagonal().log().sum()) - 2 * float(root.log().sum())
         value = -0.5 * (float(half.square().sum()) + log_det + len(root) * LOG_2PI)
+        value += task.noise.repeat_evidence(choice.noise)
         posterior = FunctionPosterior(task.J, variance, delta, root=root, factor=C)
         fits.append(Fit(posterior, choice, variance, root**-2, alpha, value, 0.0, "function"))
     return fits
@@ -134,6 +135,7 @@ def _one(
             spectra.append(gaussian.exact_spectrum(K, r))
         else:
             spectra.append(lanczos_spectrum(lambda V, K=K: K @ V, r, settings))  # type: ignore[misc]
+    spectra += _repeats(tasks)
     return gaussian.choose_one(
         gaussian.join_spectra(spectra),
         scale=fixed[0] if fixed else None,
@@ -157,7 +159,7 @@ def _several(
     spectra = [gaussian.exact_spectrum(sum(parts.values()), r) for parts, r in zip(kernels, residuals, strict=True)]  # type: ignore[arg-type]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
     start = gaussian.choose_one(
-        gaussian.join_spectra(spectra),
+        gaussian.join_spectra([*spectra, *_repeats(tasks)]),
         scale=fixed[0] if fixed else None,
         noise=given,
         floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
@@ -166,11 +168,18 @@ def _several(
     count = max(1, len(prior.scales))
     start = Choice(start.scales * count, start.noise * noise.count, start.log_evidence)
     problems = [
-        gaussian.KernelTask(parts, r, task.noise.group)
+        gaussian.KernelTask(parts, r, task.noise.group, task.noise.count_repeats())
         for task, parts, r in zip(tasks, kernels, residuals, strict=True)
     ]
     assumed = assumed_noise(tasks)
     return gaussian.choose_by_kernels(problems, start=start, scales=fixed or None, noise=noise.value, assumed=assumed)
+
+
+def _repeats(tasks: Sequence[Task]) -> list[gaussian.KernelSpectrum]:
+    """What the weights of each task add to the spectra."""
+    return [
+        gaussian.repeat_spectrum(sum(task.noise.count_repeats())) for task in tasks if task.noise.weight is not None
+    ]
 
 
 # Dense weight space.
@@ -182,13 +191,13 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
     d = prior.base.sqrt()
     moments = []
     for task in tasks:
-        found = []
+        found, counts = [], task.noise.count_rows().tolist()
         for g in range(noise.count):
             weight = torch.where(task.noise.group == g, 1 / task.noise.base, 0.0)
             # d on both sides: Phi^T W Phi.
             G = d[:, None] * task.J.normal_matrix(weight) * d
             b = d * (task.J.T @ (weight * task.r))
-            found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), int((weight > 0).sum())))
+            found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), counts[g]))
         moments.append(found)
     choice = _weight_choice(tasks, moments, prior)
     fits = []
@@ -212,6 +221,7 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
             + 2 * float(C.diagonal().log().sum())
             + len(rows) * LOG_2PI
         )
+        value += task.noise.repeat_evidence(choice.noise)
         posterior = WeightPosterior(variance, delta, factor=C)
         fits.append(Fit(posterior, choice, variance, rows, left / rows, value, 0.0, "weight"))
     return fits
@@ -228,7 +238,7 @@ def _weight_choice(tasks: Sequence[Task], moments: list[list[gaussian.Moments]],
     ]
     spectra = [gaussian.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
     given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    floor = gaussian.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
+    floor = gaussian.dense_floor(max(len(prior.base), math.ceil(sum(m for *_, m in totals))), prior.base.dtype)
     start = gaussian.choose_one(
         gaussian.join_spectra(spectra),
         scale=fixed[0] if fixed else None,

@@ -39,6 +39,7 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, 
         choice = Choice(fixed, noise.value, math.nan)
     else:
         spectra = [_streamed_spectrum(task, prior, settings) for task in tasks]
+        spectra += [gaussian.repeat_spectrum(sum(task.noise.count_repeats())) for task in tasks]
         choice = gaussian.choose_one(
             gaussian.join_spectra(spectra),
             scale=fixed[0] if fixed else None,
@@ -142,6 +143,7 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSet
     log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[1])
     fit = float((weight * left.square()).sum() + u @ u)
     value = -0.5 * (fit + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    value += task.noise.repeat_evidence(choice.noise)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
@@ -170,6 +172,7 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverS
     assert solution.tridiagonals is not None
     log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[0])
     value = -0.5 * (float(task.r @ X[:, 0]) + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    value += task.noise.repeat_evidence(choice.noise)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from linnet.probability.likelihoods.base import Device, ExponentialMean, Likelihood, standard_normal
+from linnet.probability.likelihoods.base import Device, ExponentialMean, Likelihood, as_continuous, standard_normal
 from linnet.probability.likelihoods.classes import Bernoulli, Categorical, Ordinal, laplacian
 from linnet.probability.likelihoods.counts import NegativeBinomial, Poisson
 from linnet.probability.likelihoods.numbers import Gaussian, Heteroscedastic, KnownNoise, as_variances
@@ -41,6 +41,7 @@ __all__ = [
     "Poisson",
     "Weibull",
     "Weighted",
+    "as_continuous",
     "as_variances",
     "as_weights",
     "describe_likelihood",

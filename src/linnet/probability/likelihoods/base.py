@@ -110,6 +110,11 @@ class Likelihood(ABC):
             f"{type(self).__name__} does not say how to draw targets. Give the class a method sample(f, generator)."
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the likelihood has parameters that were left open, for `fitted` to find."""
+        return False
+
     def fitted(self, f: Tensor, y: Tensor, weight: Tensor | None = None) -> Likelihood:
         """This likelihood; where it has parameters that were left open, with those of largest likelihood at outputs f.
 

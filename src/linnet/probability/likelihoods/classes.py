@@ -184,6 +184,10 @@ class Ordinal(Likelihood):
     def __repr__(self) -> str:
         return "Ordinal()" if self.thresholds is None else f"Ordinal({[round(t, 4) for t in self.thresholds.tolist()]})"
 
+    @property
+    def is_open(self) -> bool:
+        return self.thresholds is None
+
     def settings(self) -> dict[str, Any]:
         return {} if self.thresholds is None else {"thresholds": self.thresholds.tolist()}
 

@@ -93,6 +93,10 @@ class NegativeBinomial(ExponentialMean):
     def __repr__(self) -> str:
         return f"NegativeBinomial({'' if self.dispersion is None else format(self.dispersion, '.4g')})"
 
+    @property
+    def is_open(self) -> bool:
+        return self.dispersion is None
+
     def settings(self) -> dict[str, Any]:
         return {} if self.dispersion is None else {"dispersion": self.dispersion}
 

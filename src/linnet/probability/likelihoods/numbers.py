@@ -198,7 +198,7 @@ def as_variances(noise: Any, n: int, c: int) -> Tensor:
             [2.]], dtype=torch.float64)
     """
     values = as_numbers("noise", noise)
-    values = values if values.is_floating_point() else values.to(torch.get_default_dtype())
+    values = values if values.is_floating_point() else values.double()
     if tuple(values.shape) not in ((n,), (n, 1), (n, c)):
         several = f" or ({n}, {c})" if c > 1 else ""
         raise ValueError(

@@ -46,6 +46,10 @@ class Weibull(ExponentialMean):
     def __repr__(self) -> str:
         return f"Weibull({'' if self.shape is None else format(self.shape, '.4g')})"
 
+    @property
+    def is_open(self) -> bool:
+        return self.shape is None
+
     def settings(self) -> dict[str, Any]:
         return {} if self.shape is None else {"shape": self.shape}
 
