@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from linnet._common import (
-    add_up,
     arithmetic,
     find_budget,
     free_memory,
     network_precision,
-    rank_and_world,
     show_progress,
 )
 from linnet.data import Batch, check_subset_index, leaves, move
@@ -365,11 +363,9 @@ def cache_limit(memory: float | str, device: torch.device) -> int:
 
 def _check_fits(chunks: NetworkChunks, needed: int, limit: int) -> None:
     """Raise, on all ranks, unless the blocks fit on all ranks."""
-    n, c, p, device = chunks.n, chunks.first.c, chunks.lin.p, chunks.lin.device
-    fits = torch.tensor(float(needed <= limit), device=device)
-    add_up(fits)
-    world = rank_and_world()[1]
-    if int(fits) < world:
+    n, c, p = chunks.n, chunks.first.c, chunks.lin.p
+    world = chunks.lin.ranks.world
+    if chunks.lin.ranks.count(needed <= limit) < world:
         where = "" if world == 1 else f" on each of {world} ranks"
         raise MemoryError(
             f"Keeping the blocks of the {n * c} x {p} Jacobian takes about {needed:,} bytes, "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import Deferred, Precision, check_ranks_agree, find_budget, forward_mode, noting_saved_tensors
+from linnet._common import Deferred, Precision, find_budget, forward_mode, noting_saved_tensors
 from linnet.data import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
@@ -388,7 +388,8 @@ class NetworkChunks(ChunkSource):
     def begin(self) -> None:
         if not self.agreed:
             self.agreed = True
-            check_ranks_agree(self.lin, self.source)
+            s = self.settings
+            self.lin.check_ranks_agree(self.source, precision=s.precision, engine=s.engine)
         _ = self.first
 
     def forget_proofs(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, find_budget, rank_and_world, share_rows, show_progress
+from linnet._common import find_budget, show_progress
 from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Scale
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
@@ -54,7 +54,7 @@ def compute_stacked_gram(all_: Sequence[Jacobian], scale: Tensor | None) -> Tens
     """The Gram matrix of Jacobians one above the other; None where they do not go together."""
     first, *others = all_
     alike = all(J.passes.settings.precision == first.passes.settings.precision for J in others)
-    if not alike or rank_and_world()[1] > 1:
+    if not alike or first.ranks.world > 1:
         return None
     for J in others:
         _check_same_columns(first, J)
@@ -76,7 +76,7 @@ def compute_gram_normal(J: Jacobian, other: Jacobian, weight: Tensor | None, sca
                 for _, x, y in _matched(a.blocks, b.blocks, lambda block: [("", block)]):
                     x.gram(y, diagonal, K[:, b.rows])
             out += (K.T @ weigh(K, weight, a.rows)).double()
-        add_up(out)
+        J.ranks.add_up(out)
         return out.to(J.dtype)
 
     return J.passes.complete(run, other.passes)
@@ -91,7 +91,7 @@ def compute_gram_diagonal(J: Jacobian, scale: Tensor | None) -> Tensor:
         for piece in J.passes.pieces("diag", 1, "diag J J^T"):
             for block in piece.blocks:
                 out[piece.rows] += block.diag(diagonal).flatten()
-        share_rows(out, J.n, J.c)
+        J.ranks.share_rows(out, J.n, J.c)
         return out
 
     return J.passes.complete(run)
@@ -106,7 +106,7 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
         for piece in J.passes.pieces("diag", 1, "blocks of J J^T"):
             for block in piece.blocks:
                 out[piece.batch.start : piece.batch.start + piece.batch.n] += block.gram_blocks(diagonal)
-        share_rows(out, J.n, 1)
+        J.ranks.share_rows(out, J.n, 1)
         return out
 
     return J.passes.complete(run)
@@ -122,7 +122,7 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
             b = piece.batch
             w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
             _add_squares(piece.blocks, w, total, rows)
-        add_up(total)
+        J.ranks.add_up(total)
         return total.to(J.dtype)
 
     return J.passes.complete(run)
@@ -148,7 +148,7 @@ def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]],
                         total.index_add_(0, group[a:b], scale[a:b, None].to(total) * squares)
             out[piece.rows] = total.T
             del piece
-        share_rows(out, J.n, J.c)
+        J.ranks.share_rows(out, J.n, J.c)
         return out
 
     return J.passes.complete(run)
@@ -161,7 +161,7 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
         found = Moments(J.shape[1], centered=centered, device=J.device)
         for piece in J.passes.pieces("squares", 1, "moments of J"):
             found.add(piece.blocks, piece.batch.n * J.c)
-        found.over_ranks()
+        found.over_ranks(J.ranks)
         return found
 
     return J.passes.complete(run)
@@ -178,7 +178,7 @@ def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kroneck
             if root is not None:
                 part = blocks_of_chunk(root, b.start, b.start + b.n, J.c).to(J.lin.network.row_dtype)
             found.add(piece.blocks, part, b.n)
-        found.over_ranks()
+        found.over_ranks(J.ranks)
         return found
 
     return J.passes.complete(run)
@@ -244,12 +244,12 @@ def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> Cur
 
     def finish(f: Tensor, gradient: Tensor, factors: Kronecker | None, squares: Tensor) -> CurvatureSums:
         """Put the sums of all ranks together."""
-        share_rows(f, J.n, 1)
+        J.ranks.share_rows(f, J.n, 1)
         if factors is not None:
-            factors.over_ranks()
-            add_up(gradient)
+            factors.over_ranks(J.ranks)
+            J.ranks.add_up(gradient)
             return CurvatureSums(f, gradient.to(J.dtype), factors=factors)
-        add_up(gradient, squares)
+        J.ranks.add_up(gradient, squares)
         return CurvatureSums(f, gradient.to(J.dtype), squares=squares.to(J.dtype))
 
     return J.passes.complete(run)
@@ -287,7 +287,7 @@ def _compute_grams(
     J: Jacobian, other: Jacobian | None, scale: Scale, names: Sequence[str], parts: Cut
 ) -> dict[str, Tensor]:
     """Gram matrices by name, from blocks cut into named parts; every rank makes the same ones in one order."""
-    if other is None and rank_and_world()[1] == 1:
+    if other is None and J.ranks.world == 1:
         return _symmetric([J], scale, names, parts)
     right = J if other is None else other
     _check_same_columns(J, right)
@@ -303,7 +303,7 @@ def _compute_grams(
                         tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
                     del a, b  # before the next ones are formed
         for K in grams.values():
-            share_rows(K, J.n, J.c)
+            J.ranks.share_rows(K, J.n, J.c)
         return grams
 
     return J.passes.complete(run, right.passes)

@@ -22,14 +22,9 @@ from torch import Tensor
 from linnet._common import (
     Deferred,
     Precision,
-    add_up,
-    add_up_checksums,
     check_precision,
     files,
     messages,
-    rank_and_world,
-    shard,
-    share_rows,
     show_progress,
 )
 from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
@@ -83,7 +78,7 @@ class Jacobian(LinearOperator):
 
     def __init__(self, chunks: ChunkSource, *, rotation: Rotation | None = None) -> None:
         self.passes, self.lin, self.n = Pass(chunks, rotation), chunks.lin, chunks.n
-        self.dtype, self.device = self.lin.dtype, self.lin.device
+        self.dtype, self.device, self.ranks = self.lin.dtype, self.lin.device, self.lin.ranks
         self._copies: tuple[int, list[Jacobian]] = (0, [])  # of all minibatches of a size
 
     @cached_property
@@ -147,7 +142,7 @@ class Jacobian(LinearOperator):
             for piece in self.passes.pieces("matmul", V.shape[1], "J V"):
                 out[piece.rows] = _product(piece, V)
                 del piece  # before the next one is formed, here and below
-            share_rows(out, self.n, self.c)
+            self.ranks.share_rows(out, self.n, self.c)
             return out
 
         return self.passes.complete(run)[:, :k]
@@ -164,7 +159,7 @@ class Jacobian(LinearOperator):
                 del piece
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out)
+            self.ranks.add_up(out)
             return out
 
         return self.passes.complete(run)[:, :k]
@@ -190,7 +185,7 @@ class Jacobian(LinearOperator):
                 del piece
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out, *([sums] if summed else []))
+            self.ranks.add_up(out, *([sums] if summed else []))
             return out, sums
 
         out, sums = self.passes.complete(run)
@@ -202,7 +197,7 @@ class Jacobian(LinearOperator):
             for piece in self.passes.pieces("gram", 1, "J"):
                 out[piece.rows] = self._explicit(piece)
                 del piece
-            share_rows(out, self.n, self.c)
+            self.ranks.share_rows(out, self.n, self.c)
             return out
 
         return self.passes.complete(run)
@@ -218,7 +213,7 @@ class Jacobian(LinearOperator):
                 add_symmetric_(out, rows, weigh(rows, weight, piece.rows))
                 del piece, rows
             out.tril_()
-            add_up(out)
+            self.ranks.add_up(out)
             return out.add_(out.tril(-1).T)
 
         return self.passes.complete(run)
@@ -293,7 +288,7 @@ class Jacobian(LinearOperator):
                 first = False
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out)
+            self.ranks.add_up(out)
             return out
 
         return self.passes.complete(run)[:, 0]
@@ -366,7 +361,7 @@ class Jacobian(LinearOperator):
                     check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
-            share_rows(out, self.n, 1)
+            self.ranks.share_rows(out, self.n, 1)
             return out
 
         return self.passes.complete(run)
@@ -400,8 +395,8 @@ class Jacobian(LinearOperator):
                 rows = _product(piece, aligned)[:, :k]
                 f[piece.rows], out[piece.rows] = piece.f.flatten(), rows if fold is None else fold(rows)
                 del piece, rows
-            share_rows(f, self.n, self.c)
-            share_rows(out, self.n, self.c)
+            self.ranks.share_rows(f, self.n, self.c)
+            self.ranks.share_rows(out, self.n, self.c)
             return f.view(self.n, self.c), out
 
         f, out = self.passes.complete(run)
@@ -421,7 +416,7 @@ class Jacobian(LinearOperator):
             >>> [(f.shape, d.tolist()) for f, d in J.map_parts(lambda part: (part.outputs(), part.gram_diag()), 4)]
             [(torch.Size([4, 1]), [3.0, 3.0, 3.0, 3.0]), (torch.Size([2, 1]), [3.0, 3.0])]
         """
-        if self.in_memory or rank_and_world()[1] > 1:
+        if self.in_memory or self.ranks.world > 1:
             if self.n <= size or not self.by_position:
                 return [fn(self)]
             return [fn(self.subset(index)) for index in torch.arange(self.n).split(size)]
@@ -462,9 +457,9 @@ class Jacobian(LinearOperator):
 
     def checksums(self) -> dict[str, str]:
         source = self._source
-        own = source.code(*shard(source.n, *rank_and_world()))
+        own = source.code(*self.ranks.own(source.n))
         weights = f"{self.lin.network.watch.code:016x}"
-        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
+        return {"the data": self.ranks.add_up_checksums(own), "the weights": weights}
 
     def over(self, source: Source, late: Deferred | None = None) -> Jacobian:
         """The Jacobian of other examples of the same kind.
@@ -532,7 +527,7 @@ class Jacobian(LinearOperator):
         checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
         parts: Iterator[Source]
         taken = [chunks[i] for i in order]
-        if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
+        if self.ranks.world > 1 and not source.changes:  # each rank reads its own examples
             parts = map(source.subset, taken)
         else:
             places, read = self.index, zip(taken, source._gather(taken), strict=True)

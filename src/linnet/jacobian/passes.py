@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from linnet._common import Precision, arithmetic, find_budget, rank_and_world, shard, show_progress
+from linnet._common import Precision, arithmetic, find_budget, show_progress
 from linnet.jacobian.blocks.base import ColumnBlock, Disproved
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -280,7 +280,7 @@ class Pass:
     @property
     def own(self) -> tuple[int, int]:
         """Start and stop of the examples of this rank."""
-        return shard(self.n, *rank_and_world())
+        return self.lin.ranks.own(self.n)
 
     def pieces(
         self,
@@ -407,6 +407,10 @@ class Pass:
 
     def complete(self, run: Callable[[], T], *others: Pass) -> T:
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
+        with self.lin.ranks.telling():
+            return self._try_until_done(run, others)
+
+    def _try_until_done(self, run: Callable[[], T], others: Sequence[Pass]) -> T:
         s, device = self.settings, self.lin.device
         self.chunks.begin()
         while True:
