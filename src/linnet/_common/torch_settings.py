@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -243,6 +245,21 @@ def _as_saved(t: Tensor) -> Tensor:
     return t
 
 
+@contextmanager
+def without_scripting_warnings() -> Iterator[None]:
+    """For code of other packages that calls `torch.jit.script`, of which torch warns whoever runs the code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        yield
+
+
+@cache
+def _load_decompositions() -> None:
+    """Let torch script the decompositions of forward mode, inside a level: torch does so for the first dual tensor."""
+    with without_scripting_warnings():
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
 _dual = threading.RLock()
 
 
@@ -261,6 +278,7 @@ def dual_level() -> Iterator[None]:
         try:  # twice, as in `Switch.at`
             try:
                 ad.enter_dual_level()
+                _load_decompositions()
                 yield
             finally:
                 end()
