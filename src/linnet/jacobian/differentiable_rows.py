@@ -260,6 +260,10 @@ class DifferentiableRows(LinearOperator):
     def map_parts(self, fn: Callable[[DifferentiableRows], Tensor], size: int) -> list[Tensor]:
         return [fn(self)]
 
+    def in_row_dtype(self) -> DifferentiableRows:
+        """The rows as they are: their dtype is the dtype of their products."""
+        return self
+
     def rotated(self, rotation: Rotation) -> DifferentiableRows:
         return DifferentiableRows(rotation.rows(self.A), self.c)
 

@@ -7,18 +7,17 @@ Every estimator has a Gaussian posterior over the displacement, and training dat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._estimator import as_targets
-from linnet.jacobian import Jacobian
-from linnet.laplace import Laplace
 from linnet.linalg import weigh
-from linnet.probability import Posterior, Weighted
-from linnet.tangent import Tangent
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+    from linnet.probability import Posterior
 
 
 @dataclass(frozen=True)
@@ -30,53 +29,6 @@ class Fit:
     variance: Tensor  # prior variances S, (p,)
     root: Tensor  # L at the posterior mean, (n c,) or (n, c, c)
     residual: Tensor  # gradient of log p(y | f) at the posterior mean, (n, c)
-
-
-def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
-    """The fit of a TangentRegressor, TangentClassifier or Laplace.
-
-    Args:
-        estimator: The fitted estimator.
-        X: Training inputs.
-        y: Training targets.
-    """
-    from linnet.tangent import TangentClassifier, TangentRegressor, as_labels
-
-    if not isinstance(estimator, Laplace | Tangent):
-        raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
-    if isinstance(estimator, Laplace):
-        J = estimator._jacobian(X)
-        f = J.outputs()
-        targets = estimator.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
-    else:
-        J = estimator._new_inputs(X)
-        found = estimator.posterior_.predict(J)
-        f = estimator._mean_function(found.f) + found.shift
-        if isinstance(estimator, TangentRegressor):
-            rows = estimator._fit_.noise_rows
-            if len(rows) != f.numel():
-                raise ValueError(
-                    f"The regressor was fitted to {len(rows) // J.c} observations, and there are {J.n} inputs. Give "
-                    "the data of fit, without examples of weight 0."
-                )
-            precision = 1 / rows.view(J.n, J.c)
-            residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
-            return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
-        if isinstance(estimator, TangentClassifier):
-            targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_, estimator.likelihood_)
-        else:
-            targets = estimator.likelihood_.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
-    likelihood, weight = estimator.likelihood_, estimator._weight
-    if weight is not None:
-        if len(weight) != J.n:
-            raise ValueError(
-                f"The estimator was fitted to {len(weight)} examples of a weight above 0, and there are {J.n} inputs. "
-                "Give the data of fit, without examples of weight 0."
-            )
-        likelihood, targets = Weighted.pack(likelihood, targets, weight.to(f))
-    root = likelihood.observed_root(f, targets)
-    root = root.flatten() if root.ndim == 2 else root
-    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, likelihood.residual(f, targets))
 
 
 def compute_influence(fit: Fit, J: Jacobian) -> Tensor:

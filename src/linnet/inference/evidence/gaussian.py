@@ -121,6 +121,11 @@ class KernelSpectrum:
         by_scale = Slope(s * float((pull * self.positions).sum()), s * float((share * self.nodes).sum()))
         return GaussianTerms(value, [by_scale], [Slope(v * float(pull.sum()), v * float(share.sum()))])
 
+    def with_repeats(self, count: float) -> KernelSpectrum:
+        """With so many more observations that repeat others: they bring no new direction and no energy."""
+        zero = self.nodes.new_zeros(1)
+        return join_spectra([self, KernelSpectrum(zero, zero + count, zero, zero)]) if count else self
+
     def best_scale(self, ratio: float) -> float:
         """The scale of largest evidence where the noise is this ratio of the scale."""
         return float((self.energies / (self.positions + ratio)).sum()) / self.m
@@ -154,12 +159,6 @@ def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: float) -> KernelSp
     nodes = torch.cat([nodes, nodes.new_zeros(1)])
     weights = torch.cat([torch.ones_like(energies), energies.new_tensor([m - len(energies)])])
     return KernelSpectrum(nodes, weights, nodes, torch.cat([energies, energies.new_tensor([rest])]))
-
-
-def repeat_spectrum(count: float) -> KernelSpectrum:
-    """So many more observations that repeat others: they bring no new direction and no energy."""
-    zero = torch.zeros(1, dtype=torch.float64)
-    return KernelSpectrum(zero, zero + count, zero, zero)
 
 
 def join_spectra(spectra: Sequence[KernelSpectrum]) -> KernelSpectrum:
