@@ -9,7 +9,7 @@ from linnet.jacobian import Jacobian, Linearization, Plan, linearize
 from linnet.linalg import LinearOperator, LowRank, Matrix
 
 if TYPE_CHECKING:
-    from linnet import likelihoods, limits, metrics, report, sampling, scores
+    from linnet import conformal, likelihoods, limits, metrics, report, sampling, scores
     from linnet._estimator import load
     from linnet.fisher import FisherEmbedding, distill_loss, fisher_vector_product, similarity
     from linnet.heads import attach_head
@@ -32,6 +32,7 @@ __all__ = [
     "TangentRegressor",
     "__version__",
     "attach_head",
+    "conformal",
     "distill_loss",
     "fisher_vector_product",
     "fold_batchnorm",
@@ -62,7 +63,7 @@ _ROOMS = {
     "similarity": "fisher",
     "train_with_evidence": "laplace.training",
 }
-_MODULES = ("likelihoods", "limits", "metrics", "report", "sampling", "scores", "testing")
+_MODULES = ("conformal", "likelihoods", "limits", "metrics", "report", "sampling", "scores", "testing")
 
 if not TYPE_CHECKING:
 
