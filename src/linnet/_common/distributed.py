@@ -9,9 +9,10 @@ different things are told apart in the same way. Both raise on all ranks.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from linnet._common.checksums import tensor_code, text_code
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DATA_DIMENSIONS = ("data", "dp")
 """Names of the dimension of a mesh over which examples are shared out."""
@@ -96,19 +100,39 @@ class Ranks:
 
     def share_rows(self, t: Tensor, n: int, c: int = 1) -> None:
         """Fill in the rows of the other ranks' examples; t (n c, ...), each rank having filled its own."""
-        world = self.world
-        if world == 1 or t.numel() == 0:
-            return
-        start, stop = (c * i for i in self.own(n))
+        if self.world > 1:
+            start, stop = self.own(n)
+            t.copy_(self.gather_rows(t[start * c : stop * c], n, c))
+
+    def gather_rows(self, part: Tensor, n: int, c: int = 1) -> Tensor:
+        """The rows of all examples, (n c, ...), from each rank's rows of its own examples."""
+        world, shape = self.world, (n * c, *part.shape[1:])
+        if world == 1:
+            return part
+        if 0 in shape:
+            return part.new_empty(shape)
         most = -(-n // world) * c  # a collective takes parts of one size
-        part = t.new_zeros(most, *t.shape[1:])
-        part[: stop - start] = t[start:stop]
-        every = t.new_empty(world * most, *t.shape[1:])
-        with self._exchange(f"the rows of {_describe(t)} of {n} examples"):
-            self._gather(every, part)
-        for source, rows in enumerate(every.split(most)):
-            start, stop = (c * i for i in shard(n, source, world))
-            t[start:stop] = rows[: stop - start]
+        if len(part) < most:
+            part = torch.cat([part, part.new_zeros(most - len(part), *shape[1:])])
+        every = part.new_empty(world * most, *shape[1:])
+        with self._exchange(f"the rows of {_describe(part.new_empty(()).expand(shape))} of {n} examples"):
+            self._gather(every, part.contiguous())
+        if len(every) == n * c:
+            return every
+        sizes = [c * (stop - start) for start, stop in (shard(n, rank, world) for rank in range(world))]
+        return torch.cat([rows[:size] for rows, size in zip(every.split(most), sizes, strict=True)])
+
+    def share_results(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Give all ranks each tensor as its owner has it; the tensors have one dtype, and their shapes are known."""
+        if self.world == 1 or not tensors:
+            return
+        with self._exchange("the results of " + _describe(*tensors)):
+            for owner in sorted(set(owners)):
+                some = [t for t, rank in zip(tensors, owners, strict=True) if rank == owner]
+                flat = torch.cat([t.flatten() for t in some])
+                dist.broadcast(flat, group=self.group, group_src=owner)
+                for t, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
+                    t.copy_(part.view(t.shape))
 
     def smallest(self, value: float) -> float:
         """The smallest of the ranks' values, so that all decide alike on what only some can do."""
@@ -259,6 +283,17 @@ ALONE = Ranks(alone=True)
 """This process, whatever groups there are."""
 
 
+def together(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that succeeds in all processes of torch.distributed, or raises in all of them."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with Ranks().together():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def shard(n: int, rank: int, world: int) -> tuple[int, int]:
     """Start and stop of a rank's examples.
 
@@ -266,6 +301,19 @@ def shard(n: int, rank: int, world: int) -> tuple[int, int]:
     [(0, 3), (3, 6), (6, 10)]
     """
     return n * rank // world, n * (rank + 1) // world
+
+
+def share_out(costs: Sequence[float], world: int) -> list[int]:
+    """The rank that takes each of some tasks: the longest task first, each to the rank with the least to do.
+
+    >>> share_out([1.0, 5.0, 3.0, 3.0], 2)
+    [0, 0, 1, 1]
+    """
+    owners, loads = [0] * len(costs), [0.0] * world
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += costs[i]
+    return owners
 
 
 def _told(error: Exception) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
 from linnet.jacobian import AutodiffBlock, fused_cost, gram_cost
 from linnet.linalg import (
     ClassBlocks,
+    RowParts,
     cg,
     draw_landmarks,
     lanczos_quadrature,
@@ -32,16 +34,26 @@ if TYPE_CHECKING:
     from linnet.probability import Prior
 
 
+log = logging.getLogger("linnet")
+
+ITERATIONS = 20
+"""Iterations that a solve is expected to take: more keep larger kernels, whose rows cost more than passes do."""
+
+
 def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, space: str) -> list[Fit]:
     """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
     choose."""
     tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
+    kernels = [_kernel_in_parts(task, prior, settings) if space == "function" else None for task in tasks]
     noise = tasks[0].noise
     fixed = () if prior.scales else (1.0,)
     if fixed and noise.value is not None:
         choice = Choice(fixed, noise.value, math.nan)
     else:
-        spectra = [_streamed_spectrum(task, prior, settings) for task in tasks]
+        spectra = [
+            _streamed_spectrum(task, prior, settings) if K is None else _kernel_spectrum(task, K, settings)
+            for task, K in zip(tasks, kernels, strict=True)
+        ]
         choice = gaussian.choose_one(
             gaussian.join_spectra(spectra),
             scale=fixed[0] if fixed else None,
@@ -50,8 +62,51 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, 
             assumed=sum(assumed_noise(tasks)),
         )
     variance = prior.variance(choice.scales if prior.scales else ())
-    solve = _cg_weight if space == "weight" else _cg_function
-    return [solve(task, variance, choice, settings) for task in tasks]
+    if space == "weight":
+        return [_cg_weight(task, variance, choice, settings) for task in tasks]
+    scale = choice.scales[0] if prior.scales else 1.0
+    return [
+        _cg_function(task, variance, choice, settings, None if K is None else (K, scale))
+        for task, K in zip(tasks, kernels, strict=True)
+    ]
+
+
+def keeps_kernel_in_parts(J: Jacobian, settings: SolverSettings) -> bool:
+    """Whether the ranks keep the kernel, each its own rows, for the iterations of "cg-function".
+
+    The kernel of all ranks together has to fit, and to cost no more than the passes that it saves.
+    """
+    world, rows = J.ranks.world, J.shape[0]
+    if world == 1:
+        return False
+    # The part of a rank, and what gathers and pads it.
+    fits = 1.5 * rows**2 / world * J.dtype.itemsize <= find_dense_budget(settings.memory, J.device)
+    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
+    columns = 1 + settings.samples + settings.probes
+    passes = ITERATIONS * sum(fused_cost(f, k=columns) for f in factors)
+    kernel = J.n * sum(gram_cost(f) for f in factors)
+    return fits and len(factors) == len(J._sample) and kernel <= passes
+
+
+def _kernel_in_parts(task: Task, prior: Prior, settings: SolverSettings) -> RowParts | None:
+    """``J diag(base) J^T`` in parts, where the ranks keep it."""
+    J = task.J
+    settings = replace(settings, memory=J.lin.agree_on_memory(settings.memory))
+    if not keeps_kernel_in_parts(J, settings):
+        return None
+    log.info(
+        "The kernel of %d rows is kept in parts by %d ranks, and solved by conjugate gradients. A Cholesky "
+        "decomposition would need the whole kernel on one device.",
+        J.shape[0],
+        J.ranks.world,
+    )
+    return RowParts(J.own_gram(prior.base), block=J.c, ranks=J.ranks)
+
+
+def _kernel_spectrum(task: Task, K: RowParts, settings: SolverSettings) -> KernelSpectrum:
+    """By Lanczos steps on a kernel in parts."""
+    root = task.noise.base.rsqrt()[:, None]
+    return lanczos_spectrum(lambda U: root * (K @ (root * U)), root[:, 0] * task.r, settings)
 
 
 def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> KernelSpectrum:
@@ -149,7 +204,9 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSet
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
 
-def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
+def _cg_function(
+    task: Task, variance: Tensor, choice: Choice, settings: SolverSettings, kernel: tuple[RowParts, float] | None
+) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, root, k = variance.sqrt(), rows.rsqrt()[:, None], settings.samples
     Phi = J.scaled(d)
@@ -158,8 +215,13 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverS
     e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
     h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
     B = torch.cat([root * task.r[:, None], e - root * (Phi @ h), probes_of(P, J.shape[0], J, settings)], 1)
+
+    def product(U: Tensor) -> Tensor:
+        V = root * U
+        return U + root * (Phi @ (Phi.T @ V) if kernel is None else kernel[1] * (kernel[0] @ V))
+
     solution = cg(
-        lambda U: U + root * (Phi @ (Phi.T @ (root * U))),
+        product,
         B,
         preconditioner=P,
         tolerance=settings.tolerance,
