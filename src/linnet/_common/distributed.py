@@ -3,14 +3,16 @@
 `Ranks` is a process group of torch.distributed, or this process alone. Before every exchange the ranks meet: each rank
 says what it is about to exchange, in one all-reduce of three numbers. A rank that has failed says so at the next
 meeting, in place of its part, so that no rank waits for a part that never comes. Ranks that are about to exchange
-different things are told apart in the same way. Both raise on all ranks.
+different things are told apart in the same way. Both raise on all ranks. A pass tells of its own exceptions, and a call
+of an estimator of all that happen in the call (`Ranks.telling`).
 """
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -176,7 +178,7 @@ class Ranks:
         if others:
             same = (every == every[0]).all(0).tolist()
             differ = [name.replace("_", " ") for name, agreed in zip(values, same, strict=True) if not agreed]
-            raise _told(
+            raise _stop(
                 ValueError(
                     f"The ranks of torch.distributed do not compute the same: rank 0 and rank {', '.join(others)} "
                     f"differ in {', '.join(differ)}. Give every rank the same weights, all of the data in the same "
@@ -186,28 +188,37 @@ class Ranks:
 
     # Failures.
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """A block that succeeds on all ranks, or raises on all of them."""
-        with self.telling():
-            yield
-            if self.world > 1:
-                self._meet("the end of a call")
+        return self.telling("the end of a call")
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other ranks about an exception in the block, which they learn of at their next exchange."""
+    def telling(self, end: str = "") -> Iterator[None]:
+        """A block that tells the other ranks of its exception, which they raise at their next exchange.
+
+        Inside another such block this one does nothing: an exception that is handled there is nothing to tell.
+
+        Args:
+            end: What the ranks meet for at the end of the block; "" for no meeting.
+        """
+        if self.world == 1 or _inside.get():
+            yield
+            return
+        token = _inside.set(True)
         try:
             yield
+            if end:
+                self._meet(end)
+        except _Stop as stop:
+            raise stop.error.with_traceback(stop.__traceback__) from stop.__cause__
         except Exception as error:
             self._tell(error)
             raise
+        finally:
+            _inside.reset(token)
 
     def _tell(self, error: Exception) -> None:
         """Say at the next meeting that this rank has failed."""
-        if self.world == 1 or getattr(error, "all_ranks_know", False):
-            return
-        _told(error)
         try:
             dist.all_reduce(torch.tensor([1, 0, 0], device=self._device), dist.ReduceOp.MAX, group=self.group)
             self._say(f"{type(error).__name__}\n{error}")
@@ -234,9 +245,9 @@ class Ranks:
         errors = [(rank, *text.partition("\n")) for rank, text in enumerate(said) if not text.startswith("\n")]
         if errors:
             lines = [f"Rank {rank} of {self.world} failed with {kind}: {text}" for rank, kind, _, text in errors]
-            raise _told(_error_of(errors[0][1])("\n".join(lines)))
+            raise _stop(_error_of(errors[0][1])("\n".join(lines)))
         calls = "; ".join(f"rank {rank} exchanges {text[1:]}" for rank, text in enumerate(said))
-        raise _told(
+        raise _stop(
             RuntimeError(
                 f"The ranks of torch.distributed make different calls: {calls}. Every rank has to make the same calls "
                 "in the same order, with arguments of the same shapes."
@@ -249,7 +260,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise _told(
+            raise _stop(
                 RuntimeError(
                     f"Rank {self.rank} of {self.world} has lost the other ranks while they exchanged {what}: one of "
                     "them has ended, or did not answer within the timeout of the process group. Look at the first "
@@ -316,10 +327,22 @@ def share_out(costs: Sequence[float], world: int) -> list[int]:
     return owners
 
 
-def _told(error: Exception) -> Exception:
-    """The error, as one that all ranks know of."""
-    error.all_ranks_know = True  # type: ignore[attr-defined]
-    return error
+_inside: ContextVar[bool] = ContextVar("linnet_inside_telling", default=False)
+
+
+class _Stop(BaseException):
+    """An error that all ranks know of, on its way to the end of `Ranks.telling`: nothing in between handles it.
+
+    An error that only some ranks handle would leave them with other calls than the rest.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _stop(error: Exception) -> BaseException:
+    """What to raise for an error that all ranks know of."""
+    return _Stop(error) if _inside.get() else error
 
 
 def _error_of(kind: str) -> Callable[[str], Exception]:
