@@ -48,8 +48,9 @@ SAID = {
 }
 """Faults, and what all ranks have to say about each."""
 
-LIMIT, TIMEOUT = 10.0, 5.0
-"""Seconds after which a rank that has not ended counts as hanging, and seconds of the group's own timeout."""
+LIMIT, TIMEOUT, PATIENCE = 10.0, 5.0, 60.0
+"""Seconds after the fault in which all ranks have to end, seconds of the group's own timeout, and seconds after which a
+rank counts as hanging."""
 
 
 class Injected(Exception):
@@ -121,7 +122,7 @@ class Calls:
     """Counts calls of functions of linnet, and raises at one of them."""
 
     def __init__(self, at: int | None) -> None:
-        self.at, self.count = at, 0
+        self.at, self.count, self.raised = at, 0, 0.0
         self.package = str(Path(linnet.__file__).parent)
 
     def __enter__(self) -> Calls:
@@ -139,6 +140,7 @@ class Calls:
         self.count += 1
         if self.count == self.at:
             sys.setprofile(None)
+            self.raised = time.time()
             raise Injected("at random")
 
 
@@ -156,16 +158,17 @@ def work(one: Try, rank: int, calls: int, begun: int) -> None:
     )
     wrong = rank == one.culprit
     os.write(begun, b".")
+    calls_of = Calls(max(1, int(one.place * calls)) if wrong and one.fault == "raising" else None)
     try:
         fit = prepare(one.door, one.folder, fault=one.fault, wrong=wrong)
         if wrong and one.fault == "calls":
             linnet.linearize(nn.Linear(1, 1)).jacobian(torch.ones(3, 1)).outputs()
-        with Calls(max(1, int(one.place * calls)) if wrong and one.fault == "raising" else None):
+        with calls_of:
             result = fit()
         said = {"result": result.flatten().tolist()}
     except Exception as error:
         said = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    (one.folder / f"rank{rank}.json").write_text(json.dumps(said | {"ended": time.time()}))
+    (one.folder / f"rank{rank}.json").write_text(json.dumps(said | {"ended": time.time(), "raised": calls_of.raised}))
 
 
 def start(one: Try, rank: int, calls: int) -> tuple[int, int]:
@@ -196,7 +199,7 @@ def run(one: Try, known: Tensor, calls: int, duration: float) -> tuple[str, floa
         began = time.time()
         os.kill(processes[one.culprit][0], signal.SIGKILL)
     waiting = {pid for pid, _ in processes}
-    while waiting and time.time() - began < duration + LIMIT:
+    while waiting and time.time() - began < PATIENCE:
         waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
         time.sleep(0.01)
     for pid in waiting:
@@ -206,7 +209,8 @@ def run(one: Try, known: Tensor, calls: int, duration: float) -> tuple[str, floa
     told = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     if one.fault == "killed":
         told.pop(one.culprit)
-    seconds = max((one_["ended"] for one_ in told if one_), default=began) - began
+    began = max([began, *(said["raised"] for said in told if said.get("raised"))])
+    seconds = max((said["ended"] for said in told if said), default=began) - began
     if waiting:
         return "HANGS", seconds
     return judge(one, told, known), seconds

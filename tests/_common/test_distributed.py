@@ -20,7 +20,7 @@ import linnet
 from linnet._common import Ranks, shard
 from linnet.inference import Training
 from linnet.inference.mode.adam import train_by_adam
-from linnet.linalg import RowParts, Sketch, cg
+from linnet.linalg import RowParts, cg, sketch
 from linnet.probability import Categorical
 from linnet.testing.case import Net
 
@@ -141,8 +141,7 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
             f"Adam, {form}, path": torch.tensor([*trained.path, trained.mode.objective, trained.rate]),
         }
     for form, rows in {"as read": J, "factors kept": K}.items():
-        sketched = Sketch(rows, W, rank=2, generator=torch.Generator().manual_seed(0))
-        found[f"sketch, {form}"] = sketched.at(0.5 * W + normal(n, C, C, seed=6)).multiply(V)
+        found[f"sketch, {form}"] = sketch(rows, W, rank=2, generator=torch.Generator().manual_seed(0)).multiply(V)
     found |= {
         "cached, J V": K @ V,
         "cached, J^T U": K.T @ U,

@@ -19,6 +19,7 @@ from linnet._common.torch_settings import (
     network_precision,
     network_settings,
     noting_saved_tensors,
+    without_scripting_warnings,
 )
 from linnet._common.versions import __version__, find_versions
 
@@ -58,4 +59,5 @@ __all__ = [
     "tensor_code",
     "text_code",
     "together",
+    "without_scripting_warnings",
 ]

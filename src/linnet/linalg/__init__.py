@@ -7,7 +7,7 @@ from linnet.linalg.matrices import LowRank, Matrix, RowParts, Stack
 from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_vector, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Preconditioner
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
-from linnet.linalg.preconditioners.randomized import Sketch, sketch
+from linnet.linalg.preconditioners.randomized import sketch
 from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
 from linnet.linalg.row_weights import (
     ClassBlocks,
@@ -36,7 +36,6 @@ __all__ = [
     "RowFn",
     "RowIndex",
     "RowParts",
-    "Sketch",
     "Solution",
     "Solvable",
     "Stack",
