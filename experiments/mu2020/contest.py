@@ -108,7 +108,7 @@ class Contest:
             model = self.head(self.train, penalty)
         with clock("predicting"):
             p = probabilities(model, self.test.X)
-        return self.scores(p, clock, penalty=float(linnet.heads.attach.head_of(model).penalty_)), model
+        return self.scores(p, clock, penalty=float(linnet.heads.head_of(model).penalty_)), model
 
     def tangent(self, headed: nn.Module, **settings: Any) -> dict[str, Any]:
         """Activation and gradient features of the network with its head."""
@@ -130,7 +130,7 @@ class Contest:
         def start(data: Labeled) -> nn.Module:
             """The network with the head of the first so many examples, of which data are the inputs."""
             headed = self.head(self.train[: len(data)], penalty)
-            return headed if whole is None else whole.with_head(linnet.heads.attach.head_of(headed))
+            return headed if whole is None else whole.with_head(linnet.heads.head_of(headed))
 
         train, test = (self.train, self.test.X) if whole is None else (whole.train, whole.test)
         with clock("seconds"):

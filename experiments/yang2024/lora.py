@@ -42,7 +42,7 @@ from experiments.common.training import (
     steps,
 )
 from linnet import metrics
-from linnet.heads.attach import head_of
+from linnet.heads import head_of
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANK, ADAPTED = 8, ["query", "value"]

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
 import linnet
-from linnet._common import add_up, rank_and_world, shard, share_rows, smallest_over_ranks
+from linnet._common import Ranks, shard
 from linnet.inference import Training
 from linnet.inference.mode.adam import train_by_adam
 from linnet.linalg import Sketch
@@ -216,6 +217,68 @@ def refusal(case: str, rank: int) -> str:
     return "accepted"
 
 
+def over_meshes() -> dict[str, Tensor]:
+    """Products over parts of the ranks, and the number of ranks that took part."""
+    torch.manual_seed(0)
+    net, x = convolutional().double(), normal(7, D)
+    meshes = {
+        "one dimension": init_device_mesh("cpu", (WORLD,)),
+        "data x tensor": init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("data", "tensor")),
+        "tensor x dp": init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("tensor", "dp")),
+    }
+    found = {}
+    for name, mesh in meshes.items():
+        J = linnet.linearize(net, mesh=mesh).jacobian(x)
+        again = linnet.linearize(net).jacobian(x, mesh=mesh)
+        found[name] = torch.cat([J.normal(normal(J.shape[1])), torch.tensor([J.ranks.world, again.ranks.world])])
+    return found
+
+
+def over_other_mesh() -> str:
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    try:
+        linnet.linearize(nn.Linear(2, 1), mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return f"accepted {linnet.linearize(nn.Linear(2, 1), mesh=mesh['replicate'])}"
+
+
+def failure(where: str, rank: int) -> str:
+    """What this rank says where the last rank alone fails."""
+    other = rank == WORLD - 1
+    net, x = nn.Linear(D, 1).double(), normal(9, D)
+    J = linnet.linearize(net).jacobian(x)
+    V = normal(J.shape[1], 2)
+    try:
+        if where == "in a pass":
+            J.fused(lambda JV, batch: JV * (1 / int(not other)), V)
+        elif where == "between passes":
+            with J.ranks.together():
+                _ = J @ V
+                if other:
+                    raise KeyError("a name")
+                _ = J.T @ (J @ V)
+        elif where == "at the end":
+            with J.ranks.together():
+                _ = J @ V
+                if other:
+                    raise UnicodeDecodeError("utf-8", b"x", 0, 1, "no text")
+        elif where == "other calls":
+            _ = J @ V if other else J @ V[:, 0]
+        _ = J @ V  # the ranks go on together
+    except (ArithmeticError, KeyError, ValueError, RuntimeError) as error:
+        J.ranks.add_up(torch.ones(1))
+        return f"{type(error).__name__}: {error}"
+    return "succeeded"
+
+
+FAILURES = {
+    "in a pass": ("ZeroDivisionError", "Rank 1 of 2 failed with ZeroDivisionError: "),
+    "between passes": ("KeyError", "Rank 1 of 2 failed with KeyError: 'a name'"),
+    "at the end": ("RuntimeError", "Rank 1 of 2 failed with UnicodeDecodeError: 'utf-8' codec"),
+}
+
+
 def work(rank: int, folder: str) -> None:
     """One rank: every scenario, then its results to a file."""
     torch.set_num_threads(1)
@@ -229,14 +292,15 @@ def work(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     try:
-        assert rank_and_world() == (rank, WORLD)
+        ranks = Ranks()
+        assert (ranks.rank, ranks.world) == (rank, WORLD)
         t = torch.full((2,), float(rank + 1))
-        add_up(t)
+        ranks.add_up(t)
         rows = torch.zeros(6, 2)
         start, stop = shard(3, rank, WORLD)
         rows[2 * start : 2 * stop] = rank + 1
-        share_rows(rows, 3, 2)
-        least = [smallest_over_ranks(value, torch.device("cpu")) for value in (5.0 - rank, 5.0 + rank)]
+        ranks.share_rows(rows, 3, 2)
+        least = [ranks.smallest(value) for value in (5.0 - rank, 5.0 + rank)]
         found = {"parts": {"sum": t, "rows": rows, "least": torch.tensor(least)}}
         for scenario in SCENARIOS:
             found["/".join(map(str, scenario))] = results(*scenario)
@@ -247,8 +311,11 @@ def work(rank: int, folder: str) -> None:
             net.cached(memory=net.cache_size - rank)
         except MemoryError:
             found["parts"]["refused"] += 1
+        found["meshes"] = over_meshes()
         torch.save(found, f"{folder}/rank{rank}.pt")
         said = {case: refusal(case, rank) for case in ("nothing", *DISAGREEMENTS)}
+        said |= {where: failure(where, rank) for where in ("nowhere", *FAILURES, "other calls")}
+        said["mesh"] = over_other_mesh()
         Path(f"{folder}/rank{rank}.json").write_text(json.dumps(said))
     finally:
         dist.destroy_process_group()
@@ -277,6 +344,39 @@ def test_ranks_that_differ_are_all_refused_with_what_differs(folder, case):
 def test_ranks_that_agree_are_accepted(folder):
     for rank in range(WORLD):
         assert json.loads((folder / f"rank{rank}.json").read_text())["nothing"] == "accepted"
+
+
+def test_an_error_of_one_rank_reaches_all_with_its_message_and_the_ranks_go_on(folder):
+    said = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+    assert [one["nowhere"] for one in said] == ["succeeded"] * WORLD
+    for where, (kind, message) in FAILURES.items():
+        assert said[0][where].startswith(f"{kind}: ") and message in said[0][where].replace('"', ""), where
+        assert "Rank" not in said[1][where] and message.split(": ")[1] in said[1][where], where
+
+
+def test_ranks_that_make_different_calls_are_all_told_which(folder):
+    for rank in range(WORLD):
+        said = json.loads((folder / f"rank{rank}.json").read_text())["other calls"]
+        assert (
+            "rank 0 exchanges the rows of (9, 1) in float64 of 9 examples; rank 1 exchanges the rows of (9, 2)" in said
+        )
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_the_examples_are_shared_out_over_the_data_dimension_of_a_mesh(ranks, folder, rank):
+    torch.manual_seed(0)
+    J = linnet.linearize(convolutional().double()).jacobian(normal(7, D))
+    alone, found = J.normal(normal(J.shape[1])), ranks[rank]["meshes"]
+    for name, world in {"one dimension": WORLD, "data x tensor": WORLD, "tensor x dp": 1}.items():
+        assert found[name][-2:].tolist() == [world, world]
+        torch.testing.assert_close(found[name][:-2], alone, rtol=1e-12, atol=1e-12)
+    said = json.loads((folder / f"rank{rank}.json").read_text())["mesh"]
+    assert "called 'data' or 'dp'; this mesh has 'replicate', 'shard'. Pass the dimension itself" in said
+
+
+def test_a_mesh_is_a_device_mesh():
+    with pytest.raises(TypeError, match=r"mesh must be a .*DeviceMesh; got int"):
+        linnet.linearize(nn.Linear(2, 1), mesh=2)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "/".join(map(str, scenario)))
@@ -322,9 +422,10 @@ def test_shards_cover_all_examples_in_order(n, world):
 
 
 def test_alone_there_is_one_rank():
-    assert rank_and_world() == (0, 1)
-    assert smallest_over_ranks(3.5, torch.device("cpu")) == 3.5
+    ranks = Ranks()
+    assert (ranks.rank, ranks.world) == (0, 1)
+    assert ranks.smallest(3.5) == 3.5
     t = torch.ones(2)
-    add_up(t)
-    share_rows(t, 2, 1)
+    ranks.add_up(t)
+    ranks.share_rows(t, 2)
     assert t.tolist() == [1.0, 1.0]

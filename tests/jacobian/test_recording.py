@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import linnet
+from linnet.jacobian.layers import RULES
 from linnet.jacobian.recording import Changes, Recording, record
 from linnet.network import Layout
 from linnet.testing import dense_jacobian
@@ -21,7 +22,7 @@ N = 5
 
 def recorded(model: nn.Module, x: Tensor, **options) -> Recording:
     theta = {name: p.detach() for name, p in model.named_parameters()}
-    return record(lambda th: functional_call(model, th, (x,)), theta, Layout(theta), n=len(x), **options)
+    return record(lambda th: functional_call(model, th, (x,)), theta, Layout(theta), RULES, n=len(x), **options)
 
 
 def exact(model: nn.Module, *x: Tensor, rest: tuple[str, ...] = ()) -> linnet.jacobian.linearization.Linearization:

@@ -14,7 +14,8 @@ import linnet
 from linnet.jacobian import DenseBlock, layers, rule_selection
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule
-from linnet.jacobian.rule_selection import RuleAssignment, ServedCall, gradients
+from linnet.jacobian.recording import ServedCall, gradients
+from linnet.jacobian.rule_selection import RuleAssignment
 from linnet.testing import dense_jacobian
 from linnet.testing.case import Net, parameter
 from tests.support.drawn import double, normal

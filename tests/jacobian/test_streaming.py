@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.jacobian import chunk, rule_selection
+from linnet.jacobian import chunk, recording
 from linnet.testing import Case, check_operator, zoo
 from linnet.testing.case import dense_jacobian
 
@@ -42,7 +42,7 @@ def test_zoo_with_one_output(name: str) -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
-    real = rule_selection.streamed
+    real = recording.streamed
 
     def streamed(*args: Any) -> bool:
         seen.append(real(*args))

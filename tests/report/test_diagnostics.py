@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import linnet
-from linnet.report import diagnostics
+from linnet.report import build, diagnostics
 from tests.support.drawn import double, normal
 
 N, M, C = 14, 5, 3
@@ -44,7 +44,7 @@ def test_influence_is_the_derivative_of_the_mode(solver):
             delta = delta + torch.linalg.solve(H, gradient)
         return D_new @ delta
 
-    found = diagnostics.compute_influence(diagnostics.gather_fit(clf, X, LABELS), new)
+    found = diagnostics.compute_influence(build.gather_fit(clf, X, LABELS), new)
     assert found.shape == (M, C, N)
     # The fit stops at a relative gradient of 1e-6.
     wanted = new.outputs().flatten() + shift(torch.ones(N))
@@ -61,7 +61,7 @@ def test_influence_of_numbers_is_the_beginning_of_leaving_out(solver):
     y = X[:, 0].sin()
     reg = linnet.TangentRegressor(network(1), prior=0.5, noise=0.1, solver=solver).fit(X, y)
     J = reg.lin_.jacobian(Z)
-    found = diagnostics.compute_influence(diagnostics.gather_fit(reg, X, y), J)[:, 0]
+    found = diagnostics.compute_influence(build.gather_fit(reg, X, y), J)[:, 0]
     K = reg.lin_.jacobian(X).gram(scale=reg.prior_variance_)
     P = torch.linalg.inv(K + 0.1 * torch.eye(N, dtype=torch.float64))
     # Leaving out divides the residual by 1 - leverage, which is noise times the diagonal of P.
@@ -75,7 +75,7 @@ def test_cross_covariances_are_those_of_the_joint_one(structure):
     both = la.posterior_.covariance(la.lin_.jacobian(torch.cat([Z, X])))
     cross = la.posterior_.cross(la.lin_.jacobian(Z), la.lin_.jacobian(X))
     torch.testing.assert_close(cross, both[: M * C, M * C :], rtol=1e-8, atol=1e-10)
-    fit = diagnostics.gather_fit(la, X, LABELS)
+    fit = build.gather_fit(la, X, LABELS)
     found = diagnostics.compute_influence(fit, la.lin_.jacobian(Z))
     residual = F.one_hot(LABELS, C) - la.lin_(X).softmax(1)
     wanted = (cross.view(M, C, N, C) * residual).sum(3)
@@ -84,7 +84,7 @@ def test_cross_covariances_are_those_of_the_joint_one(structure):
 
 def test_spectrum():
     clf = classifier()
-    values, n = diagnostics.compute_spectrum(diagnostics.gather_fit(clf, X, LABELS))
+    values, n = diagnostics.compute_spectrum(build.gather_fit(clf, X, LABELS))
     D = clf.lin_.jacobian(X).dense()
     p = clf.predict_logits(X)[0].softmax(1)
     B = torch.block_diag(*(torch.diag_embed(p) - p[:, :, None] * p[:, None, :]))
@@ -93,18 +93,18 @@ def test_spectrum():
     assert n == N and len(values) == N * C
     k = min(len(values), len(wanted))
     np.testing.assert_allclose(values[:k], wanted[:k].clamp_min(0), rtol=1e-9, atol=1e-10)
-    few, n = diagnostics.compute_spectrum(diagnostics.gather_fit(clf, X, LABELS), rows=8 * C)
+    few, n = diagnostics.compute_spectrum(build.gather_fit(clf, X, LABELS), rows=8 * C)
     assert n == 8 and len(few) == 8 * C and few[0] <= values[0] * (1 + 1e-12)
     with pytest.raises(
         ValueError, match="With 3 outputs, the kernel of only 5 examples can be decomposed, but at least 8"
     ):
-        diagnostics.compute_spectrum(diagnostics.gather_fit(clf, X, LABELS), rows=5 * C)
+        diagnostics.compute_spectrum(build.gather_fit(clf, X, LABELS), rows=5 * C)
 
 
 def test_spectrum_in_units_of_the_noise():
     y = X[:, :2]
     reg = linnet.TangentRegressor(network(2), prior=0.5, noise=[0.1, 0.4]).fit(X, y)
-    values, _ = diagnostics.compute_spectrum(diagnostics.gather_fit(reg, X, y))
+    values, _ = diagnostics.compute_spectrum(build.gather_fit(reg, X, y))
     root = torch.tensor([0.1, 0.4], dtype=torch.float64).rsqrt().repeat(N)
     K = reg.lin_.jacobian(X).gram(scale=reg.prior_variance_)
     wanted = torch.linalg.eigvalsh(root[:, None] * K * root).flip(0)
@@ -113,7 +113,7 @@ def test_spectrum_in_units_of_the_noise():
 
 def test_what_is_no_estimator():
     with pytest.raises(TypeError, match="A fitted TangentRegressor, TangentClassifier or Laplace is needed"):
-        diagnostics.gather_fit(network(), X, LABELS)
+        build.gather_fit(network(), X, LABELS)
 
 
 def test_linearity_of_weights_drawn_from_a_posterior():

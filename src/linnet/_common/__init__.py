@@ -3,15 +3,7 @@
 from linnet._common import files, messages
 from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
 from linnet._common.deferred import Deferred
-from linnet._common.distributed import (
-    add_up,
-    add_up_checksums,
-    check_ranks_agree,
-    rank_and_world,
-    shard,
-    share_rows,
-    smallest_over_ranks,
-)
+from linnet._common.distributed import ALONE, Ranks, shard
 from linnet._common.files import atomic_write, sync
 from linnet._common.memory import TEMPORARY, check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 from linnet._common.messages import kind, listing
@@ -31,17 +23,16 @@ from linnet._common.torch_settings import (
 from linnet._common.versions import __version__, find_versions
 
 __all__ = [
+    "ALONE",
     "TEMPORARY",
     "Deferred",
     "Precision",
+    "Ranks",
     "__version__",
-    "add_up",
-    "add_up_checksums",
     "arithmetic",
     "atomic_write",
     "check_fits",
     "check_precision",
-    "check_ranks_agree",
     "combine_codes",
     "dual_level",
     "files",
@@ -59,12 +50,9 @@ __all__ = [
     "network_precision",
     "network_settings",
     "noting_saved_tensors",
-    "rank_and_world",
     "row_codes",
     "shard",
-    "share_rows",
     "show_progress",
-    "smallest_over_ranks",
     "sync",
     "tensor_code",
     "text_code",

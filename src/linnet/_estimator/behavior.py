@@ -10,15 +10,17 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linnet.data import Batch, Source
-from linnet.jacobian import Linearization
 from linnet.network import as_dtype
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Linearization
 
 PREFIX = "behavior."
 

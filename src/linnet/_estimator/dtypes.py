@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from linnet._common import free_memory
-from linnet.jacobian import Jacobian, Linearization
 from linnet.network import CannotCast
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian, Linearization
 
 SMALL = 2**26
 """Bytes of float32 weights up to which a CPU runs a network in float64 by default: digits against time and memory."""

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 
-from linnet._common import find_versions, rank_and_world
+from linnet._common import Ranks, find_versions
 
 USAGE, FAILURE = 2, 1
 """Exit codes: the user has to change the command or its files; the command failed while it ran."""
@@ -186,7 +186,7 @@ def describe_run(seed: int, device: torch.device, **more: Any) -> dict[str, Any]
         "seed": seed,
         "device": str(device),
         "threads": torch.get_num_threads(),
-        "processes": rank_and_world()[1],
+        "processes": Ranks().world,
         "versions": find_versions(),
         **more,
     }
@@ -223,4 +223,4 @@ def join_processes(device: torch.device) -> Iterator[None]:
 
 def is_first_process() -> bool:
     """Whether this process prints and writes."""
-    return rank_and_world()[0] == 0
+    return Ranks().rank == 0

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import scores
-from linnet._common import check_precision, check_ranks_agree, files, find_dense_budget, full_precision, messages
+from linnet._common import check_precision, files, find_dense_budget, full_precision, messages
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -229,7 +229,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _jacobian(self, X: Any, precision: Any = "highest") -> Jacobian:
         J = self.lin_.jacobian(X, self.batch_size, precision=precision, progress=self.progress)
-        check_ranks_agree(self.lin_, J._source, options=list_options(self))
+        self.lin_.check_ranks_agree(J._source, options=list_options(self))
         return J
 
     def _coarse(self, source: Source) -> LinearOperator | None:

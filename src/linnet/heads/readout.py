@@ -20,6 +20,7 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
+from linnet.heads.network import Readout
 from linnet.tangent import TangentClassifier
 
 Task = Literal["auto", "classification", "multilabel", "regression"]
@@ -29,19 +30,6 @@ PENALTIES = tuple(10.0**e for e in range(5, -4, -1))
 
 ITERATIONS = 20_000
 """Limit of the solvers. Fits that need more are refused rather than waited for."""
-
-
-@dataclass(frozen=True)
-class Readout:
-    """A fitted readout, ``weight @ x + bias``."""
-
-    weight: np.ndarray  # (c, d)
-    bias: np.ndarray  # (c,)
-    task: str  # "classification", "multilabel" or "regression"
-    # the label of each output; where c is 1, the labels of 0 and 1; the numbers of the columns where multi-label; None
-    # for regression
-    classes: np.ndarray | None
-    penalty: Any  # lambda; (c,) where each column has its own, else one number
 
 
 @dataclass(frozen=True)

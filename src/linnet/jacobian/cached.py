@@ -12,25 +12,23 @@ import torch
 from torch import Tensor
 
 from linnet._common import (
-    add_up,
     arithmetic,
     find_budget,
     free_memory,
     network_precision,
-    rank_and_world,
     show_progress,
 )
 from linnet.data import Batch, check_subset_index, leaves, move
 from linnet.jacobian.blocks.autodiff import AutodiffBlock
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import pack
-from linnet.jacobian.chunk import Chunk, ChunkRequest, ChunkSource, FirstExamples, NetworkChunks, Prepare
-from linnet.jacobian.passes import Pass, PassSettings
+from linnet.jacobian.passes import Chunk, ChunkRequest, ChunkSource, FirstExamples, Pass, PassSettings, Prepare
 from linnet.jacobian.plan import PRODUCTS, Engine, Request
-from linnet.jacobian.rule_selection import PROBE
+from linnet.jacobian.proofs import PROBE
 from linnet.network import check_outputs_finite
 
 if TYPE_CHECKING:
+    from linnet.jacobian.chunk import NetworkChunks
     from linnet.jacobian.linearization import Linearization
 
 Held = tuple[Recipe, tuple[Tensor, ...]]
@@ -40,64 +38,58 @@ Key = tuple[Request, int]
 """Products with a number of columns."""
 
 
-def store(passes: Pass, memory: float | str) -> StoredChunks:
+def store(chunks: NetworkChunks, memory: float | str) -> StoredChunks:
     """The chunks of a Jacobian in memory, by one pass over the data.
 
     Args:
-        passes: Goes over the chunks that the network makes.
+        chunks: The chunks that the network makes.
         memory: Bytes that may be kept, or "auto".
 
     Raises:
         MemoryError: If the blocks do not fit.
     """
-    chunks = passes.chunks
-    assert isinstance(chunks, NetworkChunks)
     limit = cache_limit(memory, chunks.lin.device)
-    _check_fits(chunks, estimate_size(passes), limit)
+    _check_fits(chunks, estimate_size(chunks), limit)
 
     def run() -> list[StoredChunk]:
         stored: list[StoredChunk] = []
         held = 0
-        for chunk in store_each(passes, chunks.n, "blocks"):
+        for chunk in store_each(chunks, chunks.n, "blocks"):
             stored.append(chunk)
             held += chunk.bytes
             if held > limit:
                 break
         return stored
 
-    stored = passes.complete(run)
+    stored = Pass(chunks).complete(run)
     held = sum(piece.bytes for piece in stored)
     # Where examples differ in size, the first ones do not tell.
     _check_fits(chunks, max(held, ceil(held * chunks.n / sum(piece.batch.n for piece in stored))), limit)
-    return gather(passes, stored)
+    return gather(chunks, stored)
 
 
-def store_each(passes: Pass, size: int, label: str) -> Iterator[StoredChunk]:
+def store_each(chunks: NetworkChunks, size: int, label: str) -> Iterator[StoredChunk]:
     """One chunk in memory after the other, of at most ``size`` examples, by one pass over the data of all ranks."""
-    chunks, settings = passes.chunks, passes.settings
-    assert isinstance(chunks, NetworkChunks)
-    with show_progress(chunks.n, label, progress=settings.progress) as tick:
-        for batch in chunks.batches(min(size, _stored_size(passes)), 0, chunks.n):
+    with show_progress(chunks.n, label, progress=chunks.settings.progress) as tick:
+        for batch in chunks.batches(min(size, _stored_size(chunks)), 0, chunks.n):
             chunk = chunks.build_whole(batch)
             check_outputs_finite(chunk.f, batch.start)
-            blocks = keep(chunk.blocks, settings.engine)
+            blocks = keep(chunk.blocks, chunks.settings.engine)
             made = [StoredChunk(batch.without_inputs(), chunk.f.clone(), blocks)]
             del chunk, blocks  # the caller's alone, who may be done with it when the next one is formed
             yield made.pop()
             tick(batch.n)
 
 
-def gather(passes: Pass, stored: list[StoredChunk]) -> StoredChunks:
+def gather(chunks: ChunkSource, stored: list[StoredChunk]) -> StoredChunks:
     """Chunks in memory, of a Jacobian or of a part of it, as a source of chunks."""
-    first = passes.chunks.first
-    first = replace(first, blocks=[], batch=first.batch.without_inputs())
-    return StoredChunks(passes.lin, replace(passes.settings, largest=None, halved=0), stored, first)
+    first = replace(chunks.first, blocks=[], batch=chunks.first.batch.without_inputs())
+    return StoredChunks(chunks.lin, replace(chunks.settings, largest=None, halved=0), stored, first)
 
 
-def estimate_size(passes: Pass) -> int:
+def estimate_size(chunks: ChunkSource) -> int:
     """Bytes that the chunks of a Jacobian take in memory, estimated from the first examples."""
-    chunks, s = passes.chunks, passes.settings
-    first, n, size = chunks.first, chunks.n, chunks.lin.dtype.itemsize
+    s, first, n, size = chunks.settings, chunks.first, chunks.n, chunks.lin.dtype.itemsize
     if s.engine == "autodiff":
         return n * ((chunks.lin.p + 1) * first.c * size + first.rest)
     rows = [f for f in first.blocks if isinstance(f, AutodiffBlock)]
@@ -108,14 +100,14 @@ def estimate_size(passes: Pass) -> int:
     own, shared = ceil((bytes_of(held) - shared) / first.share), ceil(shared / first.share)
     each = ceil(own / given[0].n) if given else 0
     each += (sum(f.q for f in rows) + 1) * first.c * size + first.rest
-    return n * each + ceil(n / _stored_size(passes)) * shared
+    return n * each + ceil(n / _stored_size(chunks)) * shared
 
 
-def _stored_size(passes: Pass) -> int:
+def _stored_size(chunks: ChunkSource) -> int:
     """Examples per chunk while chunks are kept."""
-    size = passes.chunk_size()
+    size = Pass(chunks).chunk_size()
     # Beside the chunk there is what is kept, up to the other half of the memory.
-    halves = passes.lin.device.type == "cuda" and passes.settings.batch_size == "auto"
+    halves = chunks.lin.device.type == "cuda" and chunks.settings.batch_size == "auto"
     return ceil(size / 2) if halves else size
 
 
@@ -146,6 +138,10 @@ class StoredChunks(ChunkSource):
 
     @property
     def by_position(self) -> bool:
+        return True
+
+    @property
+    def in_memory(self) -> bool:
         return True
 
     @property
@@ -367,11 +363,9 @@ def cache_limit(memory: float | str, device: torch.device) -> int:
 
 def _check_fits(chunks: NetworkChunks, needed: int, limit: int) -> None:
     """Raise, on all ranks, unless the blocks fit on all ranks."""
-    n, c, p, device = chunks.n, chunks.first.c, chunks.lin.p, chunks.lin.device
-    fits = torch.tensor(float(needed <= limit), device=device)
-    add_up(fits)
-    world = rank_and_world()[1]
-    if int(fits) < world:
+    n, c, p = chunks.n, chunks.first.c, chunks.lin.p
+    world = chunks.lin.ranks.world
+    if chunks.lin.ranks.count(needed <= limit) < world:
         where = "" if world == 1 else f" on each of {world} ranks"
         raise MemoryError(
             f"Keeping the blocks of the {n * c} x {p} Jacobian takes about {needed:,} bytes, "

@@ -1,4 +1,4 @@
-"""The Jacobian of a few examples in blocks, and where the chunks of a data set come from.
+"""The Jacobian of a few examples in blocks, made by the network.
 
 A `ChunkBuilder` makes the blocks of one batch, by layer rules where they serve and by torch's autodiff elsewhere.
 `NetworkChunks` makes the chunks of a data set with it, and compares each chunk with reverse mode when it is new.
@@ -7,7 +7,6 @@ A `ChunkBuilder` makes the blocks of one batch, by layer rules where they serve 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet._common import Deferred, Precision, check_ranks_agree, find_budget, forward_mode, noting_saved_tensors
+from linnet._common import Deferred, Precision, find_budget, forward_mode, noting_saved_tensors
 from linnet.data import Batch, Source
 from linnet.jacobian.blocks import autodiff
 from linnet.jacobian.blocks.autodiff import AutodiffBlock, SharedOutputs
@@ -27,26 +26,18 @@ from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import combine
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.cuda.replay import Loan, Replays, can_record, try_unwatched
-from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Rule, Slot
+from linnet.jacobian.passes import Chunk, ChunkRequest, ChunkSource, FirstExamples, PassSettings, Prepare
 from linnet.jacobian.plan import PRODUCTS, Request, autodiff_wins, working_size
-from linnet.jacobian.proofs import OtherBatches, RandomState, Truth
-from linnet.jacobian.recording import RecordedCall, Recording
-from linnet.jacobian.rule_selection import (
-    PROBE,
-    RuleAssignment,
-    RuleSelection,
-    ServedCall,
-    build_blocks,
-    gradients,
-    streamed,
-    warn_fallback,
-)
-from linnet.network import FunctionalModel, address, check_outputs_finite, examples_interact
+from linnet.jacobian.proofs import PROBE, OtherBatches, RandomState, Truth
+from linnet.jacobian.recording import RecordedCall, Recording, ServedCall, build_blocks, gradients, streamed
+from linnet.network import address, check_outputs_finite, examples_interact
 
 if TYPE_CHECKING:
+    from linnet.jacobian.kronecker import Rotation
     from linnet.jacobian.linearization import Linearization
-    from linnet.jacobian.passes import PassSettings
+    from linnet.jacobian.rule_selection import RuleAssignment, RuleSelection
+    from linnet.network import FunctionalModel
 
 AGAIN = 2**24
 """Bytes of the network's graph up to which all examples of a new chunk, at most 64, are run once more in other batches;
@@ -60,42 +51,6 @@ NOTHING = nullcontext()
 
 Judge = Callable[[], Truth]
 """Gives what reverse mode says of a chunk."""
-
-Prepare = Callable[[ColumnBlock], ColumnBlock]
-"""From a block to the form that it is wanted in."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The Jacobian of a few examples, in blocks.
-
-    Attributes:
-        f: Outputs (n, c).
-        blocks: Columns; those that are missing are zero.
-        truth: Gradients that the columns by layer rules must reproduce; None if the chunk is not to be proved.
-        signature: The calls that the network made.
-    """
-
-    f: Tensor
-    blocks: list[ColumnBlock]
-    truth: Truth | None = None
-    signature: tuple[Any, ...] = ()
-
-    def copy(self, *, blocks: bool) -> Chunk:
-        """The chunk with a copy of its outputs and, if ``blocks``, of its columns."""
-        return replace(self, f=self.f.clone(), blocks=[f.copy() for f in self.blocks] if blocks else self.blocks)
-
-    def is_close(self, other: Chunk) -> bool:
-        """Whether another chunk of the same examples differs by rounding only."""
-        pairs = [(self.f, other.f)]
-        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
-            pairs += zip(mine.tensors(), theirs.tensors(), strict=True)
-        close = [
-            (a - b).abs().max() <= (torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0) * b.abs().max()
-            for a, b in pairs
-            if a.numel()
-        ]
-        return bool(torch.stack(close).all())
 
 
 @final
@@ -264,7 +219,6 @@ class ChunkBuilder:
                 blocks += _build_blocks(use, kept, g, n=batch.n, dtype=self.network.row_dtype)
             except LayoutError:  # another number of rows than examples: data-dependent routing
                 names = [slot.name for slot in kept.slots.values()]
-                warn_fallback(names)
                 fewer = self.rules.leave_to_autodiff(recording.signature, names)
                 return self._captured(recording, fewer, batch, prepare, few)
         return [prepare(block) for block in combine(blocks)], assignment
@@ -364,132 +318,6 @@ def _composition(batch: Batch) -> tuple[Any, ...]:
     return batch.n, hashlib.blake2b(positions.tobytes(), digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class FirstExamples:
-    """What the first examples of a data set show.
-
-    Attributes:
-        c: Outputs.
-        blocks: Columns of the Jacobian of the first examples: rows of all outputs, or of the first ones of many.
-        batch: One or two of the examples.
-        per_example: Bytes that an example takes in a chunk.
-        graph: Bytes that an example takes in the graph of the network, without blocks and rows.
-        inputs: Bytes of an example that the model takes.
-        rest: Bytes of an example that the model does not take, such as targets.
-    """
-
-    c: int
-    blocks: list[ColumnBlock]
-    batch: Batch
-    per_example: int
-    graph: int
-    inputs: int
-    rest: int
-
-    @property
-    def planned(self) -> list[ColumnBlock]:
-        """The blocks as they are with all outputs, for counts of cost alone: their tensors may hold fewer outputs."""
-        return [block.with_outputs(self.c) for block in self.blocks]
-
-    @property
-    def share(self) -> float:
-        """The part of all outputs that the blocks hold."""
-        return min((block.c for block in self.blocks), default=self.c) / self.c
-
-
-@dataclass(frozen=True)
-class ChunkRequest:
-    """What a pass asks of its chunks.
-
-    Attributes:
-        kind: Which products are made.
-        k: Columns of the products.
-        prepare: Gives a block the form and the coordinates that the products want.
-        along: (p, k), what the chunks will be multiplied by, where that is known before they are made.
-        rotation: The coordinates of the columns; None for the coordinates of the parameters.
-    """
-
-    kind: Request
-    k: int
-    prepare: Prepare
-    along: Tensor | None = None
-    rotation: Rotation | None = None
-
-
-class ChunkSource(ABC):
-    """Where the chunks of a Jacobian come from: the network, or memory.
-
-    Attributes:
-        lin: The linearized network.
-        settings: How passes are made.
-    """
-
-    lin: Linearization
-    settings: PassSettings
-
-    @property
-    @abstractmethod
-    def n(self) -> int:
-        """The number of examples."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """What the data is, in a few words."""
-
-    @property
-    @abstractmethod
-    def by_position(self) -> bool:
-        """Whether examples can be chosen."""
-
-    @property
-    @abstractmethod
-    def index(self) -> Tensor:
-        """Positions of the examples in the full data, (n,)."""
-
-    @property
-    @abstractmethod
-    def first(self) -> FirstExamples:
-        """What the first examples show."""
-
-    @abstractmethod
-    def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
-        """Chunks of at most ``size`` examples that cover examples start to stop."""
-
-    @abstractmethod
-    def subset(self, index: Tensor, size: int) -> ChunkSource:
-        """The examples at ``index`` (m,), in that order; chunks in memory are copied, ``size`` examples at a time."""
-
-    @abstractmethod
-    def rests(self, size: int) -> Iterator[Any]:
-        """What came with the inputs in the data, batch by batch."""
-
-    def by_columns(self, kind: Request, k: int) -> bool:
-        """Whether a pass is left to autodiff alone, which holds no rows."""
-        return False
-
-    @property
-    def can_replay(self) -> bool:
-        """Whether a GPU can record chunks and play them again."""
-        return False
-
-    @abstractmethod
-    def with_settings(self, settings: PassSettings) -> ChunkSource:
-        """The same chunks with other settings."""
-
-    @abstractmethod
-    def with_lin(self, lin: Linearization) -> ChunkSource:
-        """The same chunks for products in another dtype."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Check, before a pass, that all ranks have the same weights and data, and that the network can be run."""
-
-    @abstractmethod
-    def forget_proofs(self) -> None:
-        """Compare all chunks anew: a pass broke off, and not all of its chunks were compared."""
-
-
 @final
 @dataclass(eq=False)
 class NetworkChunks(ChunkSource):
@@ -528,6 +356,10 @@ class NetworkChunks(ChunkSource):
         return self.source.by_position
 
     @property
+    def in_memory(self) -> bool:
+        return False
+
+    @property
     def index(self) -> Tensor:
         indices = getattr(self.source, "indices", None)
         return torch.arange(self.n) if indices is None else indices
@@ -539,6 +371,10 @@ class NetworkChunks(ChunkSource):
     def over(self, source: Source, late: Deferred | None = None) -> NetworkChunks:
         """The chunks of other examples of the same kind."""
         return replace(self, source=source, late=late, agreed=True, whole=self)
+
+    def renewed(self, lin: Linearization, source: Source) -> NetworkChunks:
+        """The chunks of another network and other data, which passes have learned nothing about."""
+        return NetworkChunks(lin, source, self.settings.renewed())
 
     def subset(self, index: Tensor, size: int) -> NetworkChunks:
         return self.over(self.source.subset(index))
@@ -552,7 +388,8 @@ class NetworkChunks(ChunkSource):
     def begin(self) -> None:
         if not self.agreed:
             self.agreed = True
-            check_ranks_agree(self.lin, self.source)
+            s = self.settings
+            self.lin.check_ranks_agree(self.source, precision=s.precision, engine=s.engine)
         _ = self.first
 
     def forget_proofs(self) -> None:
@@ -705,7 +542,7 @@ class NetworkChunks(ChunkSource):
 
     def _by_autodiff(self, way: str, batch: Batch, **how: Any) -> Chunk:
         build = partial(self.lin.chunks.build_by_autodiff, batch, self.settings.precision, **how)
-        return self._proved(way, batch, lambda apart: build(prove=apart))
+        return self.prove(way, batch, lambda apart: build(prove=apart))
 
     def _by_rules(self, batch: Batch, *, rotation: Rotation | None = None, columns: bool = False, **how: Any) -> Chunk:
         """A chunk by layer rules, without the rules that gave other numbers than reverse mode."""
@@ -727,9 +564,9 @@ class NetworkChunks(ChunkSource):
                     return replace(chunk, truth=None)
                 rules.doubt(chunk.signature, [name for name in self.lin.theta if name in wrong])
 
-        return self._proved("rules, columns" if columns else "rules", batch, make)
+        return self.prove("rules, columns" if columns else "rules", batch, make)
 
-    def _proved(self, way: str, batch: Batch, make: Callable[[OtherBatches | None], Chunk]) -> Chunk:
+    def prove(self, way: str, batch: Batch, make: Callable[[OtherBatches | None], Chunk]) -> Chunk:
         """A chunk that is compared with reverse mode and with other batches where it is new."""
         new = self.source.changes or self.proofs.claim(way, batch)
         first = new and (self.source.changes or self.proofs.claim("derivatives", batch))

@@ -20,7 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, rank_and_world
+from linnet._common import Ranks
 from linnet.jacobian.blocks.base import TEMPORARY, ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.cuda import triton_kernels
@@ -72,20 +72,20 @@ class Moments:
         _merge(self.more, self.squares, self.count, near - self.near + more, squares, count)
         self.count += count
 
-    def over_ranks(self) -> None:
+    def over_ranks(self, ranks: Ranks) -> None:
         """Join the rows of all ranks."""
-        rank, world = rank_and_world()
-        if world == 1:
+        if ranks.world == 1:
             return
-        near = self.near if rank == world - 1 else torch.zeros_like(self.near)  # the last rank always has examples
+        last = ranks.rank == ranks.world - 1  # which always has examples
+        near = self.near if last else torch.zeros_like(self.near)
         count = torch.tensor(float(self.count), dtype=torch.float64, device=near.device)
         near, total = near.clone(), count.clone()
-        add_up(near, total)
+        ranks.add_up(near, total)
         own = self.near - near + self.more
         more = own * (count / total)
-        add_up(more)
+        ranks.add_up(more)
         self.squares += count * (own - more).square()
-        add_up(self.squares)
+        ranks.add_up(self.squares)
         self.near, self.more, self.count = near, more, int(total)
 
     def _of(self, block: ColumnBlock) -> Iterator[Part]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch import Tensor
 from linnet._common import forward_mode
 from linnet.data import Batch
 from linnet.jacobian.blocks import autodiff
-from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import Rotation
-from linnet.jacobian.linearization import Linearization
-from linnet.jacobian.rule_selection import TOLERANCE
+from linnet.jacobian.proofs import TOLERANCE
 from linnet.linalg import LinearOperator
 from linnet.network import checks
+
+if TYPE_CHECKING:
+    from linnet.jacobian.jacobian import Jacobian
+    from linnet.jacobian.kronecker import Rotation
+    from linnet.jacobian.linearization import Linearization
 
 Features = LinearOperator | Tensor
 """Rows of J: an operator, or a tensor (rows, p) with a graph to the inputs."""
@@ -257,6 +259,10 @@ class DifferentiableRows(LinearOperator):
 
     def map_parts(self, fn: Callable[[DifferentiableRows], Tensor], size: int) -> list[Tensor]:
         return [fn(self)]
+
+    def in_row_dtype(self) -> DifferentiableRows:
+        """The rows as they are: their dtype is the dtype of their products."""
+        return self
 
     def rotated(self, rotation: Rotation) -> DifferentiableRows:
         return DifferentiableRows(rotation.rows(self.A), self.c)

@@ -25,15 +25,13 @@ from torch.utils import _pytree as pytree
 
 from linnet._common import show_progress
 from linnet.data import Batch, Source, move
-from linnet.jacobian.cached import cache_limit
-from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.passes import Pass
-from linnet.jacobian.proofs import TOLERANCE, random_signs
+from linnet.jacobian.proofs import PROBE, TOLERANCE, random_signs
 from linnet.jacobian.recording import NO_CHANGES, Recording
-from linnet.jacobian.rule_selection import PROBE
 from linnet.network import READERS, close, copy_sharing_parameters
 
 if TYPE_CHECKING:
+    from linnet.jacobian.chunk import NetworkChunks
     from linnet.jacobian.linearization import Linearization
 
 Key = tuple[str, int]
@@ -342,23 +340,22 @@ class SourceWithActivations(Source):
             yield FrozenLayers.with_kept(batch, [t.index_select(0, move(chunk, t.device)) for t in self.tensors])
 
 
-def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLike[str] | None) -> NetworkChunks:
+def store_activations(chunks: NetworkChunks, limit: int, folder: str | os.PathLike[str] | None) -> NetworkChunks:
     """The chunks of the network above its frozen layers, whose results one pass keeps.
 
     Args:
-        passes: Goes over the chunks of the whole network.
-        memory: Bytes that may be kept in memory, or "auto".
+        chunks: The chunks of the whole network.
+        limit: Bytes that may be kept in memory.
         folder: Keep the results in a file there instead; None for memory.
 
     Raises:
         MemoryError: Before the pass, if the results will not fit.
         ValueError: If there is no frozen layer, or the network cannot be started above them.
     """
-    chunks, settings = passes.chunks, passes.settings
-    assert isinstance(chunks, NetworkChunks)
+    passes, settings = Pass(chunks), chunks.settings
     few = min(PROBE, chunks.n)
     frozen = FrozenLayers(chunks.lin, next(iter(chunks.batches(few, 0, few))))
-    tensors = storage(frozen, chunks.n, cache_limit(memory, chunks.lin.device), folder)
+    tensors = storage(frozen, chunks.n, limit, folder)
     size = passes.chunk_size()
 
     def run() -> None:
@@ -370,7 +367,7 @@ def store_activations(passes: Pass, memory: float | str, folder: str | os.PathLi
 
     passes.complete(run)
     source = SourceWithActivations(chunks.source, tensors, "in memory" if folder is None else f"in {folder}")
-    return NetworkChunks(frozen.top, source, settings.renewed())
+    return chunks.renewed(frozen.top, source)
 
 
 def storage(frozen: FrozenLayers, n: int, limit: int, folder: str | os.PathLike[str] | None) -> list[Tensor]:

@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from linnet._common import Precision, add_up, find_budget, rank_and_world, share_rows, show_progress
+from linnet._common import find_budget, show_progress
 from linnet.data import Batch
-from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Scale
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Scale
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
-from linnet.jacobian.chunk import Chunk, NetworkChunks
 from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.kronecker import Kronecker
-from linnet.jacobian.passes import GRAM, Pass, Piece
+from linnet.jacobian.passes import GRAM, Chunk, Pass, Piece
 from linnet.jacobian.plan import chunk_size, prepare
-from linnet.jacobian.proofs import Disproved, OtherBatches, random_signs
-from linnet.jacobian.recording import RecordedCall, Recording
-from linnet.jacobian.rule_selection import RuleAssignment, build_blocks, streamed
+from linnet.jacobian.proofs import OtherBatches, random_signs
+from linnet.jacobian.recording import RecordedCall, Recording, build_blocks, streamed
 from linnet.linalg import ClassBlocks, blocks_of_chunk, weigh
 from linnet.network import check_outputs_finite, check_same_shapes, examples_interact
 
 if TYPE_CHECKING:
+    from linnet._common import Precision
+    from linnet.jacobian.chunk import NetworkChunks
     from linnet.jacobian.jacobian import Jacobian
+    from linnet.jacobian.rule_selection import RuleAssignment
 
 Cut = Callable[[ColumnBlock], list[tuple[str, ColumnBlock]]]
 """A block to its named parts."""
@@ -53,7 +54,7 @@ def compute_stacked_gram(all_: Sequence[Jacobian], scale: Tensor | None) -> Tens
     """The Gram matrix of Jacobians one above the other; None where they do not go together."""
     first, *others = all_
     alike = all(J.passes.settings.precision == first.passes.settings.precision for J in others)
-    if not alike or rank_and_world()[1] > 1:
+    if not alike or first.ranks.world > 1:
         return None
     for J in others:
         _check_same_columns(first, J)
@@ -75,7 +76,7 @@ def compute_gram_normal(J: Jacobian, other: Jacobian, weight: Tensor | None, sca
                 for _, x, y in _matched(a.blocks, b.blocks, lambda block: [("", block)]):
                     x.gram(y, diagonal, K[:, b.rows])
             out += (K.T @ weigh(K, weight, a.rows)).double()
-        add_up(out)
+        J.ranks.add_up(out)
         return out.to(J.dtype)
 
     return J.passes.complete(run, other.passes)
@@ -90,7 +91,7 @@ def compute_gram_diagonal(J: Jacobian, scale: Tensor | None) -> Tensor:
         for piece in J.passes.pieces("diag", 1, "diag J J^T"):
             for block in piece.blocks:
                 out[piece.rows] += block.diag(diagonal).flatten()
-        share_rows(out, J.n, J.c)
+        J.ranks.share_rows(out, J.n, J.c)
         return out
 
     return J.passes.complete(run)
@@ -105,7 +106,7 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
         for piece in J.passes.pieces("diag", 1, "blocks of J J^T"):
             for block in piece.blocks:
                 out[piece.batch.start : piece.batch.start + piece.batch.n] += block.gram_blocks(diagonal)
-        share_rows(out, J.n, 1)
+        J.ranks.share_rows(out, J.n, 1)
         return out
 
     return J.passes.complete(run)
@@ -121,7 +122,7 @@ def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
             b = piece.batch
             w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
             _add_squares(piece.blocks, w, total, rows)
-        add_up(total)
+        J.ranks.add_up(total)
         return total.to(J.dtype)
 
     return J.passes.complete(run)
@@ -147,7 +148,7 @@ def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]],
                         total.index_add_(0, group[a:b], scale[a:b, None].to(total) * squares)
             out[piece.rows] = total.T
             del piece
-        share_rows(out, J.n, J.c)
+        J.ranks.share_rows(out, J.n, J.c)
         return out
 
     return J.passes.complete(run)
@@ -160,7 +161,7 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
         found = Moments(J.shape[1], centered=centered, device=J.device)
         for piece in J.passes.pieces("squares", 1, "moments of J"):
             found.add(piece.blocks, piece.batch.n * J.c)
-        found.over_ranks()
+        found.over_ranks(J.ranks)
         return found
 
     return J.passes.complete(run)
@@ -177,7 +178,7 @@ def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kroneck
             if root is not None:
                 part = blocks_of_chunk(root, b.start, b.start + b.n, J.c).to(J.lin.network.row_dtype)
             found.add(piece.blocks, part, b.n)
-        found.over_ranks()
+        found.over_ranks(J.ranks)
         return found
 
     return J.passes.complete(run)
@@ -224,7 +225,7 @@ def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> Cur
         gradient, squares = (torch.zeros(J.shape[1], dtype=torch.float64, device=J.device) for _ in range(2))
         factors = _empty_kronecker(J) if form == "kron" else None
         if factors is not None and streams(J.passes):
-            add_streams(J.passes, factors, f, gradient, root=root, u=u)
+            add_streams(J.passes, J.network_chunks(), factors, f, gradient, root=root, u=u)
             return finish(f, gradient, factors, squares)
         for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
             b = replace(piece.batch, f=piece.f)
@@ -243,12 +244,12 @@ def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> Cur
 
     def finish(f: Tensor, gradient: Tensor, factors: Kronecker | None, squares: Tensor) -> CurvatureSums:
         """Put the sums of all ranks together."""
-        share_rows(f, J.n, 1)
+        J.ranks.share_rows(f, J.n, 1)
         if factors is not None:
-            factors.over_ranks()
-            add_up(gradient)
+            factors.over_ranks(J.ranks)
+            J.ranks.add_up(gradient)
             return CurvatureSums(f, gradient.to(J.dtype), factors=factors)
-        add_up(gradient, squares)
+        J.ranks.add_up(gradient, squares)
         return CurvatureSums(f, gradient.to(J.dtype), squares=squares.to(J.dtype))
 
     return J.passes.complete(run)
@@ -286,7 +287,7 @@ def _compute_grams(
     J: Jacobian, other: Jacobian | None, scale: Scale, names: Sequence[str], parts: Cut
 ) -> dict[str, Tensor]:
     """Gram matrices by name, from blocks cut into named parts; every rank makes the same ones in one order."""
-    if other is None and rank_and_world()[1] == 1:
+    if other is None and J.ranks.world == 1:
         return _symmetric([J], scale, names, parts)
     right = J if other is None else other
     _check_same_columns(J, right)
@@ -302,7 +303,7 @@ def _compute_grams(
                         tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
                     del a, b  # before the next ones are formed
         for K in grams.values():
-            share_rows(K, J.n, J.c)
+            J.ranks.share_rows(K, J.n, J.c)
         return grams
 
     return J.passes.complete(run, right.passes)
@@ -433,7 +434,7 @@ def streams(passes: Pass) -> bool:
     Convolutions do not stream, because each column would make their patches again.
     """
     chunks, s = passes.chunks, passes.settings
-    if not isinstance(chunks, NetworkChunks) or s.engine != "auto" or passes.lin.rules.denied("stream"):
+    if chunks.in_memory or s.engine != "auto" or passes.lin.rules.denied("stream"):
         return False
     first, rules = chunks.first, passes.lin.rules
     if rules.has_rest or any(isinstance(block, LazyBlock | SumBlock) for block in first.blocks):
@@ -451,6 +452,7 @@ def _can_stream(assignment: RuleAssignment) -> bool:
 
 def add_streams(
     passes: Pass,
+    chunks: NetworkChunks,
     factors: Kronecker,
     f: Tensor,
     gradient: Tensor,
@@ -462,6 +464,7 @@ def add_streams(
 
     Args:
         passes: Goes over the data.
+        chunks: Makes the chunks.
         factors: Sums of the curvature.
         f: (n, c), takes the outputs.
         gradient: (p,), takes ``J^T u``.
@@ -471,8 +474,7 @@ def add_streams(
     Raises:
         Disproved: Where a layer does not hand over its gradient, or hands over a wrong one.
     """
-    chunks, s = passes.chunks, passes.settings
-    assert isinstance(chunks, NetworkChunks)
+    s = passes.settings
     start, stop = passes.own
     size = _stream_size(passes)
     s.used = size
@@ -482,7 +484,7 @@ def add_streams(
             def make(apart: OtherBatches | None, batch: Batch = batch) -> Chunk:
                 return _stream_chunk(passes, batch, factors, gradient, root=root, u=u, apart=apart)
 
-            f[batch.start : batch.start + batch.n] = chunks._proved("stream", batch, make).f
+            f[batch.start : batch.start + batch.n] = chunks.prove("stream", batch, make).f
             tick(batch.n)
 
 

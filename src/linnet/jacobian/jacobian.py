@@ -22,14 +22,9 @@ from torch import Tensor
 from linnet._common import (
     Deferred,
     Precision,
-    add_up,
-    add_up_checksums,
     check_precision,
     files,
     messages,
-    rank_and_world,
-    shard,
-    share_rows,
     show_progress,
 )
 from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
@@ -83,7 +78,7 @@ class Jacobian(LinearOperator):
 
     def __init__(self, chunks: ChunkSource, *, rotation: Rotation | None = None) -> None:
         self.passes, self.lin, self.n = Pass(chunks, rotation), chunks.lin, chunks.n
-        self.dtype, self.device = self.lin.dtype, self.lin.device
+        self.dtype, self.device, self.ranks = self.lin.dtype, self.lin.device, self.lin.ranks
         self._copies: tuple[int, list[Jacobian]] = (0, [])  # of all minibatches of a size
 
     @cached_property
@@ -115,18 +110,18 @@ class Jacobian(LinearOperator):
     @property
     def in_memory(self) -> bool:
         """Whether products touch neither the network nor the data, as after `cached`."""
-        return isinstance(self.passes.chunks, StoredChunks)
+        return self.passes.chunks.in_memory
 
     @property
     def _source(self) -> Source:
-        return self._network_chunks("keeps no inputs").source
+        return self.network_chunks().source
 
     @property
     def _sample(self) -> list[ColumnBlock]:
         """Columns of the Jacobian of the first examples, for counts of cost."""
         return self.passes.chunks.first.planned
 
-    def _network_chunks(self, why: str) -> NetworkChunks:
+    def network_chunks(self, why: str = "keeps no inputs") -> NetworkChunks:
         """The chunks that the network makes; raise where they are in memory."""
         chunks = self.passes.chunks
         if not isinstance(chunks, NetworkChunks):
@@ -147,7 +142,7 @@ class Jacobian(LinearOperator):
             for piece in self.passes.pieces("matmul", V.shape[1], "J V"):
                 out[piece.rows] = _product(piece, V)
                 del piece  # before the next one is formed, here and below
-            share_rows(out, self.n, self.c)
+            self.ranks.share_rows(out, self.n, self.c)
             return out
 
         return self.passes.complete(run)[:, :k]
@@ -164,7 +159,7 @@ class Jacobian(LinearOperator):
                 del piece
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out)
+            self.ranks.add_up(out)
             return out
 
         return self.passes.complete(run)[:, :k]
@@ -190,7 +185,7 @@ class Jacobian(LinearOperator):
                 del piece
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out, *([sums] if summed else []))
+            self.ranks.add_up(out, *([sums] if summed else []))
             return out, sums
 
         out, sums = self.passes.complete(run)
@@ -202,7 +197,7 @@ class Jacobian(LinearOperator):
             for piece in self.passes.pieces("gram", 1, "J"):
                 out[piece.rows] = self._explicit(piece)
                 del piece
-            share_rows(out, self.n, self.c)
+            self.ranks.share_rows(out, self.n, self.c)
             return out
 
         return self.passes.complete(run)
@@ -218,7 +213,7 @@ class Jacobian(LinearOperator):
                 add_symmetric_(out, rows, weigh(rows, weight, piece.rows))
                 del piece, rows
             out.tril_()
-            add_up(out)
+            self.ranks.add_up(out)
             return out.add_(out.tril(-1).T)
 
         return self.passes.complete(run)
@@ -293,20 +288,20 @@ class Jacobian(LinearOperator):
                 first = False
             if first:  # this rank has no examples
                 out.zero_()
-            add_up(out)
+            self.ranks.add_up(out)
             return out
 
         return self.passes.complete(run)[:, 0]
 
     def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian of the same examples around other weights, as `linnet.Linearization.at`."""
-        chunks = self._network_chunks("keeps no inputs, so it cannot go to other weights")
+        chunks = self.network_chunks("keeps no inputs, so it cannot go to other weights")
         return self._with(chunks.around(self.lin.at(theta)))
 
     def near(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian around weights that are so close that what was compared before holds there too."""
         moved = self.at(theta)
-        return moved._with(replace(moved._network_chunks(""), proofs=self._network_chunks("").proofs))
+        return moved._with(replace(moved.network_chunks(), proofs=self.network_chunks().proofs))
 
     def in_precision(self, precision: Precision) -> Jacobian:
         """The Jacobian of the same examples in another precision, as `linnet.Linearization.jacobian` takes it.
@@ -350,7 +345,7 @@ class Jacobian(LinearOperator):
         passes, chunks = self.passes, self.passes.chunks
         if isinstance(chunks, StoredChunks) and theta is None:
             return passes.complete(chunks.outputs)
-        chunks = self._network_chunks("keeps no inputs, so it has the outputs at its own weights only")
+        chunks = self.network_chunks("keeps no inputs, so it has the outputs at its own weights only")
         theta, precision = {} if theta is None else theta, passes.settings.precision
 
         def run() -> Tensor:
@@ -366,7 +361,7 @@ class Jacobian(LinearOperator):
                     check_outputs_finite(f, batch.start)
                     out[batch.start : batch.start + batch.n] = f
                     tick(batch.n)
-            share_rows(out, self.n, 1)
+            self.ranks.share_rows(out, self.n, 1)
             return out
 
         return self.passes.complete(run)
@@ -400,8 +395,8 @@ class Jacobian(LinearOperator):
                 rows = _product(piece, aligned)[:, :k]
                 f[piece.rows], out[piece.rows] = piece.f.flatten(), rows if fold is None else fold(rows)
                 del piece, rows
-            share_rows(f, self.n, self.c)
-            share_rows(out, self.n, self.c)
+            self.ranks.share_rows(f, self.n, self.c)
+            self.ranks.share_rows(out, self.n, self.c)
             return f.view(self.n, self.c), out
 
         f, out = self.passes.complete(run)
@@ -421,14 +416,16 @@ class Jacobian(LinearOperator):
             >>> [(f.shape, d.tolist()) for f, d in J.map_parts(lambda part: (part.outputs(), part.gram_diag()), 4)]
             [(torch.Size([4, 1]), [3.0, 3.0, 3.0, 3.0]), (torch.Size([2, 1]), [3.0, 3.0])]
         """
-        if self.in_memory or rank_and_world()[1] > 1:
+        if self.in_memory or self.ranks.world > 1:
             if self.n <= size or not self.by_position:
                 return [fn(self)]
             return [fn(self.subset(index)) for index in torch.arange(self.n).split(size)]
 
+        chunks = self.network_chunks()
+
         def run() -> list[T]:
-            parts = (replace(one, batch=replace(one.batch, start=0)) for one in store_each(self.passes, size, "parts"))
-            return [fn(self._with(gather(self.passes, [part]))) for part in parts]
+            parts = (replace(one, batch=replace(one.batch, start=0)) for one in store_each(chunks, size, "parts"))
+            return [fn(self._with(gather(chunks, [part]))) for part in parts]
 
         return self.passes.complete(run)
 
@@ -460,9 +457,9 @@ class Jacobian(LinearOperator):
 
     def checksums(self) -> dict[str, str]:
         source = self._source
-        own = source.code(*shard(source.n, *rank_and_world()))
+        own = source.code(*self.ranks.own(source.n))
         weights = f"{self.lin.network.watch.code:016x}"
-        return {"the data": add_up_checksums(own, self.device), "the weights": weights}
+        return {"the data": self.ranks.add_up_checksums(own), "the weights": weights}
 
     def over(self, source: Source, late: Deferred | None = None) -> Jacobian:
         """The Jacobian of other examples of the same kind.
@@ -471,7 +468,7 @@ class Jacobian(LinearOperator):
             source: The examples.
             late: Takes the outputs in place of the check that outputs are finite.
         """
-        return self._with(self._network_chunks("keeps no inputs").over(source, late))
+        return self._with(self.network_chunks("keeps no inputs").over(source, late))
 
     def minibatches(self, size: int, seed: int, *, late: bool = False) -> Iterator[Jacobian]:
         """Jacobians of random minibatches, one epoch; their batches' ``index`` says which examples they hold.
@@ -524,13 +521,13 @@ class Jacobian(LinearOperator):
 
     def _read_minibatches(self, chunks: Sequence[Tensor], order: Sequence[int], *, late: bool) -> Iterator[Jacobian]:
         """Minibatches that are read from the data, each once."""
-        whole, source = self._network_chunks(""), self._source
+        whole, source = self.network_chunks(), self._source
         if not source.by_position:
             raise no_subset(source.kind)
         checks = Deferred(lambda f, index: check_outputs_finite(f, 0, index)) if late else None
         parts: Iterator[Source]
         taken = [chunks[i] for i in order]
-        if rank_and_world()[1] > 1 and not source.changes:  # each rank reads its own examples
+        if self.ranks.world > 1 and not source.changes:  # each rank reads its own examples
             parts = map(source.subset, taken)
         else:
             places, read = self.index, zip(taken, source._gather(taken), strict=True)
@@ -549,7 +546,7 @@ class Jacobian(LinearOperator):
     def cache_size(self) -> int:
         """Bytes that `cached` keeps, estimated from the first examples, or the bytes that it has kept."""
         chunks = self.passes.chunks
-        return chunks.bytes if isinstance(chunks, StoredChunks) else estimate_size(self.passes)
+        return chunks.bytes if isinstance(chunks, StoredChunks) else estimate_size(chunks)
 
     def cached(self, memory: float | str = "auto") -> Jacobian:
         """The same Jacobian with its blocks in memory: later products touch neither the network nor the data.
@@ -573,7 +570,7 @@ class Jacobian(LinearOperator):
             >>> J.shape, J.gram_diag()
             ((3, 3), tensor([3., 3., 3.]))
         """
-        return self if self.in_memory else self._with(store(self.passes, memory))
+        return self if self.in_memory else self._with(store(self.network_chunks(), memory))
 
     def has_many_outputs(self, k: int = 64) -> bool:
         """Whether answers from all rows, a backward pass for each output, cost far more than answers from k columns."""
@@ -618,7 +615,7 @@ class Jacobian(LinearOperator):
         """
         if self.in_memory or isinstance(self._source, SourceWithActivations):
             return self
-        return Jacobian(store_activations(self.passes, memory, folder))
+        return Jacobian(store_activations(self.network_chunks(), cache_limit(memory, self.device), folder))
 
     def rotated(self, rotation: Rotation) -> Jacobian:
         """``J Q`` for an orthonormal change of coordinates within parameters; every product is of that."""
@@ -722,7 +719,7 @@ class Jacobian(LinearOperator):
         return gram.compute_curvature(self, form, root, u)
 
     def _check_kronecker(self) -> None:
-        self._network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
+        self.network_chunks("keeps rows where they are smaller, which have no Kronecker factors")
         if self.passes.rotation is not None:
             raise ValueError("J.kronecker needs the Jacobian in the parameters' own coordinates; this one is rotated.")
 

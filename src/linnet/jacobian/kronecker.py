@@ -22,17 +22,19 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
-from linnet._common import TEMPORARY, add_up, check_fits, find_dense_budget, messages
+from linnet._common import TEMPORARY, Ranks, check_fits, find_dense_budget, messages
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.network import Layout
+
+if TYPE_CHECKING:
+    from linnet.network import Layout
 
 EXACT = 1024
 """Parameters without Kronecker form keep their exact block up to this size."""
@@ -341,11 +343,11 @@ class Kronecker:
         block.squares(weight, part)
         self.squares += part
 
-    def over_ranks(self) -> None:
+    def over_ranks(self, ranks: Ranks) -> None:
         """Put the sums of all ranks together, and make the input's side a mean."""
         count = self.squares.new_tensor([self.n])
         sides = [side for pair in self.pairs.values() for side in (pair.inputs, pair.gradients)]
-        add_up(count, self.squares, *self.exact.values(), *(t for side in sides for t in side.sums))
+        ranks.add_up(count, self.squares, *self.exact.values(), *(t for side in sides for t in side.sums))
         self.n = int(count)
         for pair in self.pairs.values():
             pair.inputs.scale(1 / self.n)

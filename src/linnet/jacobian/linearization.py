@@ -9,9 +9,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from linnet._common import Precision, check_precision, messages
-from linnet.data import Batch, as_source
+from linnet._common import Precision, Ranks, __version__, check_precision, messages
+from linnet.data import Batch, Source, as_source
 from linnet.jacobian.chunk import ChunkBuilder, NetworkChunks
 from linnet.jacobian.cuda.float32_convolution import ExactConvolution
 from linnet.jacobian.jacobian import Jacobian
@@ -21,7 +22,9 @@ from linnet.jacobian.rule_selection import RuleSelection
 from linnet.network import FunctionalModel, Output, Params, Watch
 
 
-def linearize(model: nn.Module, params: Params = None, output: Output | None = None) -> Linearization:
+def linearize(
+    model: nn.Module, params: Params = None, output: Output | None = None, *, mesh: DeviceMesh | None = None
+) -> Linearization:
     """The network as a linear model around its own weights, f(x; theta) ~ f(x; theta0) + J(x) (theta - theta0).
 
     The module is never modified: linnet works on a copy of its structure that shares the parameters and is in eval
@@ -34,6 +37,8 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
             callable ``(name, tensor) -> bool``.
         output: From what the model returns to a tensor (n, c) or (n,). By default tensors are taken as they are, and
             Hugging Face's outputs by their ``logits``.
+        mesh: The processes that share the examples out, as a mesh of one dimension, or the dimension "data" or "dp" of
+            a mesh. None for all processes of torch.distributed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -43,7 +48,8 @@ def linearize(model: nn.Module, params: Params = None, output: Output | None = N
         >>> linearize(model, "2.*").p
         27
     """
-    return Linearization(FunctionalModel.of(model, params, output=output, convolutions=ExactConvolution))
+    network = FunctionalModel.of(model, params, output=output, convolutions=ExactConvolution)
+    return Linearization(network, ranks=Ranks.of(mesh))
 
 
 @final
@@ -53,6 +59,7 @@ class Linearization:
     Args:
         network: The network as a function of its parameters.
         rules: Which layer rules serve the network; None if nothing is known yet.
+        ranks: The processes that share the examples out; None for all processes of torch.distributed.
 
     Attributes:
         theta: The selected parameters, by name.
@@ -64,11 +71,15 @@ class Linearization:
         device: The device of the network.
         network: The network as a function of its parameters.
         rules: Which layer rules serve the network.
+        ranks: The processes that share the examples out.
         chunks: Turns a batch into the columns of its Jacobian.
     """
 
-    def __init__(self, network: FunctionalModel, rules: RuleSelection | None = None) -> None:
+    def __init__(
+        self, network: FunctionalModel, rules: RuleSelection | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.network = network
+        self.ranks = Ranks() if ranks is None else ranks
         self.rules = RuleSelection(network) if rules is None else rules
         self.chunks = ChunkBuilder(network, self.rules)
         self.theta, self.layout, self.p = network.theta, network.layout, network.p
@@ -113,6 +124,32 @@ class Linearization:
         """
         self.network.check_unchanged(contents=contents)
 
+    def check_ranks_agree(self, source: Source | None = None, **more: Any) -> None:
+        """Raise on all ranks unless all have the same weights, the same data and the same of anything else.
+
+        Each rank reads its own part of the data, so that all need all of it; a Dataset is compared by its length and a
+        few of its examples. All ranks call this together.
+
+        Args:
+            source: The data; None for no data.
+            more: Other values that must be the same, by name: tensors, or values that print alike.
+
+        Raises:
+            ValueError: Says what differs, and on which ranks.
+        """
+        if self.ranks.world == 1:
+            return
+        values: dict[str, Any] = {
+            "the version of linnet": __version__,
+            "the version of torch": torch.__version__,
+            "the selected parameters": self.layout.shapes,
+            "the dtype of products": self.dtype,
+            "the weights of the model": self.network.watch.code,
+        }
+        if source is not None:
+            values |= {"the number of examples": source.n, "the data": source.glimpse()}
+        self.ranks.check_same(values | more)
+
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""
         return self.network.forward(theta, batch)
@@ -135,6 +172,7 @@ class Linearization:
         precision: Precision = "highest",
         engine: str = "auto",
         progress: bool | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Jacobian:
         """The Jacobian over a data set, (n * c, p), rows by example; a linear operator that is never stored.
 
@@ -146,6 +184,8 @@ class Linearization:
                 with many columns in tf32), "high" (tf32) or "bf16".
             engine: "auto", or one of "rows", "bilinear", "ghost", "autodiff" to use it wherever it can serve.
             progress: False for no progress bar; True or None for one on a terminal after two seconds.
+            mesh: The processes that share these examples out, as in `linearize`; None for the processes that share all
+                data of this linearization.
 
         Example:
             >>> lin = linearize(nn.Linear(4, 3))
@@ -160,7 +200,8 @@ class Linearization:
         self.check_unchanged(contents=True)
         source = as_source(data, self.module.forward)
         settings = PassSettings(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
-        return Jacobian(NetworkChunks(self, source, settings))
+        lin = self if mesh is None else Linearization(self.network, self.rules, Ranks.of(mesh))
+        return Jacobian(NetworkChunks(lin, source, settings))
 
     def to(self, dtype: torch.dtype) -> Linearization:
         """The same linear model in another precision, around a copy of the weights.
@@ -226,7 +267,7 @@ class Linearization:
     def with_network(self, network: FunctionalModel) -> Linearization:
         """The linear model of another form of the network; what passes have shown stays where the module does."""
         same = network.module is self.network.module
-        return Linearization(network, self.rules.of(network) if same else None)
+        return Linearization(network, self.rules.of(network) if same else None, self.ranks)
 
     def watching(self, model: nn.Module) -> Linearization:
         """The same linear model that notices changes of the weights of another module."""

@@ -138,7 +138,7 @@ class WeightedRows(LinearOperator):
         super().__init__(J.shape, dtype=J.dtype, device=J.device)
         self.J, self.L = J, as_weight(root)
         self.LT = self.L if self.L.ndim == 1 else self.L.mT
-        self.block = J.block
+        self.block, self.ranks = J.block, J.ranks
 
     @property
     def eps(self) -> float:

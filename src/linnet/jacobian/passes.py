@@ -1,30 +1,34 @@
 """Passes over a data set: chunk after chunk of a Jacobian, and how many examples each chunk takes.
 
+A `ChunkSource` gives chunks, from the network (`linnet.jacobian.chunk`) or from memory (`linnet.jacobian.cached`).
 `Pass.pieces` gives the chunks, prepared for the products that are made of them: nothing else goes through the data.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from linnet._common import Precision, arithmetic, find_budget, rank_and_world, shard, show_progress
-from linnet.data import Batch
-from linnet.jacobian.blocks.base import ColumnBlock
+from linnet._common import Precision, arithmetic, find_budget, show_progress
+from linnet.jacobian.blocks.base import ColumnBlock, Disproved
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
-from linnet.jacobian.chunk import ChunkRequest, ChunkSource, Prepare
 from linnet.jacobian.cuda.replay import free_replays
-from linnet.jacobian.kronecker import Rotation
 from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
-from linnet.jacobian.proofs import Disproved
+
+if TYPE_CHECKING:
+    from linnet.data import Batch
+    from linnet.jacobian.kronecker import Rotation
+    from linnet.jacobian.linearization import Linearization
+    from linnet.jacobian.proofs import Truth
 
 CONVOLVED = 4096
 """Examples that a GPU is given at once where it convolves in float32: 20,480 of ResNet-20 took it twice as long."""
@@ -41,6 +45,9 @@ POSITIVE = ("squares", "sides")
 """Sums of squares, where nothing cancels: each chunk adds up in the dtype of the rows, and all chunks in float64."""
 
 T = TypeVar("T")
+
+Prepare = Callable[[ColumnBlock], ColumnBlock]
+"""From a block to the form that it is wanted in."""
 
 
 @dataclass
@@ -77,6 +84,170 @@ class PassSettings:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """The Jacobian of a few examples, in blocks.
+
+    Attributes:
+        f: Outputs (n, c).
+        blocks: Columns; those that are missing are zero.
+        truth: Gradients that the columns by layer rules must reproduce; None if the chunk is not to be proved.
+        signature: The calls that the network made.
+    """
+
+    f: Tensor
+    blocks: list[ColumnBlock]
+    truth: Truth | None = None
+    signature: tuple[Any, ...] = ()
+
+    def copy(self, *, blocks: bool) -> Chunk:
+        """The chunk with a copy of its outputs and, if ``blocks``, of its columns."""
+        return replace(self, f=self.f.clone(), blocks=[f.copy() for f in self.blocks] if blocks else self.blocks)
+
+    def is_close(self, other: Chunk) -> bool:
+        """Whether another chunk of the same examples differs by rounding only."""
+        pairs = [(self.f, other.f)]
+        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
+            pairs += zip(mine.tensors(), theirs.tensors(), strict=True)
+        close = [
+            (a - b).abs().max() <= (torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0) * b.abs().max()
+            for a, b in pairs
+            if a.numel()
+        ]
+        return bool(torch.stack(close).all())
+
+
+@dataclass(frozen=True)
+class FirstExamples:
+    """What the first examples of a data set show.
+
+    Attributes:
+        c: Outputs.
+        blocks: Columns of the Jacobian of the first examples: rows of all outputs, or of the first ones of many.
+        batch: One or two of the examples.
+        per_example: Bytes that an example takes in a chunk.
+        graph: Bytes that an example takes in the graph of the network, without blocks and rows.
+        inputs: Bytes of an example that the model takes.
+        rest: Bytes of an example that the model does not take, such as targets.
+    """
+
+    c: int
+    blocks: list[ColumnBlock]
+    batch: Batch
+    per_example: int
+    graph: int
+    inputs: int
+    rest: int
+
+    @property
+    def planned(self) -> list[ColumnBlock]:
+        """The blocks as they are with all outputs, for counts of cost alone: their tensors may hold fewer outputs."""
+        return [block.with_outputs(self.c) for block in self.blocks]
+
+    @property
+    def share(self) -> float:
+        """The part of all outputs that the blocks hold."""
+        return min((block.c for block in self.blocks), default=self.c) / self.c
+
+
+@dataclass(frozen=True)
+class ChunkRequest:
+    """What a pass asks of its chunks.
+
+    Attributes:
+        kind: Which products are made.
+        k: Columns of the products.
+        prepare: Gives a block the form and the coordinates that the products want.
+        along: (p, k), what the chunks will be multiplied by, where that is known before they are made.
+        rotation: The coordinates of the columns; None for the coordinates of the parameters.
+    """
+
+    kind: Request
+    k: int
+    prepare: Prepare
+    along: Tensor | None = None
+    rotation: Rotation | None = None
+
+
+class ChunkSource(ABC):
+    """Where the chunks of a Jacobian come from: the network, or memory.
+
+    Attributes:
+        lin: The linearized network.
+        settings: How passes are made.
+    """
+
+    lin: Linearization
+    settings: PassSettings
+
+    @property
+    @abstractmethod
+    def n(self) -> int:
+        """The number of examples."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What the data is, in a few words."""
+
+    @property
+    @abstractmethod
+    def by_position(self) -> bool:
+        """Whether examples can be chosen."""
+
+    @property
+    @abstractmethod
+    def index(self) -> Tensor:
+        """Positions of the examples in the full data, (n,)."""
+
+    @property
+    @abstractmethod
+    def first(self) -> FirstExamples:
+        """What the first examples show."""
+
+    @abstractmethod
+    def chunks(self, size: int, start: int, stop: int, request: ChunkRequest) -> Iterator[tuple[Batch, Chunk]]:
+        """Chunks of at most ``size`` examples that cover examples start to stop."""
+
+    @abstractmethod
+    def subset(self, index: Tensor, size: int) -> ChunkSource:
+        """The examples at ``index`` (m,), in that order; chunks in memory are copied, ``size`` examples at a time."""
+
+    @abstractmethod
+    def rests(self, size: int) -> Iterator[Any]:
+        """What came with the inputs in the data, batch by batch."""
+
+    def by_columns(self, kind: Request, k: int) -> bool:
+        """Whether a pass is left to autodiff alone, which holds no rows."""
+        return False
+
+    @property
+    @abstractmethod
+    def in_memory(self) -> bool:
+        """Whether passes touch neither the network nor the data."""
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether a GPU can record chunks and play them again."""
+        return False
+
+    @abstractmethod
+    def with_settings(self, settings: PassSettings) -> ChunkSource:
+        """The same chunks with other settings."""
+
+    @abstractmethod
+    def with_lin(self, lin: Linearization) -> ChunkSource:
+        """The same chunks for products in another dtype."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Check, before a pass, that all ranks have the same weights and data, and that the network can be run."""
+
+    @abstractmethod
+    def forget_proofs(self) -> None:
+        """Compare all chunks anew: a pass broke off, and not all of its chunks were compared."""
+
+
+@dataclass(frozen=True)
 class Piece:
     """A chunk, ready for one kind of request.
 
@@ -109,7 +280,7 @@ class Pass:
     @property
     def own(self) -> tuple[int, int]:
         """Start and stop of the examples of this rank."""
-        return shard(self.n, *rank_and_world())
+        return self.lin.ranks.own(self.n)
 
     def pieces(
         self,
@@ -236,6 +407,10 @@ class Pass:
 
     def complete(self, run: Callable[[], T], *others: Pass) -> T:
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
+        with self.lin.ranks.telling():
+            return self._try_until_done(run, others)
+
+    def _try_until_done(self, run: Callable[[], T], others: Sequence[Pass]) -> T:
         s, device = self.settings, self.lin.device
         self.chunks.begin()
         while True:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from linnet._common import format_bytes, rank_and_world
+from linnet._common import format_bytes
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -227,7 +227,7 @@ def describe(passes: Pass) -> Plan:
                 cost=None if rest or s.engine == "autodiff" else costs.get(layer, 0),
             )
         )
-    world = rank_and_world()[1]
+    world = lin.ranks.world
     network, total = (str(dtype).removeprefix("torch.") for dtype in (lin.network.row_dtype, lin.dtype))
     kinds = network if network == total else f"{network}, products in {total},"
     note = f"{kinds} on {lin.device}, precision {s.precision}"

@@ -15,15 +15,21 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._common import Precision
-from linnet.jacobian.blocks.base import ColumnBlock, Range
-from linnet.network import Layout, coarser
+from linnet.network import coarser
+
+if TYPE_CHECKING:
+    from linnet._common import Precision
+    from linnet.jacobian.blocks.base import ColumnBlock, Range
+    from linnet.network import Layout
+
+PROBE = 3
+"""Examples on which the rules are checked."""
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Largest relative disagreement with autodiff that is rounding, by the model's dtype."""
@@ -36,18 +42,6 @@ def rounds_to(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     if precision in ("high", "products"):  # tf32 has as many bits as float16
         return coarser(dtype, torch.float16)
     return dtype
-
-
-class Disproved(Exception):
-    """A way to the Jacobian gave other numbers than reverse mode, or failed; the pass must be made without it.
-
-    Args:
-        ability: "forward_mode", "vectorize" or "stream".
-    """
-
-    def __init__(self, ability: str) -> None:
-        super().__init__(ability)
-        self.ability = ability
 
 
 class Rotates(Protocol):

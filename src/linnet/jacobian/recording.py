@@ -9,9 +9,9 @@ counter, and the pass is made again with that input copied.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.jacobian.layers import RULES
-from linnet.jacobian.layers.rule import LayerCall, Rule, Slot
-from linnet.network import CallGuard, Layout
+from linnet.jacobian.layers.rule import LayerCall, Rule, Slot, arrange
+
+if TYPE_CHECKING:
+    from linnet.jacobian.blocks.base import ColumnBlock
+    from linnet.network import CallGuard, Layout
+
+
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes that are too short for sums over examples, and for products with columns."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,21 @@ class RecordedCall:
         return (self.rule.name, *((role, slot) for role, slot in self.slots.items()))
 
 
+@dataclass(frozen=True)
+class ServedCall:
+    """A use that its rule serves: where its examples lie, and for which parameters."""
+
+    layout: str
+    slots: dict[str, Slot]
+
+
 class Recorder(TorchFunctionMode):
     """Records the uses of parameters while it is active.
 
     Args:
         leaves: The selected parameters, as the leaves that this forward pass uses.
         layout: Their places in the flat vector.
+        rules: Torch function to the rule that reads its calls.
         n: Examples.
         changes: What is done to the calls.
         calls: Checks every call (see `linnet.network.parameter_guard`); None for no checks.
@@ -86,6 +101,7 @@ class Recorder(TorchFunctionMode):
         self,
         leaves: Mapping[str, Tensor],
         layout: Layout,
+        rules: Mapping[Callable[..., Any], Rule],
         *,
         n: int,
         changes: Changes,
@@ -95,7 +111,7 @@ class Recorder(TorchFunctionMode):
         self.uses: list[RecordedCall] = []
         self._calls = calls
         self._names = {id(leaf): name for name, leaf in leaves.items()}
-        self._layout = layout
+        self._layout, self._rules = layout, rules
         self._n, self._changes = n, changes
         self._versions: list[tuple[Tensor | None, int, Tensor | None, int]] = []
 
@@ -112,7 +128,7 @@ class Recorder(TorchFunctionMode):
                 return _open_attention(*args, **kwargs)
         if self._calls is not None:
             self._calls.before(func, args, kwargs)
-        rule = RULES.get(func)
+        rule = self._rules.get(func)
         call = None if rule is None else rule.read(args, kwargs, self._known)
         slots = {} if call is None else self._slots(call)
         if rule is None or call is None or not slots:
@@ -231,6 +247,7 @@ def record(
     forward: Callable[[dict[str, Tensor]], Tensor],
     theta: Mapping[str, Tensor],
     layout: Layout,
+    rules: Mapping[Callable[..., Any], Rule],
     *,
     n: int,
     changes: Changes = NO_CHANGES,
@@ -242,6 +259,7 @@ def record(
         forward: Named parameters to the output (n, c).
         theta: The selected parameters.
         layout: Their places in the flat vector.
+        rules: Torch function to the rule that reads its calls.
         n: Examples.
         changes: What earlier passes have found necessary.
         calls: Gives what checks the calls, from the ``id`` of the leaves (see `linnet.network.parameter_guard`); None
@@ -251,7 +269,7 @@ def record(
         leaves: dict[str, Tensor] = {name: nn.Parameter(t.detach()) for name, t in theta.items()}
         current = frozenset(map(id, leaves.values()))
         watch = None if calls is None else calls(current)
-        recorder = Recorder(leaves, layout, n=n, changes=changes, calls=watch)
+        recorder = Recorder(leaves, layout, rules, n=n, changes=changes, calls=watch)
         with torch.enable_grad(), recorder:
             out = forward(leaves)
         needed = recorder.overwritten()
@@ -263,3 +281,110 @@ def record(
         "The model overwrites the inputs of its layers in place, differently at each call. "
         "Replace in-place operations (x += y, relu_) by their ordinary forms."
     )
+
+
+# Blocks of recorded calls.
+
+
+def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtype: torch.dtype) -> list[ColumnBlock]:
+    """Columns of the Jacobian from one use.
+
+    Args:
+        use: The call.
+        kept: Its layout and parameters.
+        g: Gradients of its output, (c, *output shape).
+        n: Examples.
+        dtype: Dtype of the columns.
+    """
+    x = use.call.x
+    half = use.rule.takes_half and x is not None and x.dtype == g.dtype in HALF
+    if not (half and dtype == torch.float32):
+        g = g.to(dtype)
+        x = x.to(dtype) if x is not None and x.is_floating_point() else x
+    if x is not None and x.is_floating_point():
+        x = use.rule.prepare(use.call, x)
+    x = None if x is None else arrange(x, kept.layout, n)
+    g = arrange(g.movedim(0, -1), kept.layout, n).movedim(-1, 1)
+    return use.rule.make_blocks(use.call, x, g, kept.slots, kept.layout)
+
+
+def gradients(out: Tensor, uses: Sequence[RecordedCall], seeds: Tensor, *, batched: bool) -> list[Tensor | None]:
+    """Gradients of ``sum(seeds[s] * out)`` at the output of each use, stacked over s; None where there is none.
+
+    Args:
+        out: (n, c) with its graph.
+        uses: The calls.
+        seeds: (s, n, c).
+        batched: Take all s in one batched backward pass.
+    """
+    if not uses or not out.requires_grad:
+        return [None] * len(uses)
+    edges = [use.edge for use in uses]
+    if batched and len(seeds) > 1:
+        return list(torch.autograd.grad(out, edges, seeds, True, is_grads_batched=True, allow_unused=True))
+    found = [torch.autograd.grad(out, edges, seed, True, allow_unused=True) for seed in seeds]
+    stacked: list[Tensor | None] = []
+    for grads in zip(*found, strict=True):
+        some = next((g for g in grads if g is not None), None)
+        if some is None:
+            stacked.append(None)
+        elif len(grads) == 1:
+            stacked.append(some[None])
+        else:
+            stacked.append(torch.stack([torch.zeros_like(some) if g is None else g for g in grads]))
+    return stacked
+
+
+def streamed(
+    out: Tensor,
+    uses: list[RecordedCall | None],
+    take: Callable[[int, RecordedCall, Tensor], None],
+    *,
+    seed: Tensor | None = None,
+    keep: bool = False,
+) -> bool:
+    """One backward pass of the summed output that hands over each gradient when it is known, and keeps none.
+
+    The graph is freed on the way, and so is each use; a chunk then needs about the memory of a training step.
+
+    Args:
+        out: (n, c) with its graph.
+        uses: The calls; emptied.
+        take: Called with the number of a use in the list, the use, and the gradient (1, *output shape) at its output.
+        seed: (n, c), weights of the sum; None for ones.
+        keep: Whether the graph stays for another pass.
+
+    Returns:
+        Whether every use was reached; if not, the results must be made anew without streaming.
+    """
+    reached = 0
+
+    def hand_over(i: int, g: Tensor | None) -> None:
+        nonlocal reached
+        use = uses[i]
+        if g is not None and use is not None:
+            uses[i] = None
+            reached += 1
+            with torch.no_grad():
+                take(i, use, g[None])
+
+    def hook(i: int, number: int) -> Callable[[tuple[Tensor, ...]], None]:
+        return lambda grads: hand_over(i, grads[number])
+
+    # The pass ends at the sources, whose own gradients are its result; on the way to them lie all other uses.
+    sources = [(i, use.edge) for i, use in enumerate(uses) if use is not None and use.source]
+    handles = [
+        use.edge.node.register_prehook(hook(i, use.edge.output_nr))
+        for i, use in enumerate(uses)
+        if use is not None and not use.source
+    ]
+    try:
+        if sources:
+            seed = torch.ones_like(out) if seed is None else seed
+            found = torch.autograd.grad(out, [edge for _, edge in sources], seed, keep, allow_unused=True)
+            for (i, _), g in zip(sources, found, strict=True):
+                hand_over(i, g)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return reached == len(uses)

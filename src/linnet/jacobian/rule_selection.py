@@ -11,7 +11,7 @@ guess: `linnet.jacobian.proofs` compares every chunk with reverse mode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice, product
@@ -23,26 +23,22 @@ from torch import Tensor, nn
 from linnet._common import Precision, forward_mode
 from linnet.data import Batch
 from linnet.jacobian.blocks import autodiff
-from linnet.jacobian.blocks.base import ColumnBlock
+from linnet.jacobian.layers import RULES
 from linnet.jacobian.layers.elementwise import Elementwise
-from linnet.jacobian.layers.rule import LayoutError, Slot, arrange
-from linnet.jacobian.proofs import TOLERANCE, OtherBatches, RandomState, Truth, random_signs, rounds_to
-from linnet.jacobian.recording import NO_CHANGES, Changes, RecordedCall, Recording, record
+from linnet.jacobian.layers.rule import LayoutError
+from linnet.jacobian.proofs import PROBE, TOLERANCE, OtherBatches, RandomState, Truth, random_signs, rounds_to
+from linnet.jacobian.recording import (
+    HALF,
+    NO_CHANGES,
+    Changes,
+    RecordedCall,
+    Recording,
+    ServedCall,
+    build_blocks,
+    gradients,
+    record,
+)
 from linnet.network import CallGuard, FunctionalModel, address, checks, coarser
-
-PROBE = 3
-"""Examples on which the rules are checked."""
-
-HALF = (torch.bfloat16, torch.float16)
-"""Dtypes that are too short for sums over examples, and for products with columns."""
-
-
-@dataclass(frozen=True)
-class ServedCall:
-    """A use that its rule serves: where its examples lie, and for which parameters."""
-
-    layout: str
-    slots: dict[str, Slot]
 
 
 @dataclass
@@ -470,12 +466,13 @@ class RuleSelection:
             self._known.assignments[signature] = self._known.last = replace(known, batched=False)
             return
         self.leave_to_autodiff(signature, names)
-        if ruled:  # the others are used by some examples only, and no rule serves them
-            warn_fallback(ruled)
 
     def leave_to_autodiff(self, signature: tuple[Any, ...], names: Sequence[str]) -> RuleAssignment:
         """Make chunks with these calls by autodiff in some parameters from now on."""
-        changed = self._known.assignments[signature].without(names)
+        known = self._known.assignments[signature]
+        changed = known.without(names)
+        if ruled := [name for name in names if name in known.rules]:  # no rule serves the others
+            _warn_fallback(ruled)
         self._known.assignments[signature] = self._known.last = changed
         return changed
 
@@ -496,6 +493,7 @@ class RuleSelection:
             lambda theta: self.network.forward(theta, batch),
             self.network.theta,
             self.network.layout,
+            RULES,
             n=batch.n,
             changes=self._known.changes if changes is None else changes,
             calls=self._calls if watched else None,
@@ -565,110 +563,6 @@ class RuleSelection:
         except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             return False
         return all(checks.close(a, b, self._tolerance()) for a, b in pairs)
-
-
-def build_blocks(use: RecordedCall, kept: ServedCall, g: Tensor, *, n: int, dtype: torch.dtype) -> list[ColumnBlock]:
-    """Columns of the Jacobian from one use.
-
-    Args:
-        use: The call.
-        kept: Its layout and parameters.
-        g: Gradients of its output, (c, *output shape).
-        n: Examples.
-        dtype: Dtype of the columns.
-    """
-    x = use.call.x
-    half = use.rule.takes_half and x is not None and x.dtype == g.dtype in HALF
-    if not (half and dtype == torch.float32):
-        g = g.to(dtype)
-        x = x.to(dtype) if x is not None and x.is_floating_point() else x
-    if x is not None and x.is_floating_point():
-        x = use.rule.prepare(use.call, x)
-    x = None if x is None else arrange(x, kept.layout, n)
-    g = arrange(g.movedim(0, -1), kept.layout, n).movedim(-1, 1)
-    return use.rule.make_blocks(use.call, x, g, kept.slots, kept.layout)
-
-
-def gradients(out: Tensor, uses: Sequence[RecordedCall], seeds: Tensor, *, batched: bool) -> list[Tensor | None]:
-    """Gradients of ``sum(seeds[s] * out)`` at the output of each use, stacked over s; None where there is none.
-
-    Args:
-        out: (n, c) with its graph.
-        uses: The calls.
-        seeds: (s, n, c).
-        batched: Take all s in one batched backward pass.
-    """
-    if not uses or not out.requires_grad:
-        return [None] * len(uses)
-    edges = [use.edge for use in uses]
-    if batched and len(seeds) > 1:
-        return list(torch.autograd.grad(out, edges, seeds, True, is_grads_batched=True, allow_unused=True))
-    found = [torch.autograd.grad(out, edges, seed, True, allow_unused=True) for seed in seeds]
-    stacked: list[Tensor | None] = []
-    for grads in zip(*found, strict=True):
-        some = next((g for g in grads if g is not None), None)
-        if some is None:
-            stacked.append(None)
-        elif len(grads) == 1:
-            stacked.append(some[None])
-        else:
-            stacked.append(torch.stack([torch.zeros_like(some) if g is None else g for g in grads]))
-    return stacked
-
-
-def streamed(
-    out: Tensor,
-    uses: list[RecordedCall | None],
-    take: Callable[[int, RecordedCall, Tensor], None],
-    *,
-    seed: Tensor | None = None,
-    keep: bool = False,
-) -> bool:
-    """One backward pass of the summed output that hands over each gradient when it is known, and keeps none.
-
-    The graph is freed on the way, and so is each use; a chunk then needs about the memory of a training step.
-
-    Args:
-        out: (n, c) with its graph.
-        uses: The calls; emptied.
-        take: Called with the number of a use in the list, the use, and the gradient (1, *output shape) at its output.
-        seed: (n, c), weights of the sum; None for ones.
-        keep: Whether the graph stays for another pass.
-
-    Returns:
-        Whether every use was reached; if not, the results must be made anew without streaming.
-    """
-    reached = 0
-
-    def hand_over(i: int, g: Tensor | None) -> None:
-        nonlocal reached
-        use = uses[i]
-        if g is not None and use is not None:
-            uses[i] = None
-            reached += 1
-            with torch.no_grad():
-                take(i, use, g[None])
-
-    def hook(i: int, number: int) -> Callable[[tuple[Tensor, ...]], None]:
-        return lambda grads: hand_over(i, grads[number])
-
-    # The pass ends at the sources, whose own gradients are its result; on the way to them lie all other uses.
-    sources = [(i, use.edge) for i, use in enumerate(uses) if use is not None and use.source]
-    handles = [
-        use.edge.node.register_prehook(hook(i, use.edge.output_nr))
-        for i, use in enumerate(uses)
-        if use is not None and not use.source
-    ]
-    try:
-        if sources:
-            seed = torch.ones_like(out) if seed is None else seed
-            found = torch.autograd.grad(out, [edge for _, edge in sources], seed, keep, allow_unused=True)
-            for (i, _), g in zip(sources, found, strict=True):
-                hand_over(i, g)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return reached == len(uses)
 
 
 def inspect(recording: Recording, dtype: torch.dtype, *, names: Sequence[str], rounds: torch.dtype) -> RuleAssignment:
@@ -801,10 +695,10 @@ def warn_of(structure: RuleAssignment, uses: Sequence[RecordedCall]) -> None:
         for slot in uses[i].slots.values()
     }
     if names := sorted(tried & set(structure.rest)):
-        warn_fallback(names)
+        _warn_fallback(names)
 
 
-def warn_fallback(names: Iterable[str]) -> None:
+def _warn_fallback(names: Iterable[str]) -> None:
     """Say that parameters are left to autodiff from now on."""
     warnings.warn(
         f"linnet's layer rules do not reproduce autodiff's per-example gradients of {', '.join(names)} (used in "

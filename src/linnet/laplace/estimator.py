@@ -16,7 +16,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, check_ranks_agree, messages
+from linnet._common import check_fits, messages
 from linnet._estimator import (
     Dtypes,
     ErrorBarsMixin,
@@ -271,7 +271,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self._one_column = targets.ndim == 1 and J.c == 1
         self._unit, self._noise_base = self._likelihood_of(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
-        check_ranks_agree(self.lin_, None, options=list_options(self), targets=self._y)
+        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y)
         self._train_inputs = inputs
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         if self.structure_ == "samples":
@@ -911,7 +911,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         # A chunk needs room for an example, however little memory is allowed.
         memory = self.memory if isinstance(self.memory, str) else max(self.memory, 2**26)
         J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
-        check_ranks_agree(self.lin_, J._source)
+        self.lin_.check_ranks_agree(J._source)
         return J
 
     def save(self, path: str | os.PathLike[str]) -> None:

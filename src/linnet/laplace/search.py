@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import scipy  # its optimize is imported at first use, which loading a saved fit does without
 
-from linnet.inference import Cost, Slope, maximize
-from linnet.laplace.evidence import Evidence, EvidenceTerms
+from linnet.inference import Slope, maximize
+
+if TYPE_CHECKING:
+    from linnet.inference import Cost
+    from linnet.laplace.evidence import Evidence, EvidenceTerms
 
 Method = Literal["gradient", "mackay"]
 

@@ -44,7 +44,7 @@ class Affine(LinearOperator):
         cols = base.shape[1] if index is None else len(index)
         super().__init__((base.shape[0], cols), dtype=base.dtype, device=base.device)
         self.base, self.index, self.d, self.z = base, index, d, z
-        self.block = base.block
+        self.block, self.ranks = base.block, base.ranks
 
     @property
     def eps(self) -> float:

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common import files
+from linnet._common import ALONE, files
 from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.linalg.row_weights import RowIndex, find_examples, weigh
 
@@ -149,6 +149,7 @@ class Stack(LinearOperator):
         super().__init__((rows, first.shape[1]), dtype=first.dtype, device=first.device)
         self.parts = tuple(parts)
         self.block = first.block if len({part.block for part in parts}) == 1 else None
+        self.ranks = next((part.ranks for part in parts if not part.ranks.alone), ALONE)
 
     @property
     def eps(self) -> float:

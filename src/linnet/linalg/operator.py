@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from linnet._common import ALONE, Ranks
 from linnet.linalg.row_weights import ClassBlocks, RowIndex, weigh
 
 RowFn = Callable[[Tensor, RowIndex], Tensor]
@@ -42,6 +43,7 @@ class LinearOperator(ABC):
 
     symbol = "A"  # how error texts write this operator
     block: int | None = None  # c, where each example has c rows; (n, c, c) weights must then have the same c
+    ranks: Ranks = ALONE  # the processes that share the rows out; all call the products together
 
     def __init__(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -333,7 +335,7 @@ class Adjoint(LinearOperator):
 
     def __init__(self, base: LinearOperator) -> None:
         super().__init__((base.shape[1], base.shape[0]), dtype=base.dtype, device=base.device)
-        self.base = base
+        self.base, self.ranks = base, base.ranks
         self.symbol = f"{base.symbol}.T"
 
     @property

@@ -28,15 +28,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from linnet._common import find_dense_budget
-from linnet.jacobian import Jacobian, Rotation, autodiff_wins
+from linnet.jacobian import Rotation, autodiff_wins
 from linnet.linalg import (
-    LinearOperator,
     Stack,
     check_conditioning,
     cholesky_,
@@ -45,8 +44,12 @@ from linnet.linalg import (
     solve_upper,
     weigh,
 )
-from linnet.network import Layout
 from linnet.probability.expectations import FactoredCovariance
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+    from linnet.linalg import LinearOperator
+    from linnet.network import Layout
 
 Spread = Literal["none", "variance", "blocks", "covariance", "factor"]
 """Second moments of f: none, the variance of each output (n, c), the covariance of the outputs of each example
@@ -186,7 +189,7 @@ class Posterior(ABC):
     def _rows_of_squares(self, J: Any) -> Any:
         """R for its squares. Where no feature is subtracted from them, the dtype of the rows has digits enough."""
         rows = self._rows(J)
-        return rows if self.has_features or not isinstance(rows, Jacobian) else rows.in_row_dtype()
+        return rows if self.has_features else rows.in_row_dtype()
 
     def _part_size(self, J: Any) -> int:
         """Examples whose second moments are made at once."""

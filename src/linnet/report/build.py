@@ -14,17 +14,17 @@ from torch import Tensor
 
 from linnet import metrics
 from linnet._common import find_versions
-from linnet._estimator import Linearity
+from linnet._estimator import Linearity, as_targets
 from linnet.jacobian import Plan
 from linnet.laplace import Laplace
 from linnet.metrics import Z95
 from linnet.probability import Bernoulli, Categorical
-from linnet.report import diagnostics
 from linnet.report.content import Classes, Eigenvalues, Evidence, Group, Item, Linear, Missing, Numbers, Report
+from linnet.report.diagnostics import Fit, compute_influence, compute_spectrum
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 from linnet.report.html import page
-from linnet.tangent import Tangent
+from linnet.tangent import Tangent, TangentClassifier, as_labels
 
 NO_TEST = Missing("There are no test data, and a model always looks too good on the data that it was fitted to.")
 NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")
@@ -394,8 +394,8 @@ def find_influential(
             parts = to_array(estimator.influence(few))
             how = "how far the prediction would move without the example, exactly"
         else:
-            fit = diagnostics.gather_fit(estimator, *train)
-            parts = to_array(diagnostics.compute_influence(fit, estimator.lin_.jacobian(few, progress=False)))
+            fit = gather_fit(estimator, *train)
+            parts = to_array(compute_influence(fit, estimator.lin_.jacobian(few, progress=False)))
             how = "how far an output would move without the example, to first order"
         size = np.sqrt(np.square(parts).reshape(-1, n).mean(0))
         order = np.argsort(-size, kind="stable")[:SHOWN]
@@ -410,9 +410,38 @@ def find_influential(
 # What was learned.
 
 
+def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
+    """The fit of a TangentRegressor, TangentClassifier or Laplace.
+
+    Args:
+        estimator: The fitted estimator.
+        X: Training inputs.
+        y: Training targets.
+    """
+    if not isinstance(estimator, Laplace | Tangent):
+        raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
+    if isinstance(estimator, Laplace):
+        J = estimator._jacobian(X)
+        f = J.outputs()
+        targets = estimator.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+    else:
+        J = estimator._new_inputs(X)
+        found = estimator.posterior_.predict(J)
+        f = estimator._mean_function(found.f) + found.shift
+        if not isinstance(estimator, TangentClassifier):
+            precision = 1 / estimator._noise_at(f, X)
+            residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
+            return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
+        targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_)
+    root = estimator.likelihood_.root(f)
+    root = root.flatten() if root.ndim == 2 else root
+    residual = estimator.likelihood_.residual(f, targets)
+    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, residual)
+
+
 def find_eigenvalues(estimator: Any, train: tuple[Any, Any]) -> Eigenvalues | Missing:
     """Signal over noise of the directions that the training data determine."""
-    return attempt(lambda: Eigenvalues(*diagnostics.compute_spectrum(diagnostics.gather_fit(estimator, *train))))
+    return attempt(lambda: Eigenvalues(*compute_spectrum(gather_fit(estimator, *train))))
 
 
 def _find_relevance(estimator: Any) -> dict[str, float] | Missing:

@@ -7,18 +7,17 @@ Every estimator has a Gaussian posterior over the displacement, and training dat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._estimator import as_targets
-from linnet.jacobian import Jacobian
-from linnet.laplace import Laplace
 from linnet.linalg import weigh
-from linnet.probability import Posterior
-from linnet.tangent import Tangent
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+    from linnet.probability import Posterior
 
 
 @dataclass(frozen=True)
@@ -30,37 +29,6 @@ class Fit:
     variance: Tensor  # prior variances S, (p,)
     root: Tensor  # L at the posterior mean, (n c,) or (n, c, c)
     residual: Tensor  # gradient of log p(y | f) at the posterior mean, (n, c)
-
-
-def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
-    """The fit of a TangentRegressor, TangentClassifier or Laplace.
-
-    Args:
-        estimator: The fitted estimator.
-        X: Training inputs.
-        y: Training targets.
-    """
-    from linnet.tangent import TangentClassifier, as_labels
-
-    if not isinstance(estimator, Laplace | Tangent):
-        raise TypeError(f"A fitted TangentRegressor, TangentClassifier or Laplace is needed; got {type(estimator)}.")
-    if isinstance(estimator, Laplace):
-        J = estimator._jacobian(X)
-        f = J.outputs()
-        targets = estimator.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
-    else:
-        J = estimator._new_inputs(X)
-        found = estimator.posterior_.predict(J)
-        f = estimator._mean_function(found.f) + found.shift
-        if not isinstance(estimator, TangentClassifier):
-            precision = 1 / estimator._noise_at(f, X)
-            residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
-            return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
-        targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_)
-    root = estimator.likelihood_.root(f)
-    root = root.flatten() if root.ndim == 2 else root
-    residual = estimator.likelihood_.residual(f, targets)
-    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, residual)
 
 
 def compute_influence(fit: Fit, J: Jacobian) -> Tensor:

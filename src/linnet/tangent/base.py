@@ -11,7 +11,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, check_ranks_agree, forward_mode
+from linnet._common import check_fits, forward_mode
 from linnet._estimator import Dtypes, ErrorBarsMixin, Linearity, check_inputs, make_jacobian, parse_dtype
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
@@ -152,7 +152,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         lin = self.lin_ if lin is None else lin
         # Chunks have a budget of their own; memory= is for the dense matrices of the solvers.
         J = lin.jacobian(X, batch_size=self.batch_size, progress=self.progress)
-        check_ranks_agree(lin, J._source)
+        lin.check_ranks_agree(J._source)
         return J
 
     def _attached_jacobian(self, network: nn.Module, X: Any, dtype: Any) -> Jacobian:

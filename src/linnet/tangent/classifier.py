@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet._common import check_fits, check_ranks_agree
+from linnet._common import check_fits
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -278,7 +278,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
                 return self._condition(*fewer, classes, prior)
             targets = self._labels(labels, J, classes, refit=prior is not None)
         self._tensors = isinstance(y, Tensor) or y is None
-        check_ranks_agree(lin, None, options=list_options(self), labels=targets)
+        lin.check_ranks_agree(options=list_options(self), labels=targets)
         prior = make_prior(lin, self.prior, J=J) if prior is None else prior
         if training is not None:
             network = self._mean == "network"

@@ -14,7 +14,6 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_ranks_agree
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -212,7 +211,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             self._given_noise(jacobians[0])
         jacobians = [J.cached_if_fits() for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
-        check_ranks_agree(lin, None, options=list_options(self), targets=torch.cat([y.flatten() for y in targets]))
+        lin.check_ranks_agree(options=list_options(self), targets=torch.cat([y.flatten() for y in targets]))
         self._one_column = targets[0].ndim == 1
         # A network that is not trained has nothing to say about the level.
         self._level = torch.cat(targets).view(-1, jacobians[0].c).mean(0) if self.model is None else None

@@ -13,8 +13,7 @@ from torch import Tensor
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.layers import RULES
 from linnet.jacobian.layers.rule import LayerCall, LayoutError, Slot, arrange
-from linnet.jacobian.recording import RecordedCall
-from linnet.jacobian.rule_selection import ServedCall, build_blocks
+from linnet.jacobian.recording import RecordedCall, ServedCall, build_blocks
 
 N, C = 3, 2
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import linnet
+from linnet._common import ALONE, Ranks
 from linnet.fisher import fisher_statistics
 from linnet.linalg import Decomposition, LinearOperator, LowRank, Matrix, Stack, low_rank, orthonormalize
 from linnet.linalg.float64 import orthonormality
@@ -589,12 +590,12 @@ def test_orthonormal_bases(b, m, seed, decades):
 def test_long_inner_products_are_rounded_little():
     X = normal(300_000, 3)
     exact = [[math.fsum((x * y).tolist()) for x in X.T] for y in X.T]
-    off = shared_inner(X, X) - torch.tensor(exact, dtype=X.dtype)
+    off = shared_inner(X, X, ALONE) - torch.tensor(exact, dtype=X.dtype)
     assert float(off.abs().max()) <= 4 * torch.finfo(X.dtype).eps * len(X)
     assert orthonormalize(X.clone()).shape == X.shape
 
 
-def added_otherwise(A: Tensor, B: Tensor) -> Tensor:
+def added_otherwise(A: Tensor, B: Tensor, ranks: Ranks) -> Tensor:
     """``A^T B`` with the largest errors that sums in some order may have: m u of the sum of absolute values."""
     u = torch.finfo(torch.float64).eps / 2
     errors = len(A) * u * (A.double().abs().T @ B.double().abs())

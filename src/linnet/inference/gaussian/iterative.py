@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from linnet._common import find_dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
-from linnet.jacobian import AutodiffBlock, Jacobian, fused_cost, gram_cost
+from linnet.jacobian import AutodiffBlock, fused_cost, gram_cost
 from linnet.linalg import (
     ClassBlocks,
-    LinearOperator,
-    Preconditioner,
     cg,
     draw_landmarks,
     lanczos_quadrature,
@@ -26,7 +24,12 @@ from linnet.linalg import (
     nystrom_preconditioner,
     sketch,
 )
-from linnet.probability import Prior, SamplePosterior
+from linnet.probability import SamplePosterior
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+    from linnet.linalg import LinearOperator, Preconditioner
+    from linnet.probability import Prior
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, space: str) -> list[Fit]:

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from linnet._common import Deferred, add_up, rank_and_world, shard, share_rows, show_progress
+from linnet._common import Deferred, show_progress
 from linnet.data import Batch, move
 from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR, Mode
@@ -120,7 +120,6 @@ def _train(
     u = torch.nn.Parameter(torch.zeros(J.shape[1], dtype=J.dtype, device=J.device))
     optimizer = torch.optim.Adam([u], lr=rate, fused=True)
     steps, step = training.epochs * math.ceil(J.n / training.size), 0
-    ranks = rank_and_world()
     path: list[float] = []
     with show_progress(training.epochs * J.n, "Adam", progress=progress) as tick:
         for epoch in range(training.epochs):
@@ -129,14 +128,14 @@ def _train(
             for part in J.minibatches(training.size, seed + epoch, late=True):
                 y = task.targets(part)
                 u.grad, f = task.gradient(part, u.detach(), y)
-                own = slice(*shard(part.n, *ranks))
+                own = slice(*J.ranks.own(part.n))
                 later.add(f[own], y[own])
                 optimizer.param_groups[0]["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
                 optimizer.step()
                 step += 1
                 tick(part.n)
             later.finish()
-            add_up(lost)
+            J.ranks.add_up(lost)
             path.append(float(lost + 0.5 * u.detach().square().sum()))
             if not math.isfinite(path[-1]):
                 raise _diverged(f"the objective is {path[-1]} after epoch {epoch + 1}", rate)
@@ -231,9 +230,9 @@ class _Objective:
             return torch.stack([r.flatten() for r in columns], 1)
 
         pulled = J.fused(pull, torch.stack([self.d * u, torch.zeros_like(u)], 1))
-        add_up(sums)
-        share_rows(found, J.n, 1)
-        share_rows(rest, J.n, 1)
+        J.ranks.add_up(sums)
+        J.ranks.share_rows(found, J.n)
+        J.ranks.share_rows(rest, J.n)
         at_end, at_start = (u - self.d * pulled[:, 0]).norm(), (self.d * pulled[:, 1]).norm()
         mode = Mode(
             f=found,

@@ -23,7 +23,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from linnet._common import add_up
 from linnet.linalg import LinearOperator, RowIndex, add_symmetric_, cholesky_, cholesky_solve, inner_matrix, weigh
 from linnet.probability import Heteroscedastic, Likelihood
 
@@ -167,7 +166,7 @@ class PassSpace:
             return r[rows][:, None]
 
         pulled = self.Phi.fused(pull, x[:, None])[:, 0]
-        add_up(shift, r, seen)  # each rank has seen its own rows, or all of them
+        self.Phi.ranks.add_up(shift, r, seen)  # each rank has seen its own rows, or all of them
         return x, shift / seen, r / seen, x - pulled
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,12 @@ from torch.utils import _pytree as pytree
 
 from linnet._common import dual_level
 from linnet.data import Batch
-from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Size
-from linnet.jacobian.proofs import Disproved, Truth
-from linnet.network import Layout, checks
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Size
+from linnet.network import checks
+
+if TYPE_CHECKING:
+    from linnet.jacobian.proofs import Truth
+    from linnet.network import Layout
 
 Forward = Callable[..., Tensor]
 """Some named parameters (the others stay at theta) and a batch to the output (n, c); inside a context, if one is given

@@ -28,6 +28,18 @@ Range = tuple[int, int]
 """Start and stop in the flat parameter vector."""
 
 
+class Disproved(Exception):
+    """A way to the Jacobian gave other numbers than reverse mode, or failed; the pass must be made without it.
+
+    Args:
+        ability: "forward_mode", "vectorize" or "stream".
+    """
+
+    def __init__(self, ability: str) -> None:
+        super().__init__(ability)
+        self.ability = ability
+
+
 @dataclass(frozen=True)
 class Size:
     """What a block costs, in numbers: see `linnet.jacobian.plan`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe, Size
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.network import Layout
+
+if TYPE_CHECKING:
+    from linnet.network import Layout
 
 
 @final

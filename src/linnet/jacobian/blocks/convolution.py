@@ -17,15 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.jacobian.blocks.base import TEMPORARY, ColumnBlock, DenseBlock, Range, Recipe, Size, add_products
-from linnet.jacobian.blocks.outer_product import OuterProductBlock
 from linnet.jacobian.cuda import triton_kernels
+
+if TYPE_CHECKING:
+    from linnet.jacobian.blocks.outer_product import OuterProductBlock
 
 
 @dataclass(frozen=True)

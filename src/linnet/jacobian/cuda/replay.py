@@ -13,13 +13,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from linnet.data import Batch
+if TYPE_CHECKING:
+    from linnet.data import Batch
 
 T = TypeVar("T")
 

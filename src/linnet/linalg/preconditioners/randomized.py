@@ -22,7 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common import TEMPORARY, add_up
+from linnet._common import TEMPORARY
 from linnet.linalg.float64 import eigh, find_resolved, inner
 from linnet.linalg.operator import LinearOperator, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner
@@ -96,10 +96,10 @@ class Sketch:
         def note(U: Tensor, at: RowIndex) -> None:
             self._rows[at], seen[at] = U, 1
 
-        self._seen, self._least = _look(Phi, root, rank, generator, note), least
+        self._seen, self._least, self._ranks = _look(Phi, root, rank, generator, note), least, Phi.ranks
         self._gram = inner(self._seen.Y, self._seen.Y)
         every = seen.clone()
-        add_up(every)  # each rank has seen its own rows, or all of them
+        Phi.ranks.add_up(every)  # each rank has seen its own rows, or all of them
         self._rows *= (seen / every.sqrt())[:, None]
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class Sketch:
             at = slice(start, min(start + step, len(self._rows)))
             X = weigh(self._rows[at], root, at, transpose=True).double()
             T += X.T @ X
-        add_up(T)
+        self._ranks.add_up(T)
         t, R = eigh(seen.W.T @ T @ seen.W)
         C = seen.W / seen.t @ (R * t.clamp_min(0).sqrt())
         return LowRankPreconditioner.from_factor(seen.Y, C, least=self._least, gram=self._gram)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet._common import add_up, rank_and_world, shard
+from linnet._common import ALONE, Ranks
 from linnet.linalg import float64
 from linnet.linalg.float64 import eigh, orthonormality
 from linnet.linalg.operator import LinearOperator
@@ -51,35 +51,35 @@ def multiply_both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
         return part
 
     W = V._fused(note, X)[0]
-    add_up(U, seen)
+    V.ranks.add_up(U, seen)
     return (U if bool((seen == 1).all()) else U / seen), W
 
 
-def own_rows(m: int) -> slice:
+def own_rows(m: int, ranks: Ranks) -> slice:
     """The share of m rows that this rank takes where all ranks have the same tensors."""
-    return slice(*shard(m, *rank_and_world()))
+    return slice(*ranks.own(m))
 
 
-def gather_rows(X: Tensor, m: int) -> Tensor:
+def gather_rows(X: Tensor, m: int, ranks: Ranks) -> Tensor:
     """All m rows, from the rows of each rank."""
-    if rank_and_world()[1] == 1:
+    if ranks.world == 1:
         return X
-    out = X.new_zeros(m, X.shape[1])
-    out[own_rows(m)] = X
-    add_up(out)
+    out = X.new_empty(m, X.shape[1])
+    out[own_rows(m, ranks)] = X
+    ranks.share_rows(out, m)
     return out
 
 
-def shared_inner(A: Tensor, B: Tensor) -> Tensor:
+def shared_inner(A: Tensor, B: Tensor, ranks: Ranks) -> Tensor:
     """``A^T B`` in float64, for A (m, a) and B (m, b) that all ranks have; each rank takes its share of the rows."""
-    rows = own_rows(len(A))
-    return _inner(A[rows], B[rows])
+    rows = own_rows(len(A), ranks)
+    return _inner(A[rows], B[rows], ranks)
 
 
-def _inner(A: Tensor, B: Tensor) -> Tensor:
+def _inner(A: Tensor, B: Tensor, ranks: Ranks) -> Tensor:
     """``A^T B`` in float64 from each rank's own rows of A and B."""
     out = float64.inner(A, B)
-    add_up(out)
+    ranks.add_up(out)
     return out
 
 
@@ -92,13 +92,13 @@ def combine(blocks: Sequence[Tensor], Y: Tensor) -> Tensor:
     return out
 
 
-def _project_out(X: Tensor, blocks: Sequence[Tensor]) -> None:
+def _project_out(X: Tensor, blocks: Sequence[Tensor], ranks: Ranks) -> None:
     """Subtract from X its projection on orthonormal blocks, in place; each rank has its own rows of all of them."""
     for block in blocks:
-        X.addmm_(block, _inner(block, X).to(X.dtype), alpha=-1)
+        X.addmm_(block, _inner(block, X, ranks).to(X.dtype), alpha=-1)
 
 
-def orthonormalize(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0) -> Tensor:
+def orthonormalize(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 0.0, ranks: Ranks = ALONE) -> Tensor:
     """An orthonormal basis of the part of X (m, b) outside the span of ``against``, without directions of no length.
 
     Each round makes the Gram matrix the identity as far as float64 resolves it, which is a factor of about 1e6 in the
@@ -110,23 +110,24 @@ def orthonormalize(X: Tensor, *, against: Sequence[Tensor] = (), noise: float = 
         against: Orthonormal blocks, orthogonal to one another.
         noise: Directions up to this length are rounding and left out. Directions shorter than a few eps of the longest
             are always left out.
+        ranks: Ranks that all have X and call this together.
 
     >>> orthonormalize(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).abs()
     tensor([[1.],
             [0.]])
     """
-    rows = own_rows(len(X))
-    return gather_rows(_orthonormalize(X[rows], [block[rows] for block in against], noise, len(X)), len(X))
+    m, rows = len(X), own_rows(len(X), ranks)
+    return gather_rows(_orthonormalize(X[rows], [block[rows] for block in against], noise, m, ranks), m, ranks)
 
 
-def _orthonormalize(X: Tensor, against: Sequence[Tensor], noise: float, m: int) -> Tensor:
+def _orthonormalize(X: Tensor, against: Sequence[Tensor], noise: float, m: int, ranks: Ranks) -> Tensor:
     """`orthonormalize` for each rank's own rows of X and of ``against``, out of m rows."""
     eps, fine = torch.finfo(X.dtype).eps, torch.finfo(torch.float64).eps
     off, limit, settled = math.inf, 0.0, False
     shortest = noise
     for step in range(8):
-        _project_out(X, against)
-        G = _inner(X, X)
+        _project_out(X, against, ranks)
+        G = _inner(X, X, ranks)
         b = len(G)
         off = float((G - torch.eye(b, dtype=G.dtype, device=G.device)).abs().max()) if b else 0.0
         # Rounding adds up as the root of the number of terms where it is random: b in X E, m in G.
@@ -253,24 +254,27 @@ class KrylovSpace:
 
     def step(self, V: LinearOperator, *, grow: bool = True) -> RitzPairs:
         """One pass: the block X joins the basis; the part of its product outside the basis becomes the next block."""
-        X, m, eps = self.X, self.columns, V.eps
+        X, m, eps, ranks = self.X, self.columns, V.eps, V.ranks
         U, R = multiply_both(V, X)
         noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
         self.passes += 1
         self.Q.append(X)
         self.U.append(U)
-        side = torch.cat([shared_inner(block, U) for block in self.U])
+        side = torch.cat([shared_inner(block, U, ranks) for block in self.U])
         self.T = F.pad(self.T, (0, len(side) - m, 0, len(side) - m))
         self.T[:, m:], self.T[m:] = side, side.T
-        rows = own_rows(len(R))
+        rows = own_rows(len(R), ranks)
         basis, R = [block[rows] for block in self.Q], R[rows]
         for _ in range(2):  # one projection leaves rounding of the part that it subtracts
-            _project_out(R, basis)
+            _project_out(R, basis, ranks)
         # Later blocks have smaller eigenvalues than earlier ones; of a first block, only the last eigenvalue is small.
         values = eigh(side[m:])[0]
         rest = float(values[0 if m else -1]) if m or self.rest is None else self.rest
-        found = rayleigh_ritz(self.T, _inner(R, R), rest=rest, eps=eps)
-        self.X = gather_rows(_orthonormalize(R, basis, noise, len(X)), len(X)) if grow else X[:, :0]
+        found = rayleigh_ritz(self.T, _inner(R, R, ranks), rest=rest, eps=eps)
+        if grow:
+            self.X = gather_rows(_orthonormalize(R, basis, noise, len(X), ranks), len(X), ranks)
+        else:
+            self.X = X[:, :0]
         return found
 
     def restart(self, found: RitzPairs, keep: int) -> None:
@@ -279,14 +283,14 @@ class KrylovSpace:
         self.Q, self.U = [combine(self.Q, Y)], [combine(self.U, Y)]
         self.T = torch.diag(found.theta[:keep])
 
-    def refine(self, found: RitzPairs, keep: int) -> KrylovSpace:
+    def refine(self, found: RitzPairs, keep: int, ranks: Ranks = ALONE) -> KrylovSpace:
         """A new space for products in full precision, from the leading vectors of this one and its next block.
 
         The first pass of the new space does the work of two: it multiplies the old vectors again, and the next block.
         """
         X = torch.cat([combine(self.Q, found.Y[:, :keep]), self.X], 1)
         rest = float(found.theta[keep]) if keep < len(found.theta) else 0.0
-        return replace(KrylovSpace.start(orthonormalize(X), passes=self.passes), rest=rest)
+        return replace(KrylovSpace.start(orthonormalize(X, ranks=ranks), passes=self.passes), rest=rest)
 
 
 def expected_error(found: RitzPairs, wanted: int, block: int) -> float:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet._common import add_up, files, rank_and_world
+from linnet._common import files
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.svd.block_krylov import KrylovSpace
 
@@ -28,7 +28,7 @@ class Resumable:
     """
 
     def __init__(self, V: LinearOperator, path: str | os.PathLike[str] | None, identity: str) -> None:
-        self.V, self.writes = V, path is not None and rank_and_world()[0] == 0
+        self.V, self.writes = V, path is not None and V.ranks.rank == 0
         mark = "" if path is None else f"{identity} {V.shape} {V.dtype} {V.fingerprint()}"
         self.file = files.Checkpoint(path, kind="low rank", fingerprint=hashlib.sha256(mark.encode()).hexdigest())
 
@@ -87,10 +87,8 @@ class Resumable:
 
     def _agree(self, found: bool) -> None:
         """Raise on all ranks if only some have found the file."""
-        count = torch.tensor(float(found), device=self.V.device)
-        add_up(count)
-        world = rank_and_world()[1]
-        if int(count) not in (0, world):
+        count, world = self.V.ranks.count(found), self.V.ranks.world
+        if count not in (0, world):
             raise FileNotFoundError(
-                f"{int(count)} of {world} ranks find the checkpoint {self.file.path}. Put it where all of them see it."
+                f"{count} of {world} ranks find the checkpoint {self.file.path}. Put it where all of them see it."
             )

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import find_dense_budget, full_precision, messages, show_progress, smallest_over_ranks
+from linnet._common import find_dense_budget, full_precision, messages, show_progress
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks
@@ -197,7 +197,7 @@ def low_rank(
         messages.check_writable(checkpoint, "checkpoint")
     _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
-    limit = int(smallest_over_ranks(find_dense_budget(memory, V.device), V.device))
+    limit = int(V.ranks.smallest(find_dense_budget(memory, V.device)))
     columns = _columns(V, count, method, limit, coarse is not None) if block is None else min(block, min(V.shape))
     chosen = choose_method(V, columns, memory=limit) if method == "auto" else method
     with full_precision(V.device):
@@ -291,7 +291,7 @@ def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: Linea
             )
             if not state.coarse:
                 break
-            state = state.refine(found, max(wanted + OVERSAMPLES, s.block))
+            state = state.refine(found, max(wanted + OVERSAMPLES, s.block), V.ranks)
             after(state, found)
     if wanted > state.columns and state.X.shape[1]:
         raise ArithmeticError(
@@ -340,11 +340,11 @@ def _power(V: LinearOperator, s: _Settings, resumable: Resumable) -> _Found:
     passes = s.passes or LIMIT
     with show_progress(None, "low rank", progress=s.progress, unit="passes") as tick:
         while state.passes < passes - 1:
-            state.X = orthonormalize(V.normal(state.X))  # lines 5 to 7
+            state.X = orthonormalize(V.normal(state.X), ranks=V.ranks)  # lines 5 to 7
             state.passes += 1
             resumable.save(state)
             tick(1)
-    found = _single(V, orthonormalize(state.X), s, passes=state.passes + 1)  # lines 9 to 12
+    found = _single(V, orthonormalize(state.X, ranks=V.ranks), s, passes=state.passes + 1)  # lines 9 to 12
     resumable.remove()
     return found
 
@@ -352,7 +352,8 @@ def _power(V: LinearOperator, s: _Settings, resumable: Resumable) -> _Found:
 def _nystrom(V: LinearOperator, s: _Settings) -> _Found:
     if V.rows(torch.zeros(1, dtype=torch.long)) is None:
         # Combinations of all rows instead of a few rows.
-        return _single(V, orthonormalize(V._rmatmul(random_normal(V.shape[0], s.block, V, seed=s.seed))), s, passes=2)
+        X = V._rmatmul(random_normal(V.shape[0], s.block, V, seed=s.seed))
+        return _single(V, orthonormalize(X, ranks=V.ranks), s, passes=2)
     # All that is known comes from the landmarks, so they are more than for a start.
     return _single(V, landmark_block(V, s.block, seed=s.seed, memory=s.memory, each=10), s, passes=1)
 
@@ -369,7 +370,8 @@ def _exact(V: LinearOperator, s: _Settings) -> _Found:
         return _Found(dense, wanted, [], [], 1, False)
     P = V._rmatmul((E[:, :wanted] / theta[:wanted].sqrt()).to(V.dtype))
     rest = float(theta[wanted]) if wanted < len(theta) else 0.0
-    return replace(_single(V, orthonormalize(P), replace(s, k=wanted), passes=3, rest=rest), trace=trace)
+    found = _single(V, orthonormalize(P, ranks=V.ranks), replace(s, k=wanted), passes=3, rest=rest)
+    return replace(found, trace=trace)
 
 
 def _single(V: LinearOperator, X: Tensor, s: _Settings, *, passes: int, rest: float | None = None) -> _Found:
@@ -421,7 +423,8 @@ def mixed_block(V: LinearOperator, block: int, *, seed: int, memory: int) -> Ten
     X = landmark_block(V, max(1, block - block // 3), seed=seed, memory=memory)
     if X.shape[1] == block:
         return X
-    return torch.cat([X, orthonormalize(random_normal(V.shape[1], block - X.shape[1], V, seed=seed), against=[X])], 1)
+    more = random_normal(V.shape[1], block - X.shape[1], V, seed=seed)
+    return torch.cat([X, orthonormalize(more, against=[X], ranks=V.ranks)], 1)
 
 
 def landmark_block(V: LinearOperator, block: int, *, seed: int, memory: int, each: int = 3) -> Tensor:
@@ -436,10 +439,12 @@ def landmark_block(V: LinearOperator, block: int, *, seed: int, memory: int, eac
         theta, E = theta[:block], E[:, :block]
         kept = find_resolved(theta, V.dtype)
         if bool(kept.any()):
-            found.append(orthonormalize(few._rmatmul((E[:, kept] / theta[kept].sqrt()).to(V.dtype))))
+            X = few._rmatmul((E[:, kept] / theta[kept].sqrt()).to(V.dtype))
+            found.append(orthonormalize(X, ranks=V.ranks))
     missing = block - sum(X.shape[1] for X in found)
     if missing:
-        found.append(orthonormalize(random_normal(V.shape[1], missing, V, seed=seed + 1), against=found))
+        more = random_normal(V.shape[1], missing, V, seed=seed + 1)
+        found.append(orthonormalize(more, against=found, ranks=V.ranks))
     return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
