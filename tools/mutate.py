@@ -3,7 +3,8 @@
 Each change (a mutant) runs against the tests that execute the changed statement: tests of its own module first (its
 examples, and the test file of the same name), then those of its room, then the fastest of the others, for at most
 `--seconds` of tests. A mutant that fails a test, cannot be imported or runs into its time limit is killed. A mutant
-that passes them all survives, and asks for a test. The survival rate is an upper bound, since slow tests are left out.
+that passes them all survives, and asks for a test. The survival rate is an upper bound: slow tests, and tests of
+experiments and pages, are left out.
 
 Two commands, from the root of a checkout:
 
@@ -19,6 +20,7 @@ as long as its file is the same.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import hashlib
 import json
@@ -47,6 +49,8 @@ FIRST = 25
 """Tests of a mutant's first process: most mutants fail there, and the test files of the others are never imported."""
 MATERIAL = re.compile(r"testing/(architectures|hostile)/")
 """Networks that tests are made of, not code under test."""
+ELSEWHERE = re.compile(r"tests/(benchmarks|documentation|experiments|tools)/|test_cuda")
+"""Tests of other folders than src, and of a GPU."""
 SOURCES = [path for path in sorted((ROOT / "src").rglob("*.py")) if not MATERIAL.search(path.as_posix())]
 
 
@@ -63,6 +67,7 @@ class Trees:
         skipped = shutil.ignore_patterns(".*cache*", ".git", ".venv*", "venv", ".hypothesis", "build", "__pycache__")
         for number in range(workers):
             self.all.append(Path(shutil.copytree(ROOT, WORK / "trees" / str(number), ignore=skipped)))
+            shutil.copy(ROOT / "tools" / "line_hits.py", self.all[-1] / "src")
             self.free.put(self.all[-1])
 
     def write(self, sources: dict[Path, bytes]) -> None:
@@ -70,6 +75,8 @@ class Trees:
         for tree in self.all:
             for path, source in sources.items():
                 (tree / path.relative_to(ROOT)).write_bytes(source)
+            for part in ("src", "tests"):  # unchanged files are compiled once
+                compileall.compile_dir(tree / part, quiet=1, force=True)
 
     def stop(self, *_: object) -> None:
         """End all that runs, and the program: what was found is in its file."""
@@ -83,8 +90,7 @@ class Trees:
         out, hits = tree / "mutate.json", tree / "mutate.hits"
         out.unlink(missing_ok=True)
         hits.write_bytes(bytes(STARTS[-1] + 1))
-        environment = {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree / 'tools'}", "MUTATE_HITS": str(hits)}
-        environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {"PYTHONPATH": str(tree / "src"), "MUTATE_HITS": str(hits), "PYTHONDONTWRITEBYTECODE": "1"}
         child = self.processes.Process(target=run, args=(tree, arguments, environment, self.memory))
         child.start()
         assert child.pid
@@ -95,7 +101,7 @@ class Trees:
             os.killpg(child.pid, signal.SIGKILL)  # the process and what it started
         child.join()
         self.running.discard(child.pid)
-        shutil.rmtree(tree / ".hypothesis", ignore_errors=True)  # examples that failed with this mutant
+        shutil.rmtree(tree / ".hypothesis" / "examples", ignore_errors=True)  # examples that failed with this mutant
         answer = json.loads(out.read_text()) if out.exists() else {"status": 1, "tests": {}}
         return None if late else answer["status"], answer["tests"]
 
@@ -116,6 +122,7 @@ def units(suite: list[str]) -> dict[str, list[str]]:
     found = {
         f"{path.stem}-{digest([path])}-{common}": [str(path.relative_to(ROOT))]
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if not ELSEWHERE.search(path.as_posix())
     }
     shown = [str(path.relative_to(ROOT)) for path in SOURCES if ">>> " in path.read_text()]
     found |= {f"examples{start}-{common}": shown[start : start + 12] for start in range(0, len(shown), 12)}
@@ -139,8 +146,7 @@ class Suite:
     """Tests that pass, their times, and the lines that they execute."""
 
     def __init__(self, names: list[str]) -> None:
-        self.seconds, self.sound = dict[str, float](), dict[str, bool]()
-        self.executed = defaultdict[int, set[str]](set)
+        self.seconds, self.executed = dict[str, float](), defaultdict[int, set[str]](set)
         for name in names:
             for test, seen in json.loads((WORK / "map" / f"{name}.json").read_text()).items():
                 if seen["passed"] and not seen["failed"]:
@@ -166,29 +172,29 @@ class Suite:
 def judge(trees: Trees, suite: Suite, most: float, mutant: Mutant) -> dict[str, Any]:
     """Run the mutant's tests: killed, survived, or executed by no test."""
     tree, tests = trees.free.get(), suite.of(mutant, most)
-    path, number = tree / mutant.file, len(tests)
-    original = path.read_bytes()
-    killer, verdict = "", "survived" if tests else "not executed"
-    groups = [tests[:FIRST], tests[FIRST:]]
-    while verdict == "survived" and groups:
-        group = [test for test in groups.pop(0) if suite.sound.get(test, True)]
-        if not group:
-            continue
-        limit = 60 + 5 * sum(suite.seconds[test] for test in group)
-        path.write_bytes(changed(original, mutant))
-        status, seen = trees.pytest(tree, ["-x", "--tb=no", *group], limit)
-        path.write_bytes(original)
-        if status == 0:
-            continue
-        failed = next((test for test, report in seen.items() if report["failed"]), "")
-        if failed and failed not in suite.sound:  # without the mutant the test must pass here, or it says nothing
-            suite.sound[failed] = trees.pytest(tree, [failed], limit)[0] == 0
-        if suite.sound.get(failed, True):
-            verdict, killer = "killed", failed or ("time limit" if status is None else "import")
-        else:
-            groups.insert(0, group)
+    path, killer, verdict = tree / mutant.file, "", "survived" if tests else "not executed"
+    original, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    path.write_bytes(changed(original, mutant))
+    for group in (tests[:FIRST], tests[FIRST:]):
+        if group and verdict == "survived":
+            limit = 60 + 5 * sum(suite.seconds[test] for test in group)
+            status, seen = trees.pytest(tree, ["-x", "--tb=no", *group], limit)
+            if status != 0:
+                verdict = "killed" if status in (None, 1, 2, 3) else "not judged"  # pytest found no such test
+                killer = "time limit" if status is None else "import"
+                killer = next((test for test, report in seen.items() if report["failed"]), killer)
+    path.write_bytes(original)
+    os.utime(path, ns=times)
     trees.free.put(tree)
-    return asdict(mutant) | {"verdict": verdict, "killer": killer, "tests": number}
+    return asdict(mutant) | {"verdict": verdict, "killer": killer, "tests": len(tests)}
+
+
+def find_unsound(trees: Trees, suite: Suite, killers: set[str]) -> set[str]:
+    """Tests that fail without any mutant where they run among others than in their file: they say nothing."""
+    tree, tests = trees.free.get(), sorted(killers & suite.seconds.keys())
+    seen = trees.pytest(tree, ["--tb=no", *tests], 3600)[1] if tests else {}
+    trees.free.put(tree)
+    return {test for test in tests if seen.get(test, {"failed": True})["failed"]}
 
 
 def changed_files(base: str) -> list[str]:
@@ -205,7 +211,7 @@ def main() -> None:
     parser.add_argument("--base", default="main", help="revision that the files must differ from")
     parser.add_argument("--all", action="store_true", help="all files of src")
     parser.add_argument("--files", nargs="+", help="these files of src")
-    parser.add_argument("--suite", nargs="+", default=[], help="only these test files; all by default")
+    parser.add_argument("--suite", nargs="+", default=[], help="only these test files; all rooms by default")
     parser.add_argument("--count", type=int, default=300, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
@@ -226,7 +232,7 @@ def main() -> None:
         if missing := [name for name in wanted if not (WORK / "map" / f"{name}.json").exists()]:
             trees.write({path: probed(sources[path], start) for path, start in zip(SOURCES, STARTS, strict=False)})
             list(pool.map(partial(trace, trees, wanted), missing))
-            trees.write(sources)
+        trees.write(sources)
         state = digest([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
         before = json.loads(options.out.read_text()) if options.out.exists() else []
         known = {(m["file"], m["start"], m["new"]): m for m in before if m["state"] == state_of(m, state)}
@@ -239,6 +245,10 @@ def main() -> None:
             found.append(result | {"state": state_of(result, state)})
             print(f"{len(found)}/{len(drawn)} {result['verdict']}: {line_of(result)}", flush=True)
             options.out.write_text(json.dumps(found, indent=1))
+        unsound = find_unsound(trees, suite, {result["killer"] for result in found})
+    for result in found:
+        if result["killer"] in unsound:
+            result["verdict"] = "killed by an unsound test"
     report(found)
 
 
@@ -253,14 +263,15 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    by = {verdict: [m for m in found if m["verdict"] == verdict] for verdict in ("survived", "not executed", "killed")}
-    for verdict in ("survived", "not executed"):
-        print(f"\n{verdict}:", *sorted(map(line_of, by[verdict])), sep="\n  ")
-    judged = len(by["survived"]) + len(by["killed"])
-    print(
-        f"\n{len(by['survived'])} of {judged} mutants survived ({100 * len(by['survived']) / max(1, judged):.1f} %); "
-        f"no test executes {len(by['not executed'])} more."
-    )
+    by = defaultdict[str, list[dict[str, Any]]](list)
+    for result in found:
+        by[result["verdict"]].append(result)
+    for verdict, results in by.items():
+        if verdict != "killed":
+            print(f"\n{verdict}:", *sorted(map(line_of, results)), sep="\n  ")
+    alive, judged = len(by["survived"]), len(by["survived"]) + len(by["killed"])
+    print(f"\n{alive} of {judged} mutants survived ({100 * alive / max(1, judged):.1f} %); ", end="")
+    print(f"no test executes {len(by['not executed'])} more.")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -9,20 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis  # noqa: F401  processes are forked from one that has imported what takes long
 import numpy as np
 import pytest
-import sklearn.linear_model  # noqa: F401  processes are forked from one that has imported what takes seconds
+import scipy.optimize  # noqa: F401
+import sklearn.linear_model  # noqa: F401
 import torch  # noqa: F401
+
+gc.freeze()  # what is shared is not searched again in every process
 
 
 class Watch:
     """Plugin of pytest. Probed sources write into `hits`, one byte a line (`mutants.probed`)."""
 
     def __init__(self) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
-        from line_hits import hits
+        from line_hits import hits  # of the tree
 
-        self.hits = hits
+        self.tests, self.hits = dict[str, dict[str, Any]](), hits
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.hits[:] = bytes(len(self.hits))
@@ -46,9 +50,10 @@ def run(tree: Path, arguments: list[str], environment: dict[str, str], memory: i
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.dont_write_bytecode = True  # a stale .pyc would hide the next mutant
-    sys.path[:0] = [str(tree / "src"), str(tree / "tools")]
+    sys.path.insert(0, str(tree / "src"))
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # a wrong size must not end the machine
     watch = Watch()
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments], [watch])
+    plain = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    status = pytest.main([*plain, *arguments], [watch])
     Path("mutate.json").write_text(json.dumps({"status": int(status), "tests": watch.tests}))
     os._exit(0)

@@ -73,8 +73,11 @@ def test_other_scales_need_no_pass(seed):
     torch.testing.assert_close(moved, dense(Phi * ratio, root), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("entries", [None, 60])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_other_curvatures_need_no_pass(blocks):
+def test_other_curvatures_need_no_pass(blocks, entries, monkeypatch):
+    if entries is not None:  # five rows at a time, or two blocks
+        monkeypatch.setattr("linnet.linalg.preconditioners.randomized.TEMPORARY", entries)
     Phi = normal(12, 30)
     roots = [1 + 0.3 * normal(12, seed=s) for s in (1, 2)]
     if blocks:
