@@ -241,8 +241,8 @@ class Probes(ast.NodeTransformer):
             if self.inside and isinstance(statements, list):
                 probes = [ast.parse(f"_hits[{self.start + s.lineno}] = 1").body[0] for s in statements]
                 pairs = [part for pair in zip(probes, statements, strict=True) for part in pair]
-                is_text = isinstance(statements[0], ast.Expr) if statements else False
-                setattr(node, field, [*statements[:1], *pairs[2:]] if is_text else pairs)  # a docstring stays first
+                is_text = isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
+                setattr(node, field, pairs[1:] if is_text else pairs)  # a docstring stays first
         return node
 
 

@@ -73,6 +73,7 @@ def f(x):
     elif x > 0:
         return "small"
     for i in range(1):
+        print(end="")
         x = -x
     return x
 '''
@@ -84,4 +85,4 @@ def f(x):
     assert names["f"](1) == "small"
     assert [line for line in range(100) if hits[line]] == [55, 57, 58]
     assert names["f"](-1) == 1
-    assert [line for line in range(100) if hits[line]] == [55, 57, 58, 59, 60, 61]
+    assert [line for line in range(100) if hits[line]] == [55, 57, 58, 59, 60, 61, 62]
