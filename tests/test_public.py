@@ -65,3 +65,18 @@ def test_files_of_every_door_can_be_read_first(tmp_path):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(fitted)
+
+
+def test_users_see_no_warning_of_scripting_in_other_packages():
+    # torch scripts the decompositions of forward mode, and linear_operator scripts functions when it is imported.
+    code = """
+        import torch
+        import linnet, linnet.interop.botorch, linnet.interop.gpytorch, linnet.limits
+
+        J = linnet.linearize(torch.nn.Linear(3, 2)).jacobian(torch.randn(5, 3), engine="autodiff")
+        print((J @ torch.ones(J.shape[1])).shape)
+    """
+    command = [sys.executable, "-W", "error:`torch.jit.script", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "torch.Size([10])"

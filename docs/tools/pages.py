@@ -207,6 +207,6 @@ def update(page: Path) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     for path in [Path(name).resolve() for name in sys.argv[1:]] or sorted((ROOT / "docs").glob("**/*.md")):
         update(path)

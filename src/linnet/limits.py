@@ -24,11 +24,14 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
-from gpytorch.constraints import Positive
-from gpytorch.kernels import Kernel
 from torch import Tensor, nn
 
+from linnet._common import without_scripting_warnings
 from linnet.jacobian import Linearization
+
+with without_scripting_warnings():
+    from gpytorch.constraints import Positive
+    from gpytorch.kernels import Kernel
 
 __all__ = ["InfiniteWidth", "infinite_width"]
 

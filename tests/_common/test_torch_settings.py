@@ -313,3 +313,12 @@ def test_threads_may_share_a_linearization():
     assert len(found) == 8
     for i, answer in found:
         torch.testing.assert_close(answer, expected[i])
+
+
+def test_a_torch_whose_checkpoints_cannot_be_left_out_is_named(monkeypatch):
+    torch_settings._check_checkpoints.cache_clear()
+    torch_settings._check_checkpoints()  # this version is known
+    monkeypatch.setattr(torch_settings, "NO_CHECKPOINTS", {})
+    torch_settings._check_checkpoints.cache_clear()
+    with pytest.warns(UserWarning, match=r"how torch .* Switch gradient checkpointing off in the network"):
+        torch_settings._check_checkpoints()

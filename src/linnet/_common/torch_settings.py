@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -140,16 +142,6 @@ CUDNN = Switch(
 )
 
 
-def _checkpoint_read() -> tuple[Any, ...]:
-    of: Any = torch.utils.checkpoint
-    return of.CheckpointFunction, of._checkpoint_without_reentrant_generator
-
-
-def _checkpoint_write(values: tuple[Any, ...]) -> None:
-    of: Any = torch.utils.checkpoint
-    of.CheckpointFunction, of._checkpoint_without_reentrant_generator = values
-
-
 class _NoReentrantCheckpoint:
     """In the place of torch's function that computes a part of a network again in the backward pass."""
 
@@ -166,10 +158,55 @@ def _no_checkpoint(
         yield
 
 
+def _no_checkpoint_by_name(*args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Iterator[None]:
+    """The same for versions of torch that name all settings of the context."""
+    return _no_checkpoint(args[0], False, context_fn)
+
+
+def _checkpoint_read() -> dict[str, Any]:
+    return {name: getattr(torch.utils.checkpoint, name) for name in NO_CHECKPOINTS}
+
+
+def _checkpoint_write(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(torch.utils.checkpoint, name, value)
+
+
 # In the backward pass the selected parameters are no longer in their places, and what is computed again would be
 # computed with other weights. Functions may hold ``checkpoint`` itself under any name, so its parts are replaced.
-NO_CHECKPOINTS = (_NoReentrantCheckpoint, _no_checkpoint)
+NO_CHECKPOINTS = {
+    name: part
+    for name, part in {
+        "CheckpointFunction": _NoReentrantCheckpoint,
+        "_checkpoint_without_reentrant_generator": _no_checkpoint,
+        "_checkpoint_without_reentrant_generator_impl": _no_checkpoint_by_name,  # torch 2.15
+    }.items()
+    if hasattr(torch.utils.checkpoint, name)
+}
 CHECKPOINTS = Switch(_checkpoint_read, _checkpoint_write, exact=NO_CHECKPOINTS)
+
+
+@cache
+def _check_checkpoints() -> None:
+    """Warn where this version of torch has other parts, so that checkpoints would be computed again all the same."""
+    calls = []
+
+    def part(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.sin()
+
+    # One node in the graph, and one call: reading what the node saved would compute a checkpoint again.
+    x, found = torch.zeros(1, device="cpu", requires_grad=True), []
+    with torch.inference_mode(False), torch.enable_grad(), CHECKPOINTS.at(NO_CHECKPOINTS):
+        for reentrant in (True, False):
+            node: Any = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant).grad_fn
+            found.append(getattr(node, "_saved_self", None))
+    if len(calls) != 2 or any(saved is None for saved in found):
+        warnings.warn(
+            f"linnet does not know how torch {torch.__version__} computes parts of a network again in the backward "
+            "pass. Switch gradient checkpointing off in the network before you use linnet.",
+            stacklevel=2,
+        )
 
 
 @contextmanager
@@ -200,6 +237,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 @contextmanager
 def network_settings(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
     """For running the network: one attention path, no gradient checkpointing, recurrent layers with a derivative."""
+    _check_checkpoints()
     with (
         FASTPATH.at(False),
         CHECKPOINTS.at(NO_CHECKPOINTS),
@@ -243,6 +281,21 @@ def _as_saved(t: Tensor) -> Tensor:
     return t
 
 
+@contextmanager
+def without_scripting_warnings() -> Iterator[None]:
+    """For code of other packages that calls `torch.jit.script`, of which torch warns whoever runs the code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        yield
+
+
+@cache
+def _load_decompositions() -> None:
+    """Let torch script the decompositions of forward mode, inside a level: torch does so for the first dual tensor."""
+    with without_scripting_warnings():
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
 _dual = threading.RLock()
 
 
@@ -261,6 +314,7 @@ def dual_level() -> Iterator[None]:
         try:  # twice, as in `Switch.at`
             try:
                 ad.enter_dual_level()
+                _load_decompositions()
                 yield
             finally:
                 end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet.data import checks
-from linnet.data.batch import Batch, Source, check_finite, leaves
+from linnet.data.batch import SingleBatch, Source, check_finite, leaves
 from linnet.data.dataloaders import wrap_loader
 from linnet.data.datasets import IterableData, MapDataset
 from linnet.data.forward_signature import Signature
@@ -62,7 +62,7 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
     raise checks.unknown_data(data)
 
 
-class InMemory(Source):
+class InMemory(SingleBatch):
     """Tensors and arrays that are at hand; batches are views of them.
 
     Args:
@@ -70,22 +70,13 @@ class InMemory(Source):
         signature: What the model's forward takes.
     """
 
-    by_position = True
-
     def __init__(self, data: Any, signature: Signature) -> None:
-        self.whole = signature.batch(data, 0)
-        self.n = self.whole.n
-        inputs = [leaf for _, leaf in leaves((self.whole.args, self.whole.kwargs))]
+        whole = signature.batch(data, 0)
+        inputs = [leaf for _, leaf in leaves((whole.args, whole.kwargs))]
         devices = sorted({str(leaf.device) for leaf in inputs if isinstance(leaf, Tensor)})
-        self.kind = f"in memory on {' and '.join(devices)}" if devices else "in memory"
+        super().__init__(whole, f"in memory on {' and '.join(devices)}" if devices else "in memory")
         checks.check_some(self.n, self.kind)
-        check_finite(self.whole)
-
-    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
-        return self.whole.part(start, stop).split(size)
-
-    def _gather(self, chunks: Iterable[Tensor]) -> Iterator[Batch]:
-        return (self.whole.take(chunk) for chunk in chunks)
+        check_finite(whole)
 
 
 def _is_examples(data: list[Any]) -> bool:

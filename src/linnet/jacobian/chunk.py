@@ -499,7 +499,7 @@ class NetworkChunks(ChunkSource):
         Only chunks that have been compared with reverse mode are recorded and played.
         """
         s, lin = self.settings, self.lin
-        if not can_record(lin.device) or request.rotation is not None or not self.proofs.has("rules", batch):
+        if not self._records or request.rotation is not None or not self.proofs.has("rules", batch):
             return None
         if self._prefers_autodiff(request) or not self.can_replay:
             return None
@@ -508,9 +508,14 @@ class NetworkChunks(ChunkSource):
         return self.replays.borrow(key, batch, make, Chunk.is_close, needs=batch.n * self.first.per_example, room=room)
 
     @cached_property
+    def _records(self) -> bool:
+        """Whether the device of the network can record chunks."""
+        return can_record(self.lin.device)
+
+    @cached_property
     def can_replay(self) -> bool:
         """Whether a GPU can record chunks: the network never looks at numbers."""
-        if not can_record(self.lin.device) or self.settings.memory != "auto" or self.source.changes:
+        if not self._records or self.settings.memory != "auto" or self.source.changes:
             return False
         make = partial(self.lin.chunks.build_by_rules, self.first.batch, self.settings.precision)
         return not self.lin.rules.has_rest and try_unwatched(make) is not None

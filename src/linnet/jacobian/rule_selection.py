@@ -500,7 +500,7 @@ class RuleSelection:
         )
         known = self._known
         asked = torch.is_autocast_enabled(self.network.device.type) and self.network.autocast.dtype is None
-        if not asked:  # a precision that was asked for is known anyway
+        if watched and not asked:  # a precision that was asked for is known anyway
             known.coarsest = coarser(known.coarsest, recording.coarsest)
             known.coarsest_gradient = coarser(known.coarsest_gradient, recording.coarsest_gradient)
         return recording

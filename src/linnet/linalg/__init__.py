@@ -3,11 +3,11 @@
 from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
 from linnet.linalg.conjugate_gradients import Product, Solution, Solvable, cg
 from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
-from linnet.linalg.matrices import LowRank, Matrix, Stack
-from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
+from linnet.linalg.matrices import LowRank, Matrix, RowParts, Stack
+from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_vector, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Preconditioner
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
-from linnet.linalg.preconditioners.randomized import Sketch, sketch
+from linnet.linalg.preconditioners.randomized import sketch
 from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
 from linnet.linalg.row_weights import (
     ClassBlocks,
@@ -35,7 +35,7 @@ __all__ = [
     "Product",
     "RowFn",
     "RowIndex",
-    "Sketch",
+    "RowParts",
     "Solution",
     "Solvable",
     "Stack",
@@ -47,6 +47,7 @@ __all__ = [
     "cg",
     "check_conditioning",
     "check_fn_result",
+    "check_vector",
     "check_weight",
     "cholesky_",
     "cholesky_solve",

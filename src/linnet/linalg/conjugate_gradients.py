@@ -85,7 +85,6 @@ def cg(
     probes: int = 0,
     verify: bool = True,
     exact: Product | None = None,
-    lengths: list[Tensor] | None = None,
     progress: bool | None = None,
 ) -> Solution:
     r"""Solve ``A X = B`` by preconditioned conjugate gradients, all columns in one product per iteration.
@@ -111,7 +110,6 @@ def cg(
             the true residuals, which are computed whenever the running ones have fallen by `COARSE`. Where the true
             residuals have not fallen, ``exact`` takes the place of ``product``. Errors of ``product`` never reach the
             solution.
-        lengths: Gets, after each product, the length of the step of each column, (k,).
         progress: None shows a bar on a terminal only, False never, True always.
 
     Returns:
@@ -137,7 +135,7 @@ def cg(
         )
     true, coarse = (product, False) if exact is None else (exact, True)
     R = right.clone() if start is None else right - true(X)
-    state = _Columns(X, R, norms * tolerance, [] if lengths is None else lengths)
+    state = _Columns(X, R, norms * tolerance)
     solve = (lambda R: R) if preconditioner is None else preconditioner.solve
     total, before = 0, math.inf
     with show_progress(iterations, "CG", progress=progress, unit="iterations") as tick:
@@ -183,11 +181,10 @@ class _Columns:
         X: (m, k), updated in place.
         R: (m, k), ``B - A X``.
         goal: (k,), the norm that a column of R must come down to.
-        lengths: Gets the steps.
     """
 
-    def __init__(self, X: Tensor, R: Tensor, goal: Tensor, lengths: list[Tensor]) -> None:
-        self.X, self.R, self.goal, self.lengths = X, R, goal, lengths
+    def __init__(self, X: Tensor, R: Tensor, goal: Tensor) -> None:
+        self.X, self.R, self.goal = X, R, goal
         self.broken = torch.zeros_like(goal, dtype=torch.bool)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
 
@@ -208,7 +205,6 @@ class _Columns:
             good = active & (curvature > 0) & (rz > 0) & torch.isfinite(alpha)
             self.broken |= active & ~good
             alpha = torch.where(good, alpha, 0)
-            self.lengths.append(alpha)
             # Not by alpha = 0 alone: a direction that is not finite would spoil its column.
             self.X.addcmul_(torch.where(good, D, 0), alpha)
             self.R.addcmul_(torch.where(good, AD, 0), alpha, value=-1)

@@ -130,17 +130,17 @@ class FunctionalModel:
         """The number of selected parameters."""
         return self.layout.p
 
-    @property
+    @cached_property
     def model_dtype(self) -> torch.dtype:
         """The dtype of the selected parameters; of several dtypes the one with the fewest digits."""
         return reduce(coarser, (t.dtype for t in self.theta.values()))
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the Jacobian's products: `row_dtype`, unless ``products`` has more digits."""
         return torch.promote_types(self.row_dtype, self.products)
 
-    @property
+    @cached_property
     def row_dtype(self) -> torch.dtype:
         """Dtype of the Jacobian's rows: it holds the dtypes of all selected parameters, and is at least float32."""
         return reduce(torch.promote_types, (t.dtype for t in self.theta.values()), torch.float32)

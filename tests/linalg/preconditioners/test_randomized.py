@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.linalg import Matrix, Sketch, cg, sketch
-from tests.support.counted import Counted
+from linnet.linalg import Matrix, cg, sketch
 from tests.support.drawn import normal
 
 
@@ -71,47 +70,6 @@ def test_other_scales_need_no_pass(seed):
     P = sketch(Matrix(Phi), root, rank=6, generator=generator(seed), least=0.0)
     moved = P.rescale(ratio, least=0.0).multiply(torch.eye(14).double())
     torch.testing.assert_close(moved, dense(Phi * ratio, root), rtol=1e-7, atol=1e-7)
-
-
-@pytest.mark.parametrize("entries", [None, 60])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_other_curvatures_need_no_pass(blocks, entries, monkeypatch):
-    if entries is not None:  # five rows at a time, or two blocks
-        monkeypatch.setattr("linnet.linalg.preconditioners.randomized.TEMPORARY", entries)
-    Phi = normal(12, 30)
-    roots = [1 + 0.3 * normal(12, seed=s) for s in (1, 2)]
-    if blocks:
-        roots = [torch.diag_embed(root.view(6, 2)) + 0.2 for root in roots]
-    J = Counted(Phi)
-    found = Sketch(J, roots[0], rank=12, generator=generator(), least=0.0)
-    assert J.passes == 2
-    for root in roots:  # all of the row space is seen
-        moved = found.at(root).multiply(torch.eye(30).double())
-        torch.testing.assert_close(moved, dense(Phi, root), rtol=1e-9, atol=1e-9)
-    assert J.passes == 2
-
-
-def test_where_it_was_made_it_is_the_sketch():
-    Phi, root = normal(40, 30), normal(40, seed=1)
-    kept = Sketch(Matrix(Phi), root, rank=5, generator=generator())
-    plain = sketch(Matrix(Phi), root, rank=5, generator=generator())
-    eye = torch.eye(30).double()
-    torch.testing.assert_close(kept.at(root).multiply(eye), plain.multiply(eye), rtol=1e-9, atol=1e-9)
-
-
-def test_nearby_it_is_better_than_the_one_made_elsewhere():
-    """Rows lose weight, some more than others."""
-    Phi = normal(200, 80) * torch.logspace(2, -3, 80, dtype=torch.float64)
-    old = torch.ones(200).double()
-    root = 0.1 + 0.4 * torch.rand(200, generator=generator(1)).double()
-    H, B = dense(Phi, root), normal(80, 4, seed=2)
-    kept = Sketch(Matrix(Phi), old, rank=30, generator=generator())
-    new = sketch(Matrix(Phi), root, rank=30, generator=generator())
-    stale, moved, fresh = (
-        cg(lambda V: H @ V, B, preconditioner=Q, tolerance=1e-8).checked().iterations
-        for Q in (kept.at(old), kept.at(root), new)
-    )
-    assert fresh <= moved < 0.7 * stale
 
 
 def test_errors():

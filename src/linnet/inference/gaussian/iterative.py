@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
 from linnet.jacobian import AutodiffBlock, fused_cost, gram_cost
 from linnet.linalg import (
     ClassBlocks,
+    RowParts,
     cg,
     draw_landmarks,
     lanczos_quadrature,
@@ -28,30 +30,106 @@ from linnet.probability import SamplePosterior
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
-    from linnet.linalg import LinearOperator, Preconditioner
+    from linnet.linalg import LinearOperator, Preconditioner, Product, Solution
     from linnet.probability import Prior
+
+
+log = logging.getLogger("linnet")
+
+ITERATIONS = 20
+"""Iterations that a solve is expected to take: more keep larger kernels, whose rows cost more than passes do."""
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, space: str) -> list[Fit]:
     """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
     choose."""
     tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
-    noise = tasks[0].noise
-    fixed = () if prior.scales else (1.0,)
-    if fixed and noise.value is not None:
-        choice = Choice(fixed, noise.value, math.nan)
-    else:
-        spectra = [_streamed_spectrum(task, prior, settings) for task in tasks]
-        choice = gaussian.choose_one(
-            gaussian.join_spectra(spectra),
-            scale=fixed[0] if fixed else None,
-            noise=noise.value[0] if noise.value else None,
-            floor=64 * max(task.J.eps for task in tasks),
-            assumed=sum(assumed_noise(tasks)),
-        )
+    kernels = [_kernel_in_parts(task, prior, settings) if space == "function" else None for task in tasks]
+    spectra = (
+        _streamed_spectrum(task, prior, settings) if K is None else _kernel_spectrum(task, K, settings)
+        for task, K in zip(tasks, kernels, strict=True)
+    )
+    choice = choose(tasks, prior, spectra, floor=64 * max(task.J.eps for task in tasks))
     variance = prior.variance(choice.scales if prior.scales else ())
-    solve = _cg_weight if space == "weight" else _cg_function
-    return [solve(task, variance, choice, settings) for task in tasks]
+    if space == "weight":
+        return [_cg_weight(task, variance, choice, settings) for task in tasks]
+    scale = choice.scales[0] if prior.scales else 1.0
+    return [
+        _cg_function(task, variance, choice, settings, None if K is None else (K, scale))
+        for task, K in zip(tasks, kernels, strict=True)
+    ]
+
+
+def keeps_kernel_in_parts(J: Jacobian, settings: SolverSettings) -> bool:
+    """Whether the ranks keep the kernel, each its own rows, for the iterations of "cg-function".
+
+    The kernel of all ranks together has to fit, and to cost no more than the passes that it saves.
+    """
+    world, rows = J.ranks.world, J.shape[0]
+    if world == 1:
+        return False
+    # The part of a rank, and what gathers and pads it.
+    fits = 1.5 * rows**2 / world * J.dtype.itemsize <= find_dense_budget(settings.memory, J.device)
+    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
+    columns = 1 + settings.samples + settings.probes
+    passes = ITERATIONS * sum(fused_cost(f, k=columns) for f in factors)
+    kernel = J.n * sum(gram_cost(f) for f in factors)
+    return fits and len(factors) == len(J._sample) and kernel <= passes
+
+
+def _kernel_in_parts(task: Task, prior: Prior, settings: SolverSettings) -> RowParts | None:
+    """``J diag(base) J^T`` in parts, where the ranks keep it."""
+    J = task.J
+    settings = replace(settings, memory=J.lin.agree_on_memory(settings.memory))
+    if not keeps_kernel_in_parts(J, settings):
+        return None
+    log.info(
+        "The kernel of %d rows is kept in parts by %d ranks, and solved by conjugate gradients. A Cholesky "
+        "decomposition would need the whole kernel on one device.",
+        J.shape[0],
+        J.ranks.world,
+    )
+    return RowParts(J.own_gram(prior.base), block=J.c, ranks=J.ranks)
+
+
+def _kernel_spectrum(task: Task, K: RowParts, settings: SolverSettings) -> KernelSpectrum:
+    """By Lanczos steps on a kernel in parts."""
+    root = task.noise.base.rsqrt()[:, None]
+    return lanczos_spectrum(lambda U: root * (K @ (root * U)), root[:, 0] * task.r, settings)
+
+
+def choose(
+    tasks: Sequence[Task],
+    prior: Prior,
+    spectra: Iterable[KernelSpectrum],
+    *,
+    floor: float,
+    refine: Callable[..., Choice] | None = None,
+) -> Choice:
+    """The scales and noises of largest evidence; those that are given stay.
+
+    Args:
+        tasks: They share scales and noises.
+        prior: Its scales are chosen.
+        spectra: Spectra of the tasks, as if there were one scale and one noise; made only where something is chosen.
+        floor: As for `linnet.inference.evidence.gaussian.choose_one`.
+        refine: Goes on from one scale and one noise to several; None where there is one of each.
+    """
+    noise, assumed, fixed = tasks[0].noise, assumed_noise(tasks), None if prior.scales else (1.0,)
+    if fixed is not None and noise.value is not None:
+        return Choice(fixed, noise.value, math.nan)
+    start = gaussian.choose_one(
+        gaussian.join_spectra(list(spectra)),
+        scale=None if fixed is None else 1.0,
+        noise=noise.value[0] if noise.value is not None and noise.count == 1 else None,
+        floor=floor,
+        assumed=sum(assumed),
+    )
+    scales = max(1, len(prior.scales))
+    if refine is None or (scales == 1 and noise.count == 1):
+        return start
+    start = Choice(start.scales * scales, start.noise * noise.count, start.log_evidence)
+    return refine(start=start, scales=fixed, noise=noise.value, assumed=assumed)
 
 
 def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> KernelSpectrum:
@@ -123,58 +201,77 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSet
     Phi = J.scaled(d)
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     # Right-hand sides whose covariance is H: their solutions are posterior samples.
-    e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
-    h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
-    first = torch.cat([(weight * task.r)[:, None], weight.sqrt()[:, None] * e], 1)
-    B = Phi.T @ first
+    e, h = draw_right_sides(J, settings)
+    B = Phi.T @ torch.cat([(weight * task.r)[:, None], weight.sqrt()[:, None] * e], 1)
     B[:, 1:] += h
-    B = torch.cat([B, probes_of(P, J.shape[1], J, settings)], 1)
-    solution = cg(
-        lambda V: V + Phi.normal(V, weight),
-        B,
-        preconditioner=P,
-        tolerance=settings.tolerance,
-        iterations=settings.iterations,
-        probes=settings.probes,
-        progress=settings.progress,
-    ).checked("The weight-space solve")
+    found = solve_with_probes(lambda V: V + Phi.normal(V, weight), B, P, J, settings, "The weight-space solve")
+    solution, log_det, error = found
     delta, samples = d * solution.value[:, 0], d[:, None] * solution.value[:, 1 : 1 + k]
     u = solution.value[:, 0]
     left = task.r - J @ delta
-    assert solution.tridiagonals is not None
-    log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[1])
     fit = float((weight * left.square()).sum() + u @ u)
     value = -0.5 * (fit + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
 
-def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
+def _cg_function(
+    task: Task, variance: Tensor, choice: Choice, settings: SolverSettings, kernel: tuple[RowParts, float] | None
+) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, root, k = variance.sqrt(), rows.rsqrt()[:, None], settings.samples
     Phi = J.scaled(d)
     P = preconditioner_of(Phi, J, 1 / rows, settings, "function")
     # Matheron: u0 + Phi^T L M^-1 (e - L Phi u0) is a posterior sample of the whitened weights.
-    e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
-    h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
-    B = torch.cat([root * task.r[:, None], e - root * (Phi @ h), probes_of(P, J.shape[0], J, settings)], 1)
+    e, h = draw_right_sides(J, settings)
+    B = torch.cat([root * task.r[:, None], e - root * (Phi @ h)], 1)
+
+    def product(U: Tensor) -> Tensor:
+        V = root * U
+        return U + root * (Phi @ (Phi.T @ V) if kernel is None else kernel[1] * (kernel[0] @ V))
+
+    solution, log_det, error = solve_with_probes(product, B, P, J, settings, "The function-space solve")
+    X = root * solution.value[:, : 1 + k]
+    back = Phi.T @ X
+    delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
+    value = -0.5 * (float(task.r @ X[:, 0]) + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    posterior = SamplePosterior(delta, samples)
+    return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
+
+
+def draw_right_sides(J: Jacobian, settings: SolverSettings) -> tuple[Tensor, Tensor]:
+    """Standard normal numbers for posterior samples: of the observations (n c, k), and of the weights (p, k)."""
+    e, h = (
+        torch.randn(m, settings.samples, dtype=J.dtype, generator=settings.generator(stream)).to(J.device)
+        for m, stream in zip(J.shape, (3, 4), strict=True)
+    )
+    return e, h
+
+
+def solve_with_probes(
+    product: Product, B: Tensor, P: Preconditioner | None, J: Jacobian, settings: SolverSettings, what: str
+) -> tuple[Solution, float, float]:
+    """Solve ``A X = B`` by conjugate gradients; also ``log det A`` and its standard error, from probes beside B.
+
+    Args:
+        product: ``V`` to ``A V``.
+        B: (m, k).
+        P: A preconditioner; None for none.
+        J: The Jacobian that A is made of.
+        settings: Tolerance, iterations and probes.
+        what: The solve, in words, for an error.
+    """
     solution = cg(
-        lambda U: U + root * (Phi @ (Phi.T @ (root * U))),
-        B,
+        product,
+        torch.cat([B, probes_of(P, len(B), J, settings)], 1),
         preconditioner=P,
         tolerance=settings.tolerance,
         iterations=settings.iterations,
         probes=settings.probes,
         progress=settings.progress,
-    ).checked("The function-space solve")
-    X = root * solution.value[:, : 1 + k]
-    back = Phi.T @ X
-    delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
+    ).checked(what)
     assert solution.tridiagonals is not None
-    log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[0])
-    value = -0.5 * (float(task.r @ X[:, 0]) + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
-    posterior = SamplePosterior(delta, samples)
-    return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
+    return solution, *log_det_from_tridiagonals(solution.tridiagonals, P, len(B))
 
 
 def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: SolverSettings) -> Tensor:

@@ -268,13 +268,10 @@ def dual(
 
     Where theta asks for gradients, the value has its graph.
     """
-    with warnings.catch_warnings():
-        # torch scripts its forward-mode decompositions at first use and warns about its own scripting.
-        warnings.filterwarnings("ignore", "`torch.jit.script")
-        # Not torch.func.jvp, which costs every call of a torch function something, also below what is differentiated.
-        with dual_level():
-            duals = {name: forward_ad.make_dual(t, tangent[name]) for name, t in theta.items()}
-            value, derivative = forward_ad.unpack_dual(f(duals))
+    # Not torch.func.jvp, which costs every call of a torch function something, also below what is differentiated.
+    with dual_level():
+        duals = {name: forward_ad.make_dual(t, tangent[name]) for name, t in theta.items()}
+        value, derivative = forward_ad.unpack_dual(f(duals))
     return value, torch.zeros_like(value) if derivative is None else derivative
 
 

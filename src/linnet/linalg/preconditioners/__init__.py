@@ -2,14 +2,13 @@
 
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Preconditioner
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
-from linnet.linalg.preconditioners.randomized import Sketch, sketch
+from linnet.linalg.preconditioners.randomized import sketch
 from linnet.linalg.preconditioners.woodbury import REFINED, WoodburyPreconditioner, woodbury_preconditioner
 
 __all__ = [
     "REFINED",
     "LowRankPreconditioner",
     "Preconditioner",
-    "Sketch",
     "WoodburyPreconditioner",
     "draw_landmarks",
     "nystrom_preconditioner",

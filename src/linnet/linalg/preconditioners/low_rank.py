@@ -95,16 +95,15 @@ class LowRankPreconditioner(Preconditioner):
         return LowRankPreconditioner(U, lam.to(U.dtype))
 
     @staticmethod
-    def from_factor(Y: Tensor, C: Tensor, *, least: float = 0.01, gram: Tensor | None = None) -> LowRankPreconditioner:
+    def from_factor(Y: Tensor, C: Tensor, *, least: float = 0.01) -> LowRankPreconditioner:
         """``I + F F^T`` for ``F = Y C``, without the directions that do not matter.
 
         Args:
             Y: (m, r).
             C: (r, s) in float64.
             least: Leave out directions whose eigenvalue, which stands beside one, is not above this.
-            gram: ``Y^T Y`` in float64, where it is known.
         """
-        lam, V = eigh(C.T @ (inner(Y, Y) if gram is None else gram) @ C)
+        lam, V = eigh(C.T @ inner(Y, Y) @ C)
         kept = (lam > least) & (lam > torch.finfo(Y.dtype).eps * lam[:1])
         lam = lam[kept]
         return LowRankPreconditioner.from_directions(Y @ (C @ V[:, kept] / lam.sqrt()).to(Y.dtype), lam)
