@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from linnet._common import kind
 from linnet.data import InMemory, Source, as_source, as_tensors, as_writable
-from linnet.jacobian import Jacobian
 from linnet.probability import as_weights
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
 
 
 def list_options(estimator: Any) -> list[tuple[str, Any]]:

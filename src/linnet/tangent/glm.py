@@ -8,6 +8,7 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
+from linnet._common import together
 from linnet._estimator import HubMixin, check_variance, convert_like
 from linnet.inference import Inference
 from linnet.jacobian import Jacobian
@@ -122,6 +123,7 @@ class TangentGLM(HubMixin, Generalized):
         self.preconditioner, self.rank, self.samples, self.variance = preconditioner, rank, samples, variance
         self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
 
+    @together
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentGLM:
         """Condition on targets y, as the likelihood takes them; data that carries its targets (a Dataset) needs no y.
 
@@ -150,6 +152,7 @@ class TangentGLM(HubMixin, Generalized):
         if isinstance(found, Bernoulli | Categorical | Ordinal):
             raise ValueError(f"For classes use linnet.TangentClassifier(likelihood=...); got {found!r}.")
 
+    @together
     def refit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentGLM:
         """An estimator that has seen (X, y) alone, with the prior and the likelihood found here: task after task.
 
@@ -182,6 +185,7 @@ class TangentGLM(HubMixin, Generalized):
 
     # Predictions.
 
+    @together
     def predict(self, X: Any, return_std: bool = False, *, noise: bool = False) -> Any:
         """The mean of the targets at X, averaged over the posterior, with its standard deviation.
 
@@ -205,6 +209,7 @@ class TangentGLM(HubMixin, Generalized):
         total = found.spread + found.noise() if noise else found.spread
         return mean, convert_like(X, self._shaped(total.sqrt()))
 
+    @together
     def predict_outputs(self, X: Any, *, return_std: bool = False) -> Any:
         """The mean of the outputs f at X, (n, c): the logarithms of the means of counts and times.
 
@@ -216,6 +221,7 @@ class TangentGLM(HubMixin, Generalized):
         f, v = self._predict(X, "variance" if return_std else "none")
         return (convert_like(X, f), convert_like(X, v.sqrt())) if return_std else convert_like(X, f)
 
+    @together
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of E[y | f] at X, (k, n) or (k, n, c); with ``noise`` of the targets themselves.
 
@@ -232,6 +238,7 @@ class TangentGLM(HubMixin, Generalized):
         found = self.likelihood_.mean(f)
         return convert_like(X, found[..., 0] if self._one_column else found)
 
+    @together
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """The average log probability of the targets y at X, for a network with one output."""
         check_is_fitted(self)

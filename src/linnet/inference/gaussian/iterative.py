@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,34 +14,79 @@ from torch import Tensor
 from linnet._common import find_dense_budget
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice, KernelSpectrum
+from linnet.inference.iterative_solves import draw_right_sides, preconditioner_of, solve_with_probes
 from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
 from linnet.jacobian import AutodiffBlock, fused_cost, gram_cost
-from linnet.linalg import (
-    ClassBlocks,
-    cg,
-    draw_landmarks,
-    lanczos_quadrature,
-    log_det_from_tridiagonals,
-    nystrom_preconditioner,
-    sketch,
-)
+from linnet.linalg import RowParts, lanczos_quadrature
 from linnet.probability import SamplePosterior
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
-    from linnet.linalg import LinearOperator, Preconditioner, Product, Solution
     from linnet.probability import Prior
+
+
+log = logging.getLogger("linnet")
+
+ITERATIONS = 20
+"""Iterations that a solve is expected to take: more keep larger kernels, whose rows cost more than passes do."""
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, space: str) -> list[Fit]:
     """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
     choose."""
     tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
-    spectra = (_streamed_spectrum(task, prior, settings) for task in tasks)
+    kernels = [_kernel_in_parts(task, prior, settings) if space == "function" else None for task in tasks]
+    spectra = (
+        _streamed_spectrum(task, prior, settings) if K is None else _kernel_spectrum(task, K, settings)
+        for task, K in zip(tasks, kernels, strict=True)
+    )
     choice = choose(tasks, prior, spectra, floor=64 * max(task.J.eps for task in tasks))
     variance = prior.variance(choice.scales if prior.scales else ())
-    solve = _cg_weight if space == "weight" else _cg_function
-    return [solve(task, variance, choice, settings) for task in tasks]
+    if space == "weight":
+        return [_cg_weight(task, variance, choice, settings) for task in tasks]
+    scale = choice.scales[0] if prior.scales else 1.0
+    return [
+        _cg_function(task, variance, choice, settings, None if K is None else (K, scale))
+        for task, K in zip(tasks, kernels, strict=True)
+    ]
+
+
+def keeps_kernel_in_parts(J: Jacobian, settings: SolverSettings) -> bool:
+    """Whether the ranks keep the kernel, each its own rows, for the iterations of "cg-function".
+
+    The kernel of all ranks together has to fit, and to cost no more than the passes that it saves.
+    """
+    world, rows = J.ranks.world, J.shape[0]
+    if world == 1:
+        return False
+    # The part of a rank, and what gathers and pads it.
+    fits = 1.5 * rows**2 / world * J.dtype.itemsize <= find_dense_budget(settings.memory, J.device)
+    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
+    columns = 1 + settings.samples + settings.probes
+    passes = ITERATIONS * sum(fused_cost(f, k=columns) for f in factors)
+    kernel = J.n * sum(gram_cost(f) for f in factors)
+    return fits and len(factors) == len(J._sample) and kernel <= passes
+
+
+def _kernel_in_parts(task: Task, prior: Prior, settings: SolverSettings) -> RowParts | None:
+    """``J diag(base) J^T`` in parts, where the ranks keep it."""
+    J = task.J
+    settings = replace(settings, memory=J.lin.agree_on_memory(settings.memory))
+    if not keeps_kernel_in_parts(J, settings):
+        return None
+    log.info(
+        "The kernel of %d rows is kept in parts by %d ranks, and solved by conjugate gradients. A Cholesky "
+        "decomposition would need the whole kernel on one device.",
+        J.shape[0],
+        J.ranks.world,
+    )
+    return RowParts(J.own_gram(prior.base), block=J.c, ranks=J.ranks)
+
+
+def _kernel_spectrum(task: Task, K: RowParts, settings: SolverSettings) -> KernelSpectrum:
+    """By Lanczos steps on a kernel in parts."""
+    root = task.noise.base.rsqrt()[:, None]
+    return lanczos_spectrum(lambda U: root * (K @ (root * U)), root[:, 0] * task.r, settings)
 
 
 def choose(
@@ -100,47 +146,6 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> Ke
     return spectrum.with_repeats(sum(task.noise.count_repeats()))
 
 
-def preconditioner_of(
-    Phi: LinearOperator, J: Jacobian, weight: Any, settings: SolverSettings, space: str
-) -> Preconditioner | None:
-    """As the settings say, for H or M of ``Phi = J.scaled(...)`` and the curvature ``weight``."""
-    kind = settings.preconditioner
-    if kind == "none" or (kind in ("auto", "pivoted-cholesky") and not J.by_position):
-        return None
-    landmarks = 6000 if J.device.type == "cuda" else 1000
-    if kind != "nystrom" and settings.rank == "auto" and (J.c > landmarks or J.has_many_outputs()):
-        # One example is too many rows. A sketch of all examples takes a few columns.
-        root = (
-            weight.as_form("root") if isinstance(weight, ClassBlocks) else weight.sqrt() if weight.ndim == 1 else None
-        )
-        if space == "function" or root is None:
-            return None
-        return sketch(Phi, root, rank=4 * settings.samples, generator=settings.generator(2))
-    if settings.rank == "auto":
-        # A direction is as long as the system is large, and all are held twice while they are made.
-        length = J.shape[1 if space == "weight" else 0]
-        most = int(0.7 * find_dense_budget(settings.memory, J.device)) // (2 * length * J.dtype.itemsize)
-        rank = max(1, min(J.n, min(landmarks, most) // J.c, _worthwhile(J)))
-    else:
-        rank = min(int(settings.rank), J.n)
-    index = draw_landmarks(J.n, rank, settings.generator(2))
-    scale = Phi.d  # type: ignore[attr-defined]
-    # An eigenvalue far below one changes nothing beside the identity.
-    return nystrom_preconditioner(Phi, landmarks=J.subset(index).scaled(scale), weight=weight, space=space, least=0.01)
-
-
-def _worthwhile(J: Jacobian) -> int:
-    """Landmarks whose kernel with an example costs no more than a few passes over it.
-
-    That bounds nothing where kernels are cheap (dense layers), and a lot where they are not (convolutions).
-    """
-    passes = 400 if J.device.type == "cuda" else 40  # a GPU is at its best with kernels
-    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
-    each = sum(fused_cost(f, k=1) for f in factors)
-    pair = sum(gram_cost(f) for f in factors)
-    return max(1, int(passes * each / pair)) if pair > 0 and len(factors) == len(J._sample) else J.n
-
-
 def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, weight, k = variance.sqrt(), 1 / rows, settings.samples
@@ -162,7 +167,9 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSet
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
 
-def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
+def _cg_function(
+    task: Task, variance: Tensor, choice: Choice, settings: SolverSettings, kernel: tuple[RowParts, float] | None
+) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, root, k = variance.sqrt(), rows.rsqrt()[:, None], settings.samples
     Phi = J.scaled(d)
@@ -170,10 +177,12 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverS
     # Matheron: u0 + Phi^T L M^-1 (e - L Phi u0) is a posterior sample of the whitened weights.
     e, h = draw_right_sides(J, settings)
     B = torch.cat([root * task.r[:, None], e - root * (Phi @ h)], 1)
-    found = solve_with_probes(
-        lambda U: U + root * (Phi @ (Phi.T @ (root * U))), B, P, J, settings, "The function-space solve"
-    )
-    solution, log_det, error = found
+
+    def product(U: Tensor) -> Tensor:
+        V = root * U
+        return U + root * (Phi @ (Phi.T @ V) if kernel is None else kernel[1] * (kernel[0] @ V))
+
+    solution, log_det, error = solve_with_probes(product, B, P, J, settings, "The function-space solve")
     X = root * solution.value[:, : 1 + k]
     back = Phi.T @ X
     delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
@@ -181,49 +190,6 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverS
     value += task.noise.repeat_evidence(choice.noise)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
-
-
-def draw_right_sides(J: Jacobian, settings: SolverSettings) -> tuple[Tensor, Tensor]:
-    """Standard normal numbers for posterior samples: of the observations (n c, k), and of the weights (p, k)."""
-    e, h = (
-        torch.randn(m, settings.samples, dtype=J.dtype, generator=settings.generator(stream)).to(J.device)
-        for m, stream in zip(J.shape, (3, 4), strict=True)
-    )
-    return e, h
-
-
-def solve_with_probes(
-    product: Product, B: Tensor, P: Preconditioner | None, J: Jacobian, settings: SolverSettings, what: str
-) -> tuple[Solution, float, float]:
-    """Solve ``A X = B`` by conjugate gradients; also ``log det A`` and its standard error, from probes beside B.
-
-    Args:
-        product: ``V`` to ``A V``.
-        B: (m, k).
-        P: A preconditioner; None for none.
-        J: The Jacobian that A is made of.
-        settings: Tolerance, iterations and probes.
-        what: The solve, in words, for an error.
-    """
-    solution = cg(
-        product,
-        torch.cat([B, probes_of(P, len(B), J, settings)], 1),
-        preconditioner=P,
-        tolerance=settings.tolerance,
-        iterations=settings.iterations,
-        probes=settings.probes,
-        progress=settings.progress,
-    ).checked(what)
-    assert solution.tridiagonals is not None
-    return solution, *log_det_from_tridiagonals(solution.tridiagonals, P, len(B))
-
-
-def probes_of(P: Preconditioner | None, m: int, J: Jacobian, settings: SolverSettings) -> Tensor:
-    """Vectors of covariance P, for the log determinant."""
-    generator = settings.generator(5)
-    if P is not None:
-        return P.sample(settings.probes, generator)
-    return torch.randn(m, settings.probes, dtype=J.dtype, generator=generator).to(J.device)
 
 
 def lanczos_spectrum(
