@@ -45,6 +45,7 @@ from linnet.linalg import (
     add_symmetric_,
     apply_to_columns,
     check_fn_result,
+    check_vector,
     check_weight,
     weigh,
 )
@@ -417,6 +418,7 @@ class Jacobian(LinearOperator):
             [(torch.Size([4, 1]), [3.0, 3.0, 3.0, 3.0]), (torch.Size([2, 1]), [3.0, 3.0])]
         """
         if self.in_memory or self.ranks.world > 1:
+            size = int(self.ranks.smallest(size))
             if self.n <= size or not self.by_position:
                 return [fn(self)]
             return [fn(self.subset(index)) for index in torch.arange(self.n).split(size)]
@@ -663,6 +665,14 @@ class Jacobian(LinearOperator):
             [[1.0, 5.0]]
         """
         return gram.compute_grouped_squares(self, parts, count)
+
+    def own_gram(self, scale: Tensor | None = None) -> Tensor:
+        """The rows of ``gram(scale=scale)`` that belong to the examples of this rank; all rows of a single process.
+
+        The ranks together hold a Gram matrix that none of them could hold alone; see `linnet.linalg.RowParts`.
+        """
+        check_vector(self, "own_gram", "scale", scale, self.shape[1])
+        return gram.compute_own_gram(self, scale)
 
     def layer_grams(self) -> dict[str, Tensor]:
         """Layer name to its part of the Gram matrix, (n c, n c); they add up to `gram`.

@@ -52,6 +52,6 @@ def warn_of_own_data(tasks: Sequence[Task], base: Tensor) -> None:
                 "The network's residuals on these data hold almost nothing that it could still learn, as if it had "
                 "been trained on them: they are smaller than its errors on new data, and with mean='network' the error "
                 "bars will be too. Use mean='zero', or data that the network has not seen.",
-                stacklevel=4,
+                stacklevel=5,
             )
             return

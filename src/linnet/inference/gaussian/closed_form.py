@@ -5,7 +5,8 @@ solver         decomposes or iterates on                       takes
 =============  ==============================================  =====================================
 function       Cholesky of ``M = I + L^T K L`` (n c, n c)      memory (n c)^2
 weight         Cholesky of ``H = I + Phi^T B Phi`` (p, p)      memory p^2
-cg-function    conjugate gradients on M                        two passes over the data an iteration
+cg-function    conjugate gradients on M                        two passes over the data an iteration, or
+                                                               memory (n c)^2 of all ranks together
 cg-weight      conjugate gradients on H                        one pass over the data an iteration
 =============  ==============================================  =====================================
 

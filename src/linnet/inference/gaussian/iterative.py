@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise
 from linnet.jacobian import AutodiffBlock, fused_cost, gram_cost
 from linnet.linalg import (
     ClassBlocks,
+    RowParts,
     cg,
     draw_landmarks,
     lanczos_quadrature,
@@ -32,15 +34,68 @@ if TYPE_CHECKING:
     from linnet.probability import Prior
 
 
+log = logging.getLogger("linnet")
+
+ITERATIONS = 20
+"""Iterations that a solve is expected to take: more keep larger kernels, whose rows cost more than passes do."""
+
+
 def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings, *, space: str) -> list[Fit]:
     """As `linnet.inference.gaussian.closed_form.condition`, in the given space, with one scale and one noise at most to
     choose."""
     tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
-    spectra = (_streamed_spectrum(task, prior, settings) for task in tasks)
+    kernels = [_kernel_in_parts(task, prior, settings) if space == "function" else None for task in tasks]
+    spectra = (
+        _streamed_spectrum(task, prior, settings) if K is None else _kernel_spectrum(task, K, settings)
+        for task, K in zip(tasks, kernels, strict=True)
+    )
     choice = choose(tasks, prior, spectra, floor=64 * max(task.J.eps for task in tasks))
     variance = prior.variance(choice.scales if prior.scales else ())
-    solve = _cg_weight if space == "weight" else _cg_function
-    return [solve(task, variance, choice, settings) for task in tasks]
+    if space == "weight":
+        return [_cg_weight(task, variance, choice, settings) for task in tasks]
+    scale = choice.scales[0] if prior.scales else 1.0
+    return [
+        _cg_function(task, variance, choice, settings, None if K is None else (K, scale))
+        for task, K in zip(tasks, kernels, strict=True)
+    ]
+
+
+def keeps_kernel_in_parts(J: Jacobian, settings: SolverSettings) -> bool:
+    """Whether the ranks keep the kernel, each its own rows, for the iterations of "cg-function".
+
+    The kernel of all ranks together has to fit, and to cost no more than the passes that it saves.
+    """
+    world, rows = J.ranks.world, J.shape[0]
+    if world == 1:
+        return False
+    # The part of a rank, and what gathers and pads it.
+    fits = 1.5 * rows**2 / world * J.dtype.itemsize <= find_dense_budget(settings.memory, J.device)
+    factors = [f for f in J._sample if not isinstance(f, AutodiffBlock)]
+    columns = 1 + settings.samples + settings.probes
+    passes = ITERATIONS * sum(fused_cost(f, k=columns) for f in factors)
+    kernel = J.n * sum(gram_cost(f) for f in factors)
+    return fits and len(factors) == len(J._sample) and kernel <= passes
+
+
+def _kernel_in_parts(task: Task, prior: Prior, settings: SolverSettings) -> RowParts | None:
+    """``J diag(base) J^T`` in parts, where the ranks keep it."""
+    J = task.J
+    settings = replace(settings, memory=J.lin.agree_on_memory(settings.memory))
+    if not keeps_kernel_in_parts(J, settings):
+        return None
+    log.info(
+        "The kernel of %d rows is kept in parts by %d ranks, and solved by conjugate gradients. A Cholesky "
+        "decomposition would need the whole kernel on one device.",
+        J.shape[0],
+        J.ranks.world,
+    )
+    return RowParts(J.own_gram(prior.base), block=J.c, ranks=J.ranks)
+
+
+def _kernel_spectrum(task: Task, K: RowParts, settings: SolverSettings) -> KernelSpectrum:
+    """By Lanczos steps on a kernel in parts."""
+    root = task.noise.base.rsqrt()[:, None]
+    return lanczos_spectrum(lambda U: root * (K @ (root * U)), root[:, 0] * task.r, settings)
 
 
 def choose(
@@ -160,7 +215,9 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSet
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
 
-def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
+def _cg_function(
+    task: Task, variance: Tensor, choice: Choice, settings: SolverSettings, kernel: tuple[RowParts, float] | None
+) -> Fit:
     J, rows = task.J, task.noise.rows(choice.noise)
     d, root, k = variance.sqrt(), rows.rsqrt()[:, None], settings.samples
     Phi = J.scaled(d)
@@ -168,10 +225,12 @@ def _cg_function(task: Task, variance: Tensor, choice: Choice, settings: SolverS
     # Matheron: u0 + Phi^T L M^-1 (e - L Phi u0) is a posterior sample of the whitened weights.
     e, h = draw_right_sides(J, settings)
     B = torch.cat([root * task.r[:, None], e - root * (Phi @ h)], 1)
-    found = solve_with_probes(
-        lambda U: U + root * (Phi @ (Phi.T @ (root * U))), B, P, J, settings, "The function-space solve"
-    )
-    solution, log_det, error = found
+
+    def product(U: Tensor) -> Tensor:
+        V = root * U
+        return U + root * (Phi @ (Phi.T @ V) if kernel is None else kernel[1] * (kernel[0] @ V))
+
+    solution, log_det, error = solve_with_probes(product, B, P, J, settings, "The function-space solve")
     X = root * solution.value[:, : 1 + k]
     back = Phi.T @ X
     delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
