@@ -660,7 +660,7 @@ class Bent(Likelihood):
     ("options", "kind", "match"),
     [
         ({"structure": "dense"}, ValueError, r"structure must be one of 'auto', 'full'.*got 'dense'"),
-        ({"likelihood": "poisson"}, ValueError, r"likelihood must be one of 'classification'.*got 'poisson'"),
+        ({"likelihood": "gamma"}, ValueError, r"likelihood must be one of 'classification'.*got 'gamma'"),
         ({"prior": -1.0}, ValueError, "prior is a variance and must be a positive number"),
         ({"prior": "flat"}, ValueError, "prior must be one of"),
         ({"noise": 0.1}, ValueError, "noise= belongs to likelihood='regression'"),

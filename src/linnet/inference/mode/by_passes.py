@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import find_dense_budget
-from linnet.inference.gaussian.iterative import preconditioner_of
+from linnet.inference.iterative_solves import preconditioner_of
 from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve
 from linnet.inference.problem import SolverSettings
@@ -66,7 +66,7 @@ def mode_by_passes(
         (True, 9)
     """
     Phi = J.scaled(variance.sqrt())
-    first = preconditioner_of(Phi, J, row_curvature(likelihood, mean), settings, "weight")
+    first = preconditioner_of(Phi, J, row_curvature(likelihood, mean, y), settings, "weight")
     maker = _PreconditionerMaker(J, variance.sqrt(), first, settings)
     found = pass_space(
         J,
