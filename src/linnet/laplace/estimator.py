@@ -1033,9 +1033,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         return self._jacobian(check_inputs(self, X, reset=False))
 
     def _jacobian(self, X: Any) -> Jacobian:
-        # A chunk needs room for an example, however little memory is allowed.
-        memory = self.memory if isinstance(self.memory, str) else max(self.memory, 2**26)
-        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=self.memory, progress=self.progress)
         self.lin_.check_ranks_agree(J._source)
         return J
 
