@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, precision, proofs, sampling, scale, startup
+from benchmarks import adapt, command, heads, laplace, passes, precision, proofs, sampling, scale, sharded, startup
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -90,7 +90,14 @@ def main() -> None:
     ten.add_argument("--rounds", type=int, default=5)
     ten.add_argument("--only", default="all", help="passes, a network, estimators, laplace, outputs, adapters or kron")
     ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
+    parts = commands.add_parser("sharded", help="peak memory of a rank with sharded weights, beside one process")
+    parts.add_argument("--out", type=Path, default=None, help="JSON file (default: results/sharded-cpu.json)")
+    parts.add_argument("--width", type=int, default=1024, help="of the layers")
+    parts.add_argument("--depth", type=int, default=96, help="number of layers")
     args = parser.parse_args()
+    if args.command == "sharded":
+        sharded.run(args.out or Path(__file__).parent / "results" / "sharded-cpu.json", args.width, args.depth)
+        return
     if args.command == "precision":
         kept = args.out or Path(__file__).parent / "results" / f"precision-{args.device.split(':')[0]}.json"
         precision.run(args.data, kept, args.only, args.n, args.device)
