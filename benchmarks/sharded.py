@@ -42,7 +42,7 @@ class Layer(nn.Module):
 def build(width: int, depth: int, *, sharded: bool) -> nn.Module:
     """The network; each rank keeps its part of the frozen weights, if ``sharded``."""
     with torch.device("meta"):
-        model = nn.Sequential(*(Layer(width) for _ in range(depth)), nn.Linear(width, 3).requires_grad_(False))
+        model = nn.Sequential(*(Layer(width) for _ in range(depth)), nn.Linear(width, 1).requires_grad_(False))
     if sharded:
         from torch.distributed.fsdp import fully_shard
 
