@@ -31,6 +31,7 @@ SETS = ("boston", "concrete", "energy", "wine")
 MAP, MAP_VALID, ENSEMBLE = "MAP", "MAP, noise by validation", "ensemble of 5"
 STRUCTURES: dict[str, dict[str, Any]] = {
     "exact": {"structure": "auto"},
+    "exact, largest evidence": {"structure": "auto", "narrow": False},
     "exact, layerwise prior": {"structure": "auto", "prior": "layerwise"},
     "lowrank": {"structure": "lowrank", "rank": 64},
     "kron": {"structure": "kron"},
@@ -52,6 +53,7 @@ ALONE = {
         name: f"Laplace({', '.join(f'{k}={v!r}' for k, v in given.items() if k != 'narrow')})"
         for name, given in STRUCTURES.items()
     },
+    "exact, largest evidence": "Laplace(structure='auto'), then tune(narrow=False)",
     "kron, largest evidence": "Laplace(structure='kron'), then tune(narrow=False)",
 }
 METHODS = {
@@ -66,6 +68,7 @@ NOTES = {
     "kron": BOUNDED,
     "ekfac": BOUNDED,
     "diag": BOUNDED,
+    "exact, largest evidence": "the prior where the evidence is largest, which counts weights that nothing determines",
     "kron, largest evidence": "prior and noise where the evidence is largest, with far too large a noise",
     "laplace-torch, kron": "its evidence leaves the noise at the training error",
 }
