@@ -1,4 +1,4 @@
-"""Two ranks give every rank the answer of one process."""
+"""Two and four ranks give every rank the answer of one process, and fail together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import linnet
 from linnet._common import Ranks, shard
 from linnet.inference import Training
 from linnet.inference.mode.adam import train_by_adam
-from linnet.linalg import sketch
+from linnet.linalg import RowParts, cg, sketch
 from linnet.probability import Categorical
 from linnet.testing.case import Net
 
@@ -156,6 +156,44 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
     return found
 
 
+OF_FOUR = [("switched", 7, "memory", "auto"), ("convolutional", 3, "Dataset", "auto")]
+
+
+def results_of_estimators() -> dict[str, Tensor]:
+    """What the estimators find; what a rank finds is what a process alone finds."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, C)).double()
+    x, new, labels = normal(23, D), normal(5, D, seed=1), torch.arange(23) % C
+    found = {}
+    for structure in ("kron", "ekfac", "diag", "full", "lowrank"):
+        la = linnet.Laplace(net, "classification", structure, **({"rank": 4} if structure == "lowrank" else {}))
+        la.fit(x, labels)
+        found[f"Laplace {structure}"] = torch.cat([la.predict_proba(new).flatten(), torch.tensor([la.log_evidence()])])
+    clf = linnet.TangentClassifier(net).fit(x, labels)
+    found["TangentClassifier"] = torch.cat([clf.predict_proba(new).flatten(), torch.tensor([clf.log_evidence_])])
+    for solver in ("function", "weight", "cg-function", "cg-weight"):
+        reg = linnet.TangentRegressor(net, output=lambda out: out[:, 0], solver=solver, tolerance=1e-12, rank=3)
+        reg.fit(x, x[:, 0].sin())
+        mean, std = reg.predict(new, return_std=True)
+        found[f"TangentRegressor {solver}"] = torch.cat([mean, std, torch.tensor([reg.log_evidence_])])
+    emb = linnet.FisherEmbedding(net, 3, method="krylov", tolerance=1e-12).fit(x)
+    Z = emb.transform(new)
+    found["FisherEmbedding"] = torch.cat([emb.eigenvalues_, (Z @ Z.T).flatten()])
+    return found
+
+
+def kernel_in_parts() -> dict[str, Tensor]:
+    """Products with a kernel of which each rank has its rows, and the size of the part."""
+    torch.manual_seed(0)
+    J = linnet.linearize(convolutional().double()).jacobian(normal(7, D))
+    s = normal(J.shape[1], seed=4).square()
+    part = J.own_gram(s)
+    K = RowParts(part, block=C, ranks=J.ranks)
+    V = normal(7 * C, 4, seed=1)
+    solution = cg(lambda U: U + K @ U, V, tolerance=1e-13).value
+    return {"kernel, products": K @ V, "kernel, solution": solution, "kernel, adjoint": K.T @ V[:, 0]}
+
+
 DISAGREEMENTS = {
     "one number of the last example": "the data",
     "one example more": "the number of examples, the data",
@@ -173,9 +211,9 @@ DISAGREEMENTS = {
 }
 
 
-def refusal(case: str, rank: int) -> str:
+def refusal(case: str, rank: int, world: int) -> str:
     """What this rank says where the last rank has something else than the others."""
-    other = rank == WORLD - 1
+    other = rank == world - 1
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double().eval()
     net[0].weight.requires_grad_(False)
@@ -278,7 +316,7 @@ FAILURES = {
 }
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, world: int, folder: str) -> None:
     """One rank: every scenario, then its results to a file."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -287,12 +325,18 @@ def work(rank: int, folder: str) -> None:
         "gloo",
         init_method=f"file://{folder}/meeting",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=timedelta(seconds=60),
     )
     try:
         ranks = Ranks()
-        assert (ranks.rank, ranks.world) == (rank, WORLD)
+        assert (ranks.rank, ranks.world) == (rank, world)
+        found: dict[str, dict[str, Tensor]] = {"estimators": results_of_estimators() | kernel_in_parts()}
+        for scenario in SCENARIOS if world == WORLD else OF_FOUR:
+            found["/".join(map(str, scenario))] = results(*scenario)
+        if world != WORLD:
+            torch.save(found, f"{folder}/rank{rank}.pt")
+            return
         t = torch.full((2,), float(rank + 1))
         ranks.add_up(t)
         rows = torch.zeros(6, 2)
@@ -300,9 +344,7 @@ def work(rank: int, folder: str) -> None:
         rows[2 * start : 2 * stop] = rank + 1
         ranks.share_rows(rows, 3, 2)
         least = [ranks.smallest(value) for value in (5.0 - rank, 5.0 + rank)]
-        found = {"parts": {"sum": t, "rows": rows, "least": torch.tensor(least)}}
-        for scenario in SCENARIOS:
-            found["/".join(map(str, scenario))] = results(*scenario)
+        found["parts"] = {"sum": t, "rows": rows, "least": torch.tensor(least)}
         net = linnet.linearize(nn.Linear(D, C).double()).jacobian(normal(3, D))
         found["parts"]["plan"] = torch.tensor(str(net.plan).count("2 ranks"))
         found["parts"]["refused"] = torch.zeros(1)
@@ -312,7 +354,7 @@ def work(rank: int, folder: str) -> None:
             found["parts"]["refused"] += 1
         found["meshes"] = over_meshes()
         torch.save(found, f"{folder}/rank{rank}.pt")
-        said = {case: refusal(case, rank) for case in ("nothing", *DISAGREEMENTS)}
+        said = {case: refusal(case, rank, world) for case in ("nothing", *DISAGREEMENTS)}
         said |= {where: failure(where, rank) for where in ("nowhere", *FAILURES, "other calls")}
         said["mesh"] = over_other_mesh()
         Path(f"{folder}/rank{rank}.json").write_text(json.dumps(said))
@@ -324,8 +366,16 @@ def work(rank: int, folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     """Where both ranks, which run once for all tests, have left what they found."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=WORLD, join=True)
+    mp.spawn(work, args=(WORLD, str(folder)), nprocs=WORLD, join=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+    """What each of four ranks has found."""
+    folder = tmp_path_factory.mktemp("four")
+    mp.spawn(work, args=(4, str(folder)), nprocs=4, join=True)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -378,22 +428,39 @@ def test_a_mesh_is_a_device_mesh():
         linnet.linearize(nn.Linear(2, 1), mesh=2)
 
 
+def check_close(found: dict[str, Tensor], alone: dict[str, Tensor], tolerance: float) -> None:
+    assert list(found) == list(alone)
+    for name, reference in alone.items():
+        size = max(float(reference.abs().max()), 1e-300)
+        assert found[name].shape == reference.shape, name
+        assert float((found[name] - reference).abs().max()) <= tolerance * size, name
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "/".join(map(str, scenario)))
 def test_every_rank_has_the_answer_of_one_process(ranks, scenario):
     alone = results(*scenario)
     for found in ranks:
-        here = found["/".join(map(str, scenario))]
-        assert list(here) == list(alone)
-        for name, reference in alone.items():
-            size = max(float(reference.abs().max()), 1e-300)
-            assert here[name].shape == reference.shape, name
-            assert float((here[name] - reference).abs().max()) <= 1e-12 * size, name
+        check_close(found["/".join(map(str, scenario))], alone, 1e-12)
 
 
-def test_ranks_agree_to_the_last_bit(ranks):
-    for scenario in ranks[0]:
-        for name, value in ranks[0][scenario].items():
-            assert torch.equal(value, ranks[1][scenario][name]), (scenario, name)
+def test_four_ranks_have_the_answer_of_one_process_also_where_they_are_more_than_examples(four):
+    for scenario in OF_FOUR:
+        alone = results(*scenario)
+        for found in four:
+            check_close(found["/".join(map(str, scenario))], alone, 1e-12)
+
+
+def test_estimators_find_the_same_on_every_rank_as_alone(ranks, four):
+    alone = results_of_estimators() | kernel_in_parts()
+    for found in (*ranks, *four):
+        check_close(found["estimators"], alone, 1e-9)
+
+
+def test_ranks_agree_to_the_last_bit(ranks, four):
+    for first, *others in (ranks, four):
+        for scenario, found in first.items():
+            for name, value in found.items():
+                assert all(torch.equal(value, other[scenario][name]) for other in others), (scenario, name)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

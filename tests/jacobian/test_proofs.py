@@ -388,6 +388,46 @@ def test_a_truth_tells_right_products_and_rows_from_wrong_ones():
     assert both.U.shape == (7, 3, 4) and len(both.tolerances) == 4
 
 
+class NotANumberForward(torch.autograd.Function):
+    """The identity, whose forward-mode derivative is not a number."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g
+
+    @staticmethod
+    def jvp(ctx, t: Tensor) -> Tensor:
+        return t * torch.nan
+
+
+def test_a_forward_mode_that_gives_no_number_is_not_used():
+    def forward(m, x):  # the first examples are not large
+        h = m.a(x)
+        return m.b(NotANumberForward.apply(h) if float(x.max()) > 10 else h)
+
+    model = double(Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+    x = normal(9, 3) / 10
+    x[-1] = 20.0
+    v = normal(26)
+    found = linnet.linearize(model).jacobian(x, 9) @ v
+    torch.testing.assert_close(found, dense_jacobian(model, x) @ v, rtol=1e-9, atol=1e-12)
+
+
+def test_a_column_that_is_not_finite_is_no_disproof():
+    J = linnet.linearize(double(nn.Linear(3, 2))).jacobian(normal(4, 3), engine="autodiff")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not (J @ torch.full((8,), torch.inf, dtype=torch.float64)).isfinite().any()
+
+
 def test_random_signs_have_no_small_entry():
     found = random_signs(1000, seed=0, like=torch.zeros((), dtype=torch.float64))
     assert found.abs().min() >= 0.5 and found.abs().max() <= 1.5 and 400 < (found > 0).sum() < 600

@@ -165,6 +165,27 @@ def test_a_policy_forbids_everything_from_outside():
     assert policy["content"].startswith("default-src 'none'") and "script-src" not in policy["content"]
 
 
+def test_the_style_sheet_fits_the_page():
+    """Every rule finds something to style, figures stand side by side, and legends explain colors that are drawn."""
+
+    def classes(markup: str) -> set[str]:
+        return {name for found in re.findall(r'class="([^"]*)"', markup) for name in found.split()}
+
+    used: set[str] = set()
+    for kind, rows in {"pictures": 3, "texts": 3, "rows": 3, "embedding": 1}.items():
+        head, _, body = render(cases.report(kind)).partition("</style>")
+        used |= classes(body)
+        before, *blocks = body.split('<div class="figures">')
+        assert len(blocks) == rows and "<figure>" not in before
+        for figure in re.findall(r"<figure>.*?</figure>", body, re.DOTALL):
+            legend, _, plot = figure.partition("<svg")
+            colors = re.findall(r'<span><i class="key ([^"]*)">', legend)
+            assert legend.count("<span>") == len(colors) and set(colors) <= classes(plot)
+    style = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", head.partition("<style>")[2])
+    known = set(re.findall(r"\.([a-z]+)\b", style))
+    assert len(known) > 40 and known - used == {"intro", "missing"}  # of reports without data
+
+
 def test_markup():
     assert (
         h("p", "<", None, False, 0, [h("b", 1.50), "&"], class_="a", hidden=None)
@@ -302,7 +323,7 @@ def text_of(tmp_path, estimator, *args, **more):
 
 
 def test_a_regressor(tmp_path):
-    reg = linnet.TangentRegressor(network(), noise=0.01).fit(X, X[:, 0].sin())
+    reg = linnet.TangentRegressor(network(), noise=0.01, seed=5).fit(X, X[:, 0].sin())
     text = text_of(tmp_path, reg, Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()), columns=("a", "b", "c"), title="Sines")
     for part in (
         "Sines",
@@ -310,6 +331,9 @@ def test_a_regressor(tmp_path):
         "Which directions matter",
         "Which layers adapt",
         "real network",
+        "seed 5",
+        "device cpu",
+        f"torch {torch.__version__}",
     ):
         assert part in text
     assert "left out." not in text

@@ -3,7 +3,7 @@
 from linnet._common import files, messages
 from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
 from linnet._common.deferred import Deferred
-from linnet._common.distributed import ALONE, Ranks, shard
+from linnet._common.distributed import ALONE, Ranks, shard, share_out, together
 from linnet._common.files import atomic_write, sync
 from linnet._common.memory import TEMPORARY, check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 from linnet._common.messages import kind, listing
@@ -53,9 +53,11 @@ __all__ = [
     "noting_saved_tensors",
     "row_codes",
     "shard",
+    "share_out",
     "show_progress",
     "sync",
     "tensor_code",
     "text_code",
+    "together",
     "without_scripting_warnings",
 ]

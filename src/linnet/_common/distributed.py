@@ -3,15 +3,18 @@
 `Ranks` is a process group of torch.distributed, or this process alone. Before every exchange the ranks meet: each rank
 says what it is about to exchange, in one all-reduce of three numbers. A rank that has failed says so at the next
 meeting, in place of its part, so that no rank waits for a part that never comes. Ranks that are about to exchange
-different things are told apart in the same way. Both raise on all ranks.
+different things are told apart in the same way. Both raise on all ranks. A pass tells of its own exceptions, and a call
+of an estimator of all that happen in the call (`Ranks.telling`).
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from linnet._common.checksums import tensor_code, text_code
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DATA_DIMENSIONS = ("data", "dp")
 """Names of the dimension of a mesh over which examples are shared out."""
@@ -96,19 +102,39 @@ class Ranks:
 
     def share_rows(self, t: Tensor, n: int, c: int = 1) -> None:
         """Fill in the rows of the other ranks' examples; t (n c, ...), each rank having filled its own."""
-        world = self.world
-        if world == 1 or t.numel() == 0:
-            return
-        start, stop = (c * i for i in self.own(n))
+        if self.world > 1:
+            start, stop = self.own(n)
+            t.copy_(self.gather_rows(t[start * c : stop * c], n, c))
+
+    def gather_rows(self, part: Tensor, n: int, c: int = 1) -> Tensor:
+        """The rows of all examples, (n c, ...), from each rank's rows of its own examples."""
+        world, shape = self.world, (n * c, *part.shape[1:])
+        if world == 1:
+            return part
+        if 0 in shape:
+            return part.new_empty(shape)
         most = -(-n // world) * c  # a collective takes parts of one size
-        part = t.new_zeros(most, *t.shape[1:])
-        part[: stop - start] = t[start:stop]
-        every = t.new_empty(world * most, *t.shape[1:])
-        with self._exchange(f"the rows of {_describe(t)} of {n} examples"):
-            self._gather(every, part)
-        for source, rows in enumerate(every.split(most)):
-            start, stop = (c * i for i in shard(n, source, world))
-            t[start:stop] = rows[: stop - start]
+        if len(part) < most:
+            part = torch.cat([part, part.new_zeros(most - len(part), *shape[1:])])
+        every = part.new_empty(world * most, *shape[1:])
+        with self._exchange(f"the rows of {_describe(part.new_empty(()).expand(shape))} of {n} examples"):
+            self._gather(every, part.contiguous())
+        if len(every) == n * c:
+            return every
+        sizes = [c * (stop - start) for start, stop in (shard(n, rank, world) for rank in range(world))]
+        return torch.cat([rows[:size] for rows, size in zip(every.split(most), sizes, strict=True)])
+
+    def share_results(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Give all ranks each tensor as its owner has it; the tensors have one dtype, and their shapes are known."""
+        if self.world == 1 or not tensors:
+            return
+        with self._exchange("the results of " + _describe(*tensors)):
+            for owner in sorted(set(owners)):
+                some = [t for t, rank in zip(tensors, owners, strict=True) if rank == owner]
+                flat = torch.cat([t.flatten() for t in some])
+                dist.broadcast(flat, group=self.group, group_src=owner)
+                for t, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
+                    t.copy_(part.view(t.shape))
 
     def smallest(self, value: float) -> float:
         """The smallest of the ranks' values, so that all decide alike on what only some can do."""
@@ -152,7 +178,7 @@ class Ranks:
         if others:
             same = (every == every[0]).all(0).tolist()
             differ = [name.replace("_", " ") for name, agreed in zip(values, same, strict=True) if not agreed]
-            raise _told(
+            raise _stop(
                 ValueError(
                     f"The ranks of torch.distributed do not compute the same: rank 0 and rank {', '.join(others)} "
                     f"differ in {', '.join(differ)}. Give every rank the same weights, all of the data in the same "
@@ -162,28 +188,37 @@ class Ranks:
 
     # Failures.
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """A block that succeeds on all ranks, or raises on all of them."""
-        with self.telling():
-            yield
-            if self.world > 1:
-                self._meet("the end of a call")
+        return self.telling("the end of a call")
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other ranks about an exception in the block, which they learn of at their next exchange."""
+    def telling(self, end: str = "") -> Iterator[None]:
+        """A block that tells the other ranks of its exception, which they raise at their next exchange.
+
+        Inside another such block this one does nothing: an exception that is handled there is nothing to tell.
+
+        Args:
+            end: What the ranks meet for at the end of the block; "" for no meeting.
+        """
+        if self.world == 1 or _inside.get():
+            yield
+            return
+        token = _inside.set(True)
         try:
             yield
+            if end:
+                self._meet(end)
+        except _Stop as stop:
+            raise stop.error.with_traceback(stop.__traceback__) from stop.__cause__
         except Exception as error:
             self._tell(error)
             raise
+        finally:
+            _inside.reset(token)
 
     def _tell(self, error: Exception) -> None:
         """Say at the next meeting that this rank has failed."""
-        if self.world == 1 or getattr(error, "all_ranks_know", False):
-            return
-        _told(error)
         try:
             dist.all_reduce(torch.tensor([1, 0, 0], device=self._device), dist.ReduceOp.MAX, group=self.group)
             self._say(f"{type(error).__name__}\n{error}")
@@ -210,9 +245,9 @@ class Ranks:
         errors = [(rank, *text.partition("\n")) for rank, text in enumerate(said) if not text.startswith("\n")]
         if errors:
             lines = [f"Rank {rank} of {self.world} failed with {kind}: {text}" for rank, kind, _, text in errors]
-            raise _told(_error_of(errors[0][1])("\n".join(lines)))
+            raise _stop(_error_of(errors[0][1])("\n".join(lines)))
         calls = "; ".join(f"rank {rank} exchanges {text[1:]}" for rank, text in enumerate(said))
-        raise _told(
+        raise _stop(
             RuntimeError(
                 f"The ranks of torch.distributed make different calls: {calls}. Every rank has to make the same calls "
                 "in the same order, with arguments of the same shapes."
@@ -225,7 +260,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise _told(
+            raise _stop(
                 RuntimeError(
                     f"Rank {self.rank} of {self.world} has lost the other ranks while they exchanged {what}: one of "
                     "them has ended, or did not answer within the timeout of the process group. Look at the first "
@@ -259,6 +294,17 @@ ALONE = Ranks(alone=True)
 """This process, whatever groups there are."""
 
 
+def together(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that succeeds in all processes of torch.distributed, or raises in all of them."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with Ranks().together():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def shard(n: int, rank: int, world: int) -> tuple[int, int]:
     """Start and stop of a rank's examples.
 
@@ -268,10 +314,35 @@ def shard(n: int, rank: int, world: int) -> tuple[int, int]:
     return n * rank // world, n * (rank + 1) // world
 
 
-def _told(error: Exception) -> Exception:
-    """The error, as one that all ranks know of."""
-    error.all_ranks_know = True  # type: ignore[attr-defined]
-    return error
+def share_out(costs: Sequence[float], world: int) -> list[int]:
+    """The rank that takes each of some tasks: the longest task first, each to the rank with the least to do.
+
+    >>> share_out([1.0, 5.0, 3.0, 3.0], 2)
+    [0, 0, 1, 1]
+    """
+    owners, loads = [0] * len(costs), [0.0] * world
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += costs[i]
+    return owners
+
+
+_inside: ContextVar[bool] = ContextVar("linnet_inside_telling", default=False)
+
+
+class _Stop(BaseException):
+    """An error that all ranks know of, on its way to the end of `Ranks.telling`: nothing in between handles it.
+
+    An error that only some ranks handle would leave them with other calls than the rest.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _stop(error: Exception) -> BaseException:
+    """What to raise for an error that all ranks know of."""
+    return _Stop(error) if _inside.get() else error
 
 
 def _error_of(kind: str) -> Callable[[str], Exception]:

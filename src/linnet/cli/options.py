@@ -14,7 +14,7 @@ from linnet import _estimator as estimators
 from linnet._common import format_bytes
 from linnet.cli.data_files import Examples, Reading, move
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
-from linnet.inference import SolverSettings, choose_likelihood_solver, choose_solver
+from linnet.inference import SolverSettings, choose_likelihood_solver, choose_solver, keeps_kernel_in_parts
 from linnet.jacobian import Jacobian, linearize
 from linnet.network import Params, top_blocks
 from linnet.probability import NAMES, PriorSpec, check_prior, make_prior
@@ -201,17 +201,22 @@ def print_solver(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, 
     ``kind`` is "regression", "classification" or "laplace"; ``inference`` matters for classification alone.
     """
     rows, p = J.shape
+    world, memory_of_all = J.ranks.world, J.lin.agree_on_memory("auto")
     kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")
     if kind == "classification":
         solver = choose_likelihood_solver(
-            rows, p, SolverSettings(), inference=inference, device=J.device, kernels=kernels
+            rows, p, SolverSettings(memory=memory_of_all), inference=inference, device=J.device, kernels=kernels
         )
     else:
-        solver = choose_solver(rows, p, SolverSettings(), device=J.device, kernels=kernels)
+        solver = choose_solver(rows, p, SolverSettings(memory=memory_of_all), device=J.device, kernels=kernels)
     if solver == "function":
         words, memory = f"a dense kernel ({rows:,} x {rows:,})", 8 * (2 + kernels) * rows**2
     elif solver == "weight":
         words, memory = f"a dense matrix of the weights ({p:,} x {p:,})", 8 * 4 * p**2
     else:
         words, memory = "conjugate gradients", 16 * rows * 1000 + 64 * 8 * p
+        if solver == "cg-function" and keeps_kernel_in_parts(J, SolverSettings(memory=memory_of_all)):
+            words, memory = f"{words} on a kernel in parts ({rows:,} x {rows:,})", memory + 8 * rows**2 // world
+    if world > 1:
+        words += f", on each of {world} processes"
     printer.say(f"the fit is solved by {words}, with about {format_bytes(memory)} of memory")

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import scores
-from linnet._common import check_precision, files, find_dense_budget, full_precision, messages
+from linnet._common import check_precision, files, find_dense_budget, full_precision, messages, together
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -149,16 +149,19 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     # Fitting.
 
+    @together
     def fit(self, X: Any, y: Any = None) -> FisherEmbedding:
         """Find the components of the data; y is not used."""
         self._fit(X)
         return self
 
+    @together
     def fit_transform(self, X: Any, y: Any = None) -> Any:
         """Fit, and the embedding of the same data, (n, n_components), which takes no further pass."""
         return convert_like(X, self._fit(X))
 
     @torch.no_grad()
+    @together
     def exact_eigenvalues(self, X: Any) -> Any:
         """All eigenvalues of V V^T of these data, (n,), descending, from the dense kernel; nothing is fitted.
 
@@ -277,6 +280,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     # The embedding.
 
+    @together
     def transform(self, X: Any) -> Any:
         """The embedding E = V_x P of any data, (n, n_components), in one pass."""
         return convert_like(X, self._embed(X))
@@ -287,6 +291,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         return self._fisher_vectors(J) @ self.right_vectors_
 
     @torch.no_grad()
+    @together
     def gram(self, X: Any, Y: Any = None) -> Any:
         """The whole kernel of examples, V_X V_Y^T, (n, m): what `kernel` approximates with the leading components.
 

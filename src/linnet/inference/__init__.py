@@ -5,6 +5,7 @@ from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.evidence.laplace import add_kernels, scale_slopes
 from linnet.inference.evidence.log_determinants import Cost, Coupled, Dense, LogDet, Separable, eigenvalues_of
 from linnet.inference.evidence.search import Slope, maximize
+from linnet.inference.gaussian.iterative import keeps_kernel_in_parts
 from linnet.inference.mode.adam import Training, check_only_map
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
@@ -50,6 +51,7 @@ __all__ = [
     "choose_space",
     "effective_dimension",
     "eigenvalues_of",
+    "keeps_kernel_in_parts",
     "maximize",
     "mode_by_passes",
     "posterior_samples",

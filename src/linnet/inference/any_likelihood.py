@@ -8,7 +8,7 @@ over the data. What the evidence chooses (the scales of the prior) it chooses by
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,20 +17,16 @@ from linnet._common import check_fits
 from linnet.inference import variational
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale
-from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
+from linnet.inference.iterative_solves import draw_right_sides, preconditioner_of, solve_with_probes
 from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import SolverSettings, searches_all_features
 from linnet.inference.variational import Variational
-from linnet.jacobian import Jacobian
 from linnet.linalg import (
-    Preconditioner,
     Solution,
-    cg,
     cholesky_,
-    log_det_from_tridiagonals,
     weigh,
     weight_from_root,
 )
@@ -38,15 +34,18 @@ from linnet.linalg import log_det_from as exact_log_det
 from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
-    Likelihood,
     LowRankPosterior,
     PointPosterior,
     Posterior,
-    Prior,
     SamplePosterior,
     WeightPosterior,
     row_curvature,
 )
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+    from linnet.linalg import Preconditioner
+    from linnet.probability import Likelihood, Prior
 
 Inference = Literal["map", "laplace", "vi"]
 
@@ -253,20 +252,10 @@ def _iterative(data: Observations, prior: Prior, how: InferenceOptions) -> ModeF
     k, root, Phi = settings.samples, mode.root, J.scaled(d)
     weight = row_curvature(data.likelihood, mode.f)
     P = preconditioner_of(Phi, J, weight, settings, "weight")
-    e = torch.randn(J.shape[0], k, dtype=J.dtype, generator=settings.generator(3)).to(J.device)
-    h = torch.randn(J.shape[1], k, dtype=J.dtype, generator=settings.generator(4)).to(J.device)
+    e, h = draw_right_sides(J, settings)
     right = Phi.T @ weigh(e, root, slice(0, J.shape[0])) + h
-    solution = cg(
-        lambda V: V + Phi.normal(V, weight),
-        torch.cat([right, probes_of(P, J.shape[1], J, settings)], 1),
-        preconditioner=P,
-        tolerance=settings.tolerance,
-        iterations=settings.iterations,
-        probes=settings.probes,
-        progress=settings.progress,
-    ).checked("The solve for posterior samples")
-    assert solution.tridiagonals is not None
-    log_det, error = log_det_from_tridiagonals(solution.tridiagonals, P, J.shape[1])
+    what = "The solve for posterior samples"
+    solution, log_det, error = solve_with_probes(lambda V: V + Phi.normal(V, weight), right, P, J, settings, what)
     posterior = SamplePosterior(delta, d[:, None] * solution.value[:, :k])
     value = -mode.objective - 0.5 * log_det
     return replace(fit, posterior=posterior, log_evidence=value, error=0.5 * error, solution=solution)

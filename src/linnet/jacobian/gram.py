@@ -44,6 +44,13 @@ def compute_gram(J: Jacobian, other: Jacobian | None, scale: Tensor | None) -> T
     return _compute_grams(J, other, _diagonal(scale), [""], lambda block: [("", block)])[""]
 
 
+def compute_own_gram(J: Jacobian, scale: Tensor | None) -> Tensor:
+    """The rows of ``J diag(scale) J^T`` that belong to the examples of this rank."""
+    if J.ranks.world == 1:
+        return compute_gram(J, None, scale)
+    return _compute_own_grams(J, J, _diagonal(scale), [""], lambda block: [("", block)])[""]
+
+
 def compute_layer_grams(J: Jacobian) -> dict[str, Tensor]:
     """Layer name to its part of ``J J^T``, (n c, n c)."""
     layout = J.lin.layout
@@ -289,21 +296,28 @@ def _compute_grams(
     """Gram matrices by name, from blocks cut into named parts; every rank makes the same ones in one order."""
     if other is None and J.ranks.world == 1:
         return _symmetric([J], scale, names, parts)
-    right = J if other is None else other
+    grams = _compute_own_grams(J, J if other is None else other, scale, names, parts)
+    with J.ranks.telling():
+        return {name: J.ranks.gather_rows(K, J.n, J.c) for name, K in grams.items()}
+
+
+def _compute_own_grams(
+    J: Jacobian, right: Jacobian, scale: Scale, names: Sequence[str], parts: Cut
+) -> dict[str, Tensor]:
+    """The rows of Gram matrices that belong to the examples of this rank."""
     _check_same_columns(J, right)
 
     def run() -> dict[str, Tensor]:
-        shape = (J.shape[0], right.shape[0])
-        grams = {name: torch.zeros(shape, dtype=J.dtype, device=J.device) for name in names}
         room, (start, stop) = find_budget(J.passes.settings.memory, J.device), J.passes.own
-        with _pairs(J, (stop - start) * J.c * right.shape[0]) as tick:
+        shape = ((stop - start) * J.c, right.shape[0])
+        grams = {name: torch.zeros(shape, dtype=J.dtype, device=J.device) for name in names}
+        with _pairs(J, shape[0] * shape[1]) as tick:
             for group, _ in _groups([J], room):
                 for columns, b in _placed([right], room, start=0, stop=right.n):
                     for rows, a in group:
-                        tick(_meet(a, b, scale, parts, {name: K[rows, columns] for name, K in grams.items()}))
+                        own = slice(rows.start - start * J.c, rows.stop - start * J.c)
+                        tick(_meet(a, b, scale, parts, {name: K[own, columns] for name, K in grams.items()}))
                     del a, b  # before the next ones are formed
-        for K in grams.values():
-            J.ranks.share_rows(K, J.n, J.c)
         return grams
 
     return J.passes.complete(run, right.passes)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from linnet._common import TEMPORARY, Ranks, check_fits, find_dense_budget, messages
+from linnet._common import ALONE, TEMPORARY, Ranks, check_fits, find_dense_budget, messages, share_out
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
@@ -271,7 +271,7 @@ class Kronecker:
         rows: int | None = None,
         memory: float | str = "auto",
     ) -> None:
-        self.layout, self.n = layout, 0
+        self.layout, self.n, self.ranks = layout, 0, ALONE
         self.pairs: dict[Range, Pair] = {}
         # Sums over all data are in float64, as everywhere.
         like = torch.zeros((), dtype=torch.float64, device=device)
@@ -348,7 +348,7 @@ class Kronecker:
         count = self.squares.new_tensor([self.n])
         sides = [side for pair in self.pairs.values() for side in (pair.inputs, pair.gradients)]
         ranks.add_up(count, self.squares, *self.exact.values(), *(t for side in sides for t in side.sums))
-        self.n = int(count)
+        self.n, self.ranks = int(count), ranks
         for pair in self.pairs.values():
             pair.inputs.scale(1 / self.n)
 
@@ -384,7 +384,7 @@ class Kronecker:
                 raise ArithmeticError(f"The curvature of {_name(self.layout, r)} (an exact block) is not finite.")
         sides = [side for alike in distinct.values() for side in alike]
         whole = [side for side in sides if isinstance(side, DenseSide)]
-        found = _eigh([*(side.total for side in whole), *(block[None] for block in self.exact.values())])
+        found = _eigh([*(side.total for side in whole), *(block[None] for block in self.exact.values())], self.ranks)
         for side in sides:
             if isinstance(side, SketchedSide):
                 spectrum = side.decompose()
@@ -644,15 +644,18 @@ def _ranges(pair: Pair) -> list[Range]:
     return [r for r in (pair.weight, pair.bias) if r is not None]
 
 
-def _eigh(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _eigh(matrices: Sequence[Tensor], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues, those that rounding has left below zero being zero, and vectors, of each (groups, d, d).
 
-    Matrices of one size go together: a GPU takes longer to start a small decomposition than to make it.
+    Each rank decomposes some of the matrices. Matrices of one size go together: a GPU takes longer to start a small
+    decomposition than to make it.
     """
+    owners = share_out([len(matrix) * matrix.shape[-1] ** 3 for matrix in matrices], ranks.world)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     by_size: dict[int, list[int]] = {}
     for i, matrix in enumerate(matrices):
-        by_size.setdefault(matrix.shape[-1], []).append(i)
+        if owners[i] == ranks.rank:
+            by_size.setdefault(matrix.shape[-1], []).append(i)
     for d, places in by_size.items():
         step = max(1, TEMPORARY // max(1, d * d))
         for start in range(0, len(places), step):
@@ -660,6 +663,10 @@ def _eigh(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
             values, Q = torch.linalg.eigh(torch.cat([matrices[i] for i in some]))
             counts = [len(matrices[i]) for i in some]
             found.update(zip(some, zip(values.clamp_min(0).split(counts), Q.split(counts), strict=True), strict=True))
+    for i, t in enumerate(matrices):
+        if owners[i] != ranks.rank:
+            found[i] = t.new_empty(t.shape[:2]), torch.empty_like(t)
+    ranks.share_results([t for i in range(len(owners)) for t in found[i]], [rank for rank in owners for _ in range(2)])
     return [found[i] for i in range(len(matrices))]
 
 

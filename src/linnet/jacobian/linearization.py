@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from linnet._common import Precision, Ranks, __version__, check_precision, messages
+from linnet._common import Precision, Ranks, __version__, check_precision, find_dense_budget, messages
 from linnet.data import Batch, Source, as_source
 from linnet.jacobian.chunk import ChunkBuilder, NetworkChunks
 from linnet.jacobian.cuda.float32_convolution import ExactConvolution
@@ -149,6 +149,15 @@ class Linearization:
         if source is not None:
             values |= {"the number of examples": source.n, "the data": source.glimpse()}
         self.ranks.check_same(values | more)
+
+    def agree_on_memory(self, memory: float | str) -> float | str:
+        """Bytes that dense matrices may take on every rank, so that all ranks choose the same solver.
+
+        Args:
+            memory: As the user gave it: bytes, or "auto". It stays as it is where there is one rank.
+        """
+        alone = self.ranks.world == 1
+        return memory if alone else self.ranks.smallest(find_dense_budget(memory, self.device))
 
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""

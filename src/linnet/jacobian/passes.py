@@ -431,7 +431,7 @@ class Pass:
                     warnings.warn(
                         f"linnet ran out of memory with chunks of {size} examples and goes on with smaller ones; "
                         "pass memory= or batch_size= to choose them.",
-                        stacklevel=4,
+                        stacklevel=5,
                     )
                 for other in others:
                     other.settings.largest = max(1, other.chunk_size() // 2)

@@ -112,7 +112,11 @@ class Truth:
         sizes = (along[..., None] * U).flatten(0, 1).norm(dim=0)
         least = expected.abs() / max(1, along.numel()) ** 0.5 + self.natural * torch.finfo(JV.dtype).eps
         bounds = torch.maximum(sizes, least).tolist()
-        return [not e > t * size for e, t, size in zip(errors, self.tolerances, bounds, strict=True)]
+        known = expected.isfinite().tolist()  # else V is not finite, and nothing can be said
+        return [
+            e <= t * size or not judged
+            for e, t, size, judged in zip(errors, self.tolerances, bounds, known, strict=True)
+        ]
 
     def different(self, found: Tensor, truth: Tensor | None = None) -> list[set[str]]:
         """Parameters for which other gradients (p, m) are not the truth; for each u."""
@@ -123,7 +127,7 @@ class Truth:
         # A parameter whose gradient is zero but for rounding is held against the others, or against the outputs.
         biggest = sizes.amax(0).clamp(min=self.natural)
         bounds = torch.maximum(sizes, 1e-3 * biggest) * errors.new_tensor(self.tolerances)
-        wrong = errors > torch.maximum(bounds, 2 * self.eps * biggest)
+        wrong = ~(errors <= torch.maximum(bounds, 2 * self.eps * biggest))  # what is not a number is wrong
         return [{name for name, bad in zip(slices, column, strict=True) if bad} for column in wrong.T.tolist()]
 
 

@@ -16,7 +16,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, messages
+from linnet._common import check_fits, messages, together
 from linnet._estimator import (
     Dtypes,
     ErrorBarsMixin,
@@ -253,6 +253,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     # Fitting.
 
+    @together
     def fit(self, X: Any, y: Any = None) -> Laplace:
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
         check_options(self)
@@ -318,6 +319,11 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self._read = FlatOutput(self.output)
         self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self.params, self._read))
 
+    @property
+    def _memory(self) -> float | str:
+        """Bytes that dense matrices may take, the same on all ranks."""
+        return self.lin_.agree_on_memory(self.memory)
+
     def _choose(self, J: Jacobian) -> str:
         """An exact structure where it fits memory and patience, else samples."""
         kernels = len(self.lin_.layout.layers) + 1 if self.prior == "layerwise" else 1
@@ -325,7 +331,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if self.draws == "auto" and J.has_many_outputs(self.samples):
             return "samples"
         rows = J.n * (self.draws if isinstance(self.draws, int) else J.c)
-        settings = SolverSettings(memory=self.memory)
+        settings = SolverSettings(memory=self._memory)
         found = choose_solver(rows, J.shape[1], settings, device=J.device, kernels=kernels, steps=steps)
         return {"function": "function", "weight": "full"}.get(found, "samples")
 
@@ -377,13 +383,14 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if name in ("kron", "ekfac"):
             return KroneckerCurvature(J, root, corrected=name == "ekfac")
         if name == "lowrank":
-            return LowRankCurvature(J, root, rank=self.rank, seed=self.seed, memory=self.memory, progress=self.progress)
+            memory = self._memory
+            return LowRankCurvature(J, root, rank=self.rank, seed=self.seed, memory=memory, progress=self.progress)
         if name == "subnetwork":
             variance = self._prior.variance(self._scales if self._prior.scales else ())
             return SubnetworkCurvature(J, root, size=self.size, variance=variance, t=1 / self._noise)
         if name == "samples":
             options: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
-            return SampledCurvature(J, root, k=self.samples, memory=self.memory, **options)
+            return SampledCurvature(J, root, k=self.samples, memory=self._memory, **options)
         simple: dict[str, Callable[[Jacobian, Any], CurvatureStructure]] = {
             "full": FullCurvature,
             "function": KernelCurvature,
@@ -467,6 +474,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     # The evidence.
 
+    @together
     def log_evidence(self, at: At = "network", *, prior: PriorSpec | None = None, noise: float | None = None) -> float:
         r"""The log marginal likelihood of the training data, by Laplace's approximation.
 
@@ -499,6 +507,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             scale = noise / float(self._noise_base)
         return self._evidence(at, given, log_det)(scales, scale).value
 
+    @together
     def tune(
         self,
         prior: PriorSpec | None = None,
@@ -728,7 +737,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         mean = self._f - (self._J @ theta).view_as(self._f)
         if self.structure_ in ("full", "function") and self._noise_base is None:
             return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
-        model = LinearModel(self._J, self._y, mean, SolverSettings(memory=self.memory, progress=self.progress))
+        model = LinearModel(self._J, self._y, mean, SolverSettings(memory=self._memory, progress=self.progress))
         gaussian = self._noise_base is not None
         return AtLinearMode(
             model,
@@ -768,7 +777,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
                 f"{float(g.norm()):.3g}, {self.gradient_ratio_:.1f} times what noise in the targets would make it. Its "
                 "mean is not the linear model's, and error bars around it say little. Train it further, or use "
                 "linnet.TangentClassifier or TangentRegressor, which move the mean.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _measure_width(self) -> None:
@@ -796,11 +805,12 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
                 f"and {-with_bars:.3g} with error bars. It has fitted its labels so closely that they say "
                 "little about its weights. Leave narrow=False out, let held-out data choose, with "
                 "tune(validation=(X, y)), or give prior= as a variance.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     # Predictions.
 
+    @together
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: bool = False) -> Any:
         """f at X, which is the network's own output (logits, for a classifier), with its error bars.
 
@@ -826,6 +836,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         variance = told.means(moments.spread)
         return convert_like(X, told.shaped(mean)), convert_like(X, told.shaped((variance + added).sqrt()))
 
+    @together
     def predict_proba(self, X: Any, link: str = "probit", *, draws: int = 1000) -> Any:
         """Class probabilities averaged over the posterior, (n, classes); of each label where labels are on or off.
 
@@ -845,6 +856,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         moments, told = self._moments(X, "variance" if link == "probit" else blocks)
         return convert_like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
 
+    @together
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of f at X, (k, n) or (k, n, c): all inputs under the same weights."""
         J, generator = self._new_inputs(X, k), torch.Generator().manual_seed(self.seed if seed is None else seed)
@@ -856,6 +868,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             found = found + told.noise_variances(f).sqrt() * z
         return convert_like(X, told.shaped(found))
 
+    @together
     def linearity(self, X: Any, k: int = 4, *, seed: int | None = None) -> list[Linearity]:
         """Compare the linear model with the network itself, at X, for each of k weights drawn from the posterior.
 
@@ -870,6 +883,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             found.append(Linearity(before, before + shift, J.outputs(self.lin_.move_theta(z))))
         return found
 
+    @together
     def joint_log_likelihood(
         self,
         X: Any,

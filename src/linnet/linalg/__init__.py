@@ -3,8 +3,8 @@
 from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
 from linnet.linalg.conjugate_gradients import Product, Solution, Solvable, cg
 from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
-from linnet.linalg.matrices import LowRank, Matrix, Stack
-from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_weight
+from linnet.linalg.matrices import LowRank, Matrix, RowParts, Stack
+from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_vector, check_weight
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Preconditioner
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.linalg.preconditioners.randomized import sketch
@@ -35,6 +35,7 @@ __all__ = [
     "Product",
     "RowFn",
     "RowIndex",
+    "RowParts",
     "Solution",
     "Solvable",
     "Stack",
@@ -46,6 +47,7 @@ __all__ = [
     "cg",
     "check_conditioning",
     "check_fn_result",
+    "check_vector",
     "check_weight",
     "cholesky_",
     "cholesky_solve",

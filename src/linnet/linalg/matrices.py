@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linnet._common import ALONE, files
+from linnet._common import ALONE, Ranks, files
 from linnet.linalg.operator import LinearOperator, RowFn
 from linnet.linalg.row_weights import RowIndex, find_examples, weigh
 
@@ -65,6 +65,40 @@ class Matrix(LinearOperator):
 
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         return (self.A * weigh(self.A, weight)).sum(0)
+
+
+@final
+class RowParts(LinearOperator):
+    """A symmetric matrix of which each rank holds the rows of its examples, as `linnet.Jacobian.own_gram` makes them.
+
+    Args:
+        part: The rows of this rank, (own rows, rows).
+        block: c, the rows of an example.
+        ranks: The processes that hold the rows.
+
+    >>> from linnet._common import Ranks
+    >>> RowParts(torch.eye(2), block=1, ranks=Ranks()) @ torch.tensor([1.0, 2.0])
+    tensor([1., 2.])
+    """
+
+    def __init__(self, part: Tensor, *, block: int, ranks: Ranks) -> None:
+        m = part.shape[1]
+        start, stop = ranks.own(m // block)
+        if part.ndim != 2 or m % block or len(part) != (stop - start) * block:
+            raise ValueError(
+                f"RowParts of {m} rows in blocks of {block} needs rows {start * block} to {stop * block} of rank "
+                f"{ranks.rank} of {ranks.world}; got shape {tuple(part.shape)}."
+            )
+        super().__init__((m, m), dtype=part.dtype, device=part.device)
+        self.part, self.block, self.ranks = part, block, ranks
+
+    def _matmul(self, V: Tensor) -> Tensor:
+        assert self.block is not None
+        with self.ranks.telling():
+            return self.ranks.gather_rows(self.part @ V, self.shape[0] // self.block, self.block)
+
+    def _rmatmul(self, U: Tensor) -> Tensor:
+        return self._matmul(U)
 
 
 @final

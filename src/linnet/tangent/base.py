@@ -11,7 +11,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, forward_mode
+from linnet._common import check_fits, forward_mode, together
 from linnet._estimator import Dtypes, ErrorBarsMixin, Linearity, check_inputs, make_jacobian, parse_dtype
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
@@ -217,7 +217,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
             "preconditioner": self.preconditioner,
             "rank": self.rank,
             "samples": self.samples,
-            "memory": self.memory,
+            "memory": self.lin_.agree_on_memory(self.memory) if hasattr(self, "lin_") else self.memory,
             "seed": self.seed,
             "progress": self.progress,
         }
@@ -282,6 +282,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
                 parameter += self.delta_[name].to(parameter)
         return changed
 
+    @together
     def linearity(self, X: Any) -> Linearity:
         """Compare the linear model with the network that has the adapted weights, at X: can it be trusted there?"""
         J = self._new_inputs(X)

@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet._common import check_fits
+from linnet._common import check_fits, together
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -175,6 +175,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         self.preconditioner, self.rank, self.samples, self.variance = preconditioner, rank, samples, variance
         self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
 
+    @together
     def fit(self, X: Any, y: Any = None) -> TangentClassifier:
         """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them."""
         self.top_path_ = None
@@ -205,9 +206,10 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "
             "with mean='zero' all inputs then have the same probabilities: the features tell no classes apart, or the "
             "labels are too few. Use mean='network', more labels, or a variance of your own as prior=.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
+    @together
     def refit(self, X: Any, y: Any = None) -> TangentClassifier:
         """A classifier that has seen (X, y) alone, with the prior and the classes found here: task after task.
 
@@ -365,6 +367,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
 
     # Predictions.
 
+    @together
     def decision_function(self, X: Any) -> Any:
         """Logits of the averaged probabilities, (n,) for one output, else (n, c); `predict_logits` has their moments.
 
@@ -378,10 +381,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             f = p.log() if isinstance(self.likelihood_, Categorical) else torch.logit(p)
         return convert_like(X, f[:, 0] if f.shape[1] == 1 and not self.multilabel_ else f)
 
+    @together
     def predict_proba(self, X: Any) -> Any:
         """Class probabilities, averaged over the posterior, (n, number of classes); of each label where multi-label."""
         return convert_like(X, self._probabilities(X))
 
+    @together
     def predict(self, X: Any) -> Any:
         """The most probable label of each input; where multi-label, (n, c) of zeros and ones."""
         p = self._probabilities(X)
@@ -395,6 +400,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             else labels
         )
 
+    @together
     def predict_logits(self, X: Any, *, return_std: bool = False) -> tuple[Any, Any]:
         """Mean (n, c) of the logits of each input, and their covariance (n, c, c) or standard deviation (n, c).
 
@@ -406,6 +412,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         f, spread = self._predict(X, "variance" if return_std else "blocks")
         return convert_like(X, f), convert_like(X, spread.sqrt() if return_std else spread)
 
+    @together
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""
         return convert_like(X, self._sample(X, k, torch.Generator().manual_seed(self.seed if seed is None else seed)))

@@ -14,6 +14,7 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
+from linnet._common import together
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -158,6 +159,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     # Fitting.
 
+    @together
     def fit(self, X: Any, y: Any = None) -> TangentRegressor:
         """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y."""
         self.top_path_ = None
@@ -168,6 +170,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.__dict__.pop("tasks_", None)
         return self
 
+    @together
     def fit_tasks(self, tasks: Sequence[tuple[Any, Any]]) -> TangentRegressor:
         """Several tasks, each with a posterior of its own, that share prior and noise (section 3.3).
 
@@ -258,10 +261,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             except CannotCast:
                 self._attach(model, own)
             else:
-                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=4)
+                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=5)
                 return True
         if moved > 1:
-            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=4)
+            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=5)
         return False
 
     def _network(self, X: Any, y: Any) -> nn.Module:
@@ -359,6 +362,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.noise_ = np.array(meta["noise_"]) if isinstance(meta["noise_"], list) else meta["noise_"]
         self.evidence_path_, self._kept = (), {}
 
+    @together
     def condition(self, X: Any, y: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
@@ -372,6 +376,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         whole, fit = updates.extend(self._train, self._fit_, task)
         return self._with_task(whole, fit, [*self._train_inputs, X])
 
+    @together
     def refit(self, X: Any, y: Any = None) -> TangentRegressor:
         """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
 
@@ -405,6 +410,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     # Predictions.
 
+    @together
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: bool = False) -> Any:
         """The posterior mean at X, in the shape of the targets; with its standard deviation or joint covariance.
 
@@ -431,6 +437,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             return convert_like(X, mean), convert_like(X, spread)
         return convert_like(X, mean), convert_like(X, self._shaped((spread + added).sqrt()))
 
+    @together
     def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
         """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation."""
         check_is_fitted(self)
@@ -443,6 +450,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             f = f + self._noise_at(f[0], X).sqrt() * z
         return convert_like(X, f[..., 0] if self._one_column else f)
 
+    @together
     def path(self, X: Any, t: float) -> Any:
         r"""The prediction after gradient flow on ``1/2 sum (f - y)^2`` for time t, in closed form.
 
@@ -479,6 +487,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             )
         return self._kept["loo"]
 
+    @together
     def influence(self, X: Any) -> Any:
         """What each training example adds to each prediction: the mean at X less the mean without that example.
 

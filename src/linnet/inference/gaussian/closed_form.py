@@ -5,7 +5,8 @@ solver         decomposes or iterates on                       takes
 =============  ==============================================  =====================================
 function       Cholesky of ``M = I + L^T K L`` (n c, n c)      memory (n c)^2
 weight         Cholesky of ``H = I + Phi^T B Phi`` (p, p)      memory p^2
-cg-function    conjugate gradients on M                        two passes over the data an iteration
+cg-function    conjugate gradients on M                        two passes over the data an iteration, or
+                                                               memory (n c)^2 of all ranks together
 cg-weight      conjugate gradients on H                        one pass over the data an iteration
 =============  ==============================================  =====================================
 
@@ -15,9 +16,9 @@ for in the same block, and the log determinant by stochastic Lanczos quadrature 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from torch import Tensor
 from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
-from linnet.inference.gaussian.iterative import lanczos_spectrum
-from linnet.inference.problem import Fit, SolverSettings, Task, assumed_noise, choose_solver
+from linnet.inference.gaussian.iterative import choose, lanczos_spectrum
+from linnet.inference.problem import Fit, SolverSettings, Task, choose_solver
 from linnet.linalg import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability import FunctionPosterior, Prior, WeightPosterior
 
@@ -72,11 +73,20 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
             _whiten_(K, task.noise.base)
         kernels.append(parts)
     residuals = [task.r * task.noise.base.rsqrt() for task in tasks]
-    fixed = () if prior.scales else (1.0,)
-    if several:
-        choice = _several(tasks, kernels, residuals, prior, fixed)
-    else:
-        choice = _one(tasks, kernels, residuals, fixed, settings)
+
+    def find_spectrum(K: Tensor, r: Tensor) -> gaussian.KernelSpectrum:
+        exact = several or len(r) <= EXACT_ROWS[r.device.type]
+        return gaussian.exact_spectrum(K, r) if exact else lanczos_spectrum(lambda V: K @ V, r, settings)
+
+    pairs = list(zip(kernels, residuals, strict=True))
+    problems = [gaussian.KernelTask(*pair, task.noise.group) for pair, task in zip(pairs, tasks, strict=True)]
+    choice = choose(
+        tasks,
+        prior,
+        (find_spectrum(reduce(torch.add, parts.values()), r) for parts, r in pairs),
+        floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
+        refine=partial(gaussian.choose_by_kernels, problems),
+    )
     fits = []
     for task, parts, whitened in zip(tasks, kernels, residuals, strict=True):
         variance = prior.variance(choice.scales if prior.scales else ())
@@ -114,63 +124,6 @@ def _combined_(parts: dict[str, Tensor], scales: Sequence[float]) -> Tensor:
 
 EXACT_ROWS = {"cpu": 4096, "cuda": 12_288}
 """Rows up to which hyperparameters come from an eigendecomposition rather than from Lanczos steps."""
-
-
-def _one(
-    tasks: Sequence[Task],
-    kernels: Sequence[dict[str, Tensor]],
-    residuals: Sequence[Tensor],
-    fixed: tuple[float, ...],
-    settings: SolverSettings,
-) -> Choice:
-    """One scale and one noise, of which some may be given."""
-    noise = tasks[0].noise
-    if fixed and noise.value is not None:
-        return Choice(fixed, noise.value, math.nan)
-    spectra = []
-    for parts, r in zip(kernels, residuals, strict=True):
-        (K,) = parts.values()
-        if len(r) <= EXACT_ROWS[r.device.type]:
-            spectra.append(gaussian.exact_spectrum(K, r))
-        else:
-            spectra.append(lanczos_spectrum(lambda V, K=K: K @ V, r, settings))  # type: ignore[misc]
-    return gaussian.choose_one(
-        gaussian.join_spectra(spectra),
-        scale=fixed[0] if fixed else None,
-        noise=noise.value[0] if noise.value else None,
-        floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
-        assumed=sum(assumed_noise(tasks)),
-    )
-
-
-def _several(
-    tasks: Sequence[Task],
-    kernels: Sequence[dict[str, Tensor]],
-    residuals: Sequence[Tensor],
-    prior: Prior,
-    fixed: tuple[float, ...],
-) -> Choice:
-    """Several scales or noises: start from the best single ones."""
-    noise = tasks[0].noise
-    if fixed and noise.value is not None:
-        return Choice(fixed, noise.value, math.nan)
-    spectra = [gaussian.exact_spectrum(sum(parts.values()), r) for parts, r in zip(kernels, residuals, strict=True)]  # type: ignore[arg-type]
-    given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    start = gaussian.choose_one(
-        gaussian.join_spectra(spectra),
-        scale=fixed[0] if fixed else None,
-        noise=given,
-        floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
-        assumed=sum(assumed_noise(tasks)),
-    )
-    count = max(1, len(prior.scales))
-    start = Choice(start.scales * count, start.noise * noise.count, start.log_evidence)
-    problems = [
-        gaussian.KernelTask(parts, r, task.noise.group)
-        for task, parts, r in zip(tasks, kernels, residuals, strict=True)
-    ]
-    assumed = assumed_noise(tasks)
-    return gaussian.choose_by_kernels(problems, start=start, scales=fixed or None, noise=noise.value, assumed=assumed)
 
 
 # Dense weight space.
@@ -218,27 +171,15 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
 
 
 def _weight_choice(tasks: Sequence[Task], moments: list[list[gaussian.Moments]], prior: Prior) -> Choice:
-    noise, assumed = tasks[0].noise, assumed_noise(tasks)
-    fixed = () if prior.scales else (1.0,)
-    if fixed and noise.value is not None:
-        return Choice(fixed, noise.value, math.nan)
-    totals = [
-        [sum(column) for column in zip(*found, strict=True)]  # over outputs, as if they had one noise
-        for found in moments
-    ]
-    spectra = [gaussian.weight_spectrum(G, b, norm2=norm2, m=m) for G, b, norm2, m in totals]
-    given = noise.value[0] if noise.value is not None and noise.count == 1 else None
-    floor = gaussian.dense_floor(max(len(prior.base), sum(m for *_, m in totals)), prior.base.dtype)
-    start = gaussian.choose_one(
-        gaussian.join_spectra(spectra),
-        scale=fixed[0] if fixed else None,
-        noise=given,
-        floor=floor,
-        assumed=sum(assumed),
-    )
-    if len(prior.scales) <= 1 and noise.count == 1:
-        return start
-    start = Choice(start.scales * max(1, len(prior.scales)), start.noise * noise.count, start.log_evidence)
-    return gaussian.choose_by_moments(
-        moments, prior.group, start=start, scales=fixed or None, noise=noise.value, assumed=assumed
+    def find_spectrum(found: list[gaussian.Moments]) -> gaussian.KernelSpectrum:
+        G, b, norm2, m = (sum(column) for column in zip(*found, strict=True))  # as if all outputs had one noise
+        return gaussian.weight_spectrum(G, b, norm2=norm2, m=m)
+
+    rows = sum(m for found in moments for *_, m in found)
+    return choose(
+        tasks,
+        prior,
+        map(find_spectrum, moments),
+        floor=gaussian.dense_floor(max(len(prior.base), rows), prior.base.dtype),
+        refine=partial(gaussian.choose_by_moments, moments, prior.group),
     )
