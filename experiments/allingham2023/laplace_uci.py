@@ -225,7 +225,7 @@ def figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """NLL less MAP's, per set and method."""
     names: Sequence[str] = list(results)
     methods = [method for method in methods_of(results) if method != MAP]
-    palette = (plots.GRAY, plots.ORANGE, plots.BLUE, plots.SKY, plots.GREEN, plots.PURPLE, plots.PURPLE)
+    palette = (plots.GRAY, plots.ORANGE, plots.BLUE, plots.BLUE, plots.SKY, plots.GREEN, plots.PURPLE, plots.PURPLE)
     palette += (plots.YELLOW, plots.VERMILION, "black")
     # A peer's structure has the color of ours, as a cross; the largest evidence of one that has another noise, hollow.
     alike = (plots.PURPLE, plots.VERMILION, "black")
