@@ -278,7 +278,27 @@ def test_linear(error, answer, drawn, whole):
     found = answers(report)["Isthe"]
     assert found.answer == answer and (f"posterior ({drawn})" in found.why) == bool(drawn)
     assert ("apply()" in found.why) == (whole and not drawn and error < 0.5)
-    assert "f(x; θ₀) + J" in Page(render(report)).text or not whole
+    text = Page(render(report)).text
+    assert ("f(x; θ₀) + J" in text) == whole
+    assert ("Here 4 such weights were drawn" in text) == (drawn == 4)
+    assert ("The model is the change alone" in text) == (not drawn and not whole)
+    assert ("you can write the weights into the network (apply())" in text) == (not drawn and whole)
+
+
+def test_tiles_are_four_and_the_last_says_what_follows():
+    def tiles(report):
+        found = re.findall(
+            r'<p class="name">(.*?)</p><p class="value">(.*?)</p><p class="quiet">(.*?)</p>', render(report)
+        )
+        return found[:4]
+
+    facts = {"one": "1", "two": "2", "three": "3"}
+    report = replace(cases.report("rows"), facts=facts)
+    assert [tile[0] for tile in tiles(report)][3:] == ["one"] and tiles(report)[3][1:] == ("1", "two: 2")
+    assert tiles(report)[0][2] == "network as it was: 2.1"
+    alone = replace(report, scores=None, outcome=None)
+    assert tiles(alone) == [("one", "1", ""), ("two", "2", ""), ("three", "3", "")]
+    assert tiles(replace(report, facts={"one": "1"}))[3] == ("one", "1", "")
 
 
 def test_error_bars_that_are_all_alike_are_not_grouped():
@@ -342,6 +362,12 @@ def test_a_regressor(tmp_path):
         tmp_path / "r.html", reg, Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()), columns=("a", "b", "c"), title="Sines"
     )
     assert (tmp_path / "r.html").read_bytes() == first
+
+
+def test_samples_rank_no_examples(tmp_path):
+    reg = linnet.TangentRegressor(network(), noise=0.01, prior=1.0, variance="samples", solver="cg-weight")
+    text = text_of(tmp_path, reg.fit(X, X[:, 0].sin()), Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()))
+    assert "known from samples only, and their noise would decide the order" in text
 
 
 def test_without_test_data_examples_are_left_out_in_turn(tmp_path):
