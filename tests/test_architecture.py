@@ -6,6 +6,7 @@ The order of the rooms is the contract of import-linter in pyproject.toml, which
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
             for alias in node.names
         }
         assert not taken & modules, f"{name} has modules and names that are both called {sorted(taken & modules)}"
+
+
+def test_chains_of_imports_are_short() -> None:
+    """A module that needs another for its types alone imports it under TYPE_CHECKING; see CONTRIBUTING.md."""
+    file = SOURCE.parent.parent / "tools" / "architecture.py"
+    spec = importlib.util.spec_from_file_location("architecture", file)
+    assert spec is not None and spec.loader is not None
+    measured = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    chain = measured.longest_chain()
+    assert len(chain) <= 14, " > ".join(chain)
 
 
 def test_folders_are_small() -> None:

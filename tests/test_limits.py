@@ -280,3 +280,13 @@ def test_errors():
         infinite_width(x, torch.ones(2, 4), depth=1)
     with pytest.raises(NotImplementedError, match="no last_dim_is_batch"):
         InfiniteWidth(1).forward(x, x, last_dim_is_batch=True)
+
+
+@pytest.mark.parametrize("kernel", ["ntk", "nngp"])
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_units_of_the_inputs_do_not_matter_without_biases(kernel: str, size: float) -> None:
+    """A ReLU network without biases is homogeneous, also for inputs of very different lengths."""
+    x, y = normal(4, 3), normal(5, 3, seed=1)
+    plain = infinite_width(x, y, depth=2, kernel=kernel)
+    torch.testing.assert_close(infinite_width(size * x, y, depth=2, kernel=kernel), size * plain, rtol=1e-12, atol=0)
+    torch.testing.assert_close(infinite_width(x, size * y, depth=2, kernel=kernel), size * plain, rtol=1e-12, atol=0)

@@ -84,10 +84,15 @@ def modules() -> dict[str, ast.Module]:
 
 
 @cache
-def imports(name: str) -> frozenset[str]:
-    """Modules whose names a module imports at its top level; a name of a package stands for its defining module."""
+def imports(name: str, *, types: bool = False) -> frozenset[str]:
+    """Modules whose names a module imports at its top level; a name of a package stands for its defining module.
+
+    Args:
+        name: The module.
+        types: Whether imports for type checkers and imports inside functions count too.
+    """
     found = set()
-    for node in modules()[name].body:
+    for node in ast.walk(modules()[name]) if types else modules()[name].body:
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {_defining(node.module, alias.name) for alias in node.names if node.module in modules()}
         elif isinstance(node, ast.Import):
@@ -107,20 +112,29 @@ def _defining(module: str, name: str) -> str:
     return module
 
 
-def longest_chain() -> list[str]:
-    """The longest chain of modules of which each imports the next; modules in a cycle count once."""
-    return max((_chain(name, ()) for name in modules()), key=len)
+def longest_chain(*, types: bool = False) -> list[str]:
+    """The longest chain of modules of which each imports the next; modules in a cycle count once, as one link."""
+    reached = {name: _reached(name, types) for name in modules()}
+    cycles = {name: frozenset({o for o in reached[name] if name in reached[o]} | {name}) for name in modules()}
+
+    @cache
+    def chain(cycle: frozenset[str]) -> list[str]:
+        below = {cycles[other] for name in cycle for other in imports(name, types=types)} - {cycle}
+        longest = max((chain(other) for other in sorted(below, key=sorted)), key=len, default=[])
+        return [" = ".join(name.removeprefix("linnet.") for name in sorted(cycle)), *longest]
+
+    return max((chain(cycle) for cycle in sorted(set(cycles.values()), key=sorted)), key=len)
 
 
-_known: dict[str, list[str]] = {}
-
-
-def _chain(name: str, above: tuple[str, ...]) -> list[str]:
-    if name not in _known:
-        below = (other for other in sorted(imports(name)) if other not in (*above, name))
-        longest = max((_chain(other, (*above, name)) for other in below), key=len, default=[])
-        _known[name] = [name, *longest]
-    return _known[name]
+def _reached(name: str, types: bool) -> set[str]:
+    """Modules that a module imports, directly or through others."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = imports(waiting.pop(), types=types) - found
+        found |= new
+        waiting += new
+    return found
 
 
 # Calls.
@@ -210,8 +224,9 @@ def measures() -> Iterator[tuple[str, object]]:
     """Every measure, with what it measures."""
     yield "entries in src/linnet", entries()
     yield "most modules in one folder", most_modules()
-    chain = longest_chain()
-    yield "longest chain of imports", f"{len(chain)}: {' > '.join(name.removeprefix('linnet.') for name in chain)}"
+    for what, types in (("", False), (", types and functions included", True)):
+        chain = longest_chain(types=types)
+        yield f"longest chain of imports{what}", f"{len(chain)}: {' > '.join(chain)}"
     for folder in ("src", "tests", "experiments"):
         yield f"lines of {folder}", lines(folder)
     yield "module-level numeric constants", constants()

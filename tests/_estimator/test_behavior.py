@@ -229,6 +229,17 @@ def test_a_network_that_refuses_random_inputs_is_saved_without_them(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("shift", [1000.0, -1000.0])
+def test_the_size_of_outputs_whose_difference_is_the_score(shift: float) -> None:
+    """Rounding is that of the largest number that the network returns, of either sign."""
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias += shift
+    lin = linnet.linearize(model, output=lambda f: f[:, :1] - f[:, 1:])
+    _, told = behavior.record(lin, behavior.draw_inputs(as_source(X, model.forward)))
+    assert told is not None and 900 < told["size"] < 1100
+
+
 def test_drawn_inputs_have_the_values_that_the_network_can_take() -> None:
     class Many(nn.Module):
         def forward(self, *args: Any) -> Any: ...

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from linnet.cli import data_files
 from linnet.cli.data_files import Reading, cast_for_network, measure_columns, read, read_for_network
 from linnet.cli.data_files.tables import write_csv
 from linnet.cli.data_files.texts import read_texts
@@ -350,6 +351,15 @@ def test_folders_without_images_and_of_several_sizes(tmp_path):
     (tmp_path / "bad" / "a").mkdir(parents=True)
     (tmp_path / "bad" / "a" / "x.jpg").write_text("no image")
     assert "None of the 1 images" in refused(tmp_path / "bad", Reading())
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_labels_of_texts_are_what_they_were_in_training(tmp_path, monkeypatch, text):
+    (tmp_path / "t.tsv").write_text("good\t10\nbad\t20\n")
+    monkeypatch.setattr(data_files, "tokenize", lambda texts, *_, **__: {"input_ids": torch.ones(len(texts), 3)})
+    found = read(tmp_path / "t.tsv", Reading(tokenizer="some", text=text), labeled=True)
+    assert found.y.tolist() == (["10", "20"] if text else [10, 20]) and found.texts == ["good", "bad"]
+    assert found.what == "2 texts of up to 3 tokens"
 
 
 def test_texts(tmp_path):

@@ -77,6 +77,16 @@ def test_cross_validation_chooses_the_penalty_by_its_log_loss() -> None:
     assert again.penalty_ == weak and torch.equal(again.weight, head_of(attach_head(mlp(), X, clean)).weight)
 
 
+@pytest.mark.parametrize("how", [{"seed": 0}, {"seed": 1}, {"seed": 0, "folds": 3}, {"penalty": "evidence"}])
+def test_options_reach_the_readout(how: dict[str, Any]) -> None:
+    """Other folds choose another penalty here: 10 with five folds of the first seed, 1 with others."""
+    model, X = mlp(), normal(60, 4)
+    y = labels(X)
+    head, alone = head_of(attach_head(model, X, y, **how)), fit_readout(model[:4](X).detach().numpy(), y, **how)
+    assert head.penalty_ == alone.penalty and (head.penalty_ == 10) == (how == {"seed": 0})
+    close(head.weight, alone.weight)
+
+
 def test_the_evidence_chooses_the_penalty() -> None:
     model, X = mlp(), normal(50, 4)
     y = labels(X)

@@ -46,6 +46,14 @@ def curvature(J: Jacobian, L: Tensor) -> Tensor:
     return torch.einsum("ncp,ncd,nkd,nkq->pq", A, L, L, A)
 
 
+def test_combinations_of_a_rotated_jacobian_are_rotated_too():
+    J, L = sure(4)
+    rotation, _ = J.kronecker(L).decomposed()
+    rows = J.rotated(rotation).dense().view(J.n, J.c, -1)
+    expected = torch.einsum("ncm,ncp->nmp", L, rows).flatten(0, 1)
+    torch.testing.assert_close(combine_outputs(J.rotated(rotation), L).dense(), expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("c", [4, SMALL + 3])
 def test_little_is_left_out(c):
     J, L = sure(c)

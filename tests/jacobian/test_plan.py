@@ -38,6 +38,10 @@ def test_autodiff_wins_with_few_columns():
     assert autodiff_wins("rmatmul", k=1, c=1) and not autodiff_wins("rmatmul", k=4, c=1)
     assert autodiff_wins("fused", k=1, c=9) and not autodiff_wins("fused", k=1, c=2)
     assert not autodiff_wins("gram", k=1, c=9)
+    # At the bound: 1 + c + min(c, k) passes with captures.
+    assert not autodiff_wins("matmul", k=5, c=6) and autodiff_wins("matmul", k=5, c=7)
+    assert autodiff_wins("rmatmul", k=6, c=6) and not autodiff_wins("rmatmul", k=7, c=6)
+    assert not autodiff_wins("fused", k=2, c=7) and autodiff_wins("fused", k=2, c=8)
 
 
 def test_chunks_are_about_alike():

@@ -165,6 +165,27 @@ def test_a_policy_forbids_everything_from_outside():
     assert policy["content"].startswith("default-src 'none'") and "script-src" not in policy["content"]
 
 
+def test_the_style_sheet_fits_the_page():
+    """Every rule finds something to style, figures stand side by side, and legends explain colors that are drawn."""
+
+    def classes(markup: str) -> set[str]:
+        return {name for found in re.findall(r'class="([^"]*)"', markup) for name in found.split()}
+
+    used: set[str] = set()
+    for kind, rows in {"pictures": 3, "texts": 3, "rows": 3, "embedding": 1}.items():
+        head, _, body = render(cases.report(kind)).partition("</style>")
+        used |= classes(body)
+        before, *blocks = body.split('<div class="figures">')
+        assert len(blocks) == rows and "<figure>" not in before
+        for figure in re.findall(r"<figure>.*?</figure>", body, re.DOTALL):
+            legend, _, plot = figure.partition("<svg")
+            colors = re.findall(r'<span><i class="key ([^"]*)">', legend)
+            assert legend.count("<span>") == len(colors) and set(colors) <= classes(plot)
+    style = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", head.partition("<style>")[2])
+    known = set(re.findall(r"\.([a-z]+)\b", style))
+    assert len(known) > 40 and known - used == {"intro", "missing"}  # of reports without data
+
+
 def test_markup():
     assert (
         h("p", "<", None, False, 0, [h("b", 1.50), "&"], class_="a", hidden=None)
@@ -257,7 +278,27 @@ def test_linear(error, answer, drawn, whole):
     found = answers(report)["Isthe"]
     assert found.answer == answer and (f"posterior ({drawn})" in found.why) == bool(drawn)
     assert ("apply()" in found.why) == (whole and not drawn and error < 0.5)
-    assert "f(x; θ₀) + J" in Page(render(report)).text or not whole
+    text = Page(render(report)).text
+    assert ("f(x; θ₀) + J" in text) == whole
+    assert ("Here 4 such weights were drawn" in text) == (drawn == 4)
+    assert ("The model is the change alone" in text) == (not drawn and not whole)
+    assert ("you can write the weights into the network (apply())" in text) == (not drawn and whole)
+
+
+def test_tiles_are_four_and_the_last_says_what_follows():
+    def tiles(report):
+        found = re.findall(
+            r'<p class="name">(.*?)</p><p class="value">(.*?)</p><p class="quiet">(.*?)</p>', render(report)
+        )
+        return found[:4]
+
+    facts = {"one": "1", "two": "2", "three": "3"}
+    report = replace(cases.report("rows"), facts=facts)
+    assert [tile[0] for tile in tiles(report)][3:] == ["one"] and tiles(report)[3][1:] == ("1", "two: 2")
+    assert tiles(report)[0][2] == "network as it was: 2.1"
+    alone = replace(report, scores=None, outcome=None)
+    assert tiles(alone) == [("one", "1", ""), ("two", "2", ""), ("three", "3", "")]
+    assert tiles(replace(report, facts={"one": "1"}))[3] == ("one", "1", "")
 
 
 def test_error_bars_that_are_all_alike_are_not_grouped():
@@ -302,7 +343,7 @@ def text_of(tmp_path, estimator, *args, **more):
 
 
 def test_a_regressor(tmp_path):
-    reg = linnet.TangentRegressor(network(), noise=0.01).fit(X, X[:, 0].sin())
+    reg = linnet.TangentRegressor(network(), noise=0.01, seed=5).fit(X, X[:, 0].sin())
     text = text_of(tmp_path, reg, Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()), columns=("a", "b", "c"), title="Sines")
     for part in (
         "Sines",
@@ -310,6 +351,9 @@ def test_a_regressor(tmp_path):
         "Which directions matter",
         "Which layers adapt",
         "real network",
+        "seed 5",
+        "device cpu",
+        f"torch {torch.__version__}",
     ):
         assert part in text
     assert "left out." not in text
@@ -318,6 +362,12 @@ def test_a_regressor(tmp_path):
         tmp_path / "r.html", reg, Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()), columns=("a", "b", "c"), title="Sines"
     )
     assert (tmp_path / "r.html").read_bytes() == first
+
+
+def test_samples_rank_no_examples(tmp_path):
+    reg = linnet.TangentRegressor(network(), noise=0.01, prior=1.0, variance="samples", solver="cg-weight")
+    text = text_of(tmp_path, reg.fit(X, X[:, 0].sin()), Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()))
+    assert "known from samples only, and their noise would decide the order" in text
 
 
 def test_without_test_data_examples_are_left_out_in_turn(tmp_path):

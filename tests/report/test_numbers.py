@@ -33,6 +33,7 @@ def drawn(monkeypatch):
 
     class Seen(Plot):
         def line(self, xs, ys, kind):
+            assert self.y.low <= np.min(ys) and np.max(ys) <= self.y.high
             seen.append(("line", kind, np.array(xs, float), np.array(ys, float)))
             super().line(xs, ys, kind)
 

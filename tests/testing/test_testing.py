@@ -91,10 +91,20 @@ def test_zero_matrix_passes():
         ("_column_norms", r"column_norms\(\)"),
     ],
 )
-def test_each_wrong_product_is_named(wrong, names):
+@pytest.mark.parametrize("factor", [1.001, 0.999])
+def test_each_wrong_product_is_named(wrong, names, factor):
     A = matrix()
     with pytest.raises(AssertionError, match=rf"^{names} disagrees .* relative error 1\.0e-03, above .* entry \("):
-        check_operator(spoil(wrong, lambda out: 1.001 * out)(A), A, blocks=BLOCKS)
+        check_operator(spoil(wrong, lambda out: factor * out)(A), A, blocks=BLOCKS)
+
+
+def test_the_worst_entry_is_named():
+    A = matrix().abs()
+    wrong = torch.tensor([0.0, 1.0, -2.0, 0.5, 0.0]).double()
+    needed = A.square().sum(0)
+    text = f"worst at entry (2,): got {float(needed[2] - 2):.9g}, needed {float(needed[2]):.9g}"
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        check_operator(spoil("_column_norms", lambda out: out + wrong)(A), A)
 
 
 @pytest.mark.parametrize("wrong", ["_gram", "_gram_diag", "_column_norms", "_fused"])

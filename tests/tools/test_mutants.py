@@ -1,11 +1,12 @@
-"""`tools/mutants.py`: what is changed, and what is left alone."""
+"""`tools/mutants.py`: what is changed, what is left alone, and which lines run."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -60,3 +61,28 @@ def test_sample_takes_each_line_once_and_is_drawn_by_its_seed(mutants: ModuleTyp
     assert drawn[:2] == mutants.sample({"f.py": SOURCE}, 0, 2)
     assert any(mutants.sample({"f.py": SOURCE}, seed, 10) != drawn for seed in range(1, 5))
     assert all(mutants.changed(SOURCE, m) != SOURCE for m in drawn)
+
+
+def test_probes_write_down_the_lines_that_run(mutants: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = b'''"""Text."""
+from __future__ import annotations
+def f(x):
+    """Text."""
+    if x > 1:
+        return "large"
+    elif x > 0:
+        return "small"
+    for i in range(1):
+        print(end="")
+        x = -x
+    return x
+'''
+    hits = bytearray(100)
+    monkeypatch.setitem(sys.modules, "line_hits", SimpleNamespace(hits=hits))
+    names: dict[str, Any] = {}
+    exec(mutants.probed(source, 50), names)
+    assert names["__doc__"] == names["f"].__doc__ == "Text." and not any(hits)
+    assert names["f"](1) == "small"
+    assert [line for line in range(100) if hits[line]] == [55, 57, 58]
+    assert names["f"](-1) == 1
+    assert [line for line in range(100) if hits[line]] == [55, 57, 58, 59, 60, 61, 62]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from linnet._common import kind
 from linnet.data import InMemory, Source, as_tensors, as_writable
-from linnet.jacobian import Jacobian
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
 
 
 def list_options(estimator: Any) -> list[tuple[str, Any]]:

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet.data import checks
 from linnet.data.batch import SingleBatch, Source, check_finite, leaves
-from linnet.data.dataloaders import wrap_loader
-from linnet.data.datasets import IterableData, MapDataset
+from linnet.data.datasets import IterableData, MapDataset, wrap_loader
 from linnet.data.forward_signature import Signature
 
 

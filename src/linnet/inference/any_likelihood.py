@@ -8,7 +8,7 @@ over the data. What the evidence chooses (the scales of the prior) it chooses by
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +17,14 @@ from linnet._common import check_fits
 from linnet.inference import variational
 from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale
-from linnet.inference.gaussian.iterative import draw_right_sides, preconditioner_of, solve_with_probes
+from linnet.inference.iterative_solves import draw_right_sides, preconditioner_of, solve_with_probes
 from linnet.inference.mode import adam, newton
 from linnet.inference.mode.adam import Training
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import SolverSettings, searches_all_features
 from linnet.inference.variational import Variational
-from linnet.jacobian import Jacobian
 from linnet.linalg import (
-    Preconditioner,
     Solution,
     cholesky_,
     weigh,
@@ -36,15 +34,18 @@ from linnet.linalg import log_det_from as exact_log_det
 from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
-    Likelihood,
     LowRankPosterior,
     PointPosterior,
     Posterior,
-    Prior,
     SamplePosterior,
     WeightPosterior,
     row_curvature,
 )
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Jacobian
+    from linnet.linalg import Preconditioner
+    from linnet.probability import Likelihood, Prior
 
 Inference = Literal["map", "laplace", "vi"]
 

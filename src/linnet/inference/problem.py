@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from linnet._common import check_fits, find_dense_budget, format_bytes, free_memory, messages
-from linnet.inference.evidence.gaussian import Choice
-from linnet.linalg import Solution
-from linnet.probability import Posterior
+
+if TYPE_CHECKING:
+    from linnet.inference.evidence.gaussian import Choice
+    from linnet.linalg import Solution
+    from linnet.probability import Posterior
 
 Solver = Literal["auto", "function", "weight", "cg-function", "cg-weight"]
 Precondition = Literal["auto", "nystrom", "pivoted-cholesky", "none"]

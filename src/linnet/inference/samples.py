@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import find_dense_budget
-from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
+from linnet.inference.iterative_solves import preconditioner_of, probes_of
 from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, autodiff_wins, informative_rows
 from linnet.linalg import (

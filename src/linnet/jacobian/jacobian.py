@@ -129,7 +129,7 @@ class Jacobian(LinearOperator):
             raise ValueError(f"A cached Jacobian {why}; use the Jacobian that it was made from.")
         return chunks
 
-    def _with(self, chunks: ChunkSource) -> Jacobian:
+    def with_chunks(self, chunks: ChunkSource) -> Jacobian:
         """A Jacobian of other chunks in the same coordinates."""
         return Jacobian(chunks, rotation=self.passes.rotation)
 
@@ -297,12 +297,12 @@ class Jacobian(LinearOperator):
     def at(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian of the same examples around other weights, as `linnet.Linearization.at`."""
         chunks = self.network_chunks("keeps no inputs, so it cannot go to other weights")
-        return self._with(chunks.around(self.lin.at(theta)))
+        return self.with_chunks(chunks.around(self.lin.at(theta)))
 
     def near(self, theta: Mapping[str, Tensor]) -> Jacobian:
         """The Jacobian around weights that are so close that what was compared before holds there too."""
         moved = self.at(theta)
-        return moved._with(replace(moved.network_chunks(), proofs=self.network_chunks().proofs))
+        return moved.with_chunks(replace(moved.network_chunks(), proofs=self.network_chunks().proofs))
 
     def in_precision(self, precision: Precision) -> Jacobian:
         """The Jacobian of the same examples in another precision, as `linnet.Linearization.jacobian` takes it.
@@ -313,7 +313,7 @@ class Jacobian(LinearOperator):
         'float32 on cpu, precision high'
         """
         check_precision(precision)
-        return self._with(self.passes.chunks.with_settings(replace(self.passes.settings, precision=precision)))
+        return self.with_chunks(self.passes.chunks.with_settings(replace(self.passes.settings, precision=precision)))
 
     def in_row_dtype(self) -> Jacobian:
         """The same Jacobian with products in the dtype of its rows; see `linnet.Linearization.with_products`.
@@ -328,7 +328,7 @@ class Jacobian(LinearOperator):
         dtype = self.lin.network.row_dtype
         if dtype == self.dtype:
             return self
-        return self._with(self.passes.chunks.with_lin(self.lin.with_products(dtype)))
+        return self.with_chunks(self.passes.chunks.with_lin(self.lin.with_products(dtype)))
 
     def steady(self) -> Jacobian:
         """The Jacobian of the same examples, the same one however they are put into chunks; see
@@ -339,7 +339,7 @@ class Jacobian(LinearOperator):
         chunks, precision = self.passes.chunks, self.passes.settings.precision
         if not isinstance(chunks, NetworkChunks) or not self.lin.network.convolves_exactly(precision):
             return self
-        return self._with(chunks.around(self.lin.steady()))
+        return self.with_chunks(chunks.around(self.lin.steady()))
 
     def outputs(self, theta: Mapping[str, Tensor] | None = None) -> Tensor:
         """f(x; theta0) for all examples, (n, c), or f at other values of the parameters; forward passes only."""
@@ -427,7 +427,7 @@ class Jacobian(LinearOperator):
 
         def run() -> list[T]:
             parts = (replace(one, batch=replace(one.batch, start=0)) for one in store_each(chunks, size, "parts"))
-            return [fn(self._with(gather(chunks, [part]))) for part in parts]
+            return [fn(self.with_chunks(gather(chunks, [part]))) for part in parts]
 
         return self.passes.complete(run)
 
@@ -449,7 +449,7 @@ class Jacobian(LinearOperator):
     def subset(self, index: Tensor) -> Jacobian:
         """The Jacobian of the examples at ``index`` (m,), in that order; for data that can be read by position."""
         chunks = self.passes.chunks
-        return self._with(chunks.subset(index, self.passes.chunk_size() if self.in_memory else 0))
+        return self.with_chunks(chunks.subset(index, self.passes.chunk_size() if self.in_memory else 0))
 
     def rows(self, index: Tensor) -> Jacobian | None:
         return self.subset(index) if self.by_position else None
@@ -470,7 +470,7 @@ class Jacobian(LinearOperator):
             source: The examples.
             late: Takes the outputs in place of the check that outputs are finite.
         """
-        return self._with(self.network_chunks("keeps no inputs").over(source, late))
+        return self.with_chunks(self.network_chunks("keeps no inputs").over(source, late))
 
     def minibatches(self, size: int, seed: int, *, late: bool = False) -> Iterator[Jacobian]:
         """Jacobians of random minibatches, one epoch; their batches' ``index`` says which examples they hold.
@@ -537,7 +537,7 @@ class Jacobian(LinearOperator):
             parts = (SingleBatch(batch, source.kind) for batch in batches)
         try:
             for part in parts:
-                yield self._with(whole.over(part, checks))
+                yield self.with_chunks(whole.over(part, checks))
         finally:
             if checks is not None:
                 checks.close()
@@ -572,7 +572,7 @@ class Jacobian(LinearOperator):
             >>> J.shape, J.gram_diag()
             ((3, 3), tensor([3., 3., 3.]))
         """
-        return self if self.in_memory else self._with(store(self.network_chunks(), memory))
+        return self if self.in_memory else self.with_chunks(store(self.network_chunks(), memory))
 
     def has_many_outputs(self, k: int = 64) -> bool:
         """Whether answers from all rows, a backward pass for each output, cost far more than answers from k columns."""

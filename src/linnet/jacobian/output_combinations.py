@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from linnet._common import TEMPORARY
 from linnet.data import Batch, Source
-from linnet.jacobian.chunk import NetworkChunks
-from linnet.jacobian.jacobian import Jacobian
 from linnet.linalg import ClassBlocks, LinearOperator, RowFn, Stack, as_weight, inner_matrix, weigh, weight_from_root
 from linnet.network import FunctionalModel, output_matrix, output_tensor, with_forward
+
+if TYPE_CHECKING:
+    from linnet.jacobian.jacobian import Jacobian
 
 NAME = "linnet_root"
 """The keyword under which the combinations travel with the inputs."""
@@ -50,8 +51,7 @@ def combine_outputs(J: Jacobian, root: Tensor) -> Jacobian:
     net = lin.network
     other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
     other = replace(other, watch=net.watch, cast=net.cast, products=net.products)
-    chunks = NetworkChunks(lin.with_network(other), _WithRoot(J._source, root.detach()), J.passes.settings.renewed())
-    return Jacobian(chunks)
+    return J.with_chunks(J.network_chunks().renewed(lin.with_network(other), _WithRoot(J._source, root.detach())))
 
 
 DRAWN_ROWS = 1024

@@ -20,14 +20,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import isfinite, prod
 from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet.jacobian import Jacobian, Linearization, estimate_column_norms
-from linnet.linalg import LinearOperator
-from linnet.network import Layout
+from linnet.jacobian import Jacobian, estimate_column_norms
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Linearization
+    from linnet.linalg import LinearOperator
+    from linnet.network import Layout
 
 PriorSpec = str | float | Mapping[str, float]
 """What users may write for a prior."""

@@ -8,7 +8,7 @@ import torch
 
 import linnet
 from linnet.cli import model_source
-from tests.support.command_cases import digits, done, read_table, refused
+from tests.support.command_cases import digits, done, pictures, read_table, refused
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,15 @@ def test_embed_and_what_it_says_about_new_data(tmp_path, nets):
     with np.load(tmp_path / "e.npz") as file:
         np.testing.assert_allclose(file["embedding"], embedding.transform(Z), rtol=1e-3, atol=1e-3)
     assert "must be a .npz file" in refused("predict", "--run", out, "--data", test, "--out", tmp_path / "e.csv")
+
+
+def test_vectors_of_images_have_the_names_of_their_files(tmp_path, nets):
+    folder, out = pictures(tmp_path / "images"), tmp_path / "run"
+    done("embed", model=f"{nets}:images", data=folder, out=out, gray=True, components=2)
+    done("predict", run=out, data=folder / "across", out=tmp_path / "e.npz")
+    with np.load(tmp_path / "e.npz") as file:
+        assert file["names"].tolist() == sorted(path.name for path in (folder / "across").iterdir())
+        assert file["embedding"].shape == (len(file["names"]), 2)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
     said = done("adapt", model=f"{nets}:numbers", **files, target="y", standardize=True)
     for part in "60 rows of 4 columns", "regression, because", "37 of 37 parameters", "Jacobian (60 x 37)", "of memory":
         assert part in said
+    for part in "log evidence", "noise standard deviation", "layers that adapt most":
+        assert part in said
     written = "adapter.safetensors metrics.json predictions.csv report.html run.json"
     assert sorted(path.name for path in out.iterdir()) == written.split()
     for path in out.iterdir():
@@ -54,7 +56,8 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
         ["s5", "age", "bp", "bmi"],
         list(zip(*(columns[k] for k in ("s5", "age", "bp", "bmi")), strict=True)),
     )
-    done("predict", "--run", out, "--data", moved, "--out", tmp_path / "p.csv")
+    said = done("predict", "--run", out, "--data", moved, "--out", tmp_path / "p.csv")
+    assert "its code is imported" in said and "TangentRegressor" in said
     again = read_table(tmp_path / "p.csv")
     np.testing.assert_allclose(np.array(again["mean"], float), np.array(told["mean"], float), rtol=1e-9)
     np.testing.assert_allclose(np.array(again["low95"], float), np.array(told["low95"], float), rtol=1e-7)
@@ -74,7 +77,10 @@ def test_regression_from_tables(tmp_path, nets, monkeypatch):
 def test_classes_from_arrays(tmp_path, nets):
     train, test = digits(tmp_path)
     out = tmp_path / "run"
-    said = done("adapt", "--model", f"{nets}:digits", "--train", train, "--test", test, "--out", out, "--top", 1)
+    files = {"model": f"{nets}:digits", "train": train, "test": test, "out": out}
+    said = done("adapt", **files, top=1, seed=4)
+    network = model_source.load_network(f"{nets}:digits", None, seed=4, device=torch.device("cpu"))
+    assert linnet.load(out / "adapter.safetensors", network).seed == 4
     assert "classification, because the targets are 3 whole numbers" in said
     assert "the network's outputs are the classes 0, 1, 2" in said
     assert "inference: vi" in said
@@ -171,6 +177,7 @@ def test_uncertainty(tmp_path, nets):
     files = {"weights": tmp_path / "w.pt", "train": train, "test": test, "out": out}
     said = done("uncertainty", model=f"{nets}:numbers", **files, target="y", structure="full", seed=5)
     assert "structure 'full'" in said and "with error bars" in said
+    assert "of 37 parameters are determined by the data" in said and "noise standard deviation" in said
     (kept,) = out.glob("*.safetensors")
     assert linnet.load(kept, model).seed == 5
     told = read_table(out / "predictions.csv")
@@ -187,6 +194,13 @@ def test_uncertainty(tmp_path, nets):
     wrong = {"model": f"{nets}:digits", "train": train, "target": "y", "out": tmp_path / "no"}
     assert "The network does not take these data" in refused("uncertainty", **wrong)
     assert not (tmp_path / "no").exists()
+
+
+def test_samples_say_how_far_off_they_are(tmp_path, nets):
+    train, _ = diabetes(tmp_path)
+    files = {"model": f"{nets}:numbers", "train": train, "out": tmp_path / "run"}
+    said = done("adapt", **files, target="y", variance="samples")
+    assert "error bars from posterior samples, with a relative standard error of" in said
 
 
 def test_error_bars_are_for_the_networks_own_targets(tmp_path, nets):

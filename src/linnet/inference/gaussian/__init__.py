@@ -1,7 +1,6 @@
 """Conditioning on observations with Gaussian noise: by dense factors, by conjugate gradients, and with later data."""
 
 from linnet.inference.gaussian.closed_form import check_conditioning, condition
-from linnet.inference.gaussian.iterative import preconditioner_of, probes_of
 from linnet.inference.gaussian.updates import estimate_rounding, extend, flow, precisions, smoother
 
 __all__ = [
@@ -11,7 +10,5 @@ __all__ = [
     "extend",
     "flow",
     "precisions",
-    "preconditioner_of",
-    "probes_of",
     "smoother",
 ]

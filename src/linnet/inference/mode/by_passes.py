@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import find_dense_budget
-from linnet.inference.gaussian.iterative import preconditioner_of
+from linnet.inference.iterative_solves import preconditioner_of
 from linnet.inference.mode.newton import Mode, pass_space
 from linnet.inference.mode.spaces import Solve
 from linnet.inference.problem import SolverSettings
