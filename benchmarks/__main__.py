@@ -95,7 +95,7 @@ def main() -> None:
     )
     several.add_argument("--out", type=Path, default=None, help="JSON file (default: results/ranks-cpu.json)")
     several.add_argument("--rounds", type=int, default=5)
-    several.add_argument("--n", type=int, default=256, help="examples")
+    several.add_argument("--n", type=int, default=2048, help="examples; Gram matrices take an eighth of them")
     args = parser.parse_args()
     if args.command == "ranks":
         ranks.run(args.out or Path(__file__).parent / "results" / "ranks-cpu.json", args.n, args.rounds)

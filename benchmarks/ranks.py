@@ -83,7 +83,8 @@ class Job:
 
 def jobs(n: int) -> dict[str, Job]:
     torch.manual_seed(0)
-    J = linnet.linearize(convolutional()).jacobian(torch.randn(n, 1, 8, 8), progress=False)
+    lin, X = linnet.linearize(convolutional()), torch.randn(n, 1, 8, 8)
+    J, few = lin.jacobian(X, progress=False), lin.jacobian(X[: n // 8], progress=False)
     rows, p = J.shape
     V, U = torch.randn(p, COLUMNS), torch.randn(rows, COLUMNS)
     size = J.dtype.itemsize
@@ -97,8 +98,8 @@ def jobs(n: int) -> dict[str, Job]:
         "J V": Job(lambda: J @ V, gathered=size * rows * COLUMNS),
         "J^T U": Job(lambda: J.T @ U, summed=size * p * COLUMNS),
         "J^T J V": Job(lambda: J.normal(V), summed=size * (p + 1) * COLUMNS),
-        "Gram matrix": Job(J.gram, gathered=size * rows**2),
-        "Gram matrix in parts": Job(J.own_gram),
+        "Gram matrix": Job(few.gram, gathered=size * few.shape[0] ** 2),
+        "Gram matrix in parts": Job(few.own_gram),
         "Kronecker factors": Job(J.kronecker, summed=sums),
         "their eigenvectors": Job(factors.decomposed, given=sum(pairs)),
     }
@@ -140,7 +141,8 @@ def run(out: Path | None, n: int, rounds: int, worlds: tuple[int, ...] = (1, 2, 
             for name, one in json.loads(Path(folder, f"{world}.json").read_text()).items():
                 found.setdefault(name, {})[str(world)] = one
     cores = os.cpu_count()
-    print(f"{n:,} examples, 10 outputs, 7,258 parameters, {COLUMNS} columns, float32, one thread a rank, {cores} cores")
+    print(f"{n:,} examples, 10 outputs, 7,258 parameters, {COLUMNS} columns; Gram matrices of {n // 8} examples")
+    print(f"float32, one thread a rank, {cores} cores; the time of the processor is that of all ranks together")
     print(f"{'':22} {'ranks':>5} {'ms':>9} {'CPU ms':>9} {'efficiency':>10} {'bytes a rank':>13} {'formula':>13}")
     for name, by_world in found.items():
         for world, one in by_world.items():
