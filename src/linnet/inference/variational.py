@@ -616,7 +616,7 @@ def _count_worthwhile(problem: _Expectations, lam: Tensor, rank: int | str) -> i
         raise ValueError("The kernel is zero on the training data: no selected parameter moves the outputs there.")
     floor = 100 * len(problem.mean) * torch.finfo(lam.dtype).eps * largest
     if rank == "auto":
-        bend = problem.likelihood.curvature(torch.zeros_like(problem.mean)).abs().max()
+        bend = problem.likelihood.observed_curvature(torch.zeros_like(problem.mean), problem.y).abs().max()
         floor = max(floor, min(0.01 / float(bend), largest))
     return max(1, int((lam >= floor).sum()))
 

@@ -310,11 +310,11 @@ def _minimize(
         return likelihood.residual(mean[part] + shift.view(-1, c), y[part]).flatten()
 
     def terms(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f)
+        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f, y)
 
     def root_of(f: Tensor) -> Any:
         # Matrices of the dense spaces are larger than the blocks of all examples.
-        return row_root(likelihood, f) if isinstance(space, PassSpace) else as_weight(likelihood.root(f))
+        return row_root(likelihood, f, y) if isinstance(space, PassSpace) else as_weight(likelihood.observed_root(f, y))
 
     evaluate = partial(space.evaluate, residual=residual)
     x, shift, r, g = evaluate(space.vector(mean.new_zeros(space.size)))
