@@ -174,14 +174,24 @@ def take_examples(X: Any, index: Tensor, reason: str) -> Any:
     )
 
 
-def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
-    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
+def default_network(inputs: int, outputs: int, *, seed: int, X: Any, weight: Tensor | None = None) -> nn.Module:
+    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions.
+
+    Args:
+        inputs: d.
+        outputs: Number of outputs.
+        seed: Seed of the weights.
+        X: Inputs (n, d).
+        weight: How many times each of them counts, (n,); None for once.
+    """
     X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
-    spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
+    w = torch.ones(len(X), dtype=torch.float64) if weight is None else weight.cpu().double()
+    mean = (w[:, None] * X).sum(0) / w.sum()
+    spread = ((w[:, None] * (X - mean).square()).sum(0) / w.sum()).sqrt()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return nn.Sequential(
-            Standardize(X.mean(0), torch.where(spread > 0, spread, 1.0)),
+            Standardize(mean, torch.where(spread > 0, spread, 1.0)),
             nn.Linear(inputs, 128),
             nn.Tanh(),
             nn.Linear(128, 128),

@@ -191,7 +191,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
-        self._fit_likelihood(self._network(inputs, y), inputs, y, sample_weight)
+        self._fit_likelihood(inputs, y, sample_weight)
         self._warn_of_nothing()
         return self
 
@@ -271,7 +271,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
 
     # Labels.
 
-    def _network(self, X: Any, y: Any) -> nn.Module:
+    def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
         if self.model is not None:
             return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
@@ -286,7 +286,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
         one = isinstance(likelihood_for(self.likelihood, labels, (count,)), Ordinal)
         outputs = 1 if one else count if labels.ndim == 2 or count > 2 else 1
-        return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+        return default_network(X.shape[1], outputs, seed=self.seed, X=X, weight=weight)
 
     def _encode(self, labels: np.ndarray, J: Jacobian, classes: Any, known: Likelihood | None = None) -> Tensor:
         """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``, which may be known."""

@@ -32,6 +32,7 @@ from linnet.inference import (
     searches_all_features,
 )
 from linnet.jacobian import Jacobian, linearize
+from linnet.network import check_module
 from linnet.probability import Likelihood, Prior, PriorSpec, Weighted, check_prior, make_prior
 from linnet.tangent.base import Tangent
 
@@ -58,7 +59,11 @@ class Generalized(Tangent):
 
     _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_")
 
-    # What an estimator says about its targets.
+    # What an estimator says about its network and its targets.
+
+    def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
+        """The network that adapts."""
+        return check_module(self.model)
 
     def _without_ignored(self, inputs: Any, y: Any, J: Jacobian) -> tuple[Any, Any, Counted] | None:
         """Inputs, targets and which examples count, where some do not; J is that of all inputs."""
@@ -78,10 +83,12 @@ class Generalized(Tangent):
         training = Training(self.epochs, self.minibatch, self.learning_rate)
         return InferenceOptions(self.inference, self.family, self._settings(eps, solver="auto")), training
 
-    def _fit_likelihood(self, model: nn.Module, inputs: Any, y: Any, sample_weight: Any) -> ModeFit:
+    def _fit_likelihood(self, inputs: Any, y: Any, sample_weight: Any) -> ModeFit:
         """Find prior, posterior and open parameters of the likelihood."""
-        inputs, weight, kept = leave_out_weightless(inputs, sample_weight, model.forward)
+        forward = None if self.model is None else check_module(self.model).forward
+        inputs, weight, kept = leave_out_weightless(inputs, sample_weight, forward)
         y = kept.take(y)
+        model = self._network(inputs, y, weight)
         self._choose(model, inputs)
         J = self._attached_jacobian(model, inputs, self.dtype)
         fit = self._condition(inputs, y, J=J, weight=weight)

@@ -12,7 +12,7 @@ from linnet._common import together
 from linnet._estimator import HubMixin, check_variance, convert_like
 from linnet.inference import Inference
 from linnet.jacobian import Jacobian
-from linnet.network import Params, check_module
+from linnet.network import Params
 from linnet.probability import (
     Bernoulli,
     Categorical,
@@ -142,7 +142,7 @@ class TangentGLM(HubMixin, Generalized):
         self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
-        self._fit_likelihood(check_module(self.model), inputs, y, sample_weight)
+        self._fit_likelihood(inputs, y, sample_weight)
         return self
 
     def _check_likelihood(self) -> None:

@@ -69,7 +69,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     .. math:: y = m(x) + J(x) (\theta - \theta_0) + \epsilon, \qquad \theta - \theta_0 \sim N(0, S)
 
     The defaults are for data that the network has **not** been trained on. On its own training data the network's
-    residuals are over-fitted: use ``mean="zero"`` there.
+    residuals are over-fitted: use `linnet.Laplace` there.
 
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
@@ -212,9 +212,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         settings = self._settings()
         _check_noise(self.noise, self.noise_floor)
         inputs = [self._inputs(X, reset=i == 0) for i, (X, *_) in enumerate(data)]
-        model = self._network(inputs[0], data[0][1])
-        weighted = [leave_out_weightless(X, w, model.forward) for X, (*_, w) in zip(inputs, data, strict=True)]
+        forward = None if self.model is None else check_module(self.model).forward
+        weighted = [leave_out_weightless(X, w, forward) for X, (*_, w) in zip(inputs, data, strict=True)]
         inputs, weights, kept = (list(column) for column in zip(*weighted, strict=True))
+        model = self._network(inputs[0], data[0][1], weights[0])
         ys = [counted.take(y) for (_, y, _), counted in zip(data, kept, strict=True)]
         self._choose(model, inputs[0])
         first = self._attached_jacobian(model, inputs[0], self.dtype if dtype is None else dtype)
@@ -298,14 +299,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=5)
         return False
 
-    def _network(self, X: Any, y: Any) -> nn.Module:
+    def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
         if self.model is not None:
             return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         shape = y.shape if isinstance(y, Tensor) else np.asarray(y).shape
         outputs = 1 if len(shape) < 2 else shape[1]
-        return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+        return default_network(X.shape[1], outputs, seed=self.seed, X=X, weight=weight)
 
     def _linearize(self, model: nn.Module, dtypes: Dtypes, *, second: bool = False) -> Linearization:
         output = _Half(self.output, second) if self._noise_name == "heteroscedastic" else self.output
