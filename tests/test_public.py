@@ -26,7 +26,7 @@ def test_importing_linnet_imports_nothing_slow_until_a_public_module_is_asked_fo
     code = f"""
         import sys, linnet
         print([name for name in {slow} if name in sys.modules])
-        for name in ("likelihoods", "sampling", "metrics", "limits", "scores", "report", "testing"):
+        for name in ("conformal", "likelihoods", "sampling", "metrics", "limits", "scores", "report", "testing"):
             assert getattr(linnet, name) is sys.modules[f"linnet.{{name}}"]
         assert "gpytorch" in sys.modules
         from linnet.likelihoods import Categorical

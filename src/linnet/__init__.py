@@ -9,13 +9,13 @@ from linnet.jacobian import Jacobian, Linearization, Plan, linearize
 from linnet.linalg import LinearOperator, LowRank, Matrix
 
 if TYPE_CHECKING:
-    from linnet import likelihoods, limits, metrics, report, sampling, scores
+    from linnet import conformal, likelihoods, limits, metrics, report, sampling, scores
     from linnet._estimator import load
     from linnet.fisher import FisherEmbedding, distill_loss, fisher_vector_product, similarity
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
-    from linnet.tangent import TangentClassifier, TangentRegressor
+    from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = [
     "Batch",
@@ -28,9 +28,11 @@ __all__ = [
     "Matrix",
     "Plan",
     "TangentClassifier",
+    "TangentGLM",
     "TangentRegressor",
     "__version__",
     "attach_head",
+    "conformal",
     "distill_loss",
     "fisher_vector_product",
     "fold_batchnorm",
@@ -51,6 +53,7 @@ _ROOMS = {
     "FisherEmbedding": "fisher",
     "Laplace": "laplace.estimator",
     "TangentClassifier": "tangent.classifier",
+    "TangentGLM": "tangent.glm",
     "TangentRegressor": "tangent.regressor",
     "attach_head": "heads",
     "distill_loss": "fisher",
@@ -60,7 +63,7 @@ _ROOMS = {
     "similarity": "fisher",
     "train_with_evidence": "laplace.training",
 }
-_MODULES = ("likelihoods", "limits", "metrics", "report", "sampling", "scores", "testing")
+_MODULES = ("conformal", "likelihoods", "limits", "metrics", "report", "sampling", "scores", "testing")
 
 if not TYPE_CHECKING:
 

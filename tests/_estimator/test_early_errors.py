@@ -60,7 +60,7 @@ CASES |= {
     "two variances, one output": (
         lambda: TangentRegressor(ONE, noise=[1.0, 2.0]).fit(X, y),
         ValueError,
-        "one for each of 1 outputs; got 2",
+        "noise for each of 200 observations needs shape (200,); got (2,)",
     ),
     "too many classes": (
         lambda: TangentClassifier(THREE).fit(X, torch.arange(N) % 4),

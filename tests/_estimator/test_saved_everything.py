@@ -182,7 +182,7 @@ def test_each_kind_of_file_has_a_home() -> None:
         module = import_module(home)
         assert kind == module.KIND
         known |= set(module.ESTIMATORS)
-    assert known == {"FisherEmbedding", "Laplace", "TangentClassifier", "TangentRegressor"}
+    assert known == {"FisherEmbedding", "Laplace", "TangentClassifier", "TangentGLM", "TangentRegressor"}
 
 
 # ------------------------------------------------------------------------------------- damaged and foreign

@@ -11,17 +11,30 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_predict
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_dense_data, parametrize_with_checks
 from torch import nn
 
 from linnet.tangent import TangentClassifier
 from tests.support.drawn import double, normal
 
 
-@parametrize_with_checks([TangentClassifier()])
+DRAWN = {
+    "check_sample_weight_equivalence_on_dense_data": "VI averages over draws, and repeated examples have their own"
+}
+
+
+@parametrize_with_checks([TangentClassifier()], expected_failed_checks=lambda _: DRAWN)
 @pytest.mark.filterwarnings("ignore:The evidence of these")  # some checks draw labels
 def test_scikit_learns_own_checks(estimator: Any, check: Callable[[Any], None]) -> None:
     check(estimator)  # raises where the estimator does not keep to the rules
+
+
+@pytest.mark.parametrize("inference", ["map", "laplace"])
+def test_weights_are_repetitions_by_scikit_learns_own_check(inference: Any) -> None:
+    given = TangentClassifier(inference=inference, prior=1.0)
+    check_sample_weight_equivalence_on_dense_data("TangentClassifier", given)
+    X, y = data()
+    assert not np.allclose(given.fit(X, y).predict_proba(X), given.fit(X, y, np.arange(40)).predict_proba(X))
 
 
 def network(outputs: int = 2) -> nn.Module:

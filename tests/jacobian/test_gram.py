@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet._common import memory
 from linnet.jacobian import DenseBlock, NetworkChunks
 from linnet.jacobian import gram as grams
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.passes import GRAM
 from linnet.linalg import Stack
+from tests.support.peak import peak_beside_result
 
 MEMORY = 6e5
 
@@ -61,9 +63,11 @@ def test_a_block_is_gone_before_the_next_is_formed(monkeypatch: pytest.MonkeyPat
     K = left.gram(right)
     assert (K - truth).norm() <= 1e-12 * K.norm()
     assert len(sizes) > 10
-    limit = GRAM[1] * MEMORY
+    first = left.parts[0] if kind == "stack" else left
+    room = first.passes.gram_room
+    limit = GRAM[1] * room
     assert 0.6 * limit < max(alive) <= limit + max(sizes)  # and what did not go into the block any more
-    assert max(sizes) <= GRAM[0] * MEMORY
+    assert max(sizes) <= GRAM[0] * room
 
 
 @pytest.mark.parametrize("kind", ["one", "stack", "two"])
@@ -163,3 +167,29 @@ def test_normal_products_of_gram_matrices_with_a_center(centers: tuple[bool, boo
     A, B = (J.centered(z) if center else J for J, center in zip(parts, centers, strict=True))
     K = A.dense() @ B.dense().T
     torch.testing.assert_close(A.gram_normal(B, weight), K.T @ (weight[:, None] * K), rtol=1e-10, atol=1e-10)
+
+
+def tokens(n: int) -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Flatten(), nn.Linear(32, 5)).double()
+    return model, torch.randn(n, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("make", [lambda: (network(), inputs(150)), lambda: tokens(60)])
+@pytest.mark.parametrize("product", ["gram", "layer_grams"])
+def test_memory_holds_all_but_the_result(make: Callable[[], tuple[nn.Module, Tensor]], product: str) -> None:
+    model, X = make()
+    lin = linnet.linearize(model)
+    J = lin.jacobian(X, memory=MEMORY, progress=False)
+    J.gram_diag()  # the first examples are measured
+    assert peak_beside_result(getattr(J, product)) <= MEMORY
+    assert J.shape[0] ** 2 * 8 > MEMORY  # a second matrix of that size would be seen
+
+
+@pytest.mark.parametrize("product", ["gram", "layer_grams", "normal_matrix"])
+def test_a_result_that_does_not_fit_is_refused_before_a_pass(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    J = linnet.linearize(network()).jacobian(inputs(160), progress=False)
+    _ = J.shape
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(NetworkChunks, "build", None)
+    with pytest.raises(MemoryError, match=r"takes .* and 1000 B are free. Use products such as"):
+        getattr(J, product)()

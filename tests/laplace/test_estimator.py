@@ -24,6 +24,7 @@ from linnet.laplace.search import Search, choose, choose_factor, find_largest_fa
 from linnet.probability import Categorical, Gaussian, Likelihood
 from tests.support.drawn import double, normal
 from tests.support.laplace_cases import CASES, CLASSES, EXACT, NEW, NUMBERS, Dense, N, X, fitted, net
+from tests.support.peak import peak_beside_result
 
 
 @pytest.fixture(autouse=True)
@@ -659,7 +660,7 @@ class Bent(Likelihood):
     ("options", "kind", "match"),
     [
         ({"structure": "dense"}, ValueError, r"structure must be one of 'auto', 'full'.*got 'dense'"),
-        ({"likelihood": "poisson"}, ValueError, r"likelihood must be one of 'classification'.*got 'poisson'"),
+        ({"likelihood": "gamma"}, ValueError, r"likelihood must be one of 'classification'.*got 'gamma'"),
         ({"prior": -1.0}, ValueError, "prior is a variance and must be a positive number"),
         ({"prior": "flat"}, ValueError, "prior must be one of"),
         ({"noise": 0.1}, ValueError, "noise= belongs to likelihood='regression'"),
@@ -705,7 +706,7 @@ def test_bad_data_is_refused() -> None:
     own = {name: (lambda self, *a, name=name, **k: getattr(Categorical(), name)(*a, **k)) for name in METHODS}
     unknown = type("Own", (Likelihood,), {"diagonal": False, **own})()  # classes have a formula, others have blocks
     with pytest.raises(MemoryError, match=r"24 examples with 3 outputs takes .* with draws=1"):
-        Laplace(model, unknown, structure="kron", prior=1.0, memory=1000).fit(X, CLASSES)
+        Laplace(model, unknown, structure="kron", prior=1.0, memory=4000, batch_size=24).fit(X, CLASSES)
     with pytest.raises(ValueError, match="at must be"):
         la.log_evidence("mode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method must be"):
@@ -868,3 +869,19 @@ def test_fewer_examples_are_looked_at_where_there_are_many_classes() -> None:
     assert len(la._looked_at()) == 2**24 // 4096**2
     la._f = torch.zeros(5000, 2)
     assert len(la._looked_at()) == min(5000, LOOKED_AT)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_kronecker_structures_hold_memory(structure: str) -> None:
+    """A fit takes little more than a pass may take: outputs, and a table of variances for a few examples."""
+    n, c, limit = 600, 4, 3e6
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten())
+    model = double(model.append(nn.Linear(8 * 36, c)))
+    x = normal(n, 2, 6, 6)
+    table = 200 * c * 386 * 8
+    whole = 8 * n * c * sum(t.numel() for t in model.parameters())  # all rows, which a pass of one chunk would hold
+    assert whole > 3 * (limit + 2 * table)
+    la = Laplace(model, structure=structure, memory=limit)
+    assert peak_beside_result(lambda: la.fit(x, torch.arange(n) % c)) < 1.3 * limit + 2 * table
+    with pytest.raises(MemoryError, match=r"Kronecker factors of all layers takes .* memory= allows 9.8 KiB"):
+        Laplace(model, structure=structure, memory=10_000).fit(x, torch.arange(n) % c)

@@ -237,7 +237,9 @@ def test_errors():
     with pytest.raises(ValueError, match="prior='balanced' is made from the Jacobian"):
         train_with_evidence(model, (X, y), "regression", prior="balanced")
     with pytest.raises(ValueError, match="likelihood must be one of 'classification', 'regression'"):
-        train_with_evidence(model, (X, y), "poisson")
+        train_with_evidence(model, (X, y), "gamma")
+    with pytest.raises(ValueError, match=r"so that Weibull\(\) needs its parameters from the start"):
+        train_with_evidence(model, (X, y), "weibull")
     with pytest.raises(ValueError, match=r"noise is a positive variance, and for 'regression'; got 0\.1"):
         train_with_evidence(model, (X, y), noise=0.1)
     with pytest.raises(ValueError, match=r"structure must be one of 'kron', .*; got 'samples'"):

@@ -340,7 +340,7 @@ def test_expectations_need_draws_and_covariances():
         take_expectations(Categorical(), f, covariance(), y, normal(5, C))
     with pytest.raises(ValueError, match=r"cov needs shape \(6, 4, 4\), or \(6, 4\) for variances; got \(6, 3, 3\)"):
         take_expectations(Categorical(), f, covariance()[:, :3, :3], y, normal(5, N, C))
-    with pytest.raises(TypeError, match=r"known for Gaussian, .* and Categorical; got 'probit'"):
+    with pytest.raises(TypeError, match=r"of a linnet.likelihoods.Likelihood; got 'probit'"):
         take_expectations("probit", f, covariance(), y)
     wrong = covariance()
     wrong[2] = -torch.eye(C, dtype=torch.float64)
@@ -405,7 +405,7 @@ def test_probabilities_in_many_blocks():
 
 def test_predictive_errors():
     f, cov = outputs(), covariance()
-    with pytest.raises(TypeError, match=r"for Bernoulli and Categorical; got Gaussian\(0\.3\)"):
+    with pytest.raises(TypeError, match=r"for Bernoulli, Categorical and Ordinal; got Gaussian\(0\.3\)"):
         compute_probabilities(Gaussian(0.3), f, cov)
     with pytest.raises(ValueError, match=r"link must be 'probit', 'centered', 'bridge' or 'mc'; got 'logit'"):
         compute_probabilities(Bernoulli(), f, cov, link="logit")

@@ -51,7 +51,7 @@ def fit(model: nn.Module | None = None, n: int = 10, *, y: Any = None, **given: 
         ({"noise": math.nan}, "noise is a variance and must be positive"),
         ({"noise": None}, "noise is a variance and must be positive"),
         ({"noise": []}, "noise is a variance and must be positive"),
-        ({"noise": [0.1, 0.2]}, "noise needs one variance, or one for each of 1 outputs; got 2"),
+        ({"noise": [0.1, 0.2]}, r"noise for each of 10 observations needs shape \(10,\); got \(2,\)"),
         ({"solver": "lu"}, r"solver must be one of 'auto', 'function', 'weight', 'cg-function', 'cg-weight'; got 'lu'"),
         ({"preconditioner": "jacobi"}, "preconditioner must be one of 'auto', 'nystrom', 'pivoted-cholesky', 'none'"),
         ({"mean": "median"}, "mean must be 'network' or 'zero'; got 'median'"),

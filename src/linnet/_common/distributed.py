@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from linnet._common.checksums import tensor_code, text_code
+from linnet._common.memory import TEMPORARY
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,8 +98,12 @@ class Ranks:
         if self.world == 1 or not tensors:
             return
         with self._exchange("the sum of " + _describe(*tensors)):
-            for t in tensors:
-                dist.all_reduce(t, group=self.group)
+            for bucket in _make_buckets(tensors):
+                flat = bucket[0] if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
+                dist.all_reduce(flat, group=self.group)
+                if len(bucket) > 1:
+                    for t, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                        t.copy_(part.view(t.shape))
 
     def share_rows(self, t: Tensor, n: int, c: int = 1) -> None:
         """Fill in the rows of the other ranks' examples; t (n c, ...), each rank having filled its own."""
@@ -350,6 +355,20 @@ def _error_of(kind: str) -> Callable[[str], Exception]:
     found = getattr(builtins, kind, None)
     plain = isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError)
     return found if plain else RuntimeError  # type: ignore[return-value]
+
+
+def _make_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbors of one dtype, which are added up at once: each sum over the ranks takes its time to start."""
+    buckets: list[list[Tensor]] = []
+    held = 0
+    for t in tensors:
+        held += t.numel()
+        if buckets and held <= TEMPORARY and buckets[-1][0].dtype == t.dtype:
+            buckets[-1].append(t)
+        else:
+            buckets.append([t])
+            held = t.numel()
+    return buckets
 
 
 def _describe(*tensors: Tensor) -> str:

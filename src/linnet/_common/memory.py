@@ -48,12 +48,12 @@ def check_fits(needed: float, memory: float | str, device: torch.device, *, what
     """
     if isinstance(memory, str) and memory == "auto":
         limit = free_memory(device)
-        there = f"{format_bytes(limit)} are free"
+        there, more = f"{format_bytes(limit)} are free", ""
     else:
         limit = find_budget(memory, device)
-        there = f"memory= allows {format_bytes(limit)}"
+        there, more = f"memory= allows {format_bytes(limit)}", ", or allow more with memory="
     if needed > limit:
-        raise MemoryError(f"{what} takes {format_bytes(needed)}, and {there}. {instead}, or allow more with memory=.")
+        raise MemoryError(f"{what} takes {format_bytes(needed)}, and {there}. {instead}{more}.")
 
 
 def format_bytes(number: float) -> str:

@@ -7,18 +7,22 @@ from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
+    Counted,
     as_targets,
     check_inputs,
     convert_like,
     default_network,
+    find_labeled,
     has_targets_in_memory,
     leave_out_ignored,
+    leave_out_weightless,
     list_options,
 )
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
 
 __all__ = [
+    "Counted",
     "Dtypes",
     "ErrorBarsMixin",
     "HubMixin",
@@ -34,8 +38,10 @@ __all__ = [
     "draw_inputs",
     "epoch",
     "files",
+    "find_labeled",
     "has_targets_in_memory",
     "leave_out_ignored",
+    "leave_out_weightless",
     "list_options",
     "load",
     "make_jacobian",

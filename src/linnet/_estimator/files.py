@@ -20,11 +20,18 @@ READERS = {
     "fisher embedding": "linnet.fisher.embedding",
     "laplace approximation": "linnet.laplace.files",
 }
-"""Kind of a file to the module whose ``read(path, tensors, meta, model, output=..., score=...)`` gives the estimator;
-the module is imported when such a file is read."""
+"""Kind of a file to the module whose ``read(path, tensors, meta, model, output=..., score=..., likelihood=...)`` gives
+the estimator; the module is imported when such a file is read."""
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output: Any = None, score: Any = None) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    output: Any = None,
+    score: Any = None,
+    likelihood: Any = None,
+) -> Any:
     """A fitted estimator from its file, around the network it was fitted with.
 
     Args:
@@ -32,12 +39,14 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, output
         model: The network, with the weights it had then; on any device. None for an estimator without one.
         output: As when it was fitted, if there was one: functions are not saved.
         score: The same for an embedding whose score holds a function.
+        likelihood: The class of a likelihood of your own, or such a likelihood, where it was fitted with one: a file
+            holds its name and its settings alone.
     """
     tensors, meta = files.load(path, kind=READERS)
     module = import_module(READERS[files.describe(path).kind])
     if meta.get("estimator") not in module.ESTIMATORS:
         raise ValueError(f"{path} holds a {meta.get('estimator')}, which this version of linnet does not know.")
-    return module.read(path, tensors, meta, model, output=output, score=score)
+    return module.read(path, tensors, meta, model, output=output, score=score, likelihood=likelihood)
 
 
 # The network.

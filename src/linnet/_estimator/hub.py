@@ -81,6 +81,7 @@ class HubMixin:
         *,
         output: Any = None,
         score: Any = None,
+        likelihood: Any = None,
         **options: Any,
     ) -> Self:
         """The estimator that `save_pretrained` or `push_to_hub` wrote.
@@ -91,13 +92,14 @@ class HubMixin:
                 architecture: the weights are put into a copy of it.
             output: As for `linnet.load`.
             score: As for `linnet.load`.
+            likelihood: As for `linnet.load`.
             options: As `huggingface_hub.ModelHubMixin.from_pretrained` takes them: revision, token, cache_dir,
                 local_files_only, force_download.
         """
         carrier, name = _carrier(), os.fspath(name)
         if (os.path.isabs(name) or name.startswith(".") or name.count("/") > 1) and not os.path.isdir(name):
             raise FileNotFoundError(f"There is no folder {name}; a repository of the hub is called owner/name.")
-        given = {"model": model, "output": output, "score": score}
+        given = {"model": model, "output": output, "score": score, "likelihood": likelihood}
         given = {key: value for key, value in given.items() if value is not None}
         found = carrier.from_pretrained(name, **given, **options).package.estimator
         if not isinstance(found, cls):
@@ -219,9 +221,11 @@ def _carrier() -> Any:
             model: nn.Module | None = None,
             output: Any = None,
             score: Any = None,
+            likelihood: Any = None,
             **where: Any,
         ) -> Carrier:
-            return cls(_unpack(model_id, model, output, score, where))
+            given = {"output": output, "score": score, "likelihood": likelihood}
+            return cls(_unpack(model_id, model, given, where))
 
         def generate_model_card(self, repo_id: str | None = None, **_: Any) -> ModelCard:
             data = ModelCardData(
@@ -244,8 +248,8 @@ def _carrier() -> Any:
     return Carrier
 
 
-def _unpack(model_id: str, model: nn.Module | None, output: Any, score: Any, where: dict[str, Any]) -> Package:
-    """The package in a folder or repository; ``where`` holds the options of a download."""
+def _unpack(model_id: str, model: nn.Module | None, given: dict[str, Any], where: dict[str, Any]) -> Package:
+    """The package in a folder or repository; ``given`` is for `load`, ``where`` holds the options of a download."""
     path = _file(model_id, FILE, where)
     if path is None:
         there = f"; it has {listing(sorted(os.listdir(model_id)), limit=8)}" if os.path.isdir(model_id) else ""
@@ -253,7 +257,7 @@ def _unpack(model_id: str, model: nn.Module | None, output: Any, score: Any, whe
     weights = _file(model_id, NETWORK, where)
     if weights is not None and model is not None:
         model = _with_weights(model, weights)
-    return Package(saved.load(path, model, output=output, score=score))
+    return Package(saved.load(path, model, **given))
 
 
 def known_name(model: nn.Module | None) -> str | None:

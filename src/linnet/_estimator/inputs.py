@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import kind
-from linnet.data import InMemory, Source, as_tensors, as_writable
+from linnet.data import InMemory, Source, as_source, as_tensors, as_writable
+from linnet.probability import as_weights
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
@@ -86,6 +88,14 @@ def leave_out_ignored(X: Any, y: Any, labels: Tensor | np.ndarray, ignore_index:
     >>> leave_out_ignored(np.arange(3), None, np.array([1, -100, 0]), -100)
     (array([0, 2]), None)
     """
+    kept = find_labeled(labels, ignore_index)
+    if kept is None:
+        return None
+    return take_examples(X, kept, "have a label that says so"), Counted(len(labels), kept).take(y)
+
+
+def find_labeled(labels: Tensor | np.ndarray, ignore_index: int | None) -> Tensor | None:
+    """The numbers of the examples with a label to learn from; None for all. The arguments are those above."""
     labels = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
     if ignore_index is None or labels.dtype.kind not in "iu":
         return None
@@ -97,36 +107,91 @@ def leave_out_ignored(X: Any, y: Any, labels: Tensor | np.ndarray, ignore_index:
             f"All {len(ignored):,} labels are {ignore_index}, which means that they are to be ignored: there is "
             "nothing to fit. Give labels, or another ignore_index=."
         )
-    kept = torch.from_numpy(~ignored).nonzero()[:, 0]
-    return _take(X, kept), y if y is None else _take(y if isinstance(y, Tensor) else np.asarray(y), kept)
+    return torch.from_numpy(~ignored).nonzero()[:, 0]
 
 
-def _take(X: Any, index: Tensor) -> Any:
-    """Some of the examples."""
+@dataclass(frozen=True)
+class Counted:
+    """Which of n examples count.
+
+    Attributes:
+        n: How many examples there are.
+        index: The numbers of those that count; None for all.
+    """
+
+    n: int
+    index: Tensor | None = None
+
+    def take(self, values: Any, what: str = "targets") -> Any:
+        """What belongs to the examples that count, of values with one entry for each example; None stays."""
+        if values is None or self.index is None:
+            return values
+        values = values if isinstance(values, Tensor) else np.asarray(values)
+        if values.ndim == 0 or len(values) != self.n:
+            count = len(values) if values.ndim else "a number as"
+            raise ValueError(f"There are {self.n} examples and {count} {what}; give one for each example.")
+        return take_examples(values, self.index, "")
+
+
+def leave_out_weightless(X: Any, sample_weight: Any, forward: Any) -> tuple[Any, Tensor | None, Counted]:
+    """Inputs, and the weights of the examples that count, (n,); and which examples these are.
+
+    Args:
+        X: Inputs, as the user gave them.
+        sample_weight: A weight for each example, or None.
+        forward: The network's forward, whose arguments the inputs are.
+
+    Returns:
+        The inputs without examples of weight zero, the other weights in float64 (None where all are one), and the
+        examples that count.
+    """
+    if sample_weight is None:
+        return X, None, Counted(0)
+    n = as_source(X, forward).n
+    w = as_weights(sample_weight, n)
+    if w is None or bool((w > 0).all()):
+        return X, w, Counted(n)
+    kept = (w > 0).nonzero()[:, 0]
+    w = w[kept]
+    return take_examples(X, kept, "have the weight 0"), None if bool((w == 1).all()) else w, Counted(n, kept)
+
+
+def take_examples(X: Any, index: Tensor, reason: str) -> Any:
+    """Some of the examples; the others ``reason``, such as "have the weight 0"."""
     if isinstance(X, Tensor):
         return X[index.to(X.device)]
     if isinstance(X, np.ndarray):
         return X[index.numpy()]
     if isinstance(X, Mapping):
-        return {key: _take(value, index) for key, value in X.items()}
+        return {key: take_examples(value, index, reason) for key, value in X.items()}
     if isinstance(X, tuple):
-        return tuple(_take(value, index) for value in X)
+        return tuple(take_examples(value, index, reason) for value in X)
     if isinstance(X, torch.utils.data.Dataset) and hasattr(X, "__getitem__") and hasattr(X, "__len__"):
         return torch.utils.data.Subset(X, index.tolist())
     raise TypeError(
-        "Some labels say that their examples are to be ignored. Examples can be left out of tensors, arrays and "
-        f"map-style Datasets; got {kind(X)}. Leave them out of this data, or pass ignore_index=None."
+        f"Some examples are to be left out: they {reason}. Examples can be left out of tensors, arrays and map-style "
+        f"Datasets; got {kind(X)}. Leave them out of this data; labels count with ignore_index=None."
     )
 
 
-def default_network(inputs: int, outputs: int, *, seed: int, X: Any) -> nn.Module:
-    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions."""
+def default_network(inputs: int, outputs: int, *, seed: int, X: Any, weight: Tensor | None = None) -> nn.Module:
+    """An untrained network for inputs (n, d), standardized as X is: its kernel is a prior over smooth functions.
+
+    Args:
+        inputs: d.
+        outputs: Number of outputs.
+        seed: Seed of the weights.
+        X: Inputs (n, d).
+        weight: How many times each of them counts, (n,); None for once.
+    """
     X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
-    spread = X.std(0, correction=0) if len(X) > 1 else torch.ones(inputs)
+    w = torch.ones(len(X), dtype=torch.float64) if weight is None else weight.cpu().double()
+    mean = (w[:, None] * X).sum(0) / w.sum()
+    spread = ((w[:, None] * (X - mean).square()).sum(0) / w.sum()).sqrt()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return nn.Sequential(
-            Standardize(X.mean(0), torch.where(spread > 0, spread, 1.0)),
+            Standardize(mean, torch.where(spread > 0, spread, 1.0)),
             nn.Linear(inputs, 128),
             nn.Tanh(),
             nn.Linear(128, 128),

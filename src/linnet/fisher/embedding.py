@@ -346,11 +346,19 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
 
 def read(
-    path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
+    path: Any,
+    tensors: dict[str, Tensor],
+    meta: dict[str, Any],
+    model: nn.Module | None,
+    *,
+    output: Any,
+    score: Any,
+    likelihood: Any,
 ) -> FisherEmbedding:
     """The embedding that `FisherEmbedding.save` wrote."""
     saved.check_base(path, meta["base"], model)
     saved.check_given(path, "output", False, output)
+    saved.check_given(path, "likelihood", False, likelihood)
     saved.check_given(path, "score", meta["score"] is None, score)
     assert model is not None  # else refused before
     score = scores.from_settings(meta["score"]) if score is None else score

@@ -250,7 +250,7 @@ def _iterative(data: Observations, prior: Prior, how: InferenceOptions) -> ModeF
         best = _fit_variational(data, how, variance, delta, preconditioner=P)
         return replace(fit, posterior=_posterior(best, variance, J), best=best)
     k, root, Phi = settings.samples, mode.root, J.scaled(d)
-    weight = row_curvature(data.likelihood, mode.f)
+    weight = row_curvature(data.likelihood, mode.f, data.y)
     P = preconditioner_of(Phi, J, weight, settings, "weight")
     e, h = draw_right_sides(J, settings)
     right = Phi.T @ weigh(e, root, slice(0, J.shape[0])) + h

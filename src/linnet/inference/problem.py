@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -78,12 +79,16 @@ class SolverSettings:
 class Noise:
     """Variances of the observations: a known one for each row, times a scale for each group of rows.
 
+    A row of weight w counts as w rows that are the same: its variance is one over w of the known one, and the evidence
+    is that of all w rows.
+
     Attributes:
-        base: (n c,).
+        base: (n c,), over the weights.
         group: (n c,), the number of a row's scale.
         count: How many scales there are.
         value: The scales where they are given; None where the evidence chooses them.
         floor: Where it does, the share of one observation's mean energy that is assumed to be noise.
+        weight: (n c,), how many times each row counts; None for once.
     """
 
     base: Tensor
@@ -91,11 +96,34 @@ class Noise:
     count: int = 1
     value: tuple[float, ...] | None = None
     floor: float = 0.0
+    weight: Tensor | None = None
 
     def rows(self, scales: Sequence[float]) -> Tensor:
-        """The variance of each row, (n c,)."""
+        """The variance of each row, (n c,), over its weight."""
         s = torch.tensor(list(scales), dtype=self.base.dtype, device=self.base.device)
         return self.base * s[self.group]
+
+    def count_rows(self) -> Tensor:
+        """How many rows each scale has, by their weights, (count,) in float64."""
+        ones = torch.ones_like(self.base) if self.weight is None else self.weight
+        return torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.group.cpu(), ones.double().cpu())
+
+    def count_repeats(self) -> list[float]:
+        """How many rows each scale has beside the first of equal ones; less than zero for weights below one."""
+        if self.weight is None:
+            return [0.0] * self.count
+        return (self.count_rows() - torch.bincount(self.group, minlength=self.count).cpu()).tolist()
+
+    def repeat_evidence(self, scales: Sequence[float]) -> float:
+        r"""What the log evidence of all rows is above that of each row once, with its variance over its weight.
+
+        .. math:: w \log N(r \mid f, v) - \log N(r \mid f, v / w) = -\tfrac{w - 1}{2} \log(2 \pi v) - \tfrac12 \log w
+        """
+        if self.weight is None:
+            return 0.0
+        w = self.weight.double()
+        v = self.rows(scales).double() * w
+        return -0.5 * float(((w - 1) * (2 * math.pi * v).log() + w.log()).sum())
 
 
 @dataclass(frozen=True)
@@ -151,11 +179,11 @@ def assumed_noise(tasks: Sequence[Task]) -> tuple[float, ...]:
     noise = tasks[0].noise
     if noise.value is not None:
         return (0.0,) * noise.count
-    energies, counts = torch.zeros(2, noise.count, dtype=torch.float64)
+    energies, counts = torch.zeros(2, noise.count, dtype=torch.float64)  # both by the weights of the rows
     for task in tasks:
         squares = task.r.double().square() / task.noise.base.double()
         energies.index_add_(0, task.noise.group.cpu(), squares.cpu())
-        counts += torch.bincount(task.noise.group, minlength=noise.count).cpu()
+        counts += task.noise.count_rows()
     return tuple((noise.floor * energies / counts).tolist())
 
 

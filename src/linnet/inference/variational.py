@@ -123,15 +123,15 @@ def meanfield(
         y: Targets, as ``likelihood.targets`` takes them.
         variance: S, (p,).
         mean: m, (n, c).
-        likelihood: Of the targets given f; log-concave.
+        likelihood: Likelihood of the targets given f; log-concave.
         K: ``J S J^T``, (n c, n c), where it is at hand: with up to 2000 rows it solves for the steps of the mean.
         start: delta to begin with, (p,), such as the mode; None for zero.
         preconditioner: Of the Hessian ``I + Phi^T B Phi`` in the steps of the mean; None for the variances of q.
         samples: Draws for each example, where expectations are not exact (`Categorical`). They come
             in pairs z, -z and stay the same throughout.
-        seed: Of the draws.
+        seed: Seed of the draws.
         tolerance: Stop when an iteration raises the ELBO by less than this part of it.
-        iterations: At most as many.
+        iterations: Largest number of iterations.
 
     Example:
         >>> from linnet.probability.likelihoods import Bernoulli
@@ -165,20 +165,12 @@ def lowrank(
 ) -> Variational:
     """The best Gaussian with a full covariance along the top eigenvectors of K, and the prior's across them.
 
+    The other arguments are those of `meanfield`.
+
     Args:
-        J: (n c, p). This argument and the others are those of `meanfield`.
-        y: Targets, as ``likelihood.targets`` takes them.
-        variance: S, (p,).
-        mean: m, (n, c).
-        likelihood: Of the targets given f; log-concave.
         rank: How many directions; the basis takes p numbers for each. ``"auto"`` takes those along which the data say
             more than a hundredth of what the prior says, up to 500 and to 2^27 numbers.
-        K: ``J S J^T``, (n c, n c), where it is at hand.
-        start: delta to begin with, (p,), such as the mode; None for zero.
-        samples: Draws for each example, where expectations are not exact.
-        seed: Of the draws, and of the search for eigenvectors of large kernels.
-        tolerance: Stop when an iteration raises the ELBO by less than this part of it.
-        iterations: At most as many.
+        seed: Seed of the draws, and of the search for eigenvectors of large kernels.
 
     Example:
         >>> from linnet.probability.likelihoods import Bernoulli
@@ -216,20 +208,11 @@ def full(
 ) -> Variational:
     """The Gaussian with the largest ELBO, of any mean and covariance.
 
-    Memory: two matrices beside K.
+    Memory: two matrices beside K. The other arguments are those of `meanfield`.
 
     Args:
-        J: (n c, p).
-        y: Targets, as ``likelihood.targets`` takes them.
-        variance: S, (p,).
-        mean: m, (n, c).
-        likelihood: Of the targets given f; log-concave.
         K: ``J S J^T``, (n c, n c).
         start: alpha to begin with, (n c,), such as that of a mode in function space; None for zero.
-        samples: Draws for each example where expectations are not exact (`Categorical`), in pairs; the same throughout.
-        seed: Of the draws.
-        tolerance: Stop when an iteration raises the ELBO by less than this part of it.
-        iterations: At most as many.
 
     Example:
         >>> from linnet.likelihoods import Bernoulli
@@ -633,7 +616,7 @@ def _count_worthwhile(problem: _Expectations, lam: Tensor, rank: int | str) -> i
         raise ValueError("The kernel is zero on the training data: no selected parameter moves the outputs there.")
     floor = 100 * len(problem.mean) * torch.finfo(lam.dtype).eps * largest
     if rank == "auto":
-        bend = problem.likelihood.curvature(torch.zeros_like(problem.mean)).abs().max()
+        bend = problem.likelihood.observed_curvature(torch.zeros_like(problem.mean), problem.y).abs().max()
         floor = max(floor, min(0.01 / float(bend), largest))
     return max(1, int((lam >= floor).sum()))
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import Ranks
-from linnet.jacobian.blocks.base import TEMPORARY, ColumnBlock, DenseBlock
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, temporary
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.cuda import triton_kernels
 
@@ -128,7 +128,7 @@ def column_sums(X: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
     if triton_kernels.available(X) and X.stride(1) == 1:
         return triton_kernels.column_sums(X, center)
     sums, squares = (torch.empty(X.shape[1], dtype=torch.float64, device=X.device) for _ in range(2))
-    step = max(1, TEMPORARY // len(X))
+    step = max(1, temporary() // len(X))
     for start in range(0, X.shape[1], step):
         s = slice(start, start + step)
         D = X[:, s].double() - center[s].double()
@@ -146,7 +146,7 @@ def _merge(mean: Tensor, squares: Tensor, count: int, mean_b: Tensor, squares_b:
 
 def _parts(block: ColumnBlock) -> Iterator[ColumnBlock]:
     """The block in parts of a few examples, so that not all of its rows are in memory at once."""
-    step = max(1, TEMPORARY // max(1, block.c * block.q))
+    step = max(1, temporary() // max(1, block.c * block.q))
     recipe = block.recipe
     if isinstance(block, DenseBlock | EmbeddingBlock) or recipe is None or step >= block.n:
         yield block

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from linnet._common import find_budget, show_progress
+from linnet._common import check_fits, find_budget, show_progress
 from linnet.data import Batch
-from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Scale
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Scale, pieces
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.column_moments import Moments
@@ -150,9 +150,13 @@ def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]],
             total = out.new_zeros(count, piece.batch.n * J.c)
             for block in piece.blocks:
                 for (a, b), rows in by_range(block):
-                    squares = rows.flatten(0, 1).T.square().to(total)
-                    for scale, group in parts:
-                        total.index_add_(0, group[a:b], scale[a:b, None].to(total) * squares)
+                    for cut in pieces(b - a, total.shape[1]):
+                        squares, own = (
+                            rows[..., cut].flatten(0, 1).T.square().to(total),
+                            slice(a + cut.start, a + cut.stop),
+                        )
+                        for scale, group in parts:
+                            total.index_add_(0, group[own], scale[own, None].to(total) * squares)
             out[piece.rows] = total.T
             del piece
         J.ranks.share_rows(out, J.n, J.c)
@@ -308,9 +312,9 @@ def _compute_own_grams(
     _check_same_columns(J, right)
 
     def run() -> dict[str, Tensor]:
-        room, (start, stop) = find_budget(J.passes.settings.memory, J.device), J.passes.own
+        room, (start, stop) = J.passes.gram_room, J.passes.own
         shape = ((stop - start) * J.c, right.shape[0])
-        grams = {name: torch.zeros(shape, dtype=J.dtype, device=J.device) for name in names}
+        grams = _zeros(J, names, *shape)
         with _pairs(J, shape[0] * shape[1]) as tick:
             for group, _ in _groups([J], room):
                 for columns, b in _placed([right], room, start=0, stop=right.n):
@@ -329,8 +333,8 @@ def _symmetric(all_: Sequence[Jacobian], scale: Scale, names: Sequence[str], par
 
     def run() -> dict[str, Tensor]:
         m = sum(J.shape[0] for J in all_)
-        grams = {name: torch.zeros(m, m, dtype=first.dtype, device=first.device) for name in names}
-        room = find_budget(first.passes.settings.memory, first.device)  # beside them
+        grams = _zeros(first, names, m, m)
+        room = first.passes.gram_room
         with _pairs(first, m * m) as tick:
             for group, behind in _groups(all_, room):
                 for columns, b in chain(group, _placed(all_, room, *behind)):
@@ -347,6 +351,19 @@ def _symmetric(all_: Sequence[Jacobian], scale: Scale, names: Sequence[str], par
         return grams
 
     return first.passes.complete(run, *(J.passes for J in others))
+
+
+def _zeros(J: Jacobian, names: Sequence[str], rows: int, columns: int) -> dict[str, Tensor]:
+    """Gram matrices to add to, by name; raise before any pass where they do not fit."""
+    matrices = "The Gram matrix" if len(names) == 1 else f"{len(names):,} Gram matrices"
+    check_fits(
+        len(names) * rows * columns * J.dtype.itemsize,
+        "auto",
+        J.device,
+        what=f"{matrices} of {rows:,} by {columns:,} rows",
+        instead="Use products such as J @ (J.T @ U), J.gram_diag(), or fewer examples or outputs",
+    )
+    return {name: torch.zeros(rows, columns, dtype=J.dtype, device=J.device) for name in names}
 
 
 def _pairs(J: Jacobian, total: int) -> AbstractContextManager[Callable[[int], Any]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from linnet._common import (
     Deferred,
     Precision,
+    check_fits,
     check_precision,
     files,
     messages,
@@ -47,6 +48,7 @@ from linnet.linalg import (
     check_fn_result,
     check_vector,
     check_weight,
+    mirror_,
     weigh,
 )
 from linnet.network import check_outputs_finite
@@ -208,14 +210,17 @@ class Jacobian(LinearOperator):
         check_weight(self, weight)
 
         def run() -> Tensor:
-            out = torch.zeros(self.shape[1], self.shape[1], dtype=self.dtype, device=self.device)
+            p = self.shape[1]
+            what = f"J^T W J of {p:,} parameters"
+            instead = "Use products such as J.normal(V), or fewer parameters (params=)"
+            check_fits(p * p * self.dtype.itemsize, "auto", self.device, what=what, instead=instead)
+            out = torch.zeros(p, p, dtype=self.dtype, device=self.device)
             for piece in self.passes.pieces("gram", 1, "J^T W J"):
                 rows = self._explicit(piece)
                 add_symmetric_(out, rows, weigh(rows, weight, piece.rows))
                 del piece, rows
-            out.tril_()
-            self.ranks.add_up(out)
-            return out.add_(out.tril(-1).T)
+            self.ranks.add_up(out.tril_())
+            return mirror_(out)
 
         return self.passes.complete(run)
 

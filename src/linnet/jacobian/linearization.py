@@ -188,7 +188,8 @@ class Linearization:
         Args:
             data: Tensors, arrays, tuples, dicts, a Dataset or a DataLoader; see `linnet.data.sources.as_source`.
             batch_size: Examples per chunk, or "auto" for as many as the memory allows.
-            memory: Bytes that a pass may use for its chunk, or "auto" for a fraction of what is free.
+            memory: Bytes that a pass may use beside its result, or "auto" for a fraction of what is free. A chunk has
+                one example at least.
             precision: "highest" (IEEE float32, or the model's own dtype), "products" (the network as it is, products
                 with many columns in tf32), "high" (tf32) or "bf16".
             engine: "auto", or one of "rows", "bilinear", "ghost", "autodiff" to use it wherever it can serve.

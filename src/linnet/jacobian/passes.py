@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from linnet._common import Precision, arithmetic, find_budget, show_progress
-from linnet.jacobian.blocks.base import ColumnBlock, Disproved
+from linnet.jacobian.blocks.base import ColumnBlock, Disproved, limit_temporaries
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.cuda.replay import free_replays
-from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare
+from linnet.jacobian.plan import PRODUCTS, Engine, Request, choose, chunk_size, prepare, sides_size
 
 if TYPE_CHECKING:
     from linnet.data import Batch
@@ -40,6 +40,10 @@ the examples that it is given at least."""
 GRAM = (0.25, 1.2)
 """Shares of a pass's memory, which is half of what is free, for a chunk of a Gram matrix and for those that it meets,
 whose blocks are held: the more of these, the less often all others are formed. Beside them there are two chunks."""
+
+INTERMEDIATE = 0.125
+"""The share of ``memory=``, where it is given, for an intermediate of a product, of which there are up to three. Chunks
+of more examples against larger products."""
 
 POSITIVE = ("squares", "sides")
 """Sums of squares, where nothing cancels: each chunk adds up in the dtype of the rows, and all chunks in float64."""
@@ -308,7 +312,8 @@ class Pass:
         if kind == "gram":
             size = self.gram_chunk_size(room)
         else:
-            size = self.chunk_size(columns=self.rotation is None and self.chunks.by_columns(kind, k))
+            columns = self.rotation is None and self.chunks.by_columns(kind, k)
+            size = self.chunk_size(columns=columns, sides=kind == "sides")
         s.used = size
         first, last = (self.own[0] if start is None else start), (self.own[1] if stop is None else stop)
         request = ChunkRequest(kind, k, self._prepare_for(kind, k), along, self.rotation)
@@ -344,16 +349,23 @@ class Pass:
 
     # How many examples make a chunk.
 
-    def chunk_size(self, *, columns: bool = False) -> int:
-        """Examples per chunk; with ``columns`` of passes that hold the network's graph and its tangents only."""
+    def chunk_size(self, *, columns: bool = False, sides: bool = False) -> int:
+        """Examples per chunk.
+
+        Args:
+            columns: For passes that hold the network's graph and its tangents only.
+            sides: For passes that hold both sides of all outer products.
+        """
         s, first = self.settings, self.chunks.first
         if isinstance(s.batch_size, int):
             size = min(s.batch_size, self.n)
         else:
             each = min(first.per_example, 3 * first.graph) if columns else first.per_example
+            if sides and not isinstance(s.memory, str):  # what is free has room for them
+                each += sides_size(first.planned, self.lin.dtype.itemsize)
             if 8 * self.n * each > s.room:  # a minibatch that is small beside it need not ask again
                 s.room = find_budget(s.memory, self.lin.device)
-            size = self._settle(f"{columns} {self.n}", each, s.room)
+            size = self._settle(f"{columns} {sides} {self.n}", each, s.room)
             if columns and self.lin.network.has_convolutions:
                 size = min(size, ceil(self.n / max(1, round(self.n / self._convolved))))
         return size if s.largest is None else min(size, s.largest)
@@ -381,13 +393,21 @@ class Pass:
             return max(FEWEST, NEAR // max(1, self.chunks.first.inputs))
         return CONVOLVED if self.lin.network.convolves_exactly(self.settings.precision) else self.n
 
+    @property
+    def gram_room(self) -> int:
+        """Bytes of which chunks of a Gram matrix take their shares: all that they take fits into ``memory=``."""
+        room = self.chunk_room
+        if isinstance(self.settings.memory, str):
+            return room
+        return int((1 - 3 * INTERMEDIATE) * room / (GRAM[1] + 2 * GRAM[0]))
+
     def gram_chunk_size(self, room: int | None = None) -> int:
         """Examples per chunk of a Gram matrix: several chunks, so that its symmetry halves the work."""
         s = self.settings
         if isinstance(s.batch_size, int):
             size = min(s.batch_size, self.n)
         else:
-            room = find_budget(s.memory, self.lin.device) if room is None else room
+            room = self.gram_room if room is None else room
             one = self.n * self._gram_example <= room  # a single chunk meets only itself
             size = self._settle(f"gram {self.n}", self._gram_example, room, 1.0 if one else GRAM[0])
             size = min(size, max(512, ceil(self.n / 16)))
@@ -413,9 +433,10 @@ class Pass:
     def _try_until_done(self, run: Callable[[], T], others: Sequence[Pass]) -> T:
         s, device = self.settings, self.lin.device
         self.chunks.begin()
+        given = None if isinstance(s.memory, str) else int(INTERMEDIATE * s.memory / self.lin.dtype.itemsize)
         while True:
             try:
-                with arithmetic(s.precision, device):
+                with arithmetic(s.precision, device), limit_temporaries(given):
                     return run()
             except Disproved as found:
                 self.lin.rules.deny(found.ability)

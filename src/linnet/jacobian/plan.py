@@ -278,6 +278,13 @@ def working_size(blocks: Sequence[ColumnBlock], itemsize: int) -> int:
     return itemsize * (rows + patches) + formed
 
 
+def sides_size(blocks: Sequence[ColumnBlock], itemsize: int) -> int:
+    """Bytes per example of the patches of all convolutions, and of copies of the longest block."""
+    each = [(f.size.groups * f.size.T * f.size.dx, f.c * f.size.groups * f.size.T * f.size.dg) for f in blocks]
+    patches = sum(x for f, (x, _) in zip(blocks, each, strict=True) if isinstance(f, LazyBlock))
+    return itemsize * (patches + max((x + 2 * g for x, g in each), default=0))
+
+
 def _count(number: float) -> str:
     for unit in ("", " k", " M", " G"):
         if number < 1000 or unit == " G":

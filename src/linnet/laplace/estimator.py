@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from linnet._common import check_fits, messages, together
 from linnet._estimator import (
+    Counted,
     Dtypes,
     ErrorBarsMixin,
     HubMixin,
@@ -28,7 +29,9 @@ from linnet._estimator import (
     check_variance,
     convert_like,
     draw_inputs,
+    find_labeled,
     leave_out_ignored,
+    leave_out_weightless,
     list_options,
     make_jacobian,
     parse_dtype,
@@ -76,23 +79,33 @@ from linnet.laplace.structures import (
     SubnetworkCurvature,
     kernels_of,
 )
-from linnet.linalg import ClassBlocks, blocks_of_chunk
+from linnet.linalg import blocks_of_chunk
 from linnet.network import FlatOutput, Params, check_module
 from linnet.probability import (
     Bernoulli,
     Categorical,
     Gaussian,
+    Heteroscedastic,
+    KnownNoise,
     Likelihood,
+    Ordinal,
     Posterior,
     PredictiveMoments,
     Prior,
     PriorSpec,
     Sites,
     Spread,
+    Weibull,
+    Weighted,
+    as_continuous,
+    as_variances,
     check_prior,
+    describe_likelihood,
     likelihood_for,
     make_prior,
+    predict_target,
     row_root,
+    without_weights,
 )
 
 log = logging.getLogger("linnet")
@@ -142,7 +155,10 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         model: The trained network.
         likelihood: "classification" (softmax; one output is the logit of 1; targets (n, c) of zeros and ones are
             labels that are on or off apart from each other), "regression" (Gaussian noise), "heteroscedastic" (means,
-            then as many log variances), or a `linnet.likelihoods.Likelihood`.
+            then as many log variances), "ordinal" (classes in an order, from one output), "poisson" and
+            "negative-binomial" (counts, from logarithms of their means), "weibull" (times until an event, some of them
+            censored, from the logarithm of the time), or a `linnet.likelihoods.Likelihood`, such as one of your own.
+            Thresholds, dispersion or shape that are left open are those of largest likelihood at the network.
         structure: The form of the posterior, see `linnet.laplace.structures`: "full" and "function" are exact and
             equal; "kron", "ekfac", "diag", "lowrank", "subnetwork" and "samples" approximate. "auto" takes an exact one
             where it fits memory, then "samples".
@@ -152,8 +168,9 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         params: Which parameters are random; see `linnet.linearize`. The last layer alone: its name with ".*".
         output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
             its own targets; see `linnet.network.flat_output`.
-        noise: Variance of the observations for "regression": a number, one for each output, "evidence" (one for all,
-            the default where None), or "per-output" (one for each, by the evidence). "kron", "ekfac" and "diag" have a
+        noise: Variance of the observations for "regression": a number, one for each output, one for each observation,
+            (n,) or (n, c), "evidence" (one for all, the default where None), or "per-output" (one for each, by the
+            evidence). "kron", "ekfac" and "diag" have a
             smaller one than that of largest evidence, which is far too large; see `tune`.
         rank: Number of eigenpairs of "lowrank".
         size: Number of parameters of "subnetwork".
@@ -181,7 +198,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         posterior_: Over the displacement of the parameters.
         prior_variance_: (p,).
         scales_: Prior scales by name.
-        noise_: Noise variance: one, or (c,); None without.
+        noise_: Noise variance: one, (c,), or that of each observation; None without.
         effective_dimension_: How many parameters the data determine.
         gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode.
         gradient_ratio_: The gradient of the log likelihood, in units of what noise in the labels alone would make it.
@@ -218,6 +235,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     _unit: Likelihood
     _read: FlatOutput
     _noise_base: Tensor | None
+    _noise_each: Tensor
+    _weight: Tensor | None = None
     _one_column: bool
     _probe: Batch | None
 
@@ -254,26 +273,44 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     # Fitting.
 
     @together
-    def fit(self, X: Any, y: Any = None) -> Laplace:
-        """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both."""
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Laplace:
+        """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both.
+
+        Args:
+            X: Inputs.
+            y: Targets; None where they come with the inputs.
+            sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
+                weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+        """
         check_options(self)
-        inputs = check_inputs(self, X, reset=True)
         model = check_module(self.model)
+        inputs, weight, kept = leave_out_weightless(check_inputs(self, X, reset=True), sample_weight, model.forward)
+        y = kept.take(y)
 
         def make(dtypes: Dtypes) -> Jacobian:
             self._attach(model, dtypes)
             check_prior(self.prior, self.lin_)
             return self._jacobian(inputs)
 
-        inputs, J, targets = self._labeled(inputs, make_jacobian(model, self.dtype, make), y)
+        inputs, J, targets, labeled = self._labeled(inputs, make_jacobian(model, self.dtype, make), y)
+        weight = labeled.take(weight)
         check_structure_fits(self, J)
         check_outputs_fit(J)
         self._probe = draw_inputs(J._source)
-        self._one_column = targets.ndim == 1 and J.c == 1
+        self._one_column = J.c == 1 and (targets.ndim == 1 or tuple(targets.shape[1:]) == (2,))  # times have flags
         self._unit, self._noise_base = self._likelihood_of(targets, J)
+        if isinstance(self._unit, KnownNoise):
+            self._noise_each = known = as_variances(kept.take(self.noise, "variances"), J.n, J.c)
+            targets = as_continuous("regression", targets, J.n, J.c, J.dtype, J.device)
+            targets = KnownNoise.pack(targets, known)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         self.lin_.check_ranks_agree(options=list_options(self), targets=self._y)
         self._train_inputs = inputs
+        if self._unit.is_open:
+            self._unit = self._unit.fitted(J.outputs(), self._y, weight)
+        if weight is not None:
+            self._unit, self._y = Weighted.pack(self._unit, self._y, weight.to(J.device, J.dtype))
+        self._weight = weight
         self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         if self.structure_ == "samples":
             check_has_exact(self.variance, "structure='samples'", "another structure")
@@ -281,7 +318,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         sums = self._first_pass(J) if self.structure_ in BOUNDED and self.draws_ is None else None
         self._f = f = J.outputs() if sums is None else sums.f
         self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws_ is None else J
-        self._prior = make_prior(self.lin_, self.prior, J=self._J)
+        self._prior = self._make_prior(self.prior)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise, unit = 1.0, self._unit
         self._structure = self._fitted(
@@ -306,14 +343,35 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.lin_.check_unchanged(contents=True)
         return self
 
-    def _labeled(self, inputs: Any, J: Jacobian, y: Any) -> tuple[Any, Jacobian, Tensor]:
-        """Inputs, Jacobian and targets of the examples that are not to be ignored; J is that of all inputs."""
+    def _labeled(self, inputs: Any, J: Jacobian, y: Any) -> tuple[Any, Jacobian, Tensor, Counted]:
+        """Inputs, Jacobian and targets of the examples that are not to be ignored, and which these are; J is that of
+        all inputs."""
+        if getattr(getattr(y, "dtype", None), "names", None):  # times with their flags, in named fields
+            y = likelihood_for(self.likelihood, torch.empty(0), (1,)).targets(y, J.n, 1)
         targets = as_targets(y, J)
-        if self.likelihood == "classification" or isinstance(self.likelihood, Bernoulli | Categorical):
+        classes = self.likelihood in ("classification", "ordinal")
+        if classes or isinstance(self.likelihood, Bernoulli | Categorical | Ordinal):
             found = leave_out_ignored(inputs, targets, targets, self.ignore_index)
             if found is not None:
-                return found[0], self._jacobian(found[0]), found[1]
-        return inputs, J, targets
+                counted = Counted(J.n, find_labeled(targets, self.ignore_index))
+                return found[0], self._jacobian(found[0]), found[1], counted
+        return inputs, J, targets, Counted(J.n)
+
+    def _make_prior(self, spec: PriorSpec) -> Prior:
+        """The prior for the training data, by the weights of its examples."""
+        w = self._weights
+        return make_prior(self.lin_, spec, J=self._J, weight=None if w is None else w.repeat_interleave(self._J.c))
+
+    @property
+    def _weights(self) -> Tensor | None:
+        """How many times each training example counts, (n,); None for once."""
+        return self._unit.split(self._y)[1] if isinstance(self._unit, Weighted) else None
+
+    @property
+    def _rows(self) -> float:
+        """Outputs of all training examples, by their weights."""
+        w = self._weights
+        return self._f.numel() if w is None else float(w.double().sum()) * self._f.shape[1]
 
     def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
         self._read = FlatOutput(self.output)
@@ -402,9 +460,16 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """A root of the curvature at noise one, (n, c), or (n, c, m), or `ClassBlocks`, for outputs and targets."""
         root: Any
         if self.draws_ is not None:
-            root = sample_root(self._unit, f, self.draws_, seed=self.seed)
+            unit = without_weights(self._unit)
+            if isinstance(unit, Weibull):
+                raise NotImplementedError(
+                    "draws= draws times that are seen to their end, and censored ones say less. Use draws=None."
+                )
+            root = sample_root(unit, f, self.draws_, seed=self.seed)
+            if isinstance(self._unit, Weighted):
+                root = root * self._unit.split(y)[1].sqrt()[:, None, None]
         else:
-            if not self._unit.diagonal and not isinstance(getattr(self._unit, "inner", self._unit), Categorical):
+            if not self._unit.diagonal and not isinstance(self._inner, Categorical):
                 check_fits(
                     3 * f.numel() * f.shape[1] * f.element_size(),
                     self.memory,
@@ -412,26 +477,35 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
                     what=f"The curvature of {len(f):,} examples with {f.shape[1]:,} outputs",
                     instead="Draw the Fisher information instead, with draws=1 or a few",
                 )
-            check_curvature(self._unit, f[:256])
-            root = self._unit.root(f) if self.structure_ == "function" else row_root(self._unit, f)
-            root = root.view_as(f) if root.ndim == 1 else root
+            check_curvature(self._unit, f[:256], y[:256])
+            if self.structure_ == "function":
+                return self._unit.observed_root(f, y)
+            root = row_root(self._unit, f, y)
+            return root.view_as(f) if root.ndim == 1 else root
         kept = self._kept_sites(y)
-        if kept is None:
-            return root
-        if isinstance(root, ClassBlocks):
-            return root * kept.flatten().to(root.pi)
-        rows = kept.repeat_interleave(self._read.shape[0], 1).to(root)
-        return root * (rows if root.ndim == 2 else rows[..., None])
+        return root if kept is None else root * kept.repeat_interleave(self._read.shape[0], 1).to(root)[..., None]
 
     def _kept_sites(self, y: Tensor) -> Tensor | None:
         """The sites whose labels count, (n, sites); None for all."""
-        return self._unit.is_kept(y) if isinstance(self._unit, Sites) else None
+        unit = without_weights(self._unit)
+        return unit.is_kept(self._split(y)[0]) if isinstance(unit, Sites) else None
+
+    def _split(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets without their weights, and the weights, (n,)."""
+        if isinstance(self._unit, Weighted):
+            return self._unit.split(y)
+        return y, torch.ones(len(y), dtype=self.lin_.dtype, device=y.device)
+
+    @property
+    def _inner(self) -> Likelihood:
+        """The likelihood of one site of an example of weight one."""
+        unit = without_weights(self._unit)
+        return unit.inner if isinstance(unit, Sites) else unit
 
     def _count_labels(self, y: Tensor) -> Tensor:
-        """How many labels of each example count, (n,)."""
-        kept = self._kept_sites(y)
-        sites = math.prod(self._read.shape[1:])
-        return torch.full((len(y),), sites, device=y.device) if kept is None else kept.sum(1)
+        """How many labels of each example count, (n,), by its weight."""
+        kept, w = self._kept_sites(y), self._split(y)[1]
+        return w * (math.prod(self._read.shape[1:]) if kept is None else kept.sum(1))
 
     def _refresh(self) -> None:
         """The posterior for the present prior and noise."""
@@ -440,8 +514,9 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.posterior_ = self._structure.posterior(self.prior_variance_, 1 / self._noise)
         self._settle_variance(self._J)
         self.scales_ = dict(zip(prior.scales, self._scales, strict=True)) if prior.scales else {}
-        self.likelihood_ = self._with_noise(self._noise)
+        self.likelihood_ = without_weights(self._with_noise(self._noise))
         base = None if self._noise_base is None else self._noise_base * self._noise
+        base = self._noise_each if isinstance(self._inner, KnownNoise) else base
         self.noise_ = None if base is None else float(base) if base.ndim == 0 else base.cpu().numpy()
         self.effective_dimension_ = sum(self._log_det(self._scales, 1 / self._noise)[1])
 
@@ -456,6 +531,12 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             if shape:
                 raise ValueError("noise='per-output' is for outputs without sites; use 'evidence', or variances.")
         base = torch.as_tensor(1.0 if noise is None else noise, dtype=J.dtype, device=J.device)
+        if base.ndim == 2 or (base.ndim == 1 and len(base) not in (1, J.c)):
+            if shape:
+                raise ValueError(
+                    "noise for each observation is for outputs without sites; use 'evidence', or variances."
+                )
+            return KnownNoise(), None
         found = likelihood_for(self.likelihood, y, shape or (J.c,), noise=base if base.ndim else float(base))
         known = torch.as_tensor(found.noise, dtype=J.dtype, device=J.device) if isinstance(found, Gaussian) else None
         return (Sites(found, shape, self.ignore_index) if shape else found), known
@@ -465,12 +546,13 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         return self.likelihood == "regression" and (self.noise is None or isinstance(self.noise, str))
 
     def _with_noise(self, noise: float) -> Likelihood:
-        """The likelihood with its noise times a scale."""
+        """The likelihood with its noise times a scale, and with the weights of the examples."""
         if self._noise_base is None:
             return self._unit
         base = self._noise_base * noise
-        found = Gaussian(base if base.ndim else float(base))
-        return Sites(found, self._read.shape) if self._read.shape else found
+        found: Likelihood = Gaussian(base if base.ndim else float(base))
+        found = Sites(found, self._read.shape) if self._read.shape else found
+        return self._unit.with_inner(found) if isinstance(self._unit, Weighted) else found
 
     # The evidence.
 
@@ -493,7 +575,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self._check_data("log_evidence at another place")
         given, log_det, scales = self._prior, self._log_det, self._scales
         if prior is not None:
-            given = make_prior(self.lin_, prior, J=self._J)
+            given = self._make_prior(prior)
             if given.scales:
                 raise ValueError(
                     f"log_evidence needs a prior without open scales; {prior!r} has {len(given.scales)}. "
@@ -557,7 +639,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         by_output = isinstance(self.noise, str) and self.noise == "per-output" and search.noise
         if by_output and at == "linear_mode":
             raise NotImplementedError("Noise for each output is chosen at the network only; use noise=False.")
-        found = make_prior(self.lin_, spec, J=self._J) if prior is not None else self._prior
+        found = self._make_prior(spec) if prior is not None else self._prior
         found = found if found.scales else replace(found, scales=("all",))
         scales = self._scales if len(self._scales) == len(found.scales) else (1.0,) * len(found.scales)
         log_det = self._structure.log_det(found)
@@ -594,7 +676,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     def _by_output(self, search: Search) -> None:
         """The noise of each output, by the search over noises whose every point has the best scales for them."""
-        squares, path = (self._y - self._f).square().sum(0), list(self.tune_path_)
+        y, w = self._split(self._y)
+        squares, path = (w[:, None] * (y - self._f).square()).sum(0), list(self.tune_path_)
         inner, at = replace(search, noise=False), list[float]()
 
         def objective(x: list[float]) -> laplace_search.Evaluation:
@@ -607,8 +690,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             cost = self._log_det.cost
             path.append(laplace_search.choose(evidence, inner, scales=self._scales, noise=1.0, cost=cost)[-1])
             self._accept(self._prior, self._log_det, path)
-            gamma = (self._error_bars.variance(self._J) / self._noise_base).sum(0)
-            down = unexplained(len(self._f), gamma, bounded=search.bounded)
+            gamma = (w[:, None] * self._error_bars.variance(self._J) / self._noise_base).sum(0)
+            down = unexplained(float(w.sum()), gamma, bounded=search.bounded)
             pairs = zip((squares / self._noise_base).tolist(), down.tolist(), strict=True)
             return laplace_search.Evaluation(path[-1].log_evidence, [Slope(*pair) for pair in pairs])
 
@@ -628,10 +711,10 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """Multiply the prior variances by what serves held-out data best."""
         X, y = validation if isinstance(validation, tuple) else (validation, None)
         inputs = check_inputs(self, X, reset=False)
-        _, J, targets = self._labeled(inputs, self._jacobian(inputs), y)
+        _, J, targets, _ = self._labeled(inputs, self._jacobian(inputs), y)
         J = self._kept_for_variances(J)
         f = J.outputs()
-        targets = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
+        targets = self.likelihood_.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         variance = self._variance_by_factor(J)
 
         def score(factor: float) -> float:
@@ -653,9 +736,11 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         variance = self._variance_by_factor(self._kept_for_variances(J))
 
         def cost(factor: float) -> float:
-            return own - log_score(self.likelihood_, f, variance(factor), y) / labels
+            return own - log_score(self._unit, f, variance(factor), y) / labels
 
-        limit = max(SPARED, float(each.std(correction=0)) / math.sqrt(len(each)))
+        w = self._split(self._y)[1]
+        spread = (w * (each - (w * each).sum() / w.sum()).square()).sum() / w.sum()
+        limit = max(SPARED, float(spread.sqrt() / w.sum().sqrt()))
         self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
         if self.narrowed_ < 1:
             self._multiply(self.narrowed_)
@@ -698,7 +783,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
                 group_norms(theta, prior, self._structure.included),
                 float(self._unit.log_prob(self._f, self._y).sum()),
                 energy,
-                self._f.numel(),
+                self._rows,
             )
         if self.structure_ == "subnetwork" or self.draws_ is not None:
             what = "A subnetwork's evidence" if self.draws_ is None else "The evidence of a sampled Fisher information"
@@ -711,7 +796,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         mean = self._f - (self._J @ theta).view_as(self._f)
         if self.structure_ in ("full", "function") and self._noise_base is None:
             return AtKernelMode(kernels_of(self._J, prior), self._y, mean, self._unit)
-        model = LinearModel(self._J, self._y, mean, SolverSettings(memory=self._memory, progress=self.progress))
+        settings = SolverSettings(memory=self._memory, progress=self.progress)
+        model = LinearModel(self._J, self._y, mean, settings, self._rows)
         gaussian = self._noise_base is not None
         return AtLinearMode(
             model,
@@ -724,7 +810,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     def _energy(self, f: Tensor) -> float:
         """Squared residuals over the known noise."""
         residual = self._unit.residual(f, self._y)
-        return float((residual.square() / self._unit.curvature(f)).double().sum())
+        return float((residual.square() / self._unit.observed_curvature(f, self._y)).double().sum())
 
     def _measure_distance(self, g: Tensor | None) -> None:
         """How far the network is from a mode; a warning where it is so far that error bars mean nothing.
@@ -734,7 +820,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """
         S = self.prior_variance_
         if g is None:
-            residual = self.likelihood_.residual(self._f, self._y)
+            residual = self._with_noise(self._noise).residual(self._f, self._y)
             g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
         theta = self.lin_.flat_theta
         inner = torch.where(S > 0, g - theta / S, 0.0)
@@ -785,7 +871,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     # Predictions.
 
     @together
-    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: bool = False) -> Any:
+    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: Any = False) -> Any:
         """f at X, which is the network's own output (logits, for a classifier), with its error bars.
 
         Where X is a tensor that requires a gradient, so do the results.
@@ -795,7 +881,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             return_std: Also the standard deviation of f, in the same shape.
             return_cov: Also the joint covariance, (n, n), or (n c, n c) with row ``i * c + j`` for output j of input i.
                 Where ``variance_`` is "samples", it is the covariance of the samples, of rank ``samples``.
-            noise: Whether these include the noise of an observation.
+            noise: Whether these include the noise of an observation, ``noise_``. Or the variances of the observations
+                to come, one or (n,) or (n, c), in its place: a fit with a noise for each observation needs them.
         """
         if return_std and return_cov:
             raise ValueError("Ask for return_std or return_cov, not both.")
@@ -803,7 +890,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         mean = told.means(moments.f)
         if moments.spread is None:
             return convert_like(X, told.shaped(mean))
-        added = told.noise_variances(moments.f) if noise else torch.zeros_like(mean)
+        added = torch.zeros_like(mean) if noise is False else told.noise_variances(moments.f, noise)
         if return_cov:
             C = told.mean_covariance(moments.spread, moments.f.shape[1]) + torch.diag(added.flatten())
             return convert_like(X, told.shaped(mean)), convert_like(X, C)
@@ -822,24 +909,48 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             draws: Number of draws of "mc".
         """
         check_is_fitted(self)
-        if not isinstance(self._predictive.inner, Bernoulli | Categorical):
-            raise ValueError(
-                f"predict_proba is for classes; the likelihood is {self._predictive.inner!r}. Use predict."
-            )
+        inner = self._predictive.inner
+        if not isinstance(inner, Bernoulli | Categorical | Ordinal) and not describe_likelihood(inner)["own"]:
+            raise ValueError(f"predict_proba is for classes; the likelihood is {inner!r}. Use predict.")
         blocks: Spread = "blocks" if self.variance_ == "exact" else "factor"
         moments, told = self._moments(X, "variance" if link == "probit" else blocks)
         return convert_like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
 
     @together
-    def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
-        """k joint samples of f at X, (k, n) or (k, n, c): all inputs under the same weights."""
+    def predict_mean(self, X: Any, return_std: bool = False, *, noise: bool = False) -> Any:
+        """The mean of the targets at X, averaged over the posterior: of counts, times, or numbers.
+
+        Args:
+            X: Inputs.
+            return_std: Also the standard deviation of E[y | f]: how well the mean is known.
+            noise: Whether the standard deviation is that of an observation.
+        """
+        moments, told = self._moments(X, "variance")
+        if isinstance(told.inner, Bernoulli | Categorical | Ordinal | Heteroscedastic) or told.shape:
+            raise ValueError(
+                f"predict_mean is for counts, times and numbers; the likelihood is {told.likelihood!r}. Use predict, "
+                "or predict_proba for classes."
+            )
+        found = predict_target(told.inner, moments.f, moments.spread)
+        mean = convert_like(X, told.shaped(found.mean))
+        if not return_std:
+            return mean
+        total = found.spread + found.noise() if noise else found.spread
+        return mean, convert_like(X, told.shaped(total.sqrt()))
+
+    @together
+    def sample(self, X: Any, k: int = 1, *, noise: Any = False, seed: int | None = None) -> Any:
+        """k joint samples of f at X, (k, n) or (k, n, c): all inputs under the same weights.
+
+        ``noise`` adds that of an observation, as for `predict`.
+        """
         J, generator = self._new_inputs(X, k), torch.Generator().manual_seed(self.seed if seed is None else seed)
         told = self._predictive
         f = torch.cat(list(told.samples(J, k, generator)))
         found = told.means(f)
-        if noise:
+        if noise is not False:
             z = torch.randn(found.shape, dtype=f.dtype, generator=generator).to(f.device)
-            found = found + told.noise_variances(f).sqrt() * z
+            found = found + told.noise_variances(f, noise).sqrt() * z
         return convert_like(X, told.shaped(found))
 
     @together
@@ -885,7 +996,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         """
         check_is_fitted(self)
         inputs = check_inputs(self, X, reset=False)
-        _, J, targets = self._labeled(inputs, self._jacobian(inputs), y)
+        _, J, targets, _ = self._labeled(inputs, self._jacobian(inputs), y)
         told = self._predictive
         likelihood = told.likelihood
         targets = likelihood.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
@@ -922,9 +1033,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         return self._jacobian(check_inputs(self, X, reset=False))
 
     def _jacobian(self, X: Any) -> Jacobian:
-        # A chunk needs room for an example, however little memory is allowed.
-        memory = self.memory if isinstance(self.memory, str) else max(self.memory, 2**26)
-        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=memory, progress=self.progress)
+        J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=self.memory, progress=self.progress)
         self.lin_.check_ranks_agree(J._source)
         return J
 
@@ -989,9 +1098,9 @@ def check_structure_fits(la: Laplace, J: Jacobian) -> None:
         )
 
 
-def check_curvature(unit: Likelihood, few: Tensor) -> None:
-    """Raise where the curvature at the outputs of a few examples is none."""
-    root, B = unit.root(few), unit.curvature(few)
+def check_curvature(unit: Likelihood, few: Tensor, y: Tensor) -> None:
+    """Raise where the curvature at the outputs of a few examples with targets y is none."""
+    root, B = unit.observed_root(few, y), unit.observed_curvature(few, y)
     found = root.square() if root.ndim == 2 else root @ root.mT
     if not torch.allclose(found, B, rtol=1e-3, atol=1e-5 * float(B.abs().max())):
         raise ValueError(

@@ -48,7 +48,7 @@ from linnet.probability import Likelihood, Prior, row_root
 Amount = TypeVar("Amount", float, Tensor)
 
 
-def unexplained(rows: int, gamma: Amount, *, bounded: bool) -> Amount:
+def unexplained(rows: float, gamma: Amount, *, bounded: bool) -> Amount:
     r"""The observations that an effective dimension leaves to the noise.
 
     ``rows - gamma`` at the largest evidence (MacKay). :math:`\gamma = \sum_i v_i / \sigma^2` with variances v at the
@@ -73,7 +73,7 @@ class EvidenceTerms:
         log_det: ``log det H - log det A``.
         gamma: For each group its effective dimension.
         energy: The squared residuals over the noise; None where the likelihood has no noise.
-        rows: n c.
+        rows: n c, by the weights of the examples.
         moved: For each group, what the curvature adds to the derivative by moving with the mode; None for nothing.
     """
 
@@ -82,7 +82,7 @@ class EvidenceTerms:
     log_det: float
     gamma: list[float]
     energy: float | None
-    rows: int
+    rows: float
     moved: list[float] | None = None
 
     @property
@@ -114,14 +114,14 @@ class AtNetwork:
         norms: For each group ``theta^T theta`` in units of the prior's variance at unit scale.
         log_likelihood: At noise one.
         energy: The squared residuals at noise one; None where the likelihood has no noise.
-        rows: n c.
+        rows: n c, by the weights of the examples.
     """
 
     log_det: LogDet
     norms: Sequence[float]
     log_likelihood: float
     energy: float | None
-    rows: int
+    rows: float
 
     def __call__(self, scales: Sequence[float], noise: float) -> EvidenceTerms:
         log_det, gamma = self.log_det(scales, 1 / noise)
@@ -159,12 +159,14 @@ class LinearModel:
         y: Targets, as the likelihood takes them.
         mean: h at theta = 0, (n, c): ``f(theta0) - J theta0``.
         settings: How to solve.
+        rows: n c, by the weights of the examples.
     """
 
     J: Jacobian
     y: Tensor
     mean: Tensor
     settings: SolverSettings
+    rows: float
 
     def mode(self, likelihood: Likelihood, variance: Tensor) -> tuple[Mode, Tensor]:
         """The mode, and its theta (p,), for prior variances (p,)."""
@@ -208,10 +210,10 @@ class AtLinearMode:
         likelihood = self.likelihood(noise)
         mode, theta = self.model.mode(likelihood, variance)
         unit = self.likelihood(1.0)
-        log_det, gamma = self.log_det(row_root(unit, mode.f))(scales, 1 / noise)
+        log_det, gamma = self.log_det(row_root(unit, mode.f, self.model.y))(scales, 1 / noise)
         shares = [q / s for q, s in zip(group_norms(theta, self.prior), scales, strict=True)]
         energy = None if self.energy is None else self.energy(mode.f) / noise
-        return EvidenceTerms(mode.log_likelihood, shares, log_det, gamma, energy, mode.f.numel())
+        return EvidenceTerms(mode.log_likelihood, shares, log_det, gamma, energy, self.model.rows)
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,6 @@ class AtKernelMode:
         K = add_kernels(self.kernels, scales)
         mode = newton.function_space(K, self.y, mean=self.mean, likelihood=self.likelihood, tolerance=1e-8).checked()
         assert mode.log_det is not None
-        slopes = scale_slopes(self.kernels, scales, mode=mode, likelihood=self.likelihood)
+        slopes = scale_slopes(self.kernels, scales, self.y, mode=mode, likelihood=self.likelihood)
         shares, gamma, moved = (list(column) for column in zip(*slopes, strict=True))
         return EvidenceTerms(mode.log_likelihood, shares, mode.log_det, gamma, None, len(K), moved)

@@ -11,7 +11,15 @@ from linnet._common import files
 from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
 from linnet.laplace.search import Step
-from linnet.probability import LIKELIHOODS, Gaussian, Sites, posterior_from
+from linnet.probability import (
+    Gaussian,
+    KnownNoise,
+    Likelihood,
+    Sites,
+    describe_likelihood,
+    posterior_from,
+    restore_likelihood,
+)
 
 if TYPE_CHECKING:
     from linnet.laplace.estimator import Laplace
@@ -29,8 +37,13 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
     if la._noise_base is not None:
         tensors["noise"] = la._noise_base * la._noise
     inner = la._predictive.inner
-    if type(inner).__name__ not in LIKELIHOODS:
-        raise TypeError(f"{type(inner).__name__} is not one of linnet's likelihoods, so that it cannot be saved.")
+    if la._weight is not None:
+        tensors["weight"] = la._weight
+    if isinstance(inner, KnownNoise):
+        tensors["noise_each"] = la._noise_each
+    described = describe_likelihood(inner)
+    if isinstance(inner, Gaussian):
+        described["settings"] = {}  # its noise is a tensor
     form = None
     if name == "FunctionPosterior":
         inputs = saved.flatten_inputs(la._train_inputs)
@@ -51,7 +64,8 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
         **la._dtypes.meta(),
         "posterior": name,
         "base": saved.base_of(la),
-        "likelihood": type(inner).__name__,
+        "likelihood": described["name"],
+        "likelihood_described": described,
         "shape": list(la._read.shape),
         "one_column": la._one_column,
         "inputs": form,
@@ -74,7 +88,14 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
 
 
 def read(
-    path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
+    path: Any,
+    tensors: dict[str, Tensor],
+    meta: dict[str, Any],
+    model: nn.Module | None,
+    *,
+    output: Any,
+    score: Any,
+    likelihood: Any,
 ) -> Laplace:
     """The approximation that `save` wrote."""
     from linnet.laplace.estimator import Laplace
@@ -86,8 +107,12 @@ def read(
     device = next(model.parameters()).device
     tensors = {key: value.to(device) for key, value in tensors.items()}
     noise = tensors.get("noise")
-    kind = LIKELIHOODS[meta["likelihood"]]
-    unit = Gaussian(noise if noise.ndim else float(noise)) if noise is not None else kind()
+    described = meta.get("likelihood_described") or {"name": meta["likelihood"], "settings": {}, "own": False}
+    if noise is not None:
+        saved.check_given(path, "likelihood", False, likelihood)
+        unit: Likelihood = Gaussian(noise if noise.ndim else float(noise))
+    else:
+        unit = restore_likelihood(path, described, likelihood)
     dtypes = Dtypes.from_meta(meta)
     dtype = "auto" if dtypes.network is None else meta["dtype"]
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": dtype, "noise": None}
@@ -98,6 +123,10 @@ def read(
     la._unit = la.likelihood_ = Sites(unit, shape, la.ignore_index) if shape else unit
     la._noise_base, la._noise, la._one_column = noise, 1.0, meta["one_column"]
     la.noise_ = None if noise is None else float(noise) if noise.ndim == 0 else noise.cpu().numpy()
+    la._weight = tensors.get("weight")
+    if "noise_each" in tensors:
+        la._noise_each = tensors["noise_each"]
+        la.noise_ = la._noise_each.cpu().numpy()
     state = meta["state"]
     la.structure_, la.scales_, la.prior_variance_ = state["structure"], state["scales"], tensors["prior_variance"]
     la.effective_dimension_ = state["effective_dimension"]

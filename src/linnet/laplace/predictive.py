@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +20,16 @@ from linnet.probability import (
     FactoredCovariance,
     Gaussian,
     Heteroscedastic,
+    KnownNoise,
     Likelihood,
     Posterior,
     PredictiveMoments,
     Sites,
     Spread,
+    as_variances,
     compute_probabilities,
+    log_predictive,
+    without_weights,
 )
 
 ROWS = 2000
@@ -96,12 +102,23 @@ class Predictive:
         rows = torch.arange(len(C), device=C.device).view(-1, c)[:, : c // 2].flatten()
         return C[rows[:, None], rows]
 
-    def noise_variances(self, f: Tensor) -> Tensor:
-        """Noise variances of the observations, in the shape of the means."""
+    def noise_variances(self, f: Tensor, noise: Any = True) -> Tensor:
+        """Noise variances of the observations, in the shape of the means; or as the user says."""
+        if not isinstance(noise, bool | np.bool_):
+            n, c = self.means(f).shape[-2:]
+            return as_variances(np.full(n, noise) if np.ndim(noise) == 0 else noise, n, c).to(f)
+        if isinstance(self.inner, KnownNoise):
+            raise ValueError(
+                "The fit has a noise for each observation, and it does not know that of new ones: give their "
+                "variances, as in predict(X, return_std=True, noise=variances)."
+            )
         if isinstance(self.inner, Heteroscedastic):
             return f.chunk(2, -1)[1].exp()
         if not isinstance(self.inner, Gaussian):
-            raise ValueError(f"noise=True adds the noise of observations, and {self.likelihood!r} has none.")
+            raise ValueError(
+                f"noise=True adds the noise of observations, and {self.likelihood!r} has none that outputs have. For "
+                "counts and times use predict_mean."
+            )
         return 1 / self.likelihood.curvature(f)
 
     def shaped(self, f: Tensor) -> Tensor:
@@ -111,7 +128,9 @@ class Predictive:
     def probabilities(self, moments: PredictiveMoments, *, link: str, draws: int, seed: int) -> Tensor:
         """Class probabilities in the shape of the outputs; of both classes for a single logit."""
         p = average_probabilities(self.likelihood, moments.f, moments.spread, link=link, draws=draws, seed=seed)
-        p = unflattened(p, self.shape)
+        if self.shape:
+            sites = self.shape[1:]
+            p = unflattened(p, (p.shape[1] // math.prod(sites), *sites))
         return torch.cat([1 - p, p], 1) if isinstance(self.inner, Bernoulli) and p.shape[1] == 1 else p
 
 
@@ -133,8 +152,12 @@ def average_probabilities(
 
 
 def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) -> float:
-    """The log probability of targets for independent outputs f ~ N(f, variance), (n, c) each; probit for classes."""
-    inner = likelihood.inner if isinstance(likelihood, Sites) else likelihood
+    """The log probability of targets for independent outputs f ~ N(f, variance), (n, c) each; probit for classes.
+
+    Only scores of classes are by the weights of the examples.
+    """
+    plain = without_weights(likelihood)
+    inner = plain.inner if isinstance(plain, Sites) else plain
     if isinstance(inner, Bernoulli | Categorical):
         return float(likelihood.log_prob(f / (1 + math.pi / 8 * variance).sqrt(), y).sum())
     if isinstance(likelihood, Sites):
@@ -146,7 +169,7 @@ def log_score(likelihood: Likelihood, f: Tensor, variance: Tensor, y: Tensor) ->
     elif isinstance(inner, Gaussian):
         noise = 1 / inner.curvature(f)
     else:
-        raise TypeError(f"Validation is known for classes and Gaussian noise; got {likelihood!r}.")
+        return float(log_predictive(inner, f, variance, y).sum())
     total = variance + noise
     return float(-0.5 * ((y - f).square() / total + total.log() + LOG_2PI).sum())
 

@@ -346,16 +346,16 @@ def kernels_of(J: Jacobian, prior: Prior) -> list[Tensor]:
     return [J.gram(scale=prior.base * (prior.group == i)) for i in range(len(prior.scales))]
 
 
-OCTAVES, STEPS = 64, 48
+OCTAVES, STEPS = 64, 6
 """Octaves below the largest curvature that are told apart, and nodes in each: the memory of a table for each output
-against an error of 3e-5 in a variance."""
+against an error of 4e-6 in a variance."""
 
 
 def _diagonal_by_factor(J: Jacobian, values: Tensor, variance: Tensor, t: float) -> Callable[[float], Tensor]:
     r"""From one pass the variances :math:`\sum_j R_{ij}^2 s S_j / (1 + s t S_j \lambda_j)` as a function of a factor s.
 
-    The sum over j is the sum over nodes in :math:`\log S_j \lambda_j`, between which each term is linear: a table with
-    a few numbers for each output answers for every s.
+    The sum over j is the sum over nodes in :math:`\log S_j \lambda_j`, between which each term is a cubic polynomial:
+    a table with a few hundred numbers for each output answers for every s.
 
     Args:
         J: R, in the coordinates of the curvature.
@@ -366,13 +366,20 @@ def _diagonal_by_factor(J: Jacobian, values: Tensor, variance: Tensor, t: float)
     u = (variance * values).double().clamp_min(0)
     top = u.max().clamp_min(torch.finfo(torch.float64).tiny)
     last = OCTAVES * STEPS
-    place = (STEPS * (top / u).log2()).clamp(0, last)  # no curvature is a place infinitely far down
-    low = place.floor().long().clamp(max=last - 1)
-    share = (place - low).to(variance.dtype)
-    # From each column its part at the node above and at the node below.
-    parts = [(variance * (1 - share), low), (variance * share, low + 1)]
-    W = J.in_row_dtype().grouped_squares(parts, last + 1).to(J.dtype)
-    nodes = top * 2.0 ** (-torch.arange(last + 1, dtype=torch.float64, device=u.device) / STEPS)
+    place = STEPS * (top / u).log2()  # no curvature is a place infinitely far down
+    far, low = place > last, place.clamp(max=last).floor().long().clamp(1, last - 2)
+    r = (place - low).masked_fill(far, 0.0)
+    # From each column its parts at the four nodes around it; the last node has no curvature.
+    cubic = [
+        (-1, -r * (r - 1) * (r - 2) / 6),
+        (0, (r + 1) * (r - 1) * (r - 2) / 2),
+        (1, -(r + 1) * r * (r - 2) / 2),
+        (2, (r + 1) * r * (r - 1) / 6),
+    ]
+    low = low.masked_fill(far, last + 1)
+    parts = [(variance * share.to(variance.dtype), (low + i).clamp(max=last + 1)) for i, share in cubic]
+    W = J.in_row_dtype().grouped_squares(parts, last + 2).to(J.dtype)
+    nodes = top * 2.0 ** (-torch.arange(last + 2, dtype=torch.float64, device=u.device) / STEPS)
     nodes[-1] = 0.0
     return lambda factor: (W @ (factor / (1 + t * factor * nodes)).to(W)).view(J.n, J.c)
 

@@ -44,7 +44,6 @@ STRUCTURES: dict[str, Callable[[Jacobian, Tensor], CurvatureStructure]] = {
     "full": FullCurvature,
     "function": KernelCurvature,
 }
-KINDS = ("classification", "regression", "heteroscedastic")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,8 @@ def train_with_evidence(
         model: The network, on its device.
         data: Inputs with targets: a tuple of tensors, a dict, a Dataset or a DataLoader, as for
             ``lin.jacobian``. Shuffled where it can be read by position.
-        likelihood: "classification", "regression", "heteroscedastic", or a `linnet.likelihoods.Likelihood`.
+        likelihood: "classification", "regression", "heteroscedastic", "poisson", or a `linnet.likelihoods.Likelihood`:
+            ordered classes, counts with dispersion and times with the parameters of theirs.
         structure: Of the curvature in the evidence, see `linnet.laplace.structures`: "kron", "ekfac", "diag", "full",
             "function".
         prior: "layerwise", "shared" or "ntk", whose scales are chosen; or fixed: "unit", a variance, variances by
@@ -218,7 +218,7 @@ class Hyperparameters:
     Args:
         model: The network; its weights are read whenever the evidence is asked for.
         source: The training data.
-        likelihood: A name of `KINDS`, or a likelihood.
+        likelihood: A name, or a likelihood.
         structure: A name of `STRUCTURES`.
         prior: As users write it.
         noise: Its variance, for "regression"; None where it is free.
@@ -301,10 +301,10 @@ class Hyperparameters:
         J = self._jacobian()
         f = J.outputs()
         y = self.unit.targets(self.y, J.n, J.c, dtype=J.dtype, device=J.device)
-        log_det = STRUCTURES[self.structure](J, self.unit.root(f)).log_det(self.prior)
+        log_det = STRUCTURES[self.structure](J, self.unit.observed_root(f, y)).log_det(self.prior)
         energy = None
         if self._base is not None:
-            energy = float((self.unit.residual(f, y).square() / self.unit.curvature(f)).double().sum())
+            energy = float((self.unit.residual(f, y).square() / self.unit.observed_curvature(f, y)).double().sum())
         theta = J.lin.flat_theta
         likelihood = float(self.unit.log_prob(f, y).double().sum())
         return AtNetwork(log_det, group_norms(theta, self.prior), likelihood, energy, f.numel())
@@ -351,10 +351,11 @@ def _check(
             "prior='balanced' is made from the Jacobian at fixed weights, and here they move. Use 'layerwise', "
             "'shared' or 'ntk'."
         )
-    if not isinstance(likelihood, Likelihood) and likelihood not in KINDS:
+    found = likelihood_for(likelihood, torch.empty(0), (1,))
+    if found.is_open:
         raise ValueError(
-            f"likelihood must be one of {', '.join(map(repr, KINDS))} or a linnet.likelihoods.Likelihood; got "
-            f"{likelihood!r}."
+            f"The network is trained with the likelihood, so that {found!r} needs its parameters from the start: give "
+            f"them, as in likelihood=linnet.likelihoods.{type(found).__name__}(...)."
         )
     if noise is not None and (likelihood != "regression" or not 0 < noise < math.inf):
         raise ValueError(f"noise is a positive variance, and for 'regression'; got {noise!r} for {likelihood!r}.")

@@ -214,6 +214,21 @@ def inner_matrix(K: Tensor, root: Any, *, scale: float = 1.0) -> Tensor:
     return M
 
 
+def mirror_(out: Tensor) -> Tensor:
+    """Copy the lower triangle of a square matrix into the upper one, panel by panel: there is no second matrix.
+
+    >>> mirror_(torch.tensor([[1.0, 9.0], [2.0, 3.0]]))
+    tensor([[1., 2.],
+            [2., 3.]])
+    """
+    for start in range(0, len(out), PANEL):
+        stop = start + PANEL
+        corner = out[start:stop, start:stop].tril_()
+        corner += corner.tril(-1).T
+        out[start:stop, stop:] = out[stop:, start:stop].T
+    return out
+
+
 def add_symmetric_(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1.0) -> Tensor:
     """Add ``alpha A^T B``, which must be symmetric, to the lower triangle of ``out``; the upper triangle is spoiled.
 

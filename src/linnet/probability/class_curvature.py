@@ -9,31 +9,46 @@ from torch import Tensor
 
 from linnet._common import TEMPORARY
 from linnet.linalg import ClassBlocks, as_weight
-from linnet.probability.likelihoods import Categorical, Likelihood
+from linnet.probability.likelihoods import Categorical, Likelihood, Weighted, without_weights
 from linnet.probability.per_site import Sites
 
 
-def row_root(likelihood: Likelihood, f: Tensor) -> Any:
+def row_root(likelihood: Likelihood, f: Tensor, y: Tensor | None = None) -> Any:
     """A root L of the curvature at outputs f (n, c), as operators take it: (n c,), (n, c, c), or `ClassBlocks`.
+
+    The curvature is that of the targets y; without y it is the Fisher information.
 
     >>> row_root(Categorical(), torch.zeros(5, 2)).shape, type(row_root(Categorical(), torch.zeros(1, 5000))).__name__
     (torch.Size([5, 2, 2]), 'ClassBlocks')
     """
-    found = _class_blocks(likelihood, f)
-    return as_weight(likelihood.root(f)) if found is None else found
+    found = _class_blocks(likelihood, f, y)
+    if found is None:
+        return as_weight(likelihood.root(f) if y is None else likelihood.observed_root(f, y))
+    return found
 
 
-def row_curvature(likelihood: Likelihood, f: Tensor) -> Any:
+def row_curvature(likelihood: Likelihood, f: Tensor, y: Tensor | None = None) -> Any:
     """The curvature B = L L^T, in the same form."""
-    found = _class_blocks(likelihood, f)
-    return as_weight(likelihood.curvature(f)) if found is None else found.as_form("curvature")
+    found = _class_blocks(likelihood, f, y)
+    if found is None:
+        return as_weight(likelihood.curvature(f) if y is None else likelihood.observed_curvature(f, y))
+    return found.as_form("curvature")
 
 
-def _class_blocks(likelihood: Likelihood, f: Tensor) -> ClassBlocks | None:
+def _class_blocks(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> ClassBlocks | None:
     """The root by formula, for classes whose blocks would hold many numbers."""
-    inner = likelihood.inner if isinstance(likelihood, Sites) else likelihood
+    sites = without_weights(likelihood)
+    inner = sites.inner if isinstance(sites, Sites) else sites
     n, c = f.shape
     if not isinstance(inner, Categorical) or n * c * c <= TEMPORARY:
         return None
-    logits = likelihood.split(f).flatten(0, 1) if isinstance(likelihood, Sites) else f
-    return ClassBlocks(torch.softmax(logits, -1))
+    logits = sites.split(f).flatten(0, 1) if isinstance(sites, Sites) else f
+    found = ClassBlocks(torch.softmax(logits, -1))
+    if y is None:
+        return found
+    y, w = likelihood.split(y) if isinstance(likelihood, Weighted) else (y, None)
+    count = len(found) // n
+    if w is not None:
+        found = found * w.sqrt().repeat_interleave(count)
+    kept = sites.is_kept(y) if isinstance(sites, Sites) else None
+    return found if kept is None else found * kept.flatten().to(found.pi)

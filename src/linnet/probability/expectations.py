@@ -6,6 +6,7 @@ What variational inference maximizes is made of `take_expectations`; class proba
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, singledispatch
 from typing import NamedTuple
@@ -16,11 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.probability.likelihoods import (
+    LIKELIHOODS,
     Bernoulli,
     Categorical,
+    ExponentialMean,
     Gaussian,
     Heteroscedastic,
+    KnownNoise,
     Likelihood,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    Weibull,
+    Weighted,
     laplacian,
     standard_normal,
 )
@@ -56,7 +65,9 @@ def take_expectations(
 ) -> Expected:
     r"""Expectations of log p, residual and curvature over f ~ N(mean, cov), example by example.
 
-    `Gaussian` and `Heteroscedastic` are exact; `Bernoulli` is by quadrature, to about 1e-11 for any variance.
+    `Gaussian`, `Heteroscedastic`, `Poisson` and `Weibull` are exact; `Bernoulli`, `Ordinal` and `NegativeBinomial` are
+    by quadrature, to about 1e-11 for any variance. A likelihood of the user's own is by a sum over 128 outputs, from
+    -8.5 to 8.5 standard deviations, where it is diagonal, and else over draws.
     `Categorical` averages over the draws :math:`f = \mathrm{mean} + \mathrm{cov}^{1/2} \epsilon` with the symmetric
     root, so that with fixed draws its first value is a smooth function of mean and cov, and its second that function's
     exact gradient in the mean.
@@ -66,8 +77,8 @@ def take_expectations(
         mean: (n, c).
         cov: (n, c, c), or (n, c) for variances of independent outputs.
         y: Targets, as `Likelihood.targets` gives them.
-        eps: Standard normal draws (s, n, c), or (s, 1, c) for the same ones at every example; only `Categorical` needs
-            them.
+        eps: Standard normal draws (s, n, c), or (s, 1, c) for the same ones at every example; only likelihoods that
+            are not diagonal need them.
 
     Example:
         >>> found = take_expectations(Bernoulli(), torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1))
@@ -90,7 +101,8 @@ def compute_probabilities(
     r"""Class probabilities E[p(y | f)] with f ~ N(mean, cov), (n, c); for `Bernoulli` those of 1.
 
     Args:
-        likelihood: `Bernoulli` or `Categorical`.
+        likelihood: `Bernoulli`, `Categorical`, `Ordinal`, or one of the user's own, whose probabilities are always by
+            "mc".
         mean: (n, c).
         cov: (n, c, c), or (n, c) for variances of independent outputs, or factors (n, c, k) of the covariances.
         link: "probit" scales each logit by :math:`1 / \sqrt{1 + \pi v / 8}` with its own variance v, and is an
@@ -107,11 +119,15 @@ def compute_probabilities(
         tensor([[0.5393]])
     """
     _check_moments(mean, cov)
-    if not isinstance(likelihood, Bernoulli | Categorical):
+    if LIKELIHOODS.get(type(likelihood).__name__) is not type(likelihood):
+        link = "mc"  # all that is known of a user's likelihood is its mean
+    elif not isinstance(likelihood, Bernoulli | Categorical | Ordinal):
         raise TypeError(
-            f"compute_probabilities gives probabilities of classes, for Bernoulli and Categorical; got {likelihood!r}. "
-            "For regression use the mean and variance of f and the noise."
+            "compute_probabilities gives probabilities of classes, for Bernoulli, Categorical and Ordinal; got "
+            f"{likelihood!r}. For regression use the mean and variance of f and the noise."
         )
+    if isinstance(likelihood, Ordinal):
+        return _ordinal_probabilities(likelihood, mean, _marginal(cov, mean))
     if link == "probit":
         return likelihood.mean(mean / (1 + math.pi / 8 * _marginal(cov, mean)).sqrt())
     if link == "centered":
@@ -126,11 +142,21 @@ def compute_probabilities(
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     n, c = mean.shape
-    root, total = _square_root(cov, mean), torch.zeros_like(mean)
+    root = _square_root(cov, mean)
+    total = torch.zeros_like(likelihood.mean(mean))
     eps = standard_normal((samples, 1, root.shape[-1]), mean, generator)
     for part in eps.split(max(1, 2**22 // max(1, n * c))):  # so that the draws of f take little memory
         total += likelihood.mean(mean + _times(root, part)).sum(0)
     return total / samples
+
+
+def _ordinal_probabilities(likelihood: Ordinal, mean: Tensor, v: Tensor) -> Tensor:
+    """Probabilities of all classes, (n, K): differences of E[s(b - f)], by quadrature whatever the link."""
+    std = v.sqrt()
+    # E[s(b - f)] is what `_logistic` calls a miss.
+    below = [_logistic(mean - b, std)[1] for b in likelihood.known_thresholds(mean).unbind()]
+    edges = torch.cat([torch.zeros_like(mean), *below, torch.ones_like(mean)], 1)
+    return edges.diff(dim=1).clamp(min=0)  # below zero only by rounding
 
 
 def _centered(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance) -> tuple[Tensor, Tensor]:
@@ -172,10 +198,79 @@ def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovarian
 @singledispatch
 def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
     """See `take_expectations`; the moments are checked."""
-    raise TypeError(
-        "Expectations over Gaussian outputs are known for Gaussian, Heteroscedastic, Bernoulli and Categorical; "
-        f"got {likelihood!r}. Use one of these."
-    )
+    if not isinstance(likelihood, Likelihood):
+        raise TypeError(f"Expectations are over the density of a linnet.likelihoods.Likelihood; got {likelihood!r}.")
+    if not likelihood.diagonal:
+        _check_draws(likelihood, eps, mean)
+        assert eps is not None
+        f = mean + _times(_square_root(cov, mean), eps)
+        return Expected(
+            likelihood.log_prob(f, y).mean(0),
+            likelihood.residual(f, y).mean(0),
+            likelihood.observed_curvature(f, y).mean(0),
+        )
+    # Outputs are apart, so that all of them may stand at the same node at once.
+    std = _marginal(cov, mean).sqrt()
+    log_prob, residual, curvature = torch.zeros_like(mean[:, 0]), torch.zeros_like(mean), torch.zeros_like(mean)
+    for z, w in _nodes():
+        f = mean + z * std
+        log_prob += w * likelihood.log_prob(f, y)
+        residual += w * likelihood.residual(f, y)
+        curvature += w * likelihood.observed_curvature(f, y)
+    return Expected(log_prob, residual, curvature)
+
+
+@_expected.register
+def _weighted(likelihood: Weighted, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    y, w = likelihood.split(y)
+    found = _expected(likelihood.inner, mean, cov, y, eps)
+    blocks = w[:, None] if likelihood.diagonal else w[:, None, None]
+    return Expected(w * found.log_prob, w[:, None] * found.residual, blocks * found.curvature)
+
+
+@_expected.register
+def _poisson(likelihood: Poisson, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    rate = (mean + 0.5 * _marginal(cov, mean)).exp()
+    return Expected((y * mean - rate - torch.lgamma(y + 1)).sum(-1), y - rate, rate)
+
+
+@_expected.register
+def _weibull(likelihood: Weibull, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    k, (time, seen) = likelihood.k, (y[:, :1], y[:, 1:])
+    z = k * (time.log() - mean)
+    hazard = (z + 0.5 * k**2 * _marginal(cov, mean)).exp()
+    log_prob = seen * (math.log(k) + z - time.log()) - hazard
+    return Expected(log_prob[:, 0], k * (hazard - seen), k**2 * hazard)
+
+
+@_expected.register
+def _negative_binomial(
+    likelihood: NegativeBinomial, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None
+) -> Expected:
+    std, r, g = _marginal(cov, mean).sqrt(), 1 / likelihood.alpha, likelihood.shift(mean)
+    up, miss, curvature = _logistic(g, std)
+    down, other, _ = _logistic(-g, std)
+    log_prob = (y * up + r * down + likelihood.constant(y)).sum(-1)
+    return Expected(log_prob, y * miss - r * other, (y + r) * curvature)
+
+
+@_expected.register
+def _ordinal(likelihood: Ordinal, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    below, above, share = likelihood.bounds(mean, y)
+    std = _marginal(cov, mean).sqrt()
+    parts = []
+    for x in (below, above):  # the first and the last class have one of the two
+        there = torch.isfinite(x)
+        parts.append([torch.where(there, t, 0.0) for t in _logistic(torch.where(there, x, 0.0), std)])
+    (low, under, bend), (high, over, turn) = parts
+    return Expected((low + high + share)[:, 0], over - under, bend + turn)
+
+
+@_expected.register
+def _known_noise(likelihood: KnownNoise, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+    curvature = likelihood.observed_curvature(mean, y)
+    spread = 0.5 * (_marginal(cov, mean) * curvature).sum(-1)
+    return Expected(likelihood.log_prob(mean, y) - spread, likelihood.residual(mean, y), curvature)
 
 
 @_expected.register
@@ -210,12 +305,8 @@ def _bernoulli(likelihood: Bernoulli, mean: Tensor, cov: Tensor, y: Tensor, eps:
 
 @_expected.register
 def _categorical(likelihood: Categorical, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
-    n, c = mean.shape
-    if eps is None or eps.ndim != 3 or eps.shape[0] == 0 or eps.shape[1] not in (1, n) or eps.shape[2] != c:
-        raise ValueError(
-            f"Categorical takes expectations over draws, so it needs eps of shape (s, {n}, {c}), standard normal; "
-            f"got {None if eps is None else tuple(eps.shape)}."
-        )
+    _check_draws(likelihood, eps, mean)
+    assert eps is not None
     f = mean + _times(_square_root(cov, mean), eps)
     pi = torch.softmax(f, -1)
     return Expected(
@@ -223,6 +314,84 @@ def _categorical(likelihood: Categorical, mean: Tensor, cov: Tensor, y: Tensor, 
         likelihood.residual(f, y).mean(0),
         laplacian(torch.einsum("snc,snd->ncd", pi, pi) / len(f)),
     )
+
+
+def _check_draws(likelihood: Likelihood, eps: Tensor | None, mean: Tensor) -> None:
+    n, c = mean.shape
+    if eps is None or eps.ndim != 3 or eps.shape[0] == 0 or eps.shape[1] not in (1, n) or eps.shape[2] != c:
+        raise ValueError(
+            f"{type(likelihood).__name__} takes expectations over draws, so it needs eps of shape (s, {n}, {c}), "
+            f"standard normal; got {None if eps is None else tuple(eps.shape)}."
+        )
+
+
+# Targets.
+
+
+class PredictedTarget(NamedTuple):
+    """The first moments of a target over Gaussian outputs, (n, c) each.
+
+    Attributes:
+        mean: E[y].
+        spread: The variance of E[y | f]: what is not known of the function.
+        noise: E[Var[y | f]]: the noise of an observation.
+    """
+
+    mean: Tensor
+    spread: Tensor
+    noise: Callable[[], Tensor]
+
+
+def predict_target(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> PredictedTarget:
+    """The moments of a target for independent outputs f ~ N(mean, variance), (n, c) each.
+
+    Closed forms for Gaussian noise, counts and times. Else a sum over 128 outputs, for a likelihood whose
+    mean of an output depends on that output alone.
+
+    Example:
+        >>> found = predict_target(Poisson(), torch.zeros(1, 1), torch.full((1, 1), 0.5))
+        >>> round(float(found.mean), 4), round(float(found.spread), 4), round(float(found.noise()), 4)
+        (1.284, 1.0696, 1.284)
+    """
+    v = _marginal(variance, mean)
+    if isinstance(likelihood, Gaussian):
+        return PredictedTarget(mean, v, lambda: likelihood.variance(mean))
+    if isinstance(likelihood, ExponentialMean):
+        a, b, d = likelihood.powers
+        first, second = (mean + 0.5 * v).exp(), (2 * mean + 2 * v).exp()
+        return PredictedTarget(a * first, a**2 * first.square() * torch.expm1(v), lambda: b * first + d * second)
+    if not likelihood.diagonal:
+        raise NotImplementedError(
+            f"The mean of a target of {likelihood!r} depends on several outputs together, and averages of such means "
+            "are not known. Use predict_outputs, or sample."
+        )
+    std, rule = v.sqrt(), _nodes()
+    means = [likelihood.mean(mean + z * std) for z, _ in rule]
+    if means[0].shape != mean.shape:
+        raise ValueError(
+            f"mean(f) of {likelihood!r} must have the shape of f, {tuple(mean.shape)}; got {tuple(means[0].shape)}."
+        )
+    average = sum(w * m for m, (_, w) in zip(means, rule, strict=True))
+    spread = sum(w * (m - average).square() for m, (_, w) in zip(means, rule, strict=True))
+    assert isinstance(average, Tensor) and isinstance(spread, Tensor)
+
+    def noise() -> Tensor:
+        found = sum(w * likelihood.variance(mean + z * std) for z, w in rule)
+        assert isinstance(found, Tensor)
+        return found
+
+    return PredictedTarget(average, spread, noise)
+
+
+def log_predictive(likelihood: Likelihood, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """log E[p(y | f)] of each example (n,) for one output f ~ N(mean, variance), (n, 1) each, by quadrature."""
+    if mean.shape[1] != 1:
+        raise NotImplementedError(
+            f"The predictive density of {likelihood!r} is known for one output; the network has {mean.shape[1]}."
+        )
+    std = _marginal(variance, mean).sqrt()
+    terms = [likelihood.log_prob(mean + z * std, y) + math.log(w) for z, w in _nodes()]
+    return torch.stack(terms).logsumexp(0)
 
 
 # Gaussian outputs.
@@ -288,6 +457,15 @@ def _rules() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     a, v = (a + 1) / 2, v / 2
     hermite = list(zip(z.tolist(), (w / w.sum()).tolist(), strict=True))
     return hermite, list(zip((40 * a**2).tolist(), (80 * a * v).tolist(), strict=True))
+
+
+@cache
+def _nodes() -> list[tuple[float, float]]:
+    """Nodes and weights of N(0, 1) for any smooth function: the trapezoidal rule, which sees details of a tenth of a
+    standard deviation anywhere, where Gauss-Hermite quadrature sees them near zero alone."""
+    z = np.linspace(-8.5, 8.5, 128)
+    w = np.exp(-0.5 * z**2)
+    return list(zip(z.tolist(), (w / w.sum()).tolist(), strict=True))
 
 
 def _logistic(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:

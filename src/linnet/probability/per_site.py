@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from linnet.probability.likelihoods import Bernoulli, Categorical, Device, Likelihood
+from linnet.probability.likelihoods import Bernoulli, Categorical, Device, Likelihood, Ordinal
 
 
 @final
@@ -22,8 +22,7 @@ class Sites(Likelihood):
         inner: Likelihood of one site.
         shape: (c, *sites), the shape of the network's output for one example.
         ignore_index: Label of sites that count for nothing, where a site has one label. The gradient and the log
-            density of such a site are zero. The curvature depends on the outputs alone, so that `is_kept` says where
-            the curvature counts.
+            density of such a site are zero, and so is its observed curvature.
 
     Example:
         >>> from linnet.probability.likelihoods import Categorical
@@ -32,7 +31,7 @@ class Sites(Likelihood):
     """
 
     def __init__(self, inner: Likelihood, shape: tuple[int, ...], ignore_index: int | None = None) -> None:
-        one_label = isinstance(inner, Categorical) or (isinstance(inner, Bernoulli) and shape[0] == 1)
+        one_label = isinstance(inner, Categorical | Ordinal) or (isinstance(inner, Bernoulli) and shape[0] == 1)
         self.inner, self.shape, self.ignore_index = inner, shape, ignore_index if one_label else None
         self.count = prod(shape[1:])
         self.diagonal = inner.diagonal
@@ -92,8 +91,39 @@ class Sites(Likelihood):
     def root(self, f: Tensor) -> Tensor:
         return self._place_blocks(self.inner.root(self.split(f)))
 
+    def observed_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        kept = self.is_kept(y)
+        found = self.inner.observed_curvature(self.split(f), self._with_labels(y, kept))
+        return self._place_blocks(self._leave_out(found, kept))
+
+    def observed_root(self, f: Tensor, y: Tensor) -> Tensor:
+        kept = self.is_kept(y)
+        found = self.inner.observed_root(self.split(f), self._with_labels(y, kept))
+        return self._place_blocks(self._leave_out(found, kept))
+
+    def _leave_out(self, blocks: Tensor, kept: Tensor | None) -> Tensor:
+        """Blocks or diagonals of the sites, with zeros at the sites that do not count."""
+        if kept is None:
+            return blocks
+        return blocks * (kept[..., None] if self.diagonal else kept[..., None, None])
+
     def mean(self, f: Tensor) -> Tensor:
         return self.inner.mean(self.split(f)).flatten(-2)
+
+    def variance(self, f: Tensor) -> Tensor:
+        return self.inner.variance(self.split(f)).flatten(-2)
+
+    @property
+    def is_open(self) -> bool:
+        return self.inner.is_open
+
+    def fitted(self, f: Tensor, y: Tensor, weight: Tensor | None = None) -> Sites:
+        """With the parameters of the inner likelihood that suit all sites that count."""
+        kept = self.is_kept(y)
+        rows, labels = self.split(f).flatten(0, 1), self._with_labels(y, kept).flatten(0, 1)
+        each = torch.ones_like(rows[:, 0]) if kept is None else kept.flatten().to(rows)
+        each = each if weight is None else each * weight.to(rows).repeat_interleave(self.count)
+        return Sites(self.inner.fitted(rows, labels, each), self.shape, self.ignore_index)
 
     def kl(self, f: Tensor, other: Tensor) -> Tensor:
         return self.inner.kl(self.split(f), self.split(other)).sum(-1)

@@ -94,7 +94,9 @@ def check_prior(spec: PriorSpec, lin: Linearization | None = None) -> None:
         _check_variance(spec, "prior")
 
 
-def make_prior(lin: Linearization, spec: PriorSpec, *, J: LinearOperator | None = None) -> Prior:
+def make_prior(
+    lin: Linearization, spec: PriorSpec, *, J: LinearOperator | None = None, weight: Tensor | None = None
+) -> Prior:
     """The prior of a linearization.
 
     Args:
@@ -102,6 +104,7 @@ def make_prior(lin: Linearization, spec: PriorSpec, *, J: LinearOperator | None 
         spec: A name, a variance, or variances by layer glob.
         J: The Jacobian of the training data, which ``balanced`` reads once; of many outputs it reads random
             combinations.
+        weight: How many times each row of J counts, (n c,); None for once.
 
     Example:
         >>> from linnet import linearize
@@ -131,7 +134,7 @@ def make_prior(lin: Linearization, spec: PriorSpec, *, J: LinearOperator | None 
         return Prior(spec, ones, tuple(lin.layout.layers), group)
     if J is None:
         raise ValueError("The prior 'balanced' measures the layers on the training data; pass its Jacobian as J.")
-    return Prior(spec, _balanced(lin.layout, J, ones), ("all",))
+    return Prior(spec, _balanced(lin.layout, J, ones, weight), ("all",))
 
 
 def ntk_variances(lin: Linearization) -> Tensor:
@@ -227,12 +230,16 @@ def _by_glob(layout: Layout, spec: Mapping[str, float], ones: Tensor) -> Tensor:
     return out
 
 
-def _balanced(layout: Layout, J: LinearOperator, ones: Tensor) -> Tensor:
+def _balanced(layout: Layout, J: LinearOperator, ones: Tensor, weight: Tensor | None) -> Tensor:
     out = torch.zeros_like(ones)
-    norms = estimate_column_norms(J) if isinstance(J, Jacobian) else J.column_norms()
+    if isinstance(J, Jacobian):
+        norms = estimate_column_norms(J, None if weight is None else weight.sqrt().view(J.n, J.c))
+    else:
+        norms = J.column_norms(weight)
+    rows = J.shape[0] if weight is None else float(weight.sum())
     shares = layer_sums(layout, norms)
     for layer, names in layout.layers.items():
-        average = shares[layer] / J.shape[0]
+        average = shares[layer] / rows
         for name in names:  # a layer that no example reaches stays where it is: variance zero
             out[layout.slices[name]] = 1 / average if average > 0 else 0.0
     return out

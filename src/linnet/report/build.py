@@ -18,13 +18,24 @@ from linnet._estimator import Linearity, as_targets
 from linnet.jacobian import Plan
 from linnet.laplace import Laplace
 from linnet.metrics import Z95
-from linnet.probability import Bernoulli, Categorical
+from linnet.probability import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Heteroscedastic,
+    KnownNoise,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    Sites,
+    Weighted,
+)
 from linnet.report.content import Classes, Eigenvalues, Evidence, Group, Item, Linear, Missing, Numbers, Report
 from linnet.report.diagnostics import Fit, compute_influence, compute_spectrum
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 from linnet.report.html import page
-from linnet.tangent import Tangent, TangentClassifier, as_labels
+from linnet.tangent import Tangent, TangentClassifier, TangentRegressor, as_labels
 
 NO_TEST = Missing("There are no test data, and a model always looks too good on the data that it was fitted to.")
 NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")
@@ -178,7 +189,18 @@ def predict_outcome(estimator: Any, X: Any, y: Any, names: Sequence[str] = ()) -
     """Predictions for test data, beside the predictions of the network alone."""
     trained = getattr(estimator, "model", None) is not None
     f = estimator._jacobian(X).outputs() if trained else None
-    if not isinstance(getattr(estimator, "likelihood_", None), Bernoulli | Categorical):
+    likelihood = getattr(estimator, "likelihood_", None)
+    if likelihood is not None and not isinstance(
+        likelihood, Bernoulli | Categorical | Gaussian | Heteroscedastic | Sites
+    ):
+        f = None  # outputs are no predictions: logarithms of means, or a number that thresholds cut into classes
+        if not isinstance(likelihood, Ordinal | Poisson | NegativeBinomial):
+            return Missing(f"Reports judge classes, counts and numbers with a known noise; got {likelihood!r}.")
+    if isinstance(likelihood, Poisson | NegativeBinomial):
+        predict = estimator.predict_mean if isinstance(estimator, Laplace) else estimator.predict
+        mean, std = predict(X, return_std=True, noise=True)
+        return make_numbers(to_array(mean), to_array(std), to_array(y), names, None)
+    if not isinstance(likelihood, Bernoulli | Categorical | Ordinal):
         mean, std = estimator.predict(X, return_std=True, noise=True)
         return make_numbers(to_array(mean), to_array(std), to_array(y), names, f)
     p, found = to_array(estimator.predict_proba(X)), _keep_labels(y)
@@ -423,20 +445,41 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
     if isinstance(estimator, Laplace):
         J = estimator._jacobian(X)
         f = J.outputs()
-        targets = estimator.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+        y = as_targets(y, J)
+        if isinstance(estimator.likelihood_, KnownNoise):
+            known = _of_all(estimator._noise_each, J.n)
+            y = KnownNoise.pack(y.to(known).view(J.n, J.c), known)
+        targets = estimator.likelihood_.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
     else:
         J = estimator._new_inputs(X)
         found = estimator.posterior_.predict(J)
         f = estimator._mean_function(found.f) + found.shift
-        if not isinstance(estimator, TangentClassifier):
-            precision = 1 / estimator._noise_at(f, X)
+        if isinstance(estimator, TangentRegressor):
+            own = estimator._noise_each or estimator._train.noise.weight is not None
+            rows = estimator._fit_.noise_rows.view(-1, J.c)
+            precision = 1 / (_of_all(rows, J.n) if own else estimator._noise_at(f, X))
             residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
             return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
-        targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_)
-    root = estimator.likelihood_.root(f)
+        if isinstance(estimator, TangentClassifier):
+            targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_, estimator.likelihood_)
+        else:
+            targets = estimator.likelihood_.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
+    likelihood = estimator.likelihood_
+    if estimator._weight is not None:
+        likelihood, targets = Weighted.pack(likelihood, targets, _of_all(estimator._weight, J.n).to(f))
+    root = likelihood.observed_root(f, targets)
     root = root.flatten() if root.ndim == 2 else root
-    residual = estimator.likelihood_.residual(f, targets)
-    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, residual)
+    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, likelihood.residual(f, targets))
+
+
+def _of_all(values: Tensor, n: int) -> Tensor:
+    """Weights or variances of the training examples, where these are the n examples that are asked for."""
+    if len(values) != n:
+        raise ValueError(
+            f"The estimator was fitted to {len(values)} examples with weights or variances of their own, and there are "
+            f"{n} inputs. Give the data of fit, without examples of weight 0."
+        )
+    return values
 
 
 def find_eigenvalues(estimator: Any, train: tuple[Any, Any]) -> Eigenvalues | Missing:

@@ -1,7 +1,16 @@
-"""Door 1: `TangentRegressor` and `TangentClassifier`, a trained network adapted to new data in closed form."""
+"""Door 1: `TangentRegressor`, `TangentClassifier` and `TangentGLM`, a trained network adapted to new data."""
 
 from linnet.tangent.base import LinearizedModule, Tangent
 from linnet.tangent.classifier import TangentClassifier, as_labels
+from linnet.tangent.glm import TangentGLM
 from linnet.tangent.regressor import LeaveOneOut, TangentRegressor
 
-__all__ = ["LeaveOneOut", "LinearizedModule", "Tangent", "TangentClassifier", "TangentRegressor", "as_labels"]
+__all__ = [
+    "LeaveOneOut",
+    "LinearizedModule",
+    "Tangent",
+    "TangentClassifier",
+    "TangentGLM",
+    "TangentRegressor",
+    "as_labels",
+]

@@ -106,7 +106,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         if self.top != "evidence" and not known:
             raise ValueError(f"top must be a number of blocks or 'evidence'; got {self.top!r}.")
 
-    def _fit_by_evidence(self, X: Any, y: Any) -> None:
+    def _fit_by_evidence(self, X: Any, y: Any, sample_weight: Any) -> None:
         """One block more at a time, from the top, while the evidence rises; then as fitted with the best number."""
         self._check_top()
         assert self.model is not None
@@ -115,7 +115,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         given = self.get_params(deep=False)
         for k in range(1, len(block_names(self.model)) + 1):
             changed = {"inference": "laplace"} if "inference" in given else {}  # which has an evidence
-            trial = type(self)(**given | changed | {"top": k}).fit(X, y)
+            trial = type(self)(**given | changed | {"top": k}).fit(X, y, sample_weight=sample_weight)
             assert trial.log_evidence_ is not None
             path[k] = trial.log_evidence_
             if best is not None and path[k] <= path[best.top_ or 0]:
@@ -124,7 +124,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         if best is None:
             raise ValueError("The model has no blocks below its head; choose parameters by name with params=.")
         if getattr(self, "inference", "laplace") != "laplace":
-            best = type(self)(**given | {"top": best.top_}).fit(X, y)
+            best = type(self)(**given | {"top": best.top_}).fit(X, y, sample_weight=sample_weight)
         self.__dict__.update(best.__dict__ | given | {"top_path_": path})
 
     def _without_data(self) -> Self:

@@ -14,60 +14,47 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor, nn
 
-from linnet._common import check_fits, together
+from linnet._common import together
 from linnet._estimator import (
-    Dtypes,
+    Counted,
     HubMixin,
-    check_has_exact,
     check_variance,
     convert_like,
     default_network,
-    draw_inputs,
-    has_targets_in_memory,
+    find_labeled,
     leave_out_ignored,
-    list_options,
 )
-from linnet.data import as_source
-from linnet.inference import (
-    Inference,
-    InferenceOptions,
-    Mode,
-    ModeFit,
-    Observations,
-    Training,
-    any_likelihood,
-    check_only_map,
-    check_outputs_fit,
-    choose_likelihood_solver,
-    searches_all_features,
-)
-from linnet.jacobian import Jacobian, linearize
+from linnet.inference import Inference
+from linnet.jacobian import Jacobian
 from linnet.network import Params, check_module
 from linnet.probability import (
-    LIKELIHOODS,
+    Bernoulli,
     Categorical,
-    Prior,
+    Likelihood,
+    Ordinal,
     PriorSpec,
     Spread,
     check_prior,
     compute_probabilities,
+    describe_likelihood,
     likelihood_for,
-    make_prior,
 )
-from linnet.tangent.base import Mean, Tangent
+from linnet.tangent.base import Mean
+from linnet.tangent.generalized import Generalized
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
 
 
-class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
+class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
     r"""Adapt a trained network to a classification task: a convex problem, with error bars.
 
     .. math:: p(y \mid x) = \mathrm{softmax}\left(m(x) + J(x) (\theta - \theta_0)\right), \qquad
               \theta - \theta_0 \sim N(0, S)
 
     One output is the logit of the second of two classes; several outputs are the logits of as many classes, or, for
-    targets (n, c) of zeros and ones, one logit for each label.
+    targets (n, c) of zeros and ones, one logit for each label. Classes in an order have one output between them
+    (``likelihood="ordinal"``).
 
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d).
@@ -89,10 +76,15 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             be.
         ignore_index: Label of examples that count for nothing, as in torch, for labels that are integers. None for no
             such label: for a class whose name is -100.
-        classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs.
+        classes: The label of each output, where labels are neither numbers 0 to c - 1 nor as many as outputs; and the
+            order of "ordinal" classes that are not numbers, from the lowest.
         epochs: Number of epochs of "adam".
         minibatch: Number of examples of a step of "adam".
         learning_rate: First learning rate of "adam", in prior standard deviations; "auto" is the best first step.
+        likelihood: "classification" (softmax, or a logit for each label), "ordinal" (classes in an order, from one
+            output that is larger for higher classes; the thresholds between them are those of largest likelihood at
+            the mean function), or a likelihood: `linnet.likelihoods.Ordinal` with thresholds, or one of your own whose
+            ``mean`` gives class probabilities.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Dtype of the network, as for `TangentRegressor`.
         tolerance: Relative residual of iterative solves; "auto" is 1e-6, or 1e-4 in float32. The mode is found to a
@@ -109,8 +101,10 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
 
     Attributes:
         classes_: The label of each output (for one logit: of 0 and 1).
+        likelihood_: The likelihood, with thresholds where classes are in an order.
         scales_: Prior scales by name.
-        log_evidence_: Of the Laplace approximation, whatever the inference, with a dense solver; by conjugate gradients
+        log_evidence_: Of the Laplace approximation (with weights: of each example as many times as its weight says),
+            whatever the inference, with a dense solver; by conjugate gradients
             for "laplace" alone, with ``log_evidence_error_`` its standard error, and else None; ``evidence_path_`` its
             rise in the search for the prior's scales.
         elbo_: The bound of the log evidence that VI reached, from fresh draws; ``elbo_path_`` its rise on the draws
@@ -130,8 +124,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         (torch.Size([20, 2]), 1.0)
     """
 
-    mode_: Mode | None
-    _SHARED = (*Tangent._SHARED, "scale_examples_", "multilabel_")
+    _SHARED = (*Generalized._SHARED, "classes_", "multilabel_")
 
     def __init__(
         self,
@@ -147,6 +140,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         family: str = "auto",
         classes: Sequence[Any] | None = None,
         ignore_index: int | None = -100,
+        likelihood: str | Likelihood = "classification",
         epochs: int = 30,
         minibatch: int = 128,
         learning_rate: float | str = "auto",
@@ -165,6 +159,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     ) -> None:
         self.model, self.params, self.inference, self.mean, self.prior = model, params, inference, mean, prior
         self.top, self.solver, self.link, self.family, self.classes = top, solver, link, family, classes
+        self.likelihood = likelihood
         self.ignore_index, self.epochs, self.minibatch, self.learning_rate = (
             ignore_index,
             epochs,
@@ -176,27 +171,38 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
 
     @together
-    def fit(self, X: Any, y: Any = None) -> TangentClassifier:
-        """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them."""
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentClassifier:
+        """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them.
+
+        Args:
+            X: Inputs.
+            y: Labels.
+            sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
+                weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+        """
         self.top_path_ = None
         if self.top == "evidence" and self.solver != "adam":
-            self._fit_by_evidence(X, y)
+            self._fit_by_evidence(X, y, sample_weight)
             return self
         check_prior(self.prior)
         check_variance(self.variance)
         if self.link not in ("probit", "mc"):
             raise ValueError(f"link must be 'probit' or 'mc'; got {self.link!r}.")
+        self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
-        model = self._network(inputs, y)
-        self._choose(model, inputs)
-        J = self._attached_jacobian(model, inputs, self.dtype)
-        fit = self._condition(inputs, y, self.classes, J=J)
-        names = ["all"] if len(fit.choice.scales) == 1 else list(self.lin_.layout.layers)
-        self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
-        self.scale_examples_ = fit.examples
+        self._fit_likelihood(inputs, y, sample_weight)
         self._warn_of_nothing()
         return self
+
+    def _check_likelihood(self) -> None:
+        found = likelihood_for(self.likelihood, torch.empty(0), (2,))
+        own = not isinstance(self.likelihood, str) and describe_likelihood(found)["own"]
+        if not own and not isinstance(found, Bernoulli | Categorical | Ordinal):
+            raise ValueError(
+                f"A classifier takes likelihood='classification', 'ordinal' or a likelihood of classes; got {found!r}. "
+                "For counts and times use linnet.TangentGLM, for numbers linnet.TangentRegressor."
+            )
 
     def _warn_of_nothing(self) -> None:
         """Where the evidence has shrunk the prior until nothing is left of a mean of zero."""
@@ -210,10 +216,15 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         )
 
     @together
-    def refit(self, X: Any, y: Any = None) -> TangentClassifier:
+    def refit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentClassifier:
         """A classifier that has seen (X, y) alone, with the prior and the classes found here: task after task.
 
         No scale is chosen anew, and labels of some of the classes are enough. This one stays as it is.
+
+        Args:
+            X: Inputs.
+            y: Labels.
+            sample_weight: How many times each example counts, as for `fit`.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 3))
@@ -224,111 +235,43 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
             (True, torch.Size([30, 3]))
         """
         check_is_fitted(self)
-        other = self._without_data()
-        other._condition(self._inputs(X, reset=False), y, self.classes_, Prior("given", self.prior_variance_))
+        other: TangentClassifier = self._refit_likelihood(self._inputs(X, reset=False), y, sample_weight)
         return other
 
-    def _how(self, eps: float = 0.0) -> tuple[InferenceOptions, Training | None]:
-        """How to condition with passes that round by ``eps``, and how to train where that is by minibatches."""
-        if self.solver != "adam":
-            return InferenceOptions(self.inference, self.family, self._settings(eps)), None
-        check_only_map(self.inference)
-        training = Training(self.epochs, self.minibatch, self.learning_rate)
-        return InferenceOptions(self.inference, self.family, self._settings(eps, solver="auto")), training
+    def _without_ignored(self, inputs: Any, y: Any, J: Jacobian) -> tuple[Any, Any, Counted] | None:
+        labels = as_labels(J.targets() if y is None else y, J.n)
+        kept = find_labeled(labels, self.ignore_index)
+        fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
+        return None if fewer is None or kept is None else (*fewer, Counted(J.n, kept))
 
-    def _condition(
-        self, inputs: Any, y: Any, classes: Any, prior: Prior | None = None, *, J: Jacobian | None = None
-    ) -> ModeFit:
-        """Find the posterior; with the prior that was asked for, unless one is given; J is that of the inputs."""
-        lin = self.lin_
-        how, training = self._how(torch.finfo(lin.dtype).eps)
-        source = as_source(inputs, lin.module.forward)
-        source = source if training is None else source.changing()
-        self._probe = draw_inputs(source)
-        check_prior(self.prior, lin)
-        J = self._jacobian(source) if J is None or training is not None else J
-        labels = None
-        if has_targets_in_memory(y, J):  # labels at hand are checked before any pass
-            labels = as_labels(J.targets() if y is None else y, J.n)
-            fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
-            if fewer is not None:
-                return self._condition(*fewer, classes, prior)
-        check_outputs_fit(J)
-        if training is None:  # whether the solver fits memory is known before any pass
-            kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
-            solver = choose_likelihood_solver(
-                *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
-            )
-            if solver.startswith("cg") or (solver == "weight" and not searches_all_features(*J.shape, J.device)):
-                how, _ = self._how(J.eps)  # the mode is found by passes
-            if self.inference == "vi" and J.c > 1:
-                check_fits(
-                    4 * J.n * J.c**2 * J.dtype.itemsize,
-                    self.memory,
-                    J.device,
-                    what=f"inference='vi' with {J.n:,} examples and {J.c:,} classes",
-                    instead="Use inference='laplace' or 'map'",
-                )
-            if solver == "cg-weight" and self.inference == "laplace":
-                check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
-        targets = None if labels is None else self._labels(labels, J, classes, refit=prior is not None)
-        J = J if source.changes else J.cached_if_fits()
-        if targets is None:
-            labels = as_labels(J.targets(), J.n)
-            fewer = leave_out_ignored(inputs, y, labels, self.ignore_index)
-            if fewer is not None:
-                return self._condition(*fewer, classes, prior)
-            targets = self._labels(labels, J, classes, refit=prior is not None)
+    def _observe(self, y: Any, J: Jacobian, *, refit: bool) -> Tensor:
         self._tensors = isinstance(y, Tensor) or y is None
-        lin.check_ranks_agree(options=list_options(self), labels=targets)
-        prior = make_prior(lin, self.prior, J=J) if prior is None else prior
-        if training is not None:
-            network = self._mean == "network"
-            fit = any_likelihood.train(
-                J, targets, prior, self.likelihood_, how.settings, network=network, training=training
-            )
-        else:
-            fit = any_likelihood.condition(
-                Observations(J, targets, self._base(J), self.likelihood_), prior, how, solver
-            )
-        lin.check_unchanged(contents=True)
-        self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
-        self._settle_variance(J)
-        self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
-        self.elbo_path_ = () if fit.best is None else fit.best.path
-        self.elbo_ = None if fit.best is None else fit.best.elbo
-        self.solver_, self.solution_, self._train_inputs = fit.solver, fit.solution, [inputs]
-        self.passes_, self.objective_path_ = fit.passes, fit.path
-        self.evidence_path_ = fit.choice.path
-        return fit
-
-    def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
-        self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self._selected, self.output))
+        labels = as_labels(J.targets() if y is None else y, J.n)
+        if not refit:
+            return self._encode(labels, J, self.classes)
+        if (labels.ndim == 2) != self.multilabel_:
+            needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
+            raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
+        return self._encode(labels, J, self.classes_, self.likelihood_)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        meta = {
+        meta, tensors = super()._state()
+        meta |= {
             "classes": self.classes_.tolist(),
             "classes_dtype": self.classes_.dtype.str,
-            "likelihood": type(self.likelihood_).__name__,
             "multilabel": self.multilabel_,
             "tensors": self._tensors,
-            "elbo": self.elbo_,
-            "scale_examples": self.scale_examples_,
-            "passes": self.passes_,
         }
-        return meta, {}
+        return meta, tensors
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
+        super()._set_state(meta, tensors, J)
         self.classes_ = np.array(meta["classes"], dtype=meta["classes_dtype"])
-        self.likelihood_ = LIKELIHOODS[meta["likelihood"]]()
         self.multilabel_, self._tensors = meta["multilabel"], meta["tensors"]
-        self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
-        self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
-        self.mode_ = None
 
     # Labels.
 
-    def _network(self, X: Any, y: Any) -> nn.Module:
+    def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
         if self.model is not None:
             return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
@@ -341,29 +284,40 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
         count = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
         if count == 1:
             raise ValueError("A classifier needs labels of at least two classes; got one class.")
-        outputs = count if labels.ndim == 2 or count > 2 else 1
-        return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+        one = isinstance(likelihood_for(self.likelihood, labels, (count,)), Ordinal)
+        outputs = 1 if one else count if labels.ndim == 2 or count > 2 else 1
+        return default_network(X.shape[1], outputs, seed=self.seed, X=X, weight=weight)
 
-    def _labels(self, labels: np.ndarray, J: Jacobian, classes: Any, *, refit: bool) -> Tensor:
-        """The likelihood's targets, from labels."""
-        if refit and (labels.ndim == 2) != self.multilabel_:
-            needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
-            raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
-        return self._encode(labels, J, classes)
-
-    def _encode(self, labels: np.ndarray, J: Jacobian, classes: Any) -> Tensor:
-        """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``."""
+    def _encode(self, labels: np.ndarray, J: Jacobian, classes: Any, known: Likelihood | None = None) -> Tensor:
+        """Labels as the likelihood's targets; sets ``classes_`` and ``likelihood_``, which may be known."""
         c = J.c
-        self.likelihood_ = likelihood_for("classification", labels, (c,))
+        found = likelihood_for(self.likelihood, labels, (c,)) if known is None else known
         if labels.ndim == 2:
+            if self.likelihood != "classification" and not isinstance(found, Bernoulli):
+                raise ValueError(f"{found!r} has one label for each example, ({J.n},); got shape {labels.shape}.")
             self.multilabel_, self.classes_ = True, np.arange(c)
-            found = torch.as_tensor(labels)
+            codes = torch.as_tensor(labels)
         else:
-            count = max(2, c)
-            self.multilabel_, self.classes_ = False, _classes(labels, count, classes)
-            known = {label: i for i, label in enumerate(self.classes_.tolist())}
-            found = torch.tensor([known[label] for label in labels.tolist()])
-        return self.likelihood_.targets(found, J.n, c, dtype=J.dtype, device=J.device)
+            self.multilabel_, self.classes_ = False, self._name_classes(labels, found, c, classes)
+            places = {label: i for i, label in enumerate(self.classes_.tolist())}
+            codes = torch.tensor([places[label] for label in labels.tolist()])
+        self.likelihood_ = found
+        return found.targets(codes, J.n, c, dtype=J.dtype, device=J.device)
+
+    def _name_classes(self, labels: np.ndarray, likelihood: Likelihood, c: int, classes: Any) -> np.ndarray:
+        """The label of each class."""
+        if not isinstance(likelihood, Ordinal):
+            linnets = isinstance(likelihood, Bernoulli | Categorical)
+            count = max(2, c) if linnets else likelihood.mean(torch.zeros(1, c)).shape[-1]
+            return _classes(labels, count, classes)
+        found = np.unique(labels)
+        if classes is None and found.dtype.kind not in "biuf":
+            raise ValueError(
+                f"Labels {found.tolist()[:6]} do not say which class is lower. Give their order as classes=, from the "
+                "lowest to the highest."
+            )
+        count = likelihood.classes or (len(found) if classes is None else len(classes))
+        return _classes(labels, max(2, count), classes)
 
     # Predictions.
 
@@ -371,14 +325,17 @@ class TangentClassifier(HubMixin, ClassifierMixin, Tangent):
     def decision_function(self, X: Any) -> Any:
         """Logits of the averaged probabilities, (n,) for one output, else (n, c); `predict_logits` has their moments.
 
-        For a mode alone, and for the probit link, softmax (or the sigmoid) of them gives `predict_proba`.
+        For classes in an order it is the mean of the output, (n,), which the thresholds cut into classes. For a mode
+        alone, and for the probit link, softmax (or the sigmoid) of them gives `predict_proba`.
         """
         f, spread = self._predict(X, self._spread)
-        if spread is not None and self.link == "probit":
+        if isinstance(self.likelihood_, Ordinal):
+            return convert_like(X, f[:, 0])
+        if spread is not None and self.link == "probit" and isinstance(self.likelihood_, Bernoulli | Categorical):
             f = f / (1 + math.pi / 8 * spread).sqrt()
         elif spread is not None:
             p = self._averaged(f, spread)
-            f = p.log() if isinstance(self.likelihood_, Categorical) else torch.logit(p)
+            f = torch.logit(p) if isinstance(self.likelihood_, Bernoulli) else p.log()
         return convert_like(X, f[:, 0] if f.shape[1] == 1 and not self.multilabel_ else f)
 
     @together

@@ -15,13 +15,17 @@ from linnet._estimator import Dtypes, behavior, default_network
 from linnet._estimator import files as saved
 from linnet.inference import Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
-from linnet.probability import posterior_from
+from linnet.probability import describe_likelihood, posterior_from, restore_likelihood
 
 if TYPE_CHECKING:
     from linnet.tangent.base import Tangent
 
 KIND = "tangent estimator"
-ESTIMATORS = {"TangentRegressor": "linnet.tangent.regressor", "TangentClassifier": "linnet.tangent.classifier"}
+ESTIMATORS = {
+    "TangentRegressor": "linnet.tangent.regressor",
+    "TangentClassifier": "linnet.tangent.classifier",
+    "TangentGLM": "linnet.tangent.glm",
+}
 
 
 def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
@@ -64,7 +68,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         base = saved.base_of(estimator)
     meta = {
         "estimator": type(estimator).__name__,
-        "settings": saved.settings_of(estimator, apart=("model", "params", "top", "output", "dtype")),
+        "settings": saved.settings_of(estimator, apart=("model", "params", "top", "output", "dtype", "likelihood")),
         "needs_output": estimator.output is not None,
         "parameters": list(estimator.lin_.theta),
         **estimator._dtypes.meta(),
@@ -74,11 +78,22 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         "own": own,
         "behavior": seen,
     }
+    if hasattr(estimator, "likelihood_"):
+        given = estimator.likelihood
+        asked = given if isinstance(given, str) else None
+        meta["likelihood"] = describe_likelihood(estimator.likelihood_) | {"given": asked}
     files.save(path, tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
 
 
 def read(
-    path: Any, tensors: dict[str, Tensor], meta: dict[str, Any], model: nn.Module | None, *, output: Any, score: Any
+    path: Any,
+    tensors: dict[str, Tensor],
+    meta: dict[str, Any],
+    model: nn.Module | None,
+    *,
+    output: Any,
+    score: Any,
+    likelihood: Any,
 ) -> Tangent:
     """The estimator that `save` wrote."""
     saved.check_base(path, meta["base"], model)
@@ -88,7 +103,16 @@ def read(
     dtype = "auto" if dtypes.network is None else meta["dtype"]
     settings = meta["settings"] | {"params": meta["parameters"], "dtype": dtype}
     kind = getattr(import_module(ESTIMATORS[meta["estimator"]]), meta["estimator"])
+    found = None
+    if meta["estimator"] == "TangentRegressor":
+        saved.check_given(path, "likelihood", False, likelihood)
+    else:  # earlier files have the name of one of linnet's own
+        described = meta.get("likelihood") or {"name": meta["own"]["likelihood"], "settings": {}, "own": False}
+        found = restore_likelihood(path, described, likelihood)
+        settings |= {"likelihood": described.get("given", "classification") or found}
     estimator: Tangent = kind(model, output=output, **settings)
+    if found is not None:
+        estimator.likelihood_ = found
     network = model if model is not None else _default(saved.strip("network.", tensors), estimator.seed)
     device = next(network.parameters()).device
     tensors = {key: value.to(device) for key, value in tensors.items()}
@@ -134,6 +158,8 @@ def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]
         "noise_rows": fit.noise_rows,
         "alpha": fit.alpha,
     }
+    if task.noise.weight is not None:
+        tensors["noise.weight"] = task.noise.weight
     meta = {
         "count": task.noise.count,
         "scales": list(fit.choice.scales),
@@ -145,7 +171,13 @@ def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 def task_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], J: Any, estimator: Any) -> tuple[Task, Fit]:
     """The inverse of `task_state`."""
-    noise = Noise(tensors["noise.base"], tensors["noise.group"], meta["count"], tuple(meta["noise"]))
+    noise = Noise(
+        tensors["noise.base"],
+        tensors["noise.group"],
+        meta["count"],
+        tuple(meta["noise"]),
+        weight=tensors.get("noise.weight"),
+    )
     noises, floored = tuple(meta["noise"]), tuple(meta["floored"])
     choice = Choice(tuple(meta["scales"]), noises, estimator.log_evidence_, floored=floored)
     fit = Fit(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linnet._common import together
 from linnet._estimator import (
+    Counted,
     Dtypes,
     HubMixin,
     as_targets,
@@ -26,6 +27,7 @@ from linnet._estimator import (
     default_network,
     draw_inputs,
     has_targets_in_memory,
+    leave_out_weightless,
     list_options,
 )
 from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
@@ -33,7 +35,7 @@ from linnet.inference.gaussian import closed_form, updates
 from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.linalg import Stack
 from linnet.network import CannotCast, Params, check_module, checks
-from linnet.probability import Prior, PriorSpec, check_prior, make_prior
+from linnet.probability import Prior, PriorSpec, as_variances, check_prior, make_prior
 from linnet.tangent import files
 from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.own_data_warning import warn_of_own_data
@@ -79,7 +81,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.probability.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
             "heteroscedastic" reads log variances from the second half of the network's outputs and scales them; or a
-            number, or one number for each output.
+            number, one number for each output, or a number for each observation that `fit` is given, (n,) or (n, c).
         noise_floor: Where few observations can all be explained, the evidence alone takes the noise to zero, and error
             bars with it. So this share of the mean squared residual of one observation is assumed to be noise, a weak
             prior on what the evidence chooses (see `linnet.inference.evidence.gaussian`): the noise is at least that
@@ -105,11 +107,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         progress: False for no progress bars.
 
     Attributes:
-        noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's.
+        noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's; for
+            a noise of each observation, what was given.
         noise_floored_: Whether half the noise would have more evidence, so that ``noise_`` comes from ``noise_floor``
             rather than from the observations; for "per-output" one for each.
         scales_: Prior scales by name.
-        log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error.
+        log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error. With weights,
+            the evidence of each example as many times as its weight says.
         solver_: The solver used; ``solution_`` its convergence where it iterates.
         layer_relevance_: Each layer's share in the adaptation.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
@@ -125,7 +129,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         (torch.Size([20]), True)
     """
 
-    _SHARED = (*Tangent._SHARED, "prior_", "_log_variances", "_one_column")
+    _SHARED = (*Tangent._SHARED, "prior_", "_log_variances", "_one_column", "_noise_each")
+    _noise_each: bool = False
 
     def __init__(
         self,
@@ -160,36 +165,58 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     # Fitting.
 
     @together
-    def fit(self, X: Any, y: Any = None) -> TangentRegressor:
-        """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y."""
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentRegressor:
+        """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y.
+
+        Args:
+            X: Inputs.
+            y: Targets.
+            sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
+                weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+        """
         self.top_path_ = None
         if self.top == "evidence":
-            self._fit_by_evidence(X, y)
+            self._fit_by_evidence(X, y, sample_weight)
         else:
-            self._fit_all([(X, y)])
+            self._fit_all([(X, y, sample_weight)])
         self.__dict__.pop("tasks_", None)
         return self
 
     @together
-    def fit_tasks(self, tasks: Sequence[tuple[Any, Any]]) -> TangentRegressor:
+    def fit_tasks(
+        self, tasks: Sequence[tuple[Any, Any]], sample_weight: Sequence[Any] | None = None
+    ) -> TangentRegressor:
         """Several tasks, each with a posterior of its own, that share prior and noise (section 3.3).
 
         The hyperparameters maximize the sum of the tasks' log evidences. ``tasks_`` holds one fitted regressor for
         each task; this one is that of the first, with ``log_evidence_`` its own.
+
+        Args:
+            tasks: Inputs and targets (X, y) of each task.
+            sample_weight: For each task its weights, as for `fit`, or None.
         """
         if len(tasks) == 0:
             raise ValueError("fit_tasks needs at least one (X, y).")
-        self.tasks_ = self._fit_all(list(tasks))
+        weights = [None] * len(tasks) if sample_weight is None else list(sample_weight)
+        if len(weights) != len(tasks):
+            raise ValueError(
+                f"There are {len(tasks)} tasks, so sample_weight needs the weights of as many; got {len(weights)}."
+            )
+        self.tasks_ = self._fit_all([(X, y, w) for (X, y), w in zip(tasks, weights, strict=True)])
         return self
 
-    def _fit_all(self, data: list[tuple[Any, Any]], dtype: Any = None) -> list[TangentRegressor]:
-        """The regressors of all tasks; ``dtype`` in place of the setting."""
+    def _fit_all(self, data: list[tuple[Any, Any, Any]], dtype: Any = None) -> list[TangentRegressor]:
+        """The regressors of all tasks (X, y, weights); ``dtype`` in place of the setting."""
         check_prior(self.prior)
         check_variance(self.variance)
         settings = self._settings()
         _check_noise(self.noise, self.noise_floor)
-        inputs = [self._inputs(X, reset=i == 0) for i, (X, _) in enumerate(data)]
-        model = self._network(inputs[0], data[0][1])
+        inputs = [self._inputs(X, reset=i == 0) for i, (X, *_) in enumerate(data)]
+        forward = None if self.model is None else check_module(self.model).forward
+        weighted = [leave_out_weightless(X, w, forward) for X, (*_, w) in zip(inputs, data, strict=True)]
+        inputs, weights, kept = (list(column) for column in zip(*weighted, strict=True))
+        model = self._network(inputs[0], data[0][1], weights[0])
+        ys = [counted.take(y) for (_, y, _), counted in zip(data, kept, strict=True)]
         self._choose(model, inputs[0])
         first = self._attached_jacobian(model, inputs[0], self.dtype if dtype is None else dtype)
         lin = self.lin_
@@ -207,23 +234,28 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             check_has_exact(self.variance, f"solver={solver!r}", "solver='function' or 'weight' where they fit")
         # Targets at hand are checked before any pass; a stream's are read along with its first pass.
         given = [
-            self._targets(y, J) if has_targets_in_memory(y, J) else None
-            for (_, y), J in zip(data, jacobians, strict=True)
+            self._targets(y, J) if has_targets_in_memory(y, J) else None for y, J in zip(ys, jacobians, strict=True)
         ]
-        if self._noise_name is None:
-            self._given_noise(jacobians[0])
+        known = [self._observation_noise(J, counted) for J, counted in zip(jacobians, kept, strict=True)]
+        if len(data) > 1 and known[0] is not None:
+            raise ValueError(
+                "noise for each observation belongs to one task; with fit_tasks give one number, or one for each "
+                "output, and the weights of examples as sample_weight=."
+            )
         jacobians = [J.cached_if_fits() for J in jacobians]
         targets = [self._targets(None, J) if y is None else y for y, J in zip(given, jacobians, strict=True)]
         lin.check_ranks_agree(options=list_options(self), targets=torch.cat([y.flatten() for y in targets]))
         self._one_column = targets[0].ndim == 1
         # A network that is not trained has nothing to say about the level.
-        self._level = torch.cat(targets).view(-1, jacobians[0].c).mean(0) if self.model is None else None
-        tasks = [self._task(J, y, X) for J, y, X in zip(jacobians, targets, inputs, strict=True)]
+        self._level = _weighted_mean(targets, weights, jacobians[0].c) if self.model is None else None
+        columns = zip(jacobians, targets, inputs, weights, known, strict=True)
+        tasks = [self._task(J, y, X, w, v) for J, y, X, w, v in columns]
         if sum(len(task.r) for task in tasks) == 1 and self._noise_name is not None:
             raise ValueError(
                 "One observation cannot tell signal from noise (n_samples=1). Give noise= as a number, or more data."
             )
-        self.prior_ = make_prior(lin, self.prior, J=jacobians[0] if len(jacobians) == 1 else Stack(jacobians))
+        whole = jacobians[0] if len(jacobians) == 1 else Stack(jacobians)
+        self.prior_ = make_prior(lin, self.prior, J=whole, weight=_row_weights(tasks))
         if self._mean == "network":
             warn_of_own_data(tasks, self.prior_.base)
         settings = self._settings(_rounding(jacobians[0], solver), solver=solver)
@@ -267,14 +299,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=5)
         return False
 
-    def _network(self, X: Any, y: Any) -> nn.Module:
+    def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
         if self.model is not None:
             return check_module(self.model)
         if not isinstance(X, np.ndarray | Tensor) or X.ndim != 2:
             raise ValueError("Without model= the inputs must be an array (n, d). Pass the trained network as model=.")
         shape = y.shape if isinstance(y, Tensor) else np.asarray(y).shape
         outputs = 1 if len(shape) < 2 else shape[1]
-        return default_network(X.shape[1], outputs, seed=self.seed, X=X)
+        return default_network(X.shape[1], outputs, seed=self.seed, X=X, weight=weight)
 
     def _linearize(self, model: nn.Module, dtypes: Dtypes, *, second: bool = False) -> Linearization:
         output = _Half(self.output, second) if self._noise_name == "heteroscedastic" else self.output
@@ -293,11 +325,16 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             raise ValueError(f"Targets must be finite; example {int(bad.nonzero()[0])} has NaN or infinity.")
         return y
 
-    def _task(self, J: Jacobian, y: Tensor, X: Any) -> Task:
+    def _task(self, J: Jacobian, y: Tensor, X: Any, weight: Tensor | None, known: Tensor | None) -> Task:
+        """The task of examples with weights (n,), and a known noise (n, c) of each observation, or None for both."""
         base = self._base(J)
-        return Task(J, (y.view(J.n, J.c) - base).flatten(), self._noise_of(J, X), base)
+        noise = self._noise_of(J, X, known)
+        if weight is not None:
+            w = weight.to(noise.base).repeat_interleave(J.c)
+            noise = replace(noise, base=noise.base / w, weight=w)
+        return Task(J, (y.view(J.n, J.c) - base).flatten(), noise, base)
 
-    def _noise_of(self, J: Jacobian, X: Any) -> Noise:
+    def _noise_of(self, J: Jacobian, X: Any, known: Tensor | None) -> Noise:
         ones = torch.ones(J.shape[0], dtype=J.dtype, device=J.device)
         zeros = torch.zeros(J.shape[0], dtype=torch.long, device=J.device)
         if self._noise_name == "evidence":
@@ -306,14 +343,26 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             return Noise(self._known_variances(X).flatten(), zeros, floor=self.noise_floor)
         if self._noise_name == "per-output":
             return Noise(ones, torch.arange(J.c, device=J.device).repeat(J.n), J.c, floor=self.noise_floor)
-        return Noise(self._given_noise(J).expand(J.c).repeat(J.n), zeros, 1, (1.0,))
-
-    def _given_noise(self, J: Jacobian) -> Tensor:
-        """The variances that the user gave: one, or one for each output."""
+        if known is not None:
+            return Noise(known.to(ones).flatten(), zeros, 1, (1.0,))
+        if self._noise_each:
+            raise ValueError(
+                "The regressor has a noise for each observation that it was fitted to; give that of the new ones as "
+                "noise=, a variance for each."
+            )
         given = torch.as_tensor(self.noise, dtype=J.dtype, device=J.device).flatten()
-        if len(given) not in (1, J.c):
-            raise ValueError(f"noise needs one variance, or one for each of {J.c} outputs; got {len(given)}.")
-        return given
+        return Noise(given.expand(J.c).repeat(J.n), zeros, 1, (1.0,))
+
+    def _observation_noise(self, J: Jacobian, counted: Counted) -> Tensor | None:
+        """The variance of each observation, (n, c), where the user gave one for each; else None.
+
+        Args:
+            J: The Jacobian of the examples that count.
+            counted: Which of the examples these are.
+        """
+        shape = () if isinstance(self.noise, str) else tuple(torch.as_tensor(self.noise).shape)
+        self._noise_each = len(shape) > 1 or (len(shape) == 1 and shape[0] not in (1, J.c))
+        return as_variances(counted.take(self.noise, "variances"), J.n, J.c) if self._noise_each else None
 
     def _known_variances(self, X: Any) -> Tensor:
         assert self._log_variances is not None
@@ -352,10 +401,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if self._level is not None:
             tensors["level"] = self._level
         found = self.noise_.tolist() if isinstance(self.noise_, np.ndarray | Tensor) else self.noise_
-        return meta | {"one_column": self._one_column, "noise_": found}, tensors
+        return meta | {"one_column": self._one_column, "noise_": found, "noise_each": self._noise_each}, tensors
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self._one_column, self._level = meta["one_column"], tensors.get("level")
+        self._noise_each = meta.get("noise_each", False)
         self.prior_ = Prior("given", self.prior_variance_)
         self._train, self._fit_ = files.task_from(meta, tensors, J, self)
         self.noise_floored_ = _single(meta["floored"])
@@ -363,25 +413,52 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.evidence_path_, self._kept = (), {}
 
     @together
-    def condition(self, X: Any, y: Any = None) -> TangentRegressor:
+    def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
         This one stays as it is.
+
+        Args:
+            X: Inputs.
+            y: Targets.
+            sample_weight: How many times each example counts, as for `fit`.
+            noise: Variances of the new observations, (n,) or (n, c), where those of `fit` had one each.
         """
         check_is_fitted(self)
-        X = self._inputs(X, reset=False)
-        J = self._jacobian(X)
-        y = self._targets(y, J)
-        task = self._task(J, y, X)
+        task, X, _ = self._new_task(X, y, sample_weight, noise)
         whole, fit = updates.extend(self._train, self._fit_, task)
         return self._with_task(whole, fit, [*self._train_inputs, X])
 
+    def _new_task(
+        self, X: Any, y: Any, sample_weight: Any, noise: Any, *, cached: bool = False
+    ) -> tuple[Task, Any, Tensor]:
+        """A task with the mean function found here, its inputs and its targets."""
+        X, w, kept = leave_out_weightless(self._inputs(X, reset=False), sample_weight, self.lin_.module.forward)
+        J = self._jacobian(X)
+        J = J.cached_if_fits() if cached else J
+        y = self._targets(kept.take(y), J)
+        known = None
+        if noise is not None:
+            if not self._noise_each:
+                raise ValueError(
+                    "noise= is for a regressor that was fitted with a noise for each observation; this one has "
+                    f"noise={self.noise!r} for all."
+                )
+            known = as_variances(kept.take(noise, "variances"), J.n, J.c)
+        return self._task(J, y, X, w, known), X, y
+
     @together
-    def refit(self, X: Any, y: Any = None) -> TangentRegressor:
+    def refit(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
 
         Nothing is chosen anew, so that one observation is enough, and every solver takes any prior and noise.
         ``log_evidence_`` says how well they suit the new data. This one stays as it is.
+
+        Args:
+            X: Inputs.
+            y: Targets.
+            sample_weight: How many times each example counts, as for `fit`.
+            noise: Variances of the new observations, (n,) or (n, c), where those of `fit` had one each.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
@@ -392,15 +469,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             (True, True, torch.Size([20]))
         """
         check_is_fitted(self)
-        X = self._inputs(X, reset=False)
-        J = self._jacobian(X).cached_if_fits()
-        y = self._targets(y, J)
-        task, choice = self._task(J, y, X), self._fit_.choice
+        task, X, y = self._new_task(X, y, sample_weight, noise, cached=True)
+        J, choice = task.J, self._fit_.choice
         task = replace(task, noise=replace(task.noise, value=choice.noise))
         if self._mean == "network":
             warn_of_own_data([task], self.prior_variance_)
         prior = Prior("given", self.prior_variance_)
-        solver = choose_solver(*J.shape, self._settings(), device=J.device)
+        rows, p = J.shape
+        solver = choose_solver(rows, p, self._settings(), device=J.device)
         settings = self._settings(_rounding(J, solver), solver=solver)
         (fit,) = closed_form.condition([task], prior, settings)
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
@@ -411,7 +487,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     # Predictions.
 
     @together
-    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: bool = False) -> Any:
+    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: Any = False) -> Any:
         """The posterior mean at X, in the shape of the targets; with its standard deviation or joint covariance.
 
         Args:
@@ -419,7 +495,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             return_std: Also the standard deviation of the function, in the same shape.
             return_cov: Also the joint covariance, (n, n), or (n c, n c) with row ``i * c + j`` for output j of input i.
                 Where ``variance_`` is "samples", it is the covariance of the samples, of rank ``samples``.
-            noise: Whether these include the noise of an observation.
+            noise: Whether these include the noise of an observation, ``noise_``. Or the variances of the observations
+                to come, one or (n,) or (n, c), in its place: a regressor with a noise for each observation needs them.
         """
         if return_std and return_cov:
             raise ValueError("Ask for return_std or return_cov, not both.")
@@ -431,23 +508,24 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         mean = self._shaped(self._mean_function(f) + shift)
         if spread is None:
             return convert_like(X, mean)
-        added = self._noise_at(f, X) if noise else torch.zeros_like(f)
+        added = torch.zeros_like(f) if noise is False else self._noise_at(f, X, noise)
         if return_cov:
             spread.diagonal().add_(added.flatten())
             return convert_like(X, mean), convert_like(X, spread)
         return convert_like(X, mean), convert_like(X, self._shaped((spread + added).sqrt()))
 
     @together
-    def sample(self, X: Any, k: int = 1, *, noise: bool = False, seed: int | None = None) -> Any:
-        """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation."""
+    def sample(self, X: Any, k: int = 1, *, noise: Any = False, seed: int | None = None) -> Any:
+        """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation, as for
+        `predict`."""
         check_is_fitted(self)
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         f = self._sample(X, k, generator)
-        if noise:
+        if noise is not False:
             z = torch.randn(f.shape, dtype=f.dtype, generator=generator).to(f.device)
-            f = f + self._noise_at(f[0], X).sqrt() * z
+            f = f + self._noise_at(f[0], X, noise).sqrt() * z
         return convert_like(X, f[..., 0] if self._one_column else f)
 
     @together
@@ -472,14 +550,22 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     @property
     def loo_(self) -> LeaveOneOut:
-        """Predictions of each training example from all others; a whole example with all its outputs is left out."""
+        """Predictions of each training example from all others; a whole example with all its outputs is left out.
+
+        An example of weight w is left out w times, and its target is one observation.
+        """
         check_is_fitted(self)
         if "loo" not in self._kept:
             P = self._precisions()
             n, c = len(P), P.shape[1]
             step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]  # y - mean without the example
             y = self._train.base + self._train.r.view(n, c)
-            std = torch.linalg.inv(P).diagonal(dim1=1, dim2=2).sqrt()
+            C = torch.linalg.inv(P)  # of all w observations' average
+            if self._train.noise.weight is not None:
+                more = (self._train.noise.weight - 1) * self._fit_.noise_rows
+                C = C + torch.diag_embed(more.view(n, c))
+                P = torch.linalg.inv(C)
+            std = C.diagonal(dim1=1, dim2=2).sqrt()
             fit = (step * (P @ step[..., None])[..., 0]).sum(1)
             score = 0.5 * (torch.linalg.slogdet(P)[1] - fit - c * LOG_2PI)
             self._kept["loo"] = LeaveOneOut(
@@ -517,8 +603,16 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _shaped(self, value: Tensor) -> Tensor:
         return value[:, 0] if self._one_column else value
 
-    def _noise_at(self, f: Tensor, X: Any) -> Tensor:
-        """Noise variances of observations at X, (n, c), where the network's outputs are f."""
+    def _noise_at(self, f: Tensor, X: Any, noise: Any = True) -> Tensor:
+        """Noise variances of observations at X, (n, c), where the network's outputs are f, or as the user says."""
+        if not isinstance(noise, bool | np.bool_):
+            each = as_variances(np.full(len(f), noise) if np.ndim(noise) == 0 else noise, *f.shape)
+            return each.to(f)
+        if self._noise_each:
+            raise ValueError(
+                "The regressor was fitted with a noise for each observation, and it does not know that of new ones: "
+                "give their variances, as in predict(X, return_std=True, noise=variances)."
+            )
         if self._noise_name == "heteroscedastic":
             return self._known_variances(self._inputs(X, reset=False)) * float(self.noise_)
         return torch.as_tensor(self.noise_, dtype=f.dtype, device=f.device).expand(f.shape)
@@ -539,6 +633,21 @@ class _Half:
             )
         d = out.shape[1] // 2
         return out[:, d:] if self.second else out[:, :d]
+
+
+def _row_weights(tasks: Sequence[Task]) -> Tensor | None:
+    """How many times each row of all tasks counts; None for once."""
+    if all(task.noise.weight is None for task in tasks):
+        return None
+    return torch.cat([torch.ones_like(t.r) if t.noise.weight is None else t.noise.weight for t in tasks])
+
+
+def _weighted_mean(targets: Sequence[Tensor], weights: Sequence[Tensor | None], c: int) -> Tensor:
+    """The mean of the targets of all tasks, (c,)."""
+    y = torch.cat(list(targets)).view(-1, c)
+    each = [torch.ones(len(t)) if w is None else w for t, w in zip(targets, weights, strict=True)]
+    w = torch.cat([x.to(y) for x in each])
+    return (w[:, None] * y).sum(0) / w.sum()
 
 
 def _single(values: Sequence[Any]) -> Any:

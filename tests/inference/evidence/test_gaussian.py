@@ -484,7 +484,12 @@ def test_the_search_does_not_stop_early_where_noise_does(rows: int) -> None:
         return moment_terms(moments, torch.arange(6) // 3, scales, found.noise).value
 
     grid = [value(a, found.scales[1]) for a in torch.logspace(-2, 1, 61).tolist()]
-    assert value(*found.scales) >= max(grid) - 1e-3
+    # The search sees a kernel that rounds by eps of its norm. Beside so little noise, rounding with random signs moves
+    # the two terms of the evidence by half of this each.
+    K = sum(scale * part for scale, part in zip(found.scales, p.parts.values(), strict=True))
+    rounding = rows**0.5 * torch.finfo(r.dtype).eps * float(torch.linalg.matrix_norm(K, 2)) / found.noise[0]
+    assert rounding < 0.5
+    assert value(*found.scales) >= max(grid) - rounding
 
 
 def test_a_start_with_too_little_noise_bounds_no_scale() -> None:

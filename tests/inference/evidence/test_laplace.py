@@ -33,7 +33,7 @@ def test_gradient_of_the_evidence_in_the_scales(likelihood: Likelihood, c: int) 
         return function_space(K, y, mean=mean, likelihood=likelihood, tolerance=1e-12).checked()
 
     at = [-1.0, 0.5]
-    gradient = scale_slopes(parts, [math.exp(t) for t in at], mode=mode(at), likelihood=likelihood)
+    gradient = scale_slopes(parts, [math.exp(t) for t in at], y, mode=mode(at), likelihood=likelihood)
     h = 1e-4
     for i in range(2):
         up, down = ([t + sign * h * (i == j) for j, t in enumerate(at)] for sign in (1, -1))
@@ -51,7 +51,7 @@ def test_the_slope_in_one_scale_is_that_of_the_only_part(likelihood: Likelihood,
     for t in (-2.0, 1.0):
         (slope,) = evidence([t]).slopes
         mode = function_space(Phi @ Phi.T, y, mean=mean, likelihood=likelihood, scale=whole.scale(t), tolerance=1e-10)
-        (wanted,) = scale_slopes([Phi @ Phi.T], [whole.scale(t)], mode=mode, likelihood=likelihood)
+        (wanted,) = scale_slopes([Phi @ Phi.T], [whole.scale(t)], evidence.y, mode=mode, likelihood=likelihood)
         assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
@@ -237,7 +237,7 @@ def test_errors() -> None:
         choose_layer_scales({"all": K}, y, mean=mean, likelihood=likelihood, start=[1.0, 1.0])
     mode = weight_space(Phi, y, mean=mean, likelihood=likelihood)
     with pytest.raises(ValueError, match="needs a mode from function_space"):
-        scale_slopes([K], [1.0], mode=mode, likelihood=likelihood)
+        scale_slopes([K], [1.0], y, mode=mode, likelihood=likelihood)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
@@ -245,10 +245,10 @@ def test_the_first_scale_makes_an_average_eigenvalue_one(likelihood: Likelihood)
     """Of L^T K L, with the larger curvature of f = 0 and of f = m, in either space."""
     n, c, p = 5, 3, 7
     Phi, mean = normal(n * c, p), 3 * normal(n, c, seed=1)
-    K, traces = Phi @ Phi.T, []
+    K, traces, y = Phi @ Phi.T, [], torch.zeros(n).long()
     for f in (torch.zeros_like(mean), mean):
         B = likelihood.curvature(f)
         whole = torch.diag(B.flatten()) if B.ndim == 2 else torch.block_diag(*B)
         traces.append(float((whole * K).sum()))
     for A, space in ((K, "function"), (Phi, "weight")):
-        assert unit_scale(A, mean, likelihood, space) * max(traces) / (n * c) == pytest.approx(1, rel=1e-10)
+        assert unit_scale(A, y, mean, likelihood, space) * max(traces) / (n * c) == pytest.approx(1, rel=1e-10)

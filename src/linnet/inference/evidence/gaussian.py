@@ -121,6 +121,11 @@ class KernelSpectrum:
         by_scale = Slope(s * float((pull * self.positions).sum()), s * float((share * self.nodes).sum()))
         return GaussianTerms(value, [by_scale], [Slope(v * float(pull.sum()), v * float(share.sum()))])
 
+    def with_repeats(self, count: float) -> KernelSpectrum:
+        """With so many more observations that repeat others: they bring no new direction and no energy."""
+        zero = self.nodes.new_zeros(1)
+        return join_spectra([self, KernelSpectrum(zero, zero + count, zero, zero)]) if count else self
+
     def best_scale(self, ratio: float) -> float:
         """The scale of largest evidence where the noise is this ratio of the scale."""
         return float((self.energies / (self.positions + ratio)).sum()) / self.m
@@ -135,14 +140,15 @@ def exact_spectrum(K: Tensor, r: Tensor) -> KernelSpectrum:
     return KernelSpectrum(nodes, torch.ones_like(nodes), nodes, energies)
 
 
-def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: int) -> KernelSpectrum:
+def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: float) -> KernelSpectrum:
     """The spectrum of ``Phi Phi^T`` (m, m) and r from ``G = Phi^T Phi`` (p, p) and ``b = Phi^T r`` (p,).
 
     Args:
         G: (p, p).
         b: (p,).
         norm2: The squared norm of r.
-        m: The number of rows of Phi; at least as many as there are directions with an eigenvalue.
+        m: The number of rows of Phi, by their weights; without weights at least as many as there are directions with
+            an eigenvalue.
     """
     eigenvalues, Q = torch.linalg.eigh(G)
     nodes, along = eigenvalues.double().cpu(), (Q.T @ b).double().square().cpu()
@@ -222,11 +228,13 @@ class KernelTask:
         parts: Scale name to its kernel (m, m).
         r: (m,), the residuals.
         output: (m,), for each row the number of its noise.
+        repeats: For each noise, how many more rows repeat others; empty for none.
     """
 
     parts: Mapping[str, Tensor]
     r: Tensor
     output: Tensor
+    repeats: Sequence[float] = ()
 
 
 def choose_by_kernels(
@@ -278,11 +286,15 @@ def kernel_terms(task: KernelTask, scales: Sequence[float], noise: Sequence[floa
         for s, K in zip(scales, parts, strict=True)
     ]
     up, down = (torch.zeros_like(v).index_add_(0, output, x) * v for x in (alpha.square(), inverse.diagonal()))
+    if any(task.repeats):
+        more = v.new_tensor(list(task.repeats))
+        value, down = value - 0.5 * float((more * (v.log() + LOG_2PI)).sum()), down + more
     return GaussianTerms(value, by_scale, [Slope(*pair) for pair in zip(up.tolist(), down.tolist(), strict=True)])
 
 
-Moments = tuple[Tensor, Tensor, float, int]
-"""``Phi^T Phi`` (p, p), ``Phi^T r`` (p,), the squared norm of r and the number of rows, of the rows of one noise."""
+Moments = tuple[Tensor, Tensor, float, float]
+"""``Phi^T Phi`` (p, p), ``Phi^T r`` (p,), the squared norm of r and the number of rows, of the rows of one noise, by
+the weights of the rows."""
 
 
 def choose_by_moments(
@@ -309,7 +321,9 @@ def choose_by_moments(
     diagonals = [sum(m[0].diagonal() for m in moments) for moments in tasks]
     count = len(start.scales)
     each = torch.stack([like.new_zeros(count).index_add_(0, groups, d) for d in diagonals])  # type: ignore[arg-type]
-    sizes = _dense_sizes(each.amax(0).tolist(), max(sum(m[3] for m in moments) for moments in tasks), like.dtype)
+    sizes = _dense_sizes(
+        each.amax(0).tolist(), math.ceil(max(sum(m[3] for m in moments) for moments in tasks)), like.dtype
+    )
 
     def evaluate(s: Sequence[float], v: Sequence[float]) -> GaussianTerms:
         return _add([moment_terms(moments, groups, s, v) for moments in tasks])

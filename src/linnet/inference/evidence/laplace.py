@@ -108,7 +108,7 @@ class _ScaleEvidence:
 
     def __init__(self, A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> None:
         self.A, self.y, self.mean, self.likelihood, self.space = A, y, mean, likelihood, space
-        self.unit = math.log(unit_scale(A, mean, likelihood, space))
+        self.unit = math.log(unit_scale(A, y, mean, likelihood, space))
         self.best: tuple[float, Mode] | None = None
         self.last: tuple[float, Mode] | None = None
         self.hint: tuple[float, Tensor] | None = None
@@ -206,7 +206,7 @@ class _ScaleEvidence:
                 pulled += T @ torch.einsum("ncd,nd->nc", L[some], weighed[some]).flatten()
         if self.space == "weight":
             moved -= math.sqrt(s) * (self.A @ torch.linalg.solve_triangular(C.T, pulled[:, None], upper=True)[:, 0])
-        gamma, h = _moving_trace(blocks, mode.f, self.likelihood)
+        gamma, h = _moving_trace(blocks, mode.f, self.y, self.likelihood)
         return Slope(2 * mode.penalty, gamma, -0.5 * float(h @ moved))
 
 
@@ -214,17 +214,17 @@ def _coordinates(mode: Mode) -> Tensor:
     return mode.alpha if mode.u is None else mode.u
 
 
-def _moving_trace(Sigma: Tensor, f: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
+def _moving_trace(Sigma: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> tuple[float, Tensor]:
     """``tr(Sigma B(f))`` for blocks of Sigma (n, c, c), and its derivative in f (n c,) for a fixed Sigma."""
     Sigma = Sigma.diagonal(dim1=1, dim2=2) if likelihood.diagonal else Sigma
     with torch.enable_grad():
         moving = f.detach().requires_grad_()
-        trace = (Sigma * likelihood.curvature(moving)).sum()
+        trace = (Sigma * likelihood.observed_curvature(moving, y)).sum()
         h = torch.autograd.grad(trace, moving)[0].flatten() if trace.requires_grad else torch.zeros_like(f).flatten()
     return float(trace.detach()), h
 
 
-def unit_scale(A: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> float:
+def unit_scale(A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> float:
     """The scale at which an average eigenvalue of ``L^T K L`` is one, with the larger curvature of f = 0 and f = m."""
     n, c = mean.shape
     if likelihood.diagonal:
@@ -234,7 +234,7 @@ def unit_scale(A: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> f
         blocks = A.view(n, c, n, c)[at, :, at]
     else:
         blocks = A.view(n, c, -1) @ A.view(n, c, -1).mT
-    largest = max(float((blocks * likelihood.curvature(f)).sum()) for f in (torch.zeros_like(mean), mean))
+    largest = max(float((blocks * likelihood.observed_curvature(f, y)).sum()) for f in (torch.zeros_like(mean), mean))
     if not largest > 0:
         raise ValueError("The kernel is zero on the training data: no selected parameter moves the outputs there.")
     return n * c / largest
@@ -265,11 +265,12 @@ def choose_layer_scales(
         A choice with the scales in the order of the parts.
     """
     kernels = list(parts.values())
+    y = likelihood.targets(y, *mean.shape, dtype=mean.dtype, device=mean.device)
     common: Choice | None = None
     if start is None:
         K = add_kernels(kernels, [1.0] * len(kernels))
         common, _ = choose_scale(K, y, mean=mean, likelihood=likelihood)
-        start = [max(common.scales[0], 0.01 * unit_scale(K, mean, likelihood, "function"))] * len(kernels)
+        start = [max(common.scales[0], 0.01 * unit_scale(K, y, mean, likelihood, "function"))] * len(kernels)
     if len(start) != len(kernels):
         raise ValueError(f"There are {len(kernels)} parts, so start needs as many scales; got {len(start)}.")
     alpha: Tensor | None = None
@@ -282,7 +283,7 @@ def choose_layer_scales(
         K = add_kernels(kernels, s)
         mode = function_space(K, y, mean=mean, likelihood=likelihood, start=alpha, tolerance=tolerance).checked()
         alpha = mode.alpha
-        return _AtMode(mode.log_evidence, lambda: scale_slopes(kernels, s, mode=mode, likelihood=likelihood))
+        return _AtMode(mode.log_evidence, lambda: scale_slopes(kernels, s, y, mode=mode, likelihood=likelihood))
 
     x0 = [math.log(s) for s in start]
     found = maximize(objective, [x0], [(t - WIDE, t + WIDE) for t in x0], gain=1e-6)
@@ -292,13 +293,14 @@ def choose_layer_scales(
 
 
 def scale_slopes(
-    parts: Sequence[Tensor], scales: Sequence[float], *, mode: Mode, likelihood: Likelihood
+    parts: Sequence[Tensor], scales: Sequence[float], y: Tensor, *, mode: Mode, likelihood: Likelihood
 ) -> list[Slope]:
     """The slopes of the Laplace evidence in the logarithms of the scales of ``K = sum_l s_l K_l``.
 
     Args:
         parts: The K_l, (n c, n c).
         scales: The s_l.
+        y: Targets, as the likelihood takes them.
         mode: Of their sum, from `linnet.inference.mode.newton.function_space`.
         likelihood: Of the targets given f.
     """
@@ -309,7 +311,7 @@ def scale_slopes(
     R = V.T @ V
     T = (V @ K).T.reshape(n, c, n * c)
     at = torch.arange(n, device=K.device)
-    _, h = _moving_trace(K.view(n, c, n, c)[at, :, at] - T @ T.mT, mode.f, likelihood)
+    _, h = _moving_trace(K.view(n, c, n, c)[at, :, at] - T @ T.mT, mode.f, y, likelihood)
     w = h - R @ (K @ h)
     pairs = [(s * (K_l @ mode.alpha), s * float((R * K_l).sum())) for s, K_l in zip(scales, parts, strict=True)]
     return [Slope(float(mode.alpha @ push), gamma, -0.5 * float(w @ push)) for push, gamma in pairs]

@@ -16,6 +16,7 @@ for in the same block, and the log determinant by stochastic Lanczos quadrature 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -27,7 +28,7 @@ from linnet.inference.evidence import gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import choose, lanczos_spectrum
-from linnet.inference.problem import Fit, SolverSettings, Task, choose_solver
+from linnet.inference.problem import Fit, Noise, SolverSettings, Task, choose_solver
 from linnet.linalg import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability import FunctionPosterior, Prior, WeightPosterior
 
@@ -74,16 +75,17 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
         kernels.append(parts)
     residuals = [task.r * task.noise.base.rsqrt() for task in tasks]
 
-    def find_spectrum(K: Tensor, r: Tensor) -> gaussian.KernelSpectrum:
+    def find_spectrum(K: Tensor, r: Tensor, noise: Noise) -> gaussian.KernelSpectrum:
         exact = several or len(r) <= EXACT_ROWS[r.device.type]
-        return gaussian.exact_spectrum(K, r) if exact else lanczos_spectrum(lambda V: K @ V, r, settings)
+        found = gaussian.exact_spectrum(K, r) if exact else lanczos_spectrum(lambda V: K @ V, r, settings)
+        return found.with_repeats(sum(noise.count_repeats()))
 
-    pairs = list(zip(kernels, residuals, strict=True))
-    problems = [gaussian.KernelTask(*pair, task.noise.group) for pair, task in zip(pairs, tasks, strict=True)]
+    known = [(parts, r, task.noise) for parts, r, task in zip(kernels, residuals, tasks, strict=True)]
+    problems = [gaussian.KernelTask(parts, r, noise.group, noise.count_repeats()) for parts, r, noise in known]
     choice = choose(
         tasks,
         prior,
-        (find_spectrum(reduce(torch.add, parts.values()), r) for parts, r in pairs),
+        (find_spectrum(reduce(torch.add, parts.values()), r, noise) for parts, r, noise in known),
         floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
         refine=partial(gaussian.choose_by_kernels, problems),
     )
@@ -101,6 +103,7 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
         delta = variance * (task.J.T @ alpha)
         log_det = 2 * float(C.diagonal().log().sum()) - 2 * float(root.log().sum())
         value = -0.5 * (float(half.square().sum()) + log_det + len(root) * LOG_2PI)
+        value += task.noise.repeat_evidence(choice.noise)
         posterior = FunctionPosterior(task.J, variance, delta, root=root, factor=C)
         fits.append(Fit(posterior, choice, variance, root**-2, alpha, value, 0.0, "function"))
     return fits
@@ -135,13 +138,13 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
     d = prior.base.sqrt()
     moments = []
     for task in tasks:
-        found = []
+        found, counts = [], task.noise.count_rows().tolist()
         for g in range(noise.count):
             weight = torch.where(task.noise.group == g, 1 / task.noise.base, 0.0)
             # d on both sides: Phi^T W Phi.
             G = d[:, None] * task.J.normal_matrix(weight) * d
             b = d * (task.J.T @ (weight * task.r))
-            found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), int((weight > 0).sum())))
+            found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), counts[g]))
         moments.append(found)
     choice = _weight_choice(tasks, moments, prior)
     fits = []
@@ -165,6 +168,7 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
             + 2 * float(C.diagonal().log().sum())
             + len(rows) * LOG_2PI
         )
+        value += task.noise.repeat_evidence(choice.noise)
         posterior = WeightPosterior(variance, delta, factor=C)
         fits.append(Fit(posterior, choice, variance, rows, left / rows, value, 0.0, "weight"))
     return fits
@@ -175,7 +179,7 @@ def _weight_choice(tasks: Sequence[Task], moments: list[list[gaussian.Moments]],
         G, b, norm2, m = (sum(column) for column in zip(*found, strict=True))  # as if all outputs had one noise
         return gaussian.weight_spectrum(G, b, norm2=norm2, m=m)
 
-    rows = sum(m for found in moments for *_, m in found)
+    rows = math.ceil(sum(m for found in moments for *_, m in found))
     return choose(
         tasks,
         prior,

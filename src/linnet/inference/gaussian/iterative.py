@@ -142,7 +142,8 @@ def _streamed_spectrum(task: Task, prior: Prior, settings: SolverSettings) -> Ke
     nodes = torch.cat([nodes, nodes.new_zeros(len(nodes), 1)], 1)
     energies = torch.cat([energies, (total - energies.sum(1)).clamp_min(0)[:, None]], 1)
     counts = energies[1:] / energies[1:].sum(1, keepdim=True) * (m / settings.probes)
-    return KernelSpectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], energies[0])
+    spectrum = KernelSpectrum(nodes[1:].flatten(), counts.flatten(), nodes[0], energies[0])
+    return spectrum.with_repeats(sum(task.noise.count_repeats()))
 
 
 def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSettings) -> Fit:
@@ -161,6 +162,7 @@ def _cg_weight(task: Task, variance: Tensor, choice: Choice, settings: SolverSet
     left = task.r - J @ delta
     fit = float((weight * left.square()).sum() + u @ u)
     value = -0.5 * (fit + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    value += task.noise.repeat_evidence(choice.noise)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, weight * left, value, 0.5 * error, "cg-weight", solution)
 
@@ -185,6 +187,7 @@ def _cg_function(
     back = Phi.T @ X
     delta, samples = d * back[:, 0], d[:, None] * (h + back[:, 1:])
     value = -0.5 * (float(task.r @ X[:, 0]) + log_det + float(rows.double().log().sum()) + len(rows) * LOG_2PI)
+    value += task.noise.repeat_evidence(choice.noise)
     posterior = SamplePosterior(delta, samples)
     return Fit(posterior, choice, variance, rows, X[:, 0], value, 0.5 * error, "cg-function", solution)
 

@@ -25,12 +25,21 @@ def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:
         torch.cat([task.noise.group, new.noise.group]),
         task.noise.count,
         fit.choice.noise,
+        weight=_join_weights(task.noise, new.noise),
     )
     r, rows = torch.cat([task.r, new.r]), noise.rows(fit.choice.noise)
     grown = fit.posterior.extended(task.J, new.J, r, rows)
-    value = -0.5 * (grown.energy + len(r) * LOG_2PI)
+    value = -0.5 * (grown.energy + len(r) * LOG_2PI) + noise.repeat_evidence(fit.choice.noise)
     whole = Task(grown.J, r, noise, torch.cat([task.base, new.base]))
     return whole, replace(fit, posterior=grown.posterior, noise_rows=rows, alpha=grown.alpha, log_evidence=value)
+
+
+def _join_weights(first: Noise, second: Noise) -> Tensor | None:
+    """The weights of the rows of both; None where each row counts once."""
+    if first.weight is None and second.weight is None:
+        return None
+    both = [torch.ones_like(x.base) if x.weight is None else x.weight for x in (first, second)]
+    return torch.cat(both)
 
 
 def precisions(task: Task, fit: Fit) -> Tensor:
@@ -70,15 +79,15 @@ def estimate_rounding(task: Task, fit: Fit, eps: float) -> float:
 def flow(task: Task, fit: Fit) -> Any:
     """The displacement (p,) of gradient flow as a function of time, in the smaller of the two spaces."""
     rows, p = task.J.shape
-    d = fit.variance.sqrt()
+    d, w = fit.variance.sqrt(), task.noise.weight
     _check_factored("The path of gradient flow", fit)
     if rows <= p:
-        eigenvalues, Q = torch.linalg.eigh(task.J.gram(scale=fit.variance))
-        along = Q.T @ task.r
-        return _Flow(task.J, fit.variance, eigenvalues, Q, along)
-    G = d[:, None] * task.J.normal(torch.diag(d))
+        root = torch.ones_like(task.r) if w is None else w.sqrt()
+        eigenvalues, Q = torch.linalg.eigh(root[:, None] * task.J.gram(scale=fit.variance) * root)
+        return _Flow(task.J, fit.variance, eigenvalues, root[:, None] * Q, Q.T @ (root * task.r))
+    G = d[:, None] * task.J.normal(torch.diag(d), w)
     eigenvalues, Q = torch.linalg.eigh(0.5 * (G + G.T))
-    return _Flow(None, d, eigenvalues, Q, Q.T @ (d * (task.J.T @ task.r)))
+    return _Flow(None, d, eigenvalues, Q, Q.T @ (d * (task.J.T @ (task.r if w is None else w * task.r))))
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,11 @@ class _Objective:
 
             def terms(f: Tensor, y: Tensor = y, weight: float = weight) -> tuple[Tensor, Tensor, Tensor]:
                 known = self.likelihood
-                return weight * known.log_prob(f, y), weight * known.residual(f, y), weight * known.curvature(f)
+                return (
+                    weight * known.log_prob(f, y),
+                    weight * known.residual(f, y),
+                    weight * known.observed_curvature(f, y),
+                )
 
             line = LineSearch(terms, f, df=df, products=(0.0, 0.0, float(direction @ direction)))
             lengths.append(line.find_length())
@@ -245,7 +249,7 @@ class _Objective:
             iterations=steps,
             passes=passes,
             converged=True,
-            root=row_root(self.likelihood, found),
+            root=row_root(self.likelihood, found, self.y),
             factor=None,
         )
         return mode, -float(sums[1])

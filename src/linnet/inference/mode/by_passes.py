@@ -66,7 +66,7 @@ def mode_by_passes(
         (True, 9)
     """
     Phi = J.scaled(variance.sqrt())
-    first = preconditioner_of(Phi, J, row_curvature(likelihood, mean), settings, "weight")
+    first = preconditioner_of(Phi, J, row_curvature(likelihood, mean, y), settings, "weight")
     maker = _PreconditionerMaker(J, variance.sqrt(), first, settings)
     found = pass_space(
         J,

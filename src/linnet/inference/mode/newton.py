@@ -184,17 +184,12 @@ def weight_space(
 ) -> Mode:
     r"""The mode from dense features, by Cholesky decompositions of :math:`H = I + \Phi^\top B \Phi`, (p, p).
 
+    The other arguments are those of `function_space`.
+
     Args:
         Phi: (n c, p), the Jacobian with its columns times prior standard deviations.
-        y: Targets. This argument and the others are those of `function_space`, except for ``start``.
-        mean: m, (n, c).
-        likelihood: Likelihood of the targets given f.
         scale: Factor of the prior variances: use ``sqrt(scale) * Phi`` for Phi.
         start: u to begin with, (p,); None for zero.
-        near: The mode for the same Phi and a scale nearby, with its factor, which saves a decomposition.
-        tolerance: Largest relative gradient.
-        iterations: Largest number of steps.
-        factor: Whether to decompose H once more, at the mode.
 
     Example:
         >>> import torch
@@ -262,18 +257,15 @@ def pass_space(
 ) -> Mode:
     """The mode from products with J. A step takes one pass over the data, or two where its length is a new one.
 
+    The other arguments are those of `function_space`.
+
     Args:
         J: (n c, p).
-        y: Targets. This argument and the others are those of `function_space`, except for the following.
         variance: S, (p,).
-        mean: m, (n, c).
-        likelihood: Likelihood of the targets given f.
         solve: From g (p,) to about ``H^-1 g`` at the mean, in whitened weights; None for no preconditioner.
         make: From a root of the curvature, (n c,) or (n, c, c), to such a solve there, or to None where there is none
             better than the last. It is asked where steps lag. None keeps the first solve.
         start: u to begin with, (p,); None for zero.
-        tolerance: Largest relative gradient.
-        iterations: Largest number of steps.
 
     Example:
         >>> import torch
@@ -318,11 +310,11 @@ def _minimize(
         return likelihood.residual(mean[part] + shift.view(-1, c), y[part]).flatten()
 
     def terms(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f)
+        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f, y)
 
     def root_of(f: Tensor) -> Any:
         # Matrices of the dense spaces are larger than the blocks of all examples.
-        return row_root(likelihood, f) if isinstance(space, PassSpace) else as_weight(likelihood.root(f))
+        return row_root(likelihood, f, y) if isinstance(space, PassSpace) else as_weight(likelihood.observed_root(f, y))
 
     evaluate = partial(space.evaluate, residual=residual)
     x, shift, r, g = evaluate(space.vector(mean.new_zeros(space.size)))

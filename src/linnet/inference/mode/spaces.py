@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from linnet.linalg import LinearOperator, RowIndex, add_symmetric_, cholesky_, cholesky_solve, inner_matrix, weigh
-from linnet.probability import Heteroscedastic, Likelihood
+from linnet.probability import Heteroscedastic, Likelihood, without_weights
 
 Residual = Callable[[Tensor, slice], Tensor]
 """From some rows of ``Phi u`` to the gradient of log p in f there, both (r,). The rows are rows of whole examples."""
@@ -175,7 +175,7 @@ class PassSpace:
 
 def check_concave(likelihood: Likelihood) -> None:
     """Raise where log p is not concave in all outputs together, so that there may be several modes."""
-    if isinstance(likelihood, Heteroscedastic):
+    if isinstance(without_weights(likelihood), Heteroscedastic):
         raise TypeError(
             "Heteroscedastic is not log-concave in means and log variances together, so its mode need not be unique. "
             "Linearize the mean alone (output=) and use Gaussian noise with the variances that the network predicts."

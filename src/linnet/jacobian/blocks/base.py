@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, final
@@ -327,6 +329,30 @@ def _dense_again(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> ColumnBl
 TEMPORARY = 1 << 26
 """Entries that an intermediate may have before a product is cut into pieces."""
 
+_entries: ContextVar[int | None] = ContextVar("entries", default=None)
+
+
+def temporary() -> int:
+    """Entries that an intermediate may have here: `TEMPORARY`, or fewer inside `limit_temporaries`."""
+    given = _entries.get()
+    return TEMPORARY if given is None else max(1, min(TEMPORARY, given))
+
+
+@contextmanager
+def limit_temporaries(entries: int | None) -> Iterator[None]:
+    """Intermediates have at most so many entries inside the block; None leaves the limit as it is.
+
+    >>> with limit_temporaries(100):
+    ...     [fits(100), fits(101)]
+    [True, False]
+    """
+    token = _entries.set(_entries.get() if entries is None else entries)
+    try:
+        yield
+    finally:
+        _entries.reset(token)
+
+
 Inner = Callable[[slice, slice, int], Tensor]
 """Inner products (n', T, m', T') of the sides that outputs share, for slices of examples and a group."""
 
@@ -337,19 +363,19 @@ def fits(entries: int) -> bool:
     >>> fits(10), fits(1 << 30)
     (True, False)
     """
-    return entries <= TEMPORARY
+    return entries <= temporary()
 
 
 def pieces(n: int, each: int) -> Iterator[slice]:
-    """Slices of n examples with at most TEMPORARY entries each, for ``each`` entries per example."""
-    step = max(1, min(n, TEMPORARY // max(1, each)))
+    """Slices of n examples with at most `temporary` entries each, for ``each`` entries per example."""
+    step = max(1, min(n, temporary() // max(1, each)))
     return (slice(i, min(i + step, n)) for i in range(0, n, step))
 
 
 def tiles(n: int, m: int, each: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles of an n by m grid with ``each`` entries per cell and about TEMPORARY entries per tile."""
-    side = max(1, int((TEMPORARY / max(1, each)) ** 0.5))
-    step = max(side, TEMPORARY // max(1, each * min(m, side)))
+    """Tiles of an n by m grid with ``each`` entries per cell and about `temporary` entries per tile."""
+    side = max(1, int((temporary() / max(1, each)) ** 0.5))
+    step = max(side, temporary() // max(1, each * min(m, side)))
     for a in range(0, n, step):
         for b in range(0, m, side):
             yield slice(a, min(a + step, n)), slice(b, min(b + side, m))

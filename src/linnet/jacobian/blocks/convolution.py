@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.jacobian.blocks.base import TEMPORARY, ColumnBlock, DenseBlock, Range, Recipe, Size, add_products
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe, Size, add_products, temporary
 from linnet.jacobian.cuda import triton_kernels
 
 if TYPE_CHECKING:
@@ -424,7 +424,7 @@ class ConvolvedBlock(ColumnBlock):
     def _pieces(self, k: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Examples with their inputs and gradients, few enough for k outputs of the layer."""
         repeats = len(self.x) // self.n
-        step = max(1, TEMPORARY // max(1, k * repeats * self.g.shape[2:].numel()))
+        step = max(1, temporary() // max(1, k * repeats * self.g.shape[2:].numel()))
         if step >= self.n:
             return [(slice(None), self.x, self.g)]
         found = []

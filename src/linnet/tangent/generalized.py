@@ -1,0 +1,204 @@
+"""What the doors with a likelihood share: the posterior of the linearized network for any likelihood of the targets."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from linnet._common import check_fits
+from linnet._estimator import (
+    Counted,
+    Dtypes,
+    check_has_exact,
+    draw_inputs,
+    has_targets_in_memory,
+    leave_out_weightless,
+    list_options,
+)
+from linnet.data import as_source
+from linnet.inference import (
+    Inference,
+    InferenceOptions,
+    Mode,
+    ModeFit,
+    Observations,
+    Training,
+    any_likelihood,
+    check_only_map,
+    check_outputs_fit,
+    choose_likelihood_solver,
+    searches_all_features,
+)
+from linnet.jacobian import Jacobian, linearize
+from linnet.network import check_module
+from linnet.probability import Likelihood, Prior, PriorSpec, Weighted, check_prior, make_prior
+from linnet.tangent.base import Tangent
+
+
+class Generalized(Tangent):
+    """Base of the estimators whose targets have a likelihood without a closed form; the settings are theirs.
+
+    Attributes after fitting:
+        likelihood_: Of the targets, with the parameters that were found.
+    """
+
+    inference: Inference
+    family: str
+    prior: PriorSpec
+    epochs: int
+    minibatch: int
+    learning_rate: float | str
+    variance: str
+    likelihood: str | Likelihood
+
+    likelihood_: Likelihood
+    mode_: Mode | None
+    _weight: Tensor | None = None
+
+    _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_")
+
+    # What an estimator says about its network and its targets.
+
+    def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
+        """The network that adapts."""
+        return check_module(self.model)
+
+    def _without_ignored(self, inputs: Any, y: Any, J: Jacobian) -> tuple[Any, Any, Counted] | None:
+        """Inputs, targets and which examples count, where some do not; J is that of all inputs."""
+        return None
+
+    def _observe(self, y: Any, J: Jacobian, *, refit: bool) -> Tensor:
+        """Targets as the likelihood takes them; sets ``likelihood_``, unless an earlier fit has found it."""
+        raise NotImplementedError
+
+    # The posterior.
+
+    def _how(self, eps: float = 0.0) -> tuple[InferenceOptions, Training | None]:
+        """How to condition with passes that round by ``eps``, and how to train where that is by minibatches."""
+        if self.solver != "adam":
+            return InferenceOptions(self.inference, self.family, self._settings(eps)), None
+        check_only_map(self.inference)
+        training = Training(self.epochs, self.minibatch, self.learning_rate)
+        return InferenceOptions(self.inference, self.family, self._settings(eps, solver="auto")), training
+
+    def _fit_likelihood(self, inputs: Any, y: Any, sample_weight: Any) -> ModeFit:
+        """Find prior, posterior and open parameters of the likelihood."""
+        forward = None if self.model is None else check_module(self.model).forward
+        inputs, weight, kept = leave_out_weightless(inputs, sample_weight, forward)
+        y = kept.take(y)
+        model = self._network(inputs, y, weight)
+        self._choose(model, inputs)
+        J = self._attached_jacobian(model, inputs, self.dtype)
+        fit = self._condition(inputs, y, J=J, weight=weight)
+        names = ["all"] if len(fit.choice.scales) == 1 else list(self.lin_.layout.layers)
+        self.scales_ = dict(zip(names, fit.choice.scales, strict=True)) if isinstance(self.prior, str) else {}
+        self.scale_examples_ = fit.examples
+        return fit
+
+    def _refit_likelihood(self, inputs: Any, y: Any, sample_weight: Any) -> Any:
+        """An estimator for other data, with the prior and the likelihood found here."""
+        other = self._without_data()
+        inputs, weight, kept = leave_out_weightless(inputs, sample_weight, self.lin_.module.forward)
+        other._condition(inputs, kept.take(y), Prior("given", self.prior_variance_), weight=weight)
+        return other
+
+    def _condition(
+        self,
+        inputs: Any,
+        y: Any,
+        prior: Prior | None = None,
+        *,
+        J: Jacobian | None = None,
+        weight: Tensor | None = None,
+    ) -> ModeFit:
+        """Find the posterior.
+
+        Args:
+            inputs: Inputs.
+            y: Targets; None where they come with the inputs.
+            prior: The prior, where it is known; None for the one that was asked for.
+            J: The Jacobian of the inputs, where it is there.
+            weight: How many times each example counts, (n,); None for once.
+        """
+        lin, refit = self.lin_, prior is not None
+        how, training = self._how(torch.finfo(lin.dtype).eps)
+        source = as_source(inputs, lin.module.forward)
+        source = source if training is None else source.changing()
+        self._probe = draw_inputs(source)
+        check_prior(self.prior, lin)
+        J = self._jacobian(source) if J is None or training is not None else J
+        early = has_targets_in_memory(y, J)  # targets at hand are checked before any pass
+        if early:
+            fewer = self._without_ignored(inputs, y, J)
+            if fewer is not None:
+                return self._condition(*fewer[:2], prior, weight=fewer[2].take(weight))
+        check_outputs_fit(J)
+        if training is None:  # whether the solver fits memory is known before any pass
+            kernels = len(lin.layout.layers) if self.prior == "layerwise" and prior is None else 1
+            solver = choose_likelihood_solver(
+                *J.shape, how.settings, device=J.device, kernels=kernels + 1, inference=how.inference
+            )
+            if solver.startswith("cg") or (solver == "weight" and not searches_all_features(*J.shape, J.device)):
+                how, _ = self._how(J.eps)  # the mode is found by passes
+            if self.inference == "vi" and J.c > 1:
+                check_fits(
+                    4 * J.n * J.c**2 * J.dtype.itemsize,
+                    self.memory,
+                    J.device,
+                    what=f"inference='vi' with {J.n:,} examples and {J.c:,} classes",
+                    instead="Use inference='laplace' or 'map'",
+                )
+            if solver == "cg-weight" and self.inference == "laplace":
+                check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
+        targets = self._observe(y, J, refit=refit) if early else None
+        J = J if source.changes else J.cached_if_fits()
+        if targets is None:
+            fewer = self._without_ignored(inputs, y, J)
+            if fewer is not None:
+                return self._condition(*fewer[:2], prior, weight=fewer[2].take(weight))
+            targets = self._observe(None, J, refit=refit)
+        lin.check_ranks_agree(options=list_options(self), labels=targets)
+        if prior is None:
+            rows = None if weight is None else weight.to(J.device, J.dtype).repeat_interleave(J.c)
+            prior = make_prior(lin, self.prior, J=J, weight=rows)
+        if not refit:
+            self.likelihood_ = self._fit_parameters(J, targets, weight)
+        likelihood: Likelihood = self.likelihood_
+        if weight is not None:
+            likelihood, targets = Weighted.pack(likelihood, targets, weight.to(J.device, J.dtype))
+        if training is not None:
+            network = self._mean == "network"
+            fit = any_likelihood.train(J, targets, prior, likelihood, how.settings, network=network, training=training)
+        else:
+            fit = any_likelihood.condition(Observations(J, targets, self._base(J), likelihood), prior, how, solver)
+        lin.check_unchanged(contents=True)
+        self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
+        self._settle_variance(J)
+        self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
+        self.elbo_path_ = () if fit.best is None else fit.best.path
+        self.elbo_ = None if fit.best is None else fit.best.elbo
+        self.solver_, self.solution_, self._train_inputs = fit.solver, fit.solution, [inputs]
+        self.passes_, self.objective_path_ = fit.passes, fit.path
+        self.evidence_path_, self._weight = fit.choice.path, weight
+        return fit
+
+    def _fit_parameters(self, J: Jacobian, targets: Tensor, weight: Tensor | None) -> Likelihood:
+        """The likelihood with the parameters that were left open, at the mean function."""
+        found = self.likelihood_
+        return found.fitted(self._base(J), targets, weight) if found.is_open else found
+
+    def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
+        self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self._selected, self.output))
+
+    # Files.
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        meta = {"elbo": self.elbo_, "scale_examples": self.scale_examples_, "passes": self.passes_}
+        return meta, {} if self._weight is None else {"weight": self._weight}
+
+    def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
+        self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
+        self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
+        self.mode_, self._weight = None, tensors.get("weight")
