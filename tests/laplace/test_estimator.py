@@ -302,7 +302,7 @@ def test_the_bounded_noise_is_close_to_that_of_the_exact_evidence(steps: int) ->
 def test_noise_for_each_output_maximizes_the_evidence(structure: Any) -> None:
     targets = NUMBERS + torch.tensor([0.1, 0.6]) * normal(N, 2, seed=8)
     model = net(2)
-    la = Laplace(model, "regression", structure, "shared", noise="per-output").fit(X, targets)
+    la = Laplace(model, "regression", structure, "shared", noise="per-output").fit(X, targets).tune(narrow=False)
     assert la.noise_.shape == (2,)
     found = [la.scales_["all"], *la.noise_.tolist()]
 
@@ -317,7 +317,7 @@ def test_noise_for_each_output_maximizes_the_evidence(structure: Any) -> None:
         up, down = ([x * math.exp(s * step * (i == j)) for j, x in enumerate(found)] for s in (1, -1))
         assert abs(value(up) - value(down)) / (2 * step) < 2e-3
     again = la.log_evidence()
-    assert la.tune().log_evidence() == pytest.approx(again, rel=1e-7)
+    assert la.tune(narrow=False).log_evidence() == pytest.approx(again, rel=1e-7)
     assert len(la.tune_path_) > 2
     approximate = Laplace(model, "regression", "kron", "shared", noise="per-output").fit(X, targets)
     variances = approximate.predict(X, return_std=True)[1].square()
@@ -842,6 +842,51 @@ def test_the_factor_of_held_out_data_is_the_best_of_a_grid(spread: float) -> Non
     grid = [score(first * 10**d) for d in torch.arange(-8, 3.01, 0.5).tolist()]
     assert score(best) >= max(grid) - 1e-3
     assert 1e-8 * (1 - 1e-9) <= best / first <= 1e3 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("prior", ["shared", "layerwise"])
+@pytest.mark.parametrize("structure", ["full", "function", "lowrank"])
+def test_a_regression_lies_half_way_between_determined_and_all_weights(structure: Any, prior: Any) -> None:
+    la = Laplace(net(2), "regression", structure, prior).fit(X, NUMBERS)
+    before, after = la.tune_path_[-2:]
+    gamma = la._log_det(before.scales, 1 / before.noise)[1]
+    layout = la.lin_.layout.layers
+    counts = [la.lin_.p] if prior == "shared" else [sum(t.numel() for t in group) for group in _tensors(la)]
+    assert len(gamma) == len(counts) == len(layout if prior == "layerwise" else [0])
+    wanted = [s * math.sqrt(g / p) for s, g, p in zip(before.scales, gamma, counts, strict=True)]
+    assert after.scales == pytest.approx(wanted, rel=1e-9) and after.noise == before.noise
+    assert la.narrowed_ < 1 and tuple(la.scales_.values()) == after.scales
+    assert la.tune(narrow=False).narrowed_ == 1
+
+
+def _tensors(la: Laplace) -> list[list[Tensor]]:
+    """The selected parameters of each layer."""
+    theta = la.lin_.theta
+    return [[t for name, t in theta.items() if name.rpartition(".")[0] == layer] for layer in la.scales_]
+
+
+def test_error_bars_of_a_network_that_fits_its_targets_too_well_hold() -> None:
+    """Intervals of 95 % and log probabilities on new data, beside those of the largest evidence alone: too wide."""
+    torch.manual_seed(0)
+    inputs = torch.randn(1100, 4)
+    targets = torch.sin(2 * inputs[:, 0]) + inputs[:, 1] * inputs[:, 2] + 0.3 * torch.randn(1100)
+    model = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for epoch in range(400):
+        optimizer.param_groups[0]["lr"] = 5e-3 if epoch < 300 else 5e-4
+        optimizer.zero_grad()
+        (model(inputs[:100])[:, 0] - targets[:100]).square().mean().backward()
+        optimizer.step()
+
+    def scores(la: Laplace) -> tuple[float, float]:
+        mean, std = la.predict(inputs[100:], return_std=True, noise=True)
+        z = (targets[100:] - mean) / std
+        return float((z.abs() < 1.96).double().mean()), float((z.square() / 2 + std.log()).mean())
+
+    la = Laplace(model, "regression").fit(inputs[:100], targets[:100])
+    (held, nll), (wide, worse) = scores(la), scores(la.tune(narrow=False))
+    assert 0.93 < held < wide
+    assert nll < worse - 0.2
 
 
 def test_a_prior_that_is_given_is_not_narrowed() -> None:

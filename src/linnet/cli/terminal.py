@@ -207,18 +207,21 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def join_processes(device: torch.device) -> Iterator[None]:
-    """Join the other processes where `torchrun` has started several."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
-        yield
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    """Join the other processes where a launcher has started several: all of them finish, or all raise.
+
+    `torchrun` and `accelerate launch` start processes that do not know each other yet. Ray Train has joined them.
+    """
+    joined = int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized()
+    if not joined:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
-        yield
-        dist.barrier()
+        with Ranks().together():
+            yield
     finally:
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()
 
 
 def is_first_process() -> bool:

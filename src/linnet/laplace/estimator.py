@@ -163,7 +163,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             equal; "kron", "ekfac", "diag", "lowrank", "subnetwork" and "samples" approximate. "auto" takes an exact one
             where it fits memory, then "samples".
         prior: Variances of theta itself, around zero: "shared", "ntk", "balanced" or "layerwise", whose scales the
-            evidence chooses, for classes no wider than the training labels bear (see `tune`); "unit"; a variance; or
+            evidence chooses, no wider than the data bear (see `tune`); "unit"; a variance; or
             variances by layer glob. Variance is one over the precision or weight decay that others speak of.
         params: Which parameters are random; see `linnet.linearize`. The last layer alone: its name with ".*".
         output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
@@ -205,7 +205,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         tune_path_: Steps of the last search: log evidence, scales, noise, effective dimension.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         draws_: Labels drawn for each example for the Fisher information; None where it is exact.
-        narrowed_: The factor by which the prior variances of largest evidence were made smaller; 1 where they were not.
+        narrowed_: The factor by which the sum of the prior variances of largest evidence was made smaller; 1 for none.
 
     Example:
         >>> X = torch.linspace(-2, 2, 40)[:, None]
@@ -609,6 +609,12 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         which averaging costs no more on training labels than the standard error of the network's own loss there, or
         0.005 nats a label. Data that were held out from training settle the size better.
 
+        In a regression, weights that the data do not determine keep their initial values, and the evidence counts their
+        size for the size of the prior: ``|theta|^2 / gamma``, with gamma the effective dimension, where ``|theta|^2 /
+        p`` would be the variance of all p weights. The first gives error bars that are too wide, the second error bars
+        that are too narrow. So the factor of each scale is ``sqrt(gamma / p)``, half-way between the two; the noise
+        stays. With ``at="linear_mode"`` there is no such factor.
+
         The structures "kron", "ekfac" and "diag" leave correlations out, so that the data seem to determine more
         parameters than they do, often more than there are observations, and the evidence takes what is left of the
         residuals for a noise several times too large. So their noise is ``(1 + gamma / n) / n`` times the squared
@@ -662,7 +668,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         if validation is not None:
             self._validated(validation)
         elif narrow:
-            self._narrow(True)
+            # At the linear mode, a regression counts the weights that the data determine alone.
+            self._narrow(at == "network" or self._noise_base is None)
         else:
             self._measure_width()
         self.lin_.check_unchanged(contents=True)
@@ -720,13 +727,32 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         def score(factor: float) -> float:
             return log_score(self.likelihood_, f, variance(factor), targets)
 
-        self._multiply(laplace_search.choose_factor(score))
+        self._multiply([laplace_search.choose_factor(score)] * len(self._scales))
 
     def _narrow(self, by_evidence: bool) -> None:
-        """Multiply prior variances that the evidence chose by what the training labels of a classifier bear."""
+        """Multiply prior variances that the evidence at the network chose by factors of at most one; see `tune`."""
         self.narrowed_ = 1.0
-        if not by_evidence or not isinstance(self._predictive.inner, Bernoulli | Categorical):
+        if not by_evidence:
             return
+        if isinstance(self._predictive.inner, Gaussian) and self.structure_ not in BOUNDED:
+            self._narrow_regression()
+        elif isinstance(self._predictive.inner, Bernoulli | Categorical):
+            self._narrow_classifier()
+
+    def _narrow_regression(self) -> None:
+        """Factors half-way between a variance of the weights that the data determine, and one of all weights."""
+        group, before = self._prior.group, self.prior_variance_
+        group = torch.zeros_like(before, dtype=torch.long) if group is None else group
+        group = group if self._structure.included is None else group[self._structure.included]
+        gamma = self._log_det(self._scales, 1 / self._noise)[1]
+        counts = torch.bincount(group, minlength=len(gamma)).tolist()
+        # Weights that the data say nothing about keep their scale.
+        pairs = zip(gamma, counts, strict=True)
+        self._multiply([math.sqrt(min(1.0, g / count)) if g > 0 else 1.0 for g, count in pairs])
+        self.narrowed_ = float(self.prior_variance_.sum() / before.sum())
+
+    def _narrow_classifier(self) -> None:
+        """The factor that the training labels bear."""
         index = self._looked_at() if self._J.by_position else torch.arange(len(self._f))
         J = self._J.subset(index) if self._J.by_position else self._J
         f, y = self._f[index], self._y[index]
@@ -743,7 +769,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         limit = max(SPARED, float(spread.sqrt() / w.sum().sqrt()))
         self.narrowed_ = laplace_search.find_largest_factor(cost, limit)
         if self.narrowed_ < 1:
-            self._multiply(self.narrowed_)
+            self._multiply([self.narrowed_] * len(self._scales))
 
     def _variance_by_factor(self, J: Jacobian) -> Callable[[float], Tensor]:
         """The variances of the outputs of J, (n, c), as a function of a factor of all prior variances."""
@@ -765,9 +791,9 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             few = min(few, max(1, 2**24 // c**2))  # covariances (few, c, c) are to be small with many classes too
         return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[:few]
 
-    def _multiply(self, factor: float) -> None:
-        """The prior variances times a factor, as the last step of the path."""
-        scales = tuple(s * factor for s in self._scales)
+    def _multiply(self, factors: Sequence[float]) -> None:
+        """The prior scales times factors, as the last step of the path."""
+        scales = tuple(s * factor for s, factor in zip(self._scales, factors, strict=True))
         terms = self._evidence("network", self._prior, self._log_det)(scales, self._noise)
         last = Step(terms.value, scales, self._noise, sum(terms.gamma))
         self._accept(self._prior, self._log_det, [*self.tune_path_, last])

@@ -69,7 +69,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     .. math:: y = m(x) + J(x) (\theta - \theta_0) + \epsilon, \qquad \theta - \theta_0 \sim N(0, S)
 
     The defaults are for data that the network has **not** been trained on. On its own training data the network's
-    residuals are over-fitted: use ``mean="zero"`` there.
+    residuals are over-fitted: use `linnet.Laplace` there.
 
     Args:
         model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.

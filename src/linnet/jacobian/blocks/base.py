@@ -269,8 +269,14 @@ class DenseBlock(ColumnBlock):
 
     def _rmatmul(self, U: Tensor, out: Tensor, *, beta: int) -> None:
         flat = U.reshape(self.n * self.c, -1)
+        few = flat.is_cpu and 1 < flat.shape[1] < 8
         for (start, stop), part in zip(self.ranges, self.parts, strict=True):
-            out[start:stop].addmm_(part.reshape(self.n * self.c, -1).T, flat, beta=beta)
+            rows = part.reshape(self.n * self.c, -1)
+            if few:  # a CPU reads the rows a third as fast where they stand on the left of few columns
+                product = (flat.T @ rows).T
+                out[start:stop].add_(product) if beta else out[start:stop].copy_(product)
+            else:
+                out[start:stop].addmm_(rows.T, flat, beta=beta)
 
     def gram(self, other: ColumnBlock, scale: Scale, out: Tensor) -> None:
         right = other.expand()
