@@ -16,7 +16,7 @@ from linnet._estimator import Dtypes, ErrorBarsMixin, Linearity, check_inputs, m
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
-from linnet.network import block_names, select, top_blocks
+from linnet.network import block_names, check_whole, select, top_blocks
 from linnet.probability import Posterior, Spread, layer_sums
 from linnet.tangent import files
 
@@ -280,6 +280,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         if self.model is None:
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
         self.lin_.check_unchanged(contents=True)
+        check_whole(self.lin_.given, "apply")
         changed = copy.deepcopy(self.lin_.given)
         with torch.no_grad():
             for name, parameter in select(changed, list(self.lin_.theta)).items():
