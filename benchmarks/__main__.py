@@ -5,7 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import adapt, command, heads, laplace, passes, precision, proofs, ranks, sampling, scale, startup
+from benchmarks import (
+    adapt,
+    command,
+    heads,
+    laplace,
+    passes,
+    precision,
+    proofs,
+    ranks,
+    sampling,
+    scale,
+    sharded,
+    startup,
+)
 from benchmarks.peers import compare, environment, jobs
 
 
@@ -90,6 +103,10 @@ def main() -> None:
     ten.add_argument("--rounds", type=int, default=5)
     ten.add_argument("--only", default="all", help="passes, a network, estimators, laplace, outputs, adapters or kron")
     ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
+    parts = commands.add_parser("sharded", help="peak memory of a rank with sharded weights, beside one process")
+    parts.add_argument("--out", type=Path, default=None, help="JSON file (default: results/sharded-cpu.json)")
+    parts.add_argument("--width", type=int, default=1024, help="of the layers")
+    parts.add_argument("--depth", type=int, default=96, help="number of layers")
     several = commands.add_parser(
         "ranks", help="one, two and four gloo processes: times, and bytes against the formula"
     )
@@ -97,6 +114,9 @@ def main() -> None:
     several.add_argument("--rounds", type=int, default=5)
     several.add_argument("--n", type=int, default=2048, help="examples; Gram matrices take an eighth of them")
     args = parser.parse_args()
+    if args.command == "sharded":
+        sharded.run(args.out or Path(__file__).parent / "results" / "sharded-cpu.json", args.width, args.depth)
+        return
     if args.command == "ranks":
         ranks.run(args.out or Path(__file__).parent / "results" / "ranks-cpu.json", args.n, args.rounds)
         return

@@ -17,7 +17,6 @@ from torch import nn
 from linnet.tangent import TangentClassifier
 from tests.support.drawn import double, normal
 
-
 DRAWN = {
     "check_sample_weight_equivalence_on_dense_data": "VI averages over draws, and repeated examples have their own"
 }

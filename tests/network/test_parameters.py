@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from linnet.network import Layout, select
+import linnet
+from linnet.network import Layout, checks, select
 
 
 class Tied(nn.Module):
@@ -248,3 +249,30 @@ def test_tensors_of_several_dtypes_make_one_vector() -> None:
     flat = Layout(tree).flatten(tree)
     assert flat.dtype == torch.float32
     assert flat.tolist() == [1.0, 0.5, tree["b"].item()]
+
+
+def test_layers_on_several_devices_need_a_model_that_moves_its_inputs_and_selected_parameters_on_one_device():
+    here, there = torch.zeros(2), torch.zeros(2, device="meta")
+    every = {"below.weight": there, "top.weight": here}
+    with pytest.raises(ValueError, match=r"the whole model on one device; 'below\.weight' is on meta and 'top"):
+        checks.check_devices(every, {"top.weight": here}, dispatched=False)
+    with pytest.raises(ValueError, match=r"all selected parameters on one device; .* Select parameters of one device"):
+        checks.check_devices(every, every, dispatched=True)
+    checks.check_devices(every, {"top.weight": here}, dispatched=True)
+
+
+@pytest.mark.parametrize("places", [{"": "cpu"}, {"0": "cpu", "1": "cpu"}])
+def test_a_model_with_a_device_map_is_the_model_without(places):
+    accelerate = pytest.importorskip("accelerate")
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), torch.ones(5, 3).double()
+    plain = linnet.linearize(net).jacobian(x).gram()
+    hooked = accelerate.dispatch_model(net, places, main_device="cpu", force_hooks=True)
+    hooks = [module._hf_hook for module in hooked.modules()]
+    torch.testing.assert_close(linnet.linearize(hooked).jacobian(x).gram(), plain, rtol=1e-12, atol=0)
+    assert [module._hf_hook for module in hooked.modules()] == hooks
+
+
+def test_weights_that_accelerate_keeps_elsewhere_are_refused_by_name():
+    accelerate = pytest.importorskip("accelerate")
+    with pytest.raises(ValueError, match=r"choose a device_map that offloads no weights to the CPU or disk"):
+        linnet.linearize(accelerate.cpu_offload(nn.Linear(3, 2), execution_device=torch.device("cpu")))

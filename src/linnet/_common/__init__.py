@@ -19,7 +19,10 @@ from linnet._common.torch_settings import (
     network_precision,
     network_settings,
     noting_saved_tensors,
+    packing_saved_tensors,
+    saved_tensor_hooks,
     without_scripting_warnings,
+    without_transforms,
 )
 from linnet._common.versions import __version__, find_versions
 
@@ -51,7 +54,9 @@ __all__ = [
     "network_precision",
     "network_settings",
     "noting_saved_tensors",
+    "packing_saved_tensors",
     "row_codes",
+    "saved_tensor_hooks",
     "shard",
     "share_out",
     "show_progress",
@@ -60,4 +65,5 @@ __all__ = [
     "text_code",
     "together",
     "without_scripting_warnings",
+    "without_transforms",
 ]

@@ -1,10 +1,14 @@
 """The processes that share the examples of a data set, and all that they say to each other.
 
 `Ranks` is a process group of torch.distributed, or this process alone. Before every exchange the ranks meet: each rank
-says what it is about to exchange, in one all-reduce of three numbers. A rank that has failed says so at the next
+says what it is about to exchange, in one all-reduce of four numbers. A rank that has failed says so at the next
 meeting, in place of its part, so that no rank waits for a part that never comes. Ranks that are about to exchange
 different things are told apart in the same way. Both raise on all ranks. A pass tells of its own exceptions, and a call
 of an estimator of all that happen in the call (`Ranks.telling`).
+
+A tensor may lie in parts on the ranks (`Holder`). A rank that needs the whole of it asks for it at a meeting. All ranks
+then give their parts, whatever they are about to do, and meet again. So ranks may ask for different tensors, and some
+ranks more often than others.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, Protocol, TypeVar, final
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +37,20 @@ DATA_DIMENSIONS = ("data", "dp")
 
 TEXT = 2048
 """Bytes of what each rank says where a meeting fails."""
+
+PLACES = 2**24
+"""Tensors that one holder can have."""
+
+
+class Holder(Protocol):
+    """Has tensors that lie in parts on the ranks."""
+
+    def assemble(self, place: int) -> Tensor:
+        """The whole of a tensor. All ranks call this together."""
+
+
+_holders: WeakValueDictionary[int, Holder] = WeakValueDictionary()
+"""Holders by their numbers, which are the same on all ranks."""
 
 
 @final
@@ -73,6 +92,23 @@ class Ranks:
             )
         return cls(mesh.get_group(found[0]))
 
+    @classmethod
+    def of_all(cls, mesh: DeviceMesh | None) -> Ranks:
+        """The ranks of all dimensions of a mesh; None for the default group."""
+        if mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim > 1 and mesh.size() == dist.get_world_size()):
+            return cls()
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+            return cls.of(mesh)
+        members = tuple(mesh.mesh.flatten().tolist())
+        if members not in _groups:
+            _groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+        return cls(_groups[members])
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks by their numbers in the default group."""
+        return dist.get_process_group_ranks(self.group) if self.world > 1 else [0]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # a process group is what it is
 
@@ -97,7 +133,7 @@ class Ranks:
         """Replace each tensor by its sum over the ranks."""
         if self.world == 1 or not tensors:
             return
-        with self._exchange("the sum of " + _describe(*tensors)):
+        with self.exchange("the sum of " + _describe(*tensors)):
             for bucket in _make_buckets(tensors):
                 flat = bucket[0] if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
                 dist.all_reduce(flat, group=self.group)
@@ -122,7 +158,7 @@ class Ranks:
         if len(part) < most:
             part = torch.cat([part, part.new_zeros(most - len(part), *shape[1:])])
         every = part.new_empty(world * most, *shape[1:])
-        with self._exchange(f"the rows of {_describe(part.new_empty(()).expand(shape))} of {n} examples"):
+        with self.exchange(f"the rows of {_describe(part.new_empty(()).expand(shape))} of {n} examples"):
             self._gather(every, part.contiguous())
         if len(every) == n * c:
             return every
@@ -133,7 +169,7 @@ class Ranks:
         """Give all ranks each tensor as its owner has it; the tensors have one dtype, and their shapes are known."""
         if self.world == 1 or not tensors:
             return
-        with self._exchange("the results of " + _describe(*tensors)):
+        with self.exchange("the results of " + _describe(*tensors)):
             for owner in sorted(set(owners)):
                 some = [t for t, rank in zip(tensors, owners, strict=True) if rank == owner]
                 flat = torch.cat([t.flatten() for t in some])
@@ -146,7 +182,7 @@ class Ranks:
         if self.world == 1:
             return value
         t = torch.tensor(value, dtype=torch.float64, device=self._device)
-        with self._exchange("the smallest of a number"):
+        with self.exchange("the smallest of a number"):
             dist.all_reduce(t, dist.ReduceOp.MIN, group=self.group)
         return float(t)
 
@@ -177,7 +213,7 @@ class Ranks:
         codes = [text_code(int(tensor_code(v)) if isinstance(v, Tensor) else v) for v in values.values()]
         own = torch.tensor(codes, device=self._device)
         every = own.new_empty(world, len(own))
-        with self._exchange(f"whether the ranks agree on {', '.join(values)}"):
+        with self.exchange(f"whether the ranks agree on {', '.join(values)}"):
             self._gather(every.view(-1), own)
         others = [str(rank) for rank in range(world) if not torch.equal(every[rank], every[0])]
         if others:
@@ -190,6 +226,30 @@ class Ranks:
                     "order, and the same options; linnet shares the examples out itself."
                 )
             )
+
+    # Tensors in parts.
+
+    def register(self, holder: Holder) -> int:
+        """The number of a holder, by which `fetch` knows it. All ranks make their holders together."""
+        number = 1 - int(self.smallest(-max(_holders, default=0)))
+        _holders[number] = holder
+        return number
+
+    def fetch(self, number: int, place: int) -> Tensor:
+        """The whole of a tensor that lies in parts on the ranks.
+
+        The other ranks give their parts at their next meeting.
+
+        Args:
+            number: The number of the holder.
+            place: The place of the tensor there.
+        """
+        if self.world == 1:
+            return _holders[number].assemble(place)
+        wanted = number * PLACES + place
+        found = self._meet("a weight that lies in parts", wanted)
+        assert found is not None
+        return found
 
     # Failures.
 
@@ -225,38 +285,58 @@ class Ranks:
     def _tell(self, error: Exception) -> None:
         """Say at the next meeting that this rank has failed."""
         try:
-            dist.all_reduce(torch.tensor([1, 0, 0], device=self._device), dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(torch.tensor([1, 0, 0, 0], device=self._device), dist.ReduceOp.MAX, group=self.group)
             self._say(f"{type(error).__name__}\n{error}")
         except RuntimeError:  # the others are gone: the error itself is what there is to say
             return
 
     @contextmanager
-    def _exchange(self, what: str) -> Iterator[None]:
+    def exchange(self, what: str) -> Iterator[None]:
         """Meet, and then exchange in the block; no rank may fail there for reasons of its own."""
+        if self.world == 1:
+            yield
+            return
         self._meet(what)
         with self._connected(what):
             yield
 
-    def _meet(self, what: str) -> None:
-        """Raise on all ranks where one has failed, or where the ranks are about to exchange different things."""
+    def _meet(self, what: str, wanted: int = 0) -> Tensor | None:
+        """Raise on all ranks where one has failed, or where the ranks are about to exchange different things.
+
+        Args:
+            what: What this rank is about to exchange.
+            wanted: The tensor that this rank needs before it goes on; 0 for none.
+
+        Returns:
+            The whole of the tensor; None for none.
+        """
         code = text_code(what)
-        words = torch.tensor([0, code, -code], device=self._device)
-        with self._connected(what):
-            dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
-            failed, most, least = words.tolist()
-            if not failed and most == -least:
-                return
-            said = self._say(f"\n{what}")
+        while True:
+            words = torch.tensor([0, code, -code, wanted], device=self._device)
+            with self._connected(what):
+                dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
+                failed, most, least, asked = words.tolist()
+                if asked and not failed:
+                    found = _holders[asked // PLACES].assemble(asked % PLACES)
+                    if asked == wanted:
+                        return found
+                    del found  # for another rank
+                    continue
+                if not failed and most == -least:
+                    return None
+                said = self._say(f"\n{what}")
+            raise _stop(self._explain(said))
+
+    def _explain(self, said: list[str]) -> Exception:
+        """What went wrong at a meeting, from what each rank has said."""
         errors = [(rank, *text.partition("\n")) for rank, text in enumerate(said) if not text.startswith("\n")]
         if errors:
             lines = [f"Rank {rank} of {self.world} failed with {kind}: {text}" for rank, kind, _, text in errors]
-            raise _stop(_error_of(errors[0][1])("\n".join(lines)))
+            return _error_of(errors[0][1])("\n".join(lines))
         calls = "; ".join(f"rank {rank} exchanges {text[1:]}" for rank, text in enumerate(said))
-        raise _stop(
-            RuntimeError(
-                f"The ranks of torch.distributed make different calls: {calls}. Every rank has to make the same calls "
-                "in the same order, with arguments of the same shapes."
-            )
+        return RuntimeError(
+            f"The ranks of torch.distributed make different calls: {calls}. Every rank has to make the same calls "
+            "in the same order, with arguments of the same shapes."
         )
 
     @contextmanager
@@ -294,6 +374,9 @@ class Ranks:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""Groups of the ranks of whole meshes."""
 
 ALONE = Ranks(alone=True)
 """This process, whatever groups there are."""

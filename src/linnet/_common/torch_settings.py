@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 Precision = Literal["highest", "products", "high", "bf16"]
@@ -256,12 +257,19 @@ def forward_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def noting_saved_tensors(note: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Every tensor that autograd saves inside the block goes through ``note`` first.
+    """Every tensor that autograd saves inside the block goes through ``note`` first."""
+    with packing_saved_tensors(note, _as_saved):
+        yield
+
+
+@contextmanager
+def packing_saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """What autograd saves inside the block is packed, and unpacked in the backward pass.
 
     As `torch.autograd.graph.saved_tensors_hooks`, which an interrupt at the wrong moment leaves behind for good.
     """
     graph: Any = torch._C._autograd
-    hooks = note, _as_saved
+    hooks = pack, unpack
 
     def end() -> None:
         if graph._top_saved_tensors_default_hooks(True) == hooks:
@@ -277,8 +285,21 @@ def noting_saved_tensors(note: Callable[[Tensor], Any]) -> Iterator[None]:
         end()
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """How autograd packs and unpacks what it saves here."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (_as_saved, _as_saved) if found is None else found
+
+
 def _as_saved(t: Tensor) -> Tensor:
     return t
+
+
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """Outside of the transforms of torch.func that are active, such as a batched backward pass."""
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 @contextmanager

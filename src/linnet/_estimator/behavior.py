@@ -139,7 +139,7 @@ def _names(lin: Linearization, meta: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def _outputs(lin: Linearization, inputs: Batch) -> Tensor:
-    with lin.network.in_precision("highest"):
+    with lin.network.together(), lin.network.in_precision("highest"):
         return lin.network.as_at_first().forward({}, inputs.to(lin.device))  # before any pass has left something behind
 
 
@@ -150,8 +150,8 @@ def _size(lin: Linearization, inputs: Batch) -> float:
     dtype = lin.network.cast
     if dtype is not None:
         batch = batch.with_inputs(lambda t: as_dtype(t, dtype))
-    with lin.network.in_precision("highest"):
-        raw = lin.network.as_at_first().module(*batch.args, **batch.kwargs)
+    with lin.network.together(), lin.network.in_precision("highest"):
+        raw = lin.network.as_at_first().run(*batch.args, **batch.kwargs)
     found = [t for t in pytree.tree_leaves(raw) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
     return max((float(t.abs().max()) for t in found), default=0.0)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet._common import files
-from linnet.network import check_module
+from linnet._common import Ranks, files
+from linnet.network import check_module, lies_in_parts, whole
 from linnet.probability import Posterior
+
+if TYPE_CHECKING:
+    from linnet.jacobian import Linearization
 
 READERS = {
     "tangent estimator": "linnet.tangent.files",
@@ -53,8 +57,19 @@ def load(
 
 
 def checksum(model: nn.Module) -> str:
-    """The SHA-256 of parameters and buffers."""
-    return files.fingerprint(check_module(model).state_dict())
+    """The SHA-256 of parameters and buffers; of a sharded model all ranks take it together."""
+    model = check_module(model)
+    with Ranks().exchange("a checksum of all weights") if lies_in_parts(model) else nullcontext():
+        return files.fingerprint(model.state_dict(), whole)
+
+
+def write(
+    lin: Linearization, path: str | os.PathLike[str], tensors: dict[str, Tensor], meta: Any, *, kind: str
+) -> None:
+    """Write a file. Of a sharded model all ranks call this, and the first of them writes."""
+    with lin.network.together():
+        if lin.network.shards is None or lin.ranks.rank == 0:
+            files.save(path, tensors, meta, kind=kind)
 
 
 def base_of(estimator: Any) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 
 from linnet._common import __version__, files, listing
 from linnet._estimator import files as saved
+from linnet.network import check_whole
 
 FILE = "linnet.safetensors"
 """The file with the fitted estimator."""
@@ -287,6 +288,7 @@ def _file(model_id: str, name: str, where: Mapping[str, Any]) -> Path | None:
 def _with_weights(model: nn.Module, path: Path) -> nn.Module:
     """A copy of a network with the weights of a file."""
     tensors, _ = files.load(path, kind=KIND)
+    check_whole(model, "from_pretrained")
     found = copy.deepcopy(model)
     try:
         found.load_state_dict(tensors)

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import scores
-from linnet._common import check_precision, files, find_dense_budget, full_precision, messages, together
+from linnet._common import check_precision, find_dense_budget, full_precision, messages, together
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -342,7 +342,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             "n_features_in": getattr(self, "n_features_in_", None),
             "behavior": seen,
         }
-        files.save(path, tensors | kept, meta, kind=KIND)
+        saved.write(self.lin_, path, tensors | kept, meta, kind=KIND)
 
 
 def read(

@@ -403,7 +403,9 @@ class NetworkChunks(ChunkSource):
         if self.whole is not None:
             return self.whole.first
         batch = next(iter(self.source.batches(min(PROBE, self.n)))).to(self.lin.device)
-        return self._measure(batch)
+        with self.lin.together():
+            self.lin.network.check_parallel(batch)
+            return self._measure(batch)
 
     def _measure(self, batch: Batch) -> FirstExamples:
         """Check the network on the first examples and measure what an example takes."""

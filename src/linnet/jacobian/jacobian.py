@@ -465,7 +465,7 @@ class Jacobian(LinearOperator):
     def checksums(self) -> dict[str, str]:
         source = self._source
         own = source.code(*self.ranks.own(source.n))
-        weights = f"{self.lin.network.watch.code:016x}"
+        weights = f"{self.lin.network.code:016x}"
         return {"the data": self.ranks.add_up_checksums(own), "the weights": weights}
 
     def over(self, source: Source, late: Deferred | None = None) -> Jacobian:

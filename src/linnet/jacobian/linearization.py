@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -19,7 +20,7 @@ from linnet.jacobian.jacobian import Jacobian
 from linnet.jacobian.passes import PassSettings
 from linnet.jacobian.plan import check_engine
 from linnet.jacobian.rule_selection import RuleSelection
-from linnet.network import FunctionalModel, Output, Params, Watch
+from linnet.network import FunctionalModel, Output, Params, Watch, lies_in_parts
 
 
 def linearize(
@@ -38,7 +39,8 @@ def linearize(
         output: From what the model returns to a tensor (n, c) or (n,). By default tensors are taken as they are, and
             Hugging Face's outputs by their ``logits``.
         mesh: The processes that share the examples out, as a mesh of one dimension, or the dimension "data" or "dp" of
-            a mesh. None for all processes of torch.distributed.
+            a mesh. None for all processes of torch.distributed. For a sharded model it is the whole mesh on which the
+            model was sharded, and all of its processes share the examples out.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -48,8 +50,9 @@ def linearize(
         >>> linearize(model, "2.*").p
         27
     """
-    network = FunctionalModel.of(model, params, output=output, convolutions=ExactConvolution)
-    return Linearization(network, ranks=Ranks.of(mesh))
+    ranks = Ranks.of_all(mesh) if lies_in_parts(model) else Ranks.of(mesh)
+    network = FunctionalModel.of(model, params, output=output, convolutions=ExactConvolution, ranks=ranks)
+    return Linearization(network, ranks=ranks)
 
 
 @final
@@ -144,11 +147,18 @@ class Linearization:
             "the version of torch": torch.__version__,
             "the selected parameters": self.layout.shapes,
             "the dtype of products": self.dtype,
-            "the weights of the model": self.network.watch.code,
+            "the weights of the model": self.network.code,
         }
         if source is not None:
             values |= {"the number of examples": source.n, "the data": source.glimpse()}
         self.ranks.check_same(values | more)
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block in which the network runs: an error in it reaches all ranks.
+
+        A rank that has parts of the weights stays in the block until no other rank needs them.
+        """
+        return self.ranks.telling() if self.network.shards is None else self.network.together()
 
     def agree_on_memory(self, memory: float | str) -> float | str:
         """Bytes that dense matrices may take on every rank, so that all ranks choose the same solver.
@@ -168,9 +178,10 @@ class Linearization:
         self.check_unchanged(contents=True)
         source = as_source(x, self.module.forward)
         batches = [b.to(self.device) for b in source.batches(source.n)]
-        self.network.find_autocast(batches[0])
-        with torch.no_grad(), self.network.in_precision("highest"):
-            return torch.cat([self.network.forward({}, b) for b in batches])
+        with self.together(), torch.no_grad():
+            self.network.find_autocast(batches[0])
+            with self.network.in_precision("highest"):
+                return torch.cat([self.network.forward({}, b) for b in batches])
 
     def jacobian(
         self,
@@ -210,6 +221,8 @@ class Linearization:
         self.check_unchanged(contents=True)
         source = as_source(data, self.module.forward)
         settings = PassSettings(batch_size, memory, precision, engine, progress)  # type: ignore[arg-type]
+        if mesh is not None and self.network.shards is not None:
+            raise ValueError("The weights of the model lie in parts on the ranks: give mesh= to linnet.linearize.")
         lin = self if mesh is None else Linearization(self.network, self.rules, Ranks.of(mesh))
         return Jacobian(NetworkChunks(lin, source, settings))
 

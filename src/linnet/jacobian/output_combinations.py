@@ -49,7 +49,9 @@ def combine_outputs(J: Jacobian, root: Tensor) -> Jacobian:
     lin = J.lin
     lin.check_unchanged()
     net = lin.network
-    other = FunctionalModel.of(_combining(net.module, net.output), list(net.theta), convolutions=net.convolutions)
+    other = FunctionalModel.of(
+        _combining(net.module, net.output), list(net.theta), convolutions=net.convolutions, ranks=net.ranks
+    )
     other = replace(other, watch=net.watch, cast=net.cast, products=net.products)
     return J.with_chunks(J.network_chunks().renewed(lin.with_network(other), _WithRoot(J._source, root.detach())))
 

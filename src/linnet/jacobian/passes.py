@@ -427,7 +427,7 @@ class Pass:
 
     def complete(self, run: Callable[[], T], *others: Pass) -> T:
         """The result of a pass; out of memory on the GPU, it starts again with half the chunk (and the others')."""
-        with self.lin.ranks.telling():
+        with self.lin.together():
             return self._try_until_done(run, others)
 
     def _try_until_done(self, run: Callable[[], T], others: Sequence[Pass]) -> T:

@@ -231,6 +231,8 @@ def describe(passes: Pass) -> Plan:
     network, total = (str(dtype).removeprefix("torch.") for dtype in (lin.network.row_dtype, lin.dtype))
     kinds = network if network == total else f"{network}, products in {total},"
     note = f"{kinds} on {lin.device}, precision {s.precision}"
+    note = note if world == 1 else f"{note}, {world} ranks"
+    shards = lin.network.shards
     return Plan(
         lines=tuple(lines),
         shape=(chunks.n * first.c, lin.p),
@@ -240,7 +242,7 @@ def describe(passes: Pass) -> Plan:
         per_example=first.per_example,
         budget=passes.chunk_room,
         data=chunks.kind,
-        note=note if world == 1 else f"{note}, {world} ranks",
+        note=note if shards is None else f"{note}, {shards.describe()}",
     )
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from linnet._common import files
 from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
 from linnet.laplace.search import Step
@@ -84,7 +83,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             "n_features_in": getattr(la, "n_features_in_", None),
         },
     }
-    files.save(path, tensors | kept, meta, kind=KIND)
+    saved.write(la.lin_, path, tensors | kept, meta, kind=KIND)
 
 
 def read(

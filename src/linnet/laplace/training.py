@@ -33,7 +33,7 @@ from linnet.laplace.structures import (
     KernelCurvature,
     KroneckerCurvature,
 )
-from linnet.network import FlatOutput, Output, Params, check_module
+from linnet.network import FlatOutput, Output, Params, check_module, check_whole
 from linnet.probability import Gaussian, Likelihood, PriorSpec, Sites, check_prior, likelihood_for, make_prior
 
 StructureName = Literal["kron", "ekfac", "diag", "full", "function"]
@@ -167,6 +167,7 @@ def train_with_evidence(
         (2, ['0', '2'], True)
     """
     model = check_module(model)
+    check_whole(model, "train_with_evidence")
     _check(likelihood, structure, prior, noise, epochs, batch_size, burn_in, every, steps, rate, method, keep)
     source = as_source(data, model)
     chosen = Hyperparameters(

@@ -17,6 +17,7 @@ from linnet.network.flat_output import FlatOutput, unflattened
 from linnet.network.functional_model import FunctionalModel, Output, Watch, as_dtype, output_matrix
 from linnet.network.parameter_guard import READERS, CallGuard, address, coarser
 from linnet.network.parameters import Layout, Params, select
+from linnet.network.sharded import check_whole, lies_in_parts, whole
 
 __all__ = [
     "READERS",
@@ -37,11 +38,13 @@ __all__ = [
     "check_module",
     "check_outputs_finite",
     "check_same_shapes",
+    "check_whole",
     "close",
     "coarser",
     "copy_sharing_parameters",
     "examples_interact",
     "fold_batchnorm",
+    "lies_in_parts",
     "output_matrix",
     "output_tensor",
     "select",
@@ -49,5 +52,6 @@ __all__ = [
     "trace",
     "unflattened",
     "unfoldable",
+    "whole",
     "with_forward",
 ]

@@ -16,6 +16,7 @@ from linnet._common import network_settings
 from linnet.network import checks
 from linnet.network.call_trace import RETURNED, Step, Trace, as_arguments, find_tensors, trace
 from linnet.network.copies import copy_sharing_parameters
+from linnet.network.sharded import check_whole
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -123,6 +124,7 @@ def fold_batchnorm(model: nn.Module, example: Any = None, *, strict: bool = True
         (Identity(), ['0.weight', '0.bias'], True)
     """
     model = checks.check_module(model)
+    check_whole(model, "fold_batchnorm")
     pairs, refused = _pair_norms(model, example)
     if refused:
         text = "; ".join(f"{name!r} {reason}" for name, reason in refused.items())

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from linnet._common import arithmetic, network_settings
 from linnet.data import Batch
 from linnet.network.copies import copy_sharing_parameters
+from linnet.network.sharded import check_whole
 
 RETURNED = "the output of the network"
 """Name of the last step, which takes what the network returns."""
@@ -108,6 +109,7 @@ def trace(
         >>> [call.name for call in found.calls], tuple(found.output.shape), [step.name for step in found.steps]
         (['', '0', '1'], (1, 3), ['0', 'tanh', 'the output of the network'])
     """
+    check_whole(model, "A trace of the calls of the network (top=, block_names, attach_head)")
     copied = copy_sharing_parameters(model).eval()
     tracer = _Tracer(copied, whole)
     device = next(model.parameters(), torch.zeros(())).device

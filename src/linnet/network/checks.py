@@ -96,19 +96,28 @@ def check_materialized(parameters: Mapping[str, Tensor]) -> None:
             )
         if tensor.is_meta:
             raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Load the weights onto a real "
-                "device, then linearize the model."
+                f"Parameter {name!r} is on the meta device and has no values. Load the weights onto a real device, "
+                "then linearize the model; with accelerate, choose a device_map that offloads no weights to "
+                "the CPU or disk."
             )
 
 
-def check_one_device(parameters: Mapping[str, Tensor]) -> None:
-    """All parameters of the model share a device."""
-    first = next(iter(parameters), "")
-    for name, tensor in parameters.items():
-        if tensor.device != parameters[first].device:
+def check_devices(parameters: Mapping[str, Tensor], selected: Mapping[str, Tensor], *, dispatched: bool) -> None:
+    """All parameters of the model share a device; of a model that moves its inputs, all selected parameters do.
+
+    Args:
+        parameters: All parameters.
+        selected: The selected ones.
+        dispatched: Whether the model has layers on several devices and moves inputs between them (``device_map``).
+    """
+    some, what = (selected, "all selected parameters") if dispatched else (parameters, "the whole model")
+    first = next(iter(some), "")
+    for name, tensor in some.items():
+        if tensor.device != some[first].device:
+            how = "Select parameters of one device with params=." if dispatched else "Move it with model.to(device)."
             raise ValueError(
-                f"linnet needs the whole model on one device; {first!r} is on {parameters[first].device} and "
-                f"{name!r} on {tensor.device}. Move it with model.to(device)."
+                f"linnet needs {what} on one device; {first!r} is on {some[first].device} and {name!r} on "
+                f"{tensor.device}. {how}"
             )
 
 
@@ -322,6 +331,58 @@ def original_is_read(name: str) -> Refusal:
     )
 
 
+def unknown_shard(t: Tensor) -> Refusal:
+    return Refusal(
+        f"The forward pass uses a DTensor of shape {tuple(t.shape)} that is neither a parameter nor a buffer of the "
+        "module. linnet gathers sharded parameters and buffers. Register the tensor in the module that uses it."
+    )
+
+
+def overwritten_argument() -> RuntimeError:
+    return RuntimeError(
+        "The network overwrites, in place, a tensor that the backward pass of a sharded layer needs. Replace in-place "
+        "operations (x += y, relu_) by their ordinary forms."
+    )
+
+
+def not_as_parallel() -> Refusal:
+    return Refusal(
+        "The module gives other outputs under its tensor parallel plan than with whole weights. linnet gathers the "
+        "weights and runs the layers as they were before parallelize_module; a forward pass that counts on local sizes "
+        "(such as a number of heads divided by the size of the mesh) computes something else then. Take the sizes from "
+        "the tensors, as in x.unflatten(-1, (-1, head_dim)), or linearize the module before it is parallelized."
+    )
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raise if a module is distributed in a way that linnet cannot gather its weights from."""
+    for name, module in model.named_modules():
+        kind, where = type(module).__name__, f"submodule {name!r}" if name else "model"
+        home = type(module).__module__
+        if kind == "FullyShardedDataParallel":
+            raise TypeError(
+                f"The {where} is wrapped in FullyShardedDataParallel (FSDP1), which flattens its parameters. linnet "
+                "gathers weights that are DTensors: use torch.distributed.fsdp.fully_shard (FSDP2) instead."
+            )
+        if home.startswith("torch.distributed.pipelining"):
+            raise TypeError(
+                f"The {where} is a pipeline ({kind}), whose stages lie on different ranks. linnet runs all stages on "
+                "every rank: pass the module before it was cut, sharded with fully_shard if it is large."
+            )
+
+
+def check_whole_numbers(shards: Mapping[str, Tensor]) -> None:
+    """Raise if a sharded weight is quantized."""
+    for name, t in shards.items():
+        local = type(t.to_local())  # type: ignore[attr-defined]
+        if isinstance(t, nn.Parameter) and (local is not Tensor or not (t.is_floating_point() or t.is_complex())):
+            what = t.dtype if local is Tensor else local.__name__
+            raise ValueError(
+                f"Parameter {name!r} is sharded and quantized ({what}). linnet gathers sharded weights of floating "
+                "dtypes: shard the weights before they are quantized, or use the quantized network on one device."
+            )
+
+
 def renormalizes(name: str) -> Refusal:
     return Refusal(
         f"The embedding {name!r} has rows longer than its max_norm, and its forward pass would shorten them in place. "
@@ -370,6 +431,13 @@ def parameter_is_written(name: str) -> Refusal:
     return Refusal(
         f"The forward pass writes into the parameter {name!r}, so the network is not a function of its parameters. "
         "Write into a copy of the parameter instead."
+    )
+
+
+def data_is_read(name: str) -> Refusal:
+    return Refusal(
+        f"The forward pass reads .data of the sharded parameter {name!r}. linnet gathers the parameter for each call "
+        "that uses it, and what is written into .data would be lost. Use the parameter itself, or parameter.detach()."
     )
 
 

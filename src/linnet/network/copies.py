@@ -1,14 +1,21 @@
-"""Copies of a module that share its parameters: with a structure of its own, or with another forward."""
+"""Copies of a module that share its parameters: with a structure of its own, or with another forward.
+
+A copy is a plain module: what torch.distributed has put on a sharded module (hooks, states, classes of its own) stays
+with the module.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
+
+from linnet.network.sharded import GIVEN, weights_in_parts
 
 Forward = Callable[..., Any]
 """A forward for `with_forward`: it takes the module, then the arguments of the call."""
@@ -25,7 +32,66 @@ def copy_sharing_parameters(model: nn.Module) -> nn.Module:
         >>> other[0] is model[0], other[0].weight is model[0].weight
         (False, True)
     """
-    return copy.deepcopy(model, {id(t): t for t in model.parameters()})
+    return copy_structure(model, {id(t): t for t in model.parameters()})
+
+
+def copy_structure(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a module without what torch.distributed has put on it.
+
+    Args:
+        model: The module.
+        memo: What the copy holds in the place of tensors, by their ``id``, as for `copy.deepcopy`. Sharded buffers are
+            shared.
+    """
+    memo = {id(t): t for t in weights_in_parts(model).values()} | memo
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    shells: list[tuple[nn.Module, nn.Module]] = []
+    for module in model.modules():
+        for key, held in vars(module).items():
+            if key in HOOKS and any(map(_is_foreign, held.values())):
+                memo[id(held)] = type(held)()
+                hooks.append((held, memo[id(held)]))
+            elif key.startswith(STATE):
+                memo[id(held)] = {}
+            elif key == GIVEN:
+                memo[id(held)] = ""  # the copy has no other module to look after
+        own = plain_class(module)
+        if own is not type(module):
+            memo[id(module)] = object.__new__(own)
+            shells.append((module, memo[id(module)]))
+    for held, kept in hooks:
+        kept.update((key, copy.deepcopy(hook, memo)) for key, hook in held.items() if not _is_foreign(hook))
+    for module, shell in shells:
+        shell.__setstate__(copy.deepcopy(vars(module), memo))
+    return copy.deepcopy(model, memo)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+STATE = "__composable_api_"
+"""How the attributes begin in which torch.distributed keeps what it knows about a module."""
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before `fully_shard` gave it another one.
+
+    >>> plain_class(nn.Linear(1, 1)).__name__
+    'Linear'
+    """
+    found, kind = sys.modules.get("torch.distributed.fsdp"), type(module)
+    if found is None or not isinstance(module, found.FSDPModule):
+        return kind
+    return next(base for base in kind.__mro__[1:] if not issubclass(base, found.FSDPModule))
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether `parallelize_module` has put hooks on a module, or on one inside it."""
+    held = (getattr(module, key) for module in model.modules() for key in HOOKS)
+    return any(_is_foreign(hook, "torch.distributed.tensor.") for hooks in held for hook in hooks.values())
+
+
+def _is_foreign(hook: Any, home: str = "torch.distributed.") -> bool:
+    """Whether torch.distributed has registered a hook."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(home)
 
 
 def with_forward(model: nn.Module, forward: Forward) -> nn.Module:
@@ -44,8 +110,18 @@ def with_forward(model: nn.Module, forward: Forward) -> nn.Module:
         >>> other(torch.ones(5, 2)).shape, model(torch.ones(5, 2)).shape
         (torch.Size([5]), torch.Size([5, 3]))
     """
-    other = copy.copy(model)
+    other = _copy_shallow(model)
     other.forward = _NewForward(other, forward, vars(model).get("forward"))
+    return other
+
+
+def _copy_shallow(model: nn.Module) -> nn.Module:
+    """A module that holds what another module holds."""
+    own = plain_class(model)
+    if own is type(model):
+        return copy.copy(model)
+    other = object.__new__(own)
+    other.__setstate__({**vars(model), GIVEN: model})
     return other
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,9 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from linnet._common import (
     Precision,
+    Ranks,
     arithmetic,
     kind,
     module_lock,
@@ -25,9 +26,10 @@ from linnet._common import (
 )
 from linnet.data import Batch, leaves
 from linnet.network import checks
-from linnet.network.copies import copy_sharing_parameters
+from linnet.network.copies import copy_sharing_parameters, copy_structure, is_tensor_parallel
 from linnet.network.parameter_guard import address, coarser
 from linnet.network.parameters import Layout, Params, select
+from linnet.network.sharded import ShardedWeights, gather_selected, part_of, put_at_rest, weights_in_parts, whole
 
 Output = Callable[[Any], Tensor]
 """From what a model returns to a tensor (n, c) or (n,)."""
@@ -70,6 +72,8 @@ class FunctionalModel:
         unused: A copy of the module that has never run.
         autocast: Whether the network runs only under autocast; shared by all forms of the network.
         first_state: What the modules held beside parameters before the first pass; None leaves that unchecked.
+        shards: The weights that lie in parts on several ranks; None for a network whose weights are whole.
+        starts: Address of each selected parameter as the network was given.
         products: The dtype that products with the Jacobian have at least.
     """
 
@@ -86,6 +90,8 @@ class FunctionalModel:
     unused: nn.Module
     autocast: Autocast
     first_state: list[tuple[Any, ...]] | None
+    shards: ShardedWeights | None
+    starts: dict[str, int]
     products: torch.dtype = torch.float32
 
     @classmethod
@@ -96,6 +102,7 @@ class FunctionalModel:
         *,
         output: Output | None = None,
         convolutions: Callable[[], AbstractContextManager[object]] = nullcontext,
+        ranks: Ranks | None = None,
     ) -> FunctionalModel:
         """The functional form of a module; no forward pass is made.
 
@@ -104,11 +111,16 @@ class FunctionalModel:
             params: Which parameters, as for `linnet.linearize`.
             output: See `Output`.
             convolutions: Gives the context in which the network convolves in float32 on a GPU.
+            ranks: The ranks that hold the parts of sharded weights.
         """
         model = checks.check_module(model)
+        checks.check_shards(model)
+        put_at_rest(model)
         selected = select(model, params)
-        theta = {name: t.detach() for name, t in selected.items()}
         own = _shadow(model, selected)
+        parts = weights_in_parts(own)
+        shards = ShardedWeights(parts, list(selected), Ranks() if ranks is None else ranks) if parts else None
+        theta = gather_selected(selected)
         return cls(
             module=own,
             theta=theta,
@@ -123,7 +135,21 @@ class FunctionalModel:
             unused=copy_sharing_parameters(own),
             autocast=Autocast(),
             first_state=_state(own),
+            shards=shards,
+            starts={name: address(t) for name, t in theta.items()},
         )
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that hold the parts of sharded weights; None for whole weights."""
+        return None if self.shards is None else self.shards.ranks
+
+    @property
+    def code(self) -> int:
+        """One checksum of all weights of the module that the user gave; sharded weights are gathered for it."""
+        ranks = self.ranks
+        with nullcontext() if ranks is None else ranks.exchange("a checksum of all weights"):
+            return self.watch.code
 
     @property
     def p(self) -> int:
@@ -162,7 +188,7 @@ class FunctionalModel:
         batch = batch.with_inputs(partial(_copied, dtype=self.cast))  # the network may write into its inputs
         full = {place: theta.get(name, self.theta[name]) for place, name in self.places.items()}
         try:
-            with module_lock(self.module):
+            with module_lock(self.module), self._gathering():
                 raw = functional_call(self.module, full, batch.args, batch.kwargs, tie_weights=False)
         except (RuntimeError, TypeError, AttributeError) as error:
             if self.cast is not None and checks.is_about_floating_dtypes(error):
@@ -171,11 +197,29 @@ class FunctionalModel:
             raise
         return self._matrix(raw, batch.n)
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns with its own parameters."""
+        with self._gathering(all_=True):
+            return self.module(*args, **kwargs)
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block in which the network runs: ranks that hold parts of its weights stay until no other rank needs them.
+
+        All ranks enter the block. Nothing happens for a network whose weights are whole.
+        """
+        return nullcontext() if self.shards is None else self.shards.ranks.together()
+
+    def _gathering(self, *, all_: bool = False) -> AbstractContextManager[None]:
+        """A forward pass, for which sharded weights are gathered."""
+        return nullcontext() if self.shards is None else self.shards.in_use(all_=all_)
+
     def _matrix(self, raw: Any, n: int) -> Tensor:
         """What the network returned, as (n, c)."""
         if self.output is not None:
-            return output_matrix(self.output(raw), n)
-        return output_matrix(raw if isinstance(raw, Tensor) else checks.output_tensor(raw), n)
+            found = output_matrix(self.output(raw), n)
+        else:
+            found = output_matrix(raw if isinstance(raw, Tensor) else checks.output_tensor(raw), n)
+        return found if found.device == self.device else found.to(self.device)  # a device_map ends on another device
 
     @contextmanager
     def in_precision(self, precision: Precision) -> Iterator[None]:
@@ -225,7 +269,7 @@ class FunctionalModel:
             return None
         fresh = self.as_at_first()
         batch = batch.with_inputs(partial(_copied, dtype=self.cast))
-        return fresh._matrix(fresh.module(*batch.args, **batch.kwargs), batch.n)
+        return fresh._matrix(fresh.run(*batch.args, **batch.kwargs), batch.n)
 
     def uncast_outputs(self, batch: Batch) -> Tensor | None:
         """Outputs (n, c) by the network that this one was cast from; None if there is none that takes the inputs."""
@@ -242,10 +286,29 @@ class FunctionalModel:
                 continue
         return None
 
+    def check_parallel(self, batch: Batch) -> None:
+        """Raise if the module computes something else under its tensor parallel plan than with whole weights.
+
+        All ranks run the module itself, on the same examples; the module is put back into its mode.
+        """
+        first = self if self.cast_of is None else self.cast_of
+        if first.cast_of is not None or first.shards is None or not is_tensor_parallel(first.watch.model):
+            return
+        given = first.watch.model
+        with torch.no_grad(), first.in_precision("highest"):
+            found = first.forward({}, batch)
+            with _in_eval_mode(given), first.shards.ranks.exchange("the outputs of the module itself"):
+                raw = given(*batch.args, **batch.kwargs)
+        put_at_rest(given)
+        own = first._matrix(pytree.tree_map_only(Tensor, whole, raw), batch.n)
+        dtypes = (t.dtype for t in first.module.parameters() if t.is_floating_point())
+        if not checks.close(own, found, torch.finfo(reduce(coarser, dtypes)).eps ** 0.5):
+            raise checks.not_as_parallel()
+
     @property
     def _as_given(self) -> bool:
         """Whether this is the network with its own parameters, and no function around other ones."""
-        same = all(address(t) == address(self.theta[name]) for name, t in self.originals if name in self.theta)
+        same = all(address(t) == self.starts[name] for name, t in self.theta.items())
         return self.first_state is not None and same
 
     @property
@@ -270,7 +333,7 @@ class FunctionalModel:
     def storages(self) -> dict[int, str]:
         """Names of all parameters of the network, by the address of their memory."""
         tensors = (*self.module.named_parameters(), *self.theta.items())
-        return {address(t): name for name, t in tensors}
+        return {address(t): name for name, t in tensors if address(t) != -1}
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         """Raise if a weight of the model has changed since it was linearized.
@@ -300,8 +363,9 @@ class FunctionalModel:
         memo: dict[int, Any] = {
             id(t): nn.Parameter(cast(t.detach()), requires_grad=t.requires_grad) for t in self.module.parameters()
         }
-        model = copy.deepcopy(self.unused, memo)._apply(cast)
-        other = FunctionalModel.of(model, list(self.theta), output=self.output, convolutions=self.convolutions)
+        model = copy_structure(self.unused, memo)._apply(cast)
+        kept: dict[str, Any] = {"output": self.output, "convolutions": self.convolutions, "ranks": self.ranks}
+        other = FunctionalModel.of(model, list(self.theta), **kept)
         return replace(other, watch=self.watch, cast=dtype, cast_of=self)
 
 
@@ -314,7 +378,7 @@ def _shadow(model: nn.Module, selected: Mapping[str, Tensor]) -> nn.Module:
         for t in model.parameters()
     }
     try:
-        shadow = copy.deepcopy(model, memo)
+        shadow = copy_structure(model, memo)
     except Exception as error:
         raise TypeError(
             f"linnet works on a copy of the module's structure, and {type(model).__name__} cannot be copied "
@@ -364,6 +428,17 @@ def _replace_compiled(model: nn.Module, shadow: nn.Module) -> None:
         for key, child in module._modules.items():
             if child is not None and checks.is_compiled(child):
                 module._modules[key] = found.setdefault(id(child), _Uncompiled(child._orig_mod))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _release_max_norm(name: str, module: nn.Module) -> None:
@@ -466,7 +541,8 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._versions = {name: (t, t._version) for name, t in _weights(model)}
+        put_at_rest(model)
+        self._versions = {name: (t, t._version) for name, t in map(_own_part, _weights(model))}
         self._codes = _codes(model)
 
     def check(self, *, contents: bool = False) -> None:
@@ -476,15 +552,21 @@ class Watch:
                 raise checks.changed_parameter(name, parameter=isinstance(t, nn.Parameter))
         if not contents:
             return
+        put_at_rest(self.model)
         now, parameters = _codes(self.model), dict(self.model.named_parameters())
         for name in self._codes | now:
             if self._codes.get(name) != now.get(name):
                 raise checks.changed_parameter(name, parameter=name in parameters)
 
-    @property
+    @cached_property
     def code(self) -> int:
-        """One checksum of all weights and their names, from 0 to 2^63 - 1."""
-        return text_code(list(self._codes.items()))
+        """One checksum of all weights and their names, from 0 to 2^63 - 1; sharded weights are gathered for it once."""
+        put_at_rest(self.model)
+        tensors, codes = dict(_weights(self.model)), dict(self._codes)
+        for name in weights_in_parts(self.model):
+            if name in codes:
+                codes[name] = (*codes[name][:2], int(tensor_code(whole(tensors[name]))))
+        return text_code(list(codes.items()))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's tensors count their changes anew.
@@ -504,8 +586,15 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, t
 
 
+def _own_part(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    return named[0], part_of(named[1])
+
+
 def _codes(model: nn.Module) -> dict[str, Code]:
-    """Dtype, shape and checksum of the bytes of each tensor; every device is waited for once."""
+    """Dtype, shape and checksum of the bytes of each tensor; every device is waited for once.
+
+    Of a sharded tensor it is the checksum of the part of this rank.
+    """
     tensors = dict(_weights(model))
     by_device: dict[torch.device, list[str]] = {}
     for name, t in tensors.items():
@@ -513,5 +602,6 @@ def _codes(model: nn.Module) -> dict[str, Code]:
     found: dict[str, int] = {}
     with torch.no_grad():
         for names in by_device.values():
-            found |= zip(names, torch.stack([tensor_code(tensors[name]) for name in names]).tolist(), strict=True)
+            codes = [tensor_code(part_of(tensors[name])) for name in names]
+            found |= zip(names, torch.stack(codes).tolist(), strict=True)
     return {name: (str(t.dtype), tuple(t.shape), found[name]) for name, t in tensors.items()}

@@ -66,7 +66,7 @@ class CallGuard:
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise if a call must not be made."""
         self.draws = self.draws or kwargs.get("generator") is not None
-        if _writes(func):
+        if writes(func):
             for t in _tensors((*args[:1], kwargs.get("out"))):
                 if (name := self._storages.get(address(t))) is not None:
                     raise checks.parameter_is_written(name)
@@ -96,7 +96,7 @@ class CallGuard:
 
 
 @lru_cache(maxsize=4096)
-def _writes(func: Callable[..., Any]) -> bool:
+def writes(func: Callable[..., Any]) -> bool:
     """Whether a function writes into its first argument or into ``out``."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")

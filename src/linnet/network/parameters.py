@@ -20,7 +20,8 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
     A tied parameter appears once, under its first name; a glob may use any of its names.
 
     Args:
-        model: Any module. Its parameters share one device.
+        model: Any module. Its parameters share one device; of a model with a ``device_map``, the selected parameters
+            do.
         params: ``None`` for every floating parameter that requires a gradient; a glob over full names such
             as ``"layer4.*"``, or several globs (these also select frozen parameters; ``*`` crosses dots); or
             a callable ``(name, tensor) -> bool``, asked about every floating parameter.
@@ -42,7 +43,6 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
     checks.check_params_argument(params)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     checks.check_materialized(parameters)
-    checks.check_one_device(parameters)
     floating = {name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}
 
     if params is None:
@@ -55,6 +55,8 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         selected = {name: tensor for name, tensor in floating.items() if name in chosen}
 
     checks.check_selected(selected, parameters)
+    dispatched = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate
+    checks.check_devices(parameters, selected, dispatched=dispatched)
     return selected
 
 

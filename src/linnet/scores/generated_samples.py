@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linnet._common import messages
 from linnet.data import Batch, Signature, Source, as_source, check_finite, leaves
 from linnet.jacobian import Linearization, linearize
-from linnet.network import checks, copy_sharing_parameters
+from linnet.network import check_whole, checks, copy_sharing_parameters
 
 Generator = nn.Module | Callable[[Tensor], Any]
 Latent = int | Sequence[int] | Tensor | Callable[[int, torch.Generator], Tensor]
@@ -33,6 +33,7 @@ class GeneratedSamples(Source):
         self.latents, self.signature, self.device = latents, signature, device
         if isinstance(generator, nn.Module):
             # In eval mode, and in the dtype of its own weights.
+            check_whole(generator, "A generator")
             generator = copy_sharing_parameters(generator).eval()
             first = next((t for t in generator.parameters() if t.is_floating_point()), None)
             if first is not None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from linnet._common import files
 from linnet._estimator import Dtypes, behavior, default_network
 from linnet._estimator import files as saved
 from linnet.inference import Choice, Fit, Noise, Task
@@ -82,7 +81,8 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         given = estimator.likelihood
         asked = given if isinstance(given, str) else None
         meta["likelihood"] = describe_likelihood(estimator.likelihood_) | {"given": asked}
-    files.save(path, tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta, kind=KIND)
+    tensors |= kept | {f"own.{key}": value for key, value in more.items()}
+    saved.write(estimator.lin_, path, tensors, meta, kind=KIND)
 
 
 def read(
