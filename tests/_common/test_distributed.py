@@ -7,6 +7,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from linnet._common import Ranks, shard
 from linnet.inference import Training
 from linnet.inference.mode.adam import train_by_adam
 from linnet.linalg import RowParts, cg, sketch
+from linnet.linalg.svd.block_krylov import KrylovSpace
 from linnet.probability import Categorical
 from linnet.testing.case import Net
 
@@ -194,6 +196,27 @@ def kernel_in_parts() -> dict[str, Tensor]:
     return {"kernel, products": K @ V, "kernel, solution": solution, "kernel, adjoint": K.T @ V[:, 0]}
 
 
+def embed(file: str | None, *, stop: int | None = None) -> tuple[Tensor, int]:
+    """Eigenvalues, and the passes that it took to find them; interrupted after ``stop`` passes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, C)).double()
+    taken, step = [0], KrylovSpace.step
+
+    def counted(self: KrylovSpace, *args, **kwargs):
+        if taken[0] == stop:
+            raise InterruptedError
+        taken[0] += 1
+        return step(self, *args, **kwargs)
+
+    options = {"method": "krylov", "block": 2, "passes": 12, "tolerance": 0.0, "checkpoint": file}
+    with mock.patch.object(KrylovSpace, "step", counted):
+        try:
+            found = linnet.FisherEmbedding(net, 3, **options).fit(normal(23, D)).eigenvalues_
+        except InterruptedError:
+            return torch.zeros(3), taken[0]
+    return found, taken[0]
+
+
 DISAGREEMENTS = {
     "one number of the last example": "the data",
     "one example more": "the number of examples, the data",
@@ -334,6 +357,11 @@ def work(rank: int, world: int, folder: str) -> None:
         found: dict[str, dict[str, Tensor]] = {"estimators": results_of_estimators() | kernel_in_parts()}
         for scenario in SCENARIOS if world == WORLD else OF_FOUR:
             found["/".join(map(str, scenario))] = results(*scenario)
+        if world == WORLD:  # goes on from where one process has stopped
+            eigenvalues, taken = embed(f"{folder}/one.safetensors")
+            found["checkpoint"] = {"eigenvalues": eigenvalues, "taken": torch.tensor(taken)}
+        else:
+            embed(f"{folder}/four.safetensors", stop=5)
         if world != WORLD:
             torch.save(found, f"{folder}/rank{rank}.pt")
             return
@@ -366,6 +394,7 @@ def work(rank: int, world: int, folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     """Where both ranks, which run once for all tests, have left what they found."""
     folder = tmp_path_factory.mktemp("ranks")
+    assert embed(f"{folder}/one.safetensors", stop=4)[1] == 4
     mp.spawn(work, args=(WORLD, str(folder)), nprocs=WORLD, join=True)
     return folder
 
@@ -375,7 +404,10 @@ def four(tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
     """What each of four ranks has found."""
     folder = tmp_path_factory.mktemp("four")
     mp.spawn(work, args=(4, str(folder)), nprocs=4, join=True)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+    found = [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+    eigenvalues, taken = embed(f"{folder}/four.safetensors")  # in one process, after four
+    found[0]["after four"] = {"eigenvalues": eigenvalues, "taken": torch.tensor(taken)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -456,11 +488,19 @@ def test_estimators_find_the_same_on_every_rank_as_alone(ranks, four):
         check_close(found["estimators"], alone, 1e-9)
 
 
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(ranks, four):
+    wanted, taken = embed(None)
+    for found, before in ((ranks[0]["checkpoint"], 4), (ranks[1]["checkpoint"], 4), (four[0]["after four"], 5)):
+        torch.testing.assert_close(found["eigenvalues"], wanted, rtol=1e-9, atol=0)
+        assert int(found["taken"]) == taken - before > 0
+
+
 def test_ranks_agree_to_the_last_bit(ranks, four):
-    for first, *others in (ranks, four):
+    for first, *rest in (ranks, four):
         for scenario, found in first.items():
             for name, value in found.items():
-                assert all(torch.equal(value, other[scenario][name]) for other in others), (scenario, name)
+                others = [other[scenario] for other in rest if scenario in other]
+                assert all(torch.equal(value, other[name]) for other in others), (scenario, name)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
