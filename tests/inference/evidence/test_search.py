@@ -108,6 +108,22 @@ def test_slopes_alone_find_what_values_contradict() -> None:
     assert found.x == pytest.approx([math.log(3.0), math.log(0.2)], abs=1e-5)
 
 
+@given(seed=st.integers(0, 10_000))
+def test_a_fixed_point_that_no_function_has_is_found(seed: int) -> None:
+    """Slopes with a curl, as those of a bounded noise: a symmetric curvature would circle around their zero."""
+    draws = np.random.default_rng(seed)
+    goal, curl = draws.normal(size=2), draws.uniform(0.3, 0.9)
+    A = np.array([[1.0, curl], [-curl, 1.0]])
+
+    def objective(x: list[float]) -> Evaluation:
+        g = A @ (goal - np.array(x)) + 0.1 * np.sin(goal - np.array(x))
+        return Point(-1.0, [Slope(1.0, 1.0, float(d)) for d in g])
+
+    found = maximize(objective, [[0.0, 0.0]], [(-9.0, 9.0)] * 2, compare=False, steps=100)
+    assert found.converged
+    assert found.x == pytest.approx(goal.tolist(), abs=1e-5)
+
+
 def test_limits() -> None:
     short = maximize(observations([1e3]), [[0.0]], [(-9.0, 9.0)], longest=0.1, steps=5)
     assert [x[0] for x, _ in short.path] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])

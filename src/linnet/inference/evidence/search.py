@@ -8,7 +8,8 @@ difference of two positive numbers,
 for a prior scale the penalty :math:`\theta_l^\top A_l \theta_l` and the effective dimension :math:`\gamma_l`, for the
 noise the squared residuals over the noise and the observations that no parameter explains. MacKay's fixed point sets
 each a equal to b. So the first step of the search is MacKay's update, :math:`x_l + \log(a_l / b_l)`, which takes the
-logarithmic mean of a and b, halved, for the curvature. Later steps learn the curvature from the slopes (BFGS).
+logarithmic mean of a and b, halved, for the curvature. Later steps learn the curvature from the slopes (BFGS; Broyden's
+method where slopes alone decide).
 """
 
 from __future__ import annotations
@@ -162,7 +163,9 @@ def maximize(
         before, (g, D) = g, _gradient(at)
         fall = before - g
         learned = bool(s @ fall > 1e-6 * s @ (D * s))
-        if learned:
+        if learned and not compare:  # the slopes may be those of no function, so that B need not be symmetric (Broyden)
+            B, bent = B + np.outer(fall - B @ s, s) / (s @ s), 0
+        elif learned:
             B, bent = B + np.outer(fall, fall) / (s @ fall) - np.outer(B @ s, B @ s) / (s @ (B @ s)), 0
         else:  # the value bends upward, so that its slopes do not tell where its top is: further, ever faster
             bent += 1
