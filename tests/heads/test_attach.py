@@ -741,3 +741,41 @@ def test_a_last_layer_with_two_names_is_replaced_under_both(features: str | None
     assert isinstance(new, Aliased) and new.fc is new.classifier is head_of(new)
     torch.testing.assert_close(new(X), head_of(new)(torch.tanh(model.body(X))))
     assert model.fc is model.classifier and model.fc.out_features == 2
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("penalty", [1.0, "evidence"])
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression"])
+def test_weights_count_as_repetitions(task: Any, penalty: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    X = torch.randn(40, 4, dtype=torch.float64)
+    w = torch.arange(40) % 3
+    noisy = X[:, 0] + 0.5 * torch.randn(40, dtype=torch.float64)
+    y = {"classification": (noisy > 0).long() + (noisy > 1).long(), "regression": noisy}.get(task)
+    y = torch.stack([noisy > 0, noisy > 0.5], 1).long() if y is None else y
+    a = attach_head(model, X, y, task=task, penalty=penalty, sample_weight=w)
+    b = attach_head(model, X.repeat_interleave(w, 0), y.repeat_interleave(w, 0), task=task, penalty=penalty)
+    rtol = 1e-5 if penalty == 1.0 else 0.02  # the search for a penalty ends where the evidence is flat
+    torch.testing.assert_close(a(X), b(X), rtol=rtol, atol=rtol)
+
+
+def test_weights_in_cross_validation_and_weights_that_are_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    X = torch.randn(40, 4, dtype=torch.float64)
+    y = (X[:, 0] + 0.5 * torch.randn(40, dtype=torch.float64) > 0).long()
+    same = attach_head(model, X, y, sample_weight=torch.full((40,), 1.0))
+    torch.testing.assert_close(same(X), attach_head(model, X, y)(X))
+    for targets in (y, X[:, 0]):
+        heavy = attach_head(model, X, targets, sample_weight=1 + 9 * (X[:, 1] > 0))
+        assert not torch.allclose(heavy(X), attach_head(model, X, targets)(X))
+    labels = y.clone()
+    labels[0] = -100
+    kept = attach_head(model, X, labels, penalty=1.0, sample_weight=torch.arange(40))
+    torch.testing.assert_close(
+        kept(X), attach_head(model, X[1:], y[1:], penalty=1.0, sample_weight=torch.arange(1, 40))(X)
+    )
+    for w, match in ((-torch.ones(40), "not negative"), (torch.zeros(40), "are zero"), (torch.ones(3), "40 examples")):
+        with pytest.raises(ValueError, match=match):
+            attach_head(model, X, y, sample_weight=w)

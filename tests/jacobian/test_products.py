@@ -65,7 +65,8 @@ def test_gram_matrices_add_up_in_float64(case, engine):
     close(J.gram(scale=s), (D * s) @ D.T, 1e-13)
     close(J.gram_diag(scale=s), (D * s * D).sum(1), 1e-13)
     close(sum(J.layer_grams().values()), D @ D.T, 1e-13)
-    close(J.gram(J.subset(torch.arange(3))), D @ D[: 3 * J.c].T, 1e-13)
+    # The first chunk: float32 kernels may round in another way with another number of examples.
+    close(J.gram(J.subset(torch.arange(5))), D @ D[: 5 * J.c].T, 1e-13)
     close(J.normal_matrix(), D.T @ D, 1e-13)
     close(J.gram_blocks(), torch.einsum("ncp,ndp->ncd", *2 * [D.view(J.n, J.c, -1)]), 1e-13)
     other = linnet.linearize(model).to(torch.float64)

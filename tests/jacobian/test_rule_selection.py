@@ -416,3 +416,17 @@ def test_choices_try_one_layout_for_all_first():
     assert set(found) == {(a, b) for a in options[0] for b in options[1]}
     many = list(rule_selection._choices([["major", "minor", "second"]] * 12))
     assert len(many) == 3 + 64
+
+
+def test_a_transposed_weight_of_a_layer_norm_goes_by_autodiff_and_its_bias_by_the_rule():
+    net = Net(
+        lambda m, x: m.out(F.layer_norm(x.view(-1, 3, 4), (3, 4), m.weight.T, m.bias).flatten(1).tanh()),
+        weight=nn.Parameter(normal(4, 3)),
+        bias=nn.Parameter(normal(3, 4, seed=1)),
+        out=nn.Linear(12, 2),
+    ).double()
+    X = normal(6, 12, seed=2)
+    with pytest.warns(UserWarning, match=r"per-example gradients of weight \(used"):
+        J = linnet.linearize(net).jacobian(X)
+        assert J.shape == (12, 50)
+    torch.testing.assert_close(J.dense(), dense_jacobian(net, X), rtol=1e-9, atol=1e-12)

@@ -351,6 +351,7 @@ def test_a_regressor(tmp_path):
         "Which directions matter",
         "Which layers adapt",
         "real network",
+        "Is it better than the network alone?",
         "seed 5",
         "device cpu",
         f"torch {torch.__version__}",

@@ -17,6 +17,7 @@ from linnet.report.html.figures import (
     draw_coverage,
     draw_error_by_std,
     draw_intervals,
+    draw_linear,
     draw_rejection,
     draw_reliability,
 )
@@ -58,6 +59,21 @@ def drawn(monkeypatch):
 
 
 # Figures.
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (draw_reliability, cases.classes()),
+        (draw_coverage, cases.numbers()),
+        (lambda told: draw_intervals(told, 0), cases.numbers()),
+        (draw_linear, cases.linear()),
+    ],
+)
+def test_what_should_be_equal_has_a_diagonal(drawn, draw, told):
+    draw(told)
+    ((x, y),) = drawn("line", "guide")
+    assert x.tolist() == y.tolist() and x[0] < x[1]
 
 
 def test_wilson_intervals():

@@ -95,6 +95,17 @@ def test_laplace_equals_the_dense_formulas(solver: str, kind: str) -> None:
         assert other.log_evidence_ == pytest.approx(value, abs=1e-5)
 
 
+@pytest.mark.parametrize("solver", ["function", "weight", "cg-weight", "adam"])
+def test_the_displacement_is_in_the_units_of_the_weights(solver: str) -> None:
+    """The outputs at the mode are those of the linear model at the posterior's mean, whatever the prior."""
+    more = {"epochs": 3} if solver == "adam" else {}
+    clf = TangentClassifier(net(3), inference="map", prior=0.25, solver=solver, **more).fit(X, LABELS)
+    J = clf.lin_.jacobian(X)
+    assert clf.mode_ is not None
+    f = J.outputs() + (J @ clf.posterior_.delta).view(J.n, J.c)
+    torch.testing.assert_close(clf.mode_.f, f, rtol=1e-9, atol=1e-9)
+
+
 def test_matrix_free_laplace_agrees_with_the_dense_one() -> None:
     model = net(3)
     a = TangentClassifier(model, inference="laplace", prior=0.7, solver="function").fit(X, LABELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -452,6 +453,21 @@ def test_apply_writes_the_weights_into_a_copy() -> None:
     # The last layer is linear in its parameters: the network with these weights is the linear model.
     torch.testing.assert_close(changed(Z), reg.predict(Z).view_as(changed(Z)), rtol=1e-9, atol=1e-10)
     assert set(reg.delta_) == {"2.weight", "2.bias"}
+
+
+def test_apply_warns_of_weights_that_move_too_far() -> None:
+    """The first layer alone, and targets far from the outputs: the copy is measured on the training data."""
+    model = mlp()
+    X, y, _ = problem(model, 20)
+    y = model(X)[:, 0].detach() + 5 * normal(20, seed=4)
+    reg = TangentRegressor(model, params=["0.*"], prior=1e3, noise=1e-3).fit(X, y)
+    with pytest.warns(UserWarning, match=r"worse than the network that was given: .* was (\S+)\. The weights") as found:
+        changed = reg.apply()
+    assert found[0].filename == __file__
+    errors = [float((net(X)[:, 0].detach() - y).square().mean()) for net in (changed, model)]
+    stated = re.search(r"is (\S+), and was (\S+)\. The", str(found[0].message))
+    assert stated is not None
+    assert [float(x) for x in stated.groups()] == pytest.approx(errors, rel=1e-2) and errors[0] > errors[1]
 
 
 def test_linearity() -> None:

@@ -29,10 +29,12 @@ def row_codes(t: Tensor) -> Tensor:
     >>> bool(a[0] == a[2]), bool(a[0] == a[1])
     (True, False)
     """
+    if t.numel() == 0:
+        return torch.zeros(len(t), dtype=torch.int64, device=t.device)
     words = _words(t)
     # Words at once: on a CPU what fits its cache, on a GPU what makes few calls.
     most = 2**24 if words.is_cuda else 2**16
-    parts = [_row_codes(part, most) for part in words.split(max(1, most // max(1, words.shape[1])))]
+    parts = [_row_codes(part, most) for part in words.split(max(1, most // words.shape[1]))]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 

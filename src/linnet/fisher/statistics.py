@@ -145,7 +145,7 @@ def _squares(J: Jacobian, judge: Jacobian, index: Tensor, *, centered: bool) -> 
     p = J.shape[1]
     own, off = (Moments(p, centered=centered, device=J.device) for _ in range(2))
     for part in index.split(max(1, TEMPORARY // (4 * max(1, p)))):
-        A = J.subset(part).dense().double()
+        A = J.subset(part).dense()
         own.add([DenseBlock([(0, p)], [A[:, None]])], len(part))
         off.add([DenseBlock([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
     return own.squares, off.squares

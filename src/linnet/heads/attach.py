@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from linnet._common import messages
-from linnet._estimator import leave_out_ignored
+from linnet._estimator import Counted, find_labeled, leave_out_ignored, leave_out_weightless
 from linnet.data import as_source
 from linnet.heads.features import Pool, check_pool
 from linnet.heads.network import Head, NetworkWithHead, SkippedModule, assemble, locate
@@ -36,6 +36,7 @@ def attach_head(
     batch_size: int = 256,
     seed: int = 0,
     progress: bool | None = None,
+    sample_weight: Any = None,
 ) -> nn.Module:
     r"""A copy of a trained network with a new head, fitted to new labels on the network's features.
 
@@ -76,6 +77,8 @@ def attach_head(
         batch_size: Examples per forward pass.
         seed: Seed of the folds.
         progress: False for no progress bar.
+        sample_weight: How many times each example counts, (n,): it multiplies the loss of the example. With "cv", an
+            example is held out as a whole, whatever its weight.
 
     Returns:
         The network with a `Head` in it, which `head_of` finds. Two classes have one output, the logit of the second
@@ -99,9 +102,11 @@ def attach_head(
     model = checks.check_module(model)
     messages.check_batch_size(batch_size, auto=False)
     check_pool(pool)
+    X, weight, counted = leave_out_weightless(X, sample_weight, model.forward)
+    y = counted.take(y)
     source = as_source(X, model.forward)
     if y is not None:  # before the long pass
-        X, y = _without_ignored(X, y, check_targets(y, source.n, task), ignore_index)
+        X, y, weight = _without_ignored(X, y, weight, check_targets(y, source.n, task), ignore_index)
         source = as_source(X, model.forward)
     watch = Watch(model)
     view = locate(model, source, features, pool)
@@ -109,7 +114,7 @@ def attach_head(
     found = J.outputs().cpu().double().numpy()
     if y is None:
         y = J.targets()
-        found, y = _without_ignored(found, y, check_targets(y, source.n, task), ignore_index)
+        found, y, weight = _without_ignored(found, y, weight, check_targets(y, source.n, task), ignore_index)
     readout = fit_readout(
         found,
         y,
@@ -118,13 +123,19 @@ def attach_head(
         penalty=penalty,
         folds=folds,
         seed=seed,
+        weight=None if weight is None else weight.numpy(),
     )
     watch.check(contents=True)
     return assemble(model, readout, view)
 
 
-def _without_ignored(X: Any, y: Any, targets: tuple[np.ndarray, str], ignore_index: int | None) -> tuple[Any, Any]:
-    """Inputs and targets, without the examples whose class is to be ignored; ``targets`` come from `check_targets`."""
+def _without_ignored(
+    X: Any, y: Any, weight: Tensor | None, targets: tuple[np.ndarray, str], ignore_index: int | None
+) -> tuple[Any, Any, Tensor | None]:
+    """Inputs, targets and weights, without the examples whose class is to be ignored; ``targets`` come from
+    `check_targets`."""
     labels, kind = targets
     found = leave_out_ignored(X, y, labels, ignore_index) if kind == "classification" else None
-    return (X, y) if found is None else found
+    if found is None:
+        return X, y, weight
+    return *found, Counted(len(labels), find_labeled(labels, ignore_index)).take(weight)

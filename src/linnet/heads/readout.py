@@ -59,6 +59,7 @@ def fit_readout(
     penalty: Penalty = "cv",
     folds: int = 5,
     seed: int = 0,
+    weight: np.ndarray | None = None,
 ) -> Readout:
     """Fit a readout of features.
 
@@ -70,6 +71,7 @@ def fit_readout(
         penalty: lambda, or how to choose it: "cv" (cross-validated log loss; leave-one-out for numbers) or "evidence".
         folds: Number of folds of the cross-validation.
         seed: Seed of the folds.
+        weight: How many times each example counts, (n,); None for once.
 
     Example:
         >>> X = np.array([[-2.0], [-1.0], [1.0], [2.0]])
@@ -80,24 +82,25 @@ def fit_readout(
     how = PenaltyChoice(penalty, folds, seed)
     targets, kind = check_targets(y, len(X), task)
     X = np.asarray(X, dtype=np.float64)
-    center, spread = _find_moments(X)
+    w = np.ones(len(X)) if weight is None else weight
+    center, spread = _find_moments(X, w)
     Z = (X - center) / spread
     if kind == "regression":
         if classes is not None:
             raise ValueError(
                 "classes= is for labels, and y holds numbers. Leave it out, or pass task='classification'."
             )
-        weight, bias, used = _fit_ridge(Z, targets, how)
+        weight, bias, used = _fit_ridge(Z, targets, w, how)
         names = None
     elif kind == "multilabel":
         if classes is not None:
             raise ValueError("classes= is for one label per example, and y has one column for each. Leave it out.")
-        weight, bias, used = _fit_columns(Z, targets, how)
+        weight, bias, used = _fit_columns(Z, targets, w, how)
         names = np.arange(targets.shape[1])
     else:
         names, index = encode_labels(targets, classes)
-        chosen = _choose_penalty(Z, index, how)
-        weight, bias = _fit_logistic(Z, index, chosen)
+        chosen = _choose_penalty(Z, index, w, how)
+        weight, bias = _fit_logistic(Z, index, w, chosen)
         used = chosen
     weight = weight / spread
     return Readout(weight, bias - weight @ center, kind, names, used)
@@ -167,9 +170,10 @@ def encode_labels(y: np.ndarray, classes: Sequence[Any] | None) -> tuple[np.ndar
     return names, np.array([known[label] for label in y.tolist()])
 
 
-def _find_moments(X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and spread of each feature. A spread that is no more than rounding becomes 1."""
-    center, spread = X.mean(0), X.std(0)
+def _find_moments(X: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and spread of each feature, by weights. A spread that is no more than rounding becomes 1."""
+    center = np.average(X, 0, w)
+    spread = np.sqrt(np.average((X - center) ** 2, 0, w))
     rounding = 64 * np.finfo(np.float32).eps * np.abs(X).max(0)
     return center, np.where(spread > rounding, spread, 1.0)
 
@@ -177,7 +181,7 @@ def _find_moments(X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # Classes.
 
 
-def _fit_columns(Z: np.ndarray, Y: np.ndarray, how: PenaltyChoice) -> tuple[np.ndarray, np.ndarray, Any]:
+def _fit_columns(Z: np.ndarray, Y: np.ndarray, w: np.ndarray, how: PenaltyChoice) -> tuple[np.ndarray, np.ndarray, Any]:
     """One logistic regression for each column."""
     single = [j for j in range(Y.shape[1]) if len(np.unique(Y[:, j])) < 2]
     if single:
@@ -186,23 +190,25 @@ def _fit_columns(Z: np.ndarray, Y: np.ndarray, how: PenaltyChoice) -> tuple[np.n
             "Leave them out."
         )
     if how.penalty == "evidence":
-        chosen = [_maximize_evidence(Z, Y)] * Y.shape[1]
+        chosen = [_maximize_evidence(Z, Y, w)] * Y.shape[1]
     else:
-        chosen = [_choose_penalty(Z, Y[:, j].astype(int), how) for j in range(Y.shape[1])]
-    parts = [_fit_logistic(Z, Y[:, j].astype(int), value) for j, value in enumerate(chosen)]
+        chosen = [_choose_penalty(Z, Y[:, j].astype(int), w, how) for j in range(Y.shape[1])]
+    parts = [_fit_logistic(Z, Y[:, j].astype(int), w, value) for j, value in enumerate(chosen)]
     return np.concatenate([w for w, _ in parts]), np.concatenate([b for _, b in parts]), np.array(chosen)
 
 
-def _fit_logistic(Z: np.ndarray, index: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
-    found = _fit_to_convergence(LogisticRegression(C=1 / penalty, tol=1e-8, max_iter=ITERATIONS), Z, index)
+def _fit_logistic(Z: np.ndarray, index: np.ndarray, w: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+    found = _fit_to_convergence(LogisticRegression(C=1 / penalty, tol=1e-8, max_iter=ITERATIONS), Z, index, w)
     return found.coef_, found.intercept_
 
 
-def _fit_to_convergence(model: LogisticRegression, Z: np.ndarray, index: np.ndarray) -> LogisticRegression:
+def _fit_to_convergence(
+    model: LogisticRegression, Z: np.ndarray, index: np.ndarray, w: np.ndarray
+) -> LogisticRegression:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:
-            return model.fit(Z, index)
+            return model.fit(Z, index, w)
         except ConvergenceWarning as warning:
             raise RuntimeError(
                 f"The logistic regression of the head did not converge in {ITERATIONS} iterations with a penalty of "
@@ -210,14 +216,14 @@ def _fit_to_convergence(model: LogisticRegression, Z: np.ndarray, index: np.ndar
             ) from warning
 
 
-def _choose_penalty(Z: np.ndarray, index: np.ndarray, how: PenaltyChoice) -> float:
+def _choose_penalty(Z: np.ndarray, index: np.ndarray, w: np.ndarray, how: PenaltyChoice) -> float:
     if not isinstance(how.penalty, str):
         return float(how.penalty)
-    return _maximize_evidence(Z, index) if how.penalty == "evidence" else _cross_validate(Z, index, how)
+    return _maximize_evidence(Z, index, w) if how.penalty == "evidence" else _cross_validate(Z, index, w, how)
 
 
-def _cross_validate(Z: np.ndarray, index: np.ndarray, how: PenaltyChoice) -> float:
-    """The penalty with the smallest log loss on examples held out."""
+def _cross_validate(Z: np.ndarray, index: np.ndarray, w: np.ndarray, how: PenaltyChoice) -> float:
+    """The penalty with the smallest log loss on examples held out, by their weights."""
     counts = np.bincount(index)
     folds = min(how.folds, int(counts.max()))
     if folds < 2:
@@ -235,37 +241,39 @@ def _cross_validate(Z: np.ndarray, index: np.ndarray, how: PenaltyChoice) -> flo
         rows, held = np.concatenate([several[train], single]), several[test]
         model = LogisticRegression(max_iter=ITERATIONS, warm_start=True)
         for i, penalty in enumerate(PENALTIES):
-            _fit_to_convergence(model.set_params(C=1 / penalty), Z[rows], index[rows])
+            _fit_to_convergence(model.set_params(C=1 / penalty), Z[rows], index[rows], w[rows])
             p = model.predict_proba(Z[held])
-            losses[i] += log_loss(index[held], p, labels=model.classes_, normalize=False)
+            losses[i] += log_loss(index[held], p, labels=model.classes_, normalize=False, sample_weight=w[held])
     return PENALTIES[int(np.argmin(losses))]
 
 
-def _maximize_evidence(Z: np.ndarray, y: np.ndarray) -> float:
+def _maximize_evidence(Z: np.ndarray, y: np.ndarray, w: np.ndarray) -> float:
     """The penalty with the largest Laplace evidence, one over the prior variance of the weights."""
     outputs = y.shape[1] if y.ndim == 2 else int(y.max()) + 1
     outputs = 1 if outputs == 2 and y.ndim == 1 else outputs
     linear = nn.utils.skip_init(nn.Linear, Z.shape[1], outputs, dtype=torch.float64)  # draws no random numbers
     for parameter in linear.parameters():
         nn.init.zeros_(parameter)
-    clf = TangentClassifier(linear, inference="map", prior="shared", progress=False).fit(Z, y)
+    clf = TangentClassifier(linear, inference="map", prior="shared", progress=False).fit(Z, y, w)
     return 1 / clf.scales_["all"]
 
 
 # Numbers.
 
 
-def _fit_ridge(Z: np.ndarray, Y: np.ndarray, how: PenaltyChoice) -> tuple[np.ndarray, np.ndarray, Any]:
+def _fit_ridge(Z: np.ndarray, Y: np.ndarray, w: np.ndarray, how: PenaltyChoice) -> tuple[np.ndarray, np.ndarray, Any]:
     if len(Z) < 2:
         raise ValueError("Regression needs at least two examples; got one.")
     columns = Y[:, None] if Y.ndim == 1 else Y
     chosen: Any
     if how.penalty == "cv":
-        chosen = np.broadcast_to(RidgeCV(PENALTIES, alpha_per_target=True).fit(Z, columns).alpha_, columns.shape[1])
+        chosen = np.broadcast_to(
+            RidgeCV(PENALTIES, alpha_per_target=True).fit(Z, columns, sample_weight=w).alpha_, columns.shape[1]
+        )
     elif how.penalty == "evidence":
-        fits = [BayesianRidge(max_iter=ITERATIONS).fit(Z, column) for column in columns.T]
+        fits = [BayesianRidge(max_iter=ITERATIONS).fit(Z, column, sample_weight=w) for column in columns.T]
         chosen = np.array([fit.lambda_ / fit.alpha_ for fit in fits])
     else:
         chosen = np.full(columns.shape[1], float(how.penalty))
-    found = Ridge(alpha=chosen).fit(Z, columns)
+    found = Ridge(alpha=chosen).fit(Z, columns, sample_weight=w)
     return np.atleast_2d(found.coef_), np.atleast_1d(found.intercept_), chosen if Y.ndim == 2 else float(chosen[0])

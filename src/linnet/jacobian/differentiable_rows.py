@@ -129,8 +129,8 @@ class TangentFeatures:
         part of that: the one of LayerNorm takes its mean and scale for constants.
         """
         generator = torch.Generator().manual_seed(0)
-        u = torch.randn(len(rows), dtype=torch.float64, generator=generator).to(rows)
-        v = torch.randn(rows.shape[1], dtype=torch.float64, generator=generator).to(rows)
+        u = torch.randn(len(rows), generator=generator).to(rows)
+        v = torch.randn(rows.shape[1], generator=generator).to(rows)
         theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
         with torch.enable_grad():
             f = self._forward(theta, _batch(x))

@@ -114,7 +114,7 @@ def lanczos_quadrature(product: Product, B: Tensor, *, steps: int) -> tuple[Tens
             size = torch.maximum(size, main[:, made].abs() + b)
             # Rounding of products with m terms, and of what is taken away, adds up as a root: less ends a column.
             going = going & (b > (10 + m**0.5) * torch.finfo(B.dtype).eps * size)
-            side[:, made] = torch.where(going, b.double(), 0)
+            side[:, made] = torch.where(going, b, 0)
             q = torch.where(going[:, None], w[:, :, 0] / b[:, None], 0)
             made += 1
     main, side = torch.where(norms[:, None] > 0, main, 1)[:, : max(made, 1)], side[:, : max(made, 1) - 1]

@@ -271,7 +271,11 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         return LinearizedModule(self.lin_, self.posterior_.delta, with_network=network, level=self._level)
 
     def apply(self) -> nn.Module:
-        """A copy of the network with ``theta0 + delta`` written in; the model given is untouched."""
+        """A copy of the network with ``theta0 + delta`` written in; the model given is untouched.
+
+        The copy is another model wherever the network is not linear in its weights; see `linearity`. `TangentRegressor`
+        warns where the copy fits the training data worse than the network did.
+        """
         check_is_fitted(self)
         if self.model is None:
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
@@ -281,7 +285,11 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         with torch.no_grad():
             for name, parameter in select(changed, list(self.lin_.theta)).items():
                 parameter += self.delta_[name].to(parameter)
+        self._check_applied()
         return changed
+
+    def _check_applied(self) -> None:
+        """Warn, on behalf of the caller of `apply`, where the adapted weights fit the training data worse."""
 
     @together
     def linearity(self, X: Any) -> Linearity:

@@ -413,6 +413,26 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.evidence_path_, self._kept = (), {}
 
     @together
+    def _check_applied(self) -> None:
+        if not self._train_inputs:  # a file that holds no training data
+            return
+        task, jacobians = self._train, [self._jacobian(X) for X in self._train_inputs]
+        targets = task.base.flatten() + task.r
+        weights = task.noise.base.reciprocal()
+        before, after = (
+            float((weights * (targets - torch.cat([J.outputs(theta).flatten() for J in jacobians])).square()).sum())
+            / float(weights.sum())
+            for theta in (None, self.lin_.move_theta(self.posterior_.delta))
+        )
+        if after > before:
+            warnings.warn(
+                "The network with the adapted weights is worse than the network that was given: on the training data "
+                f"its mean squared error is {after:.3g}, and was {before:.3g}. The weights move too far for the "
+                "network to be linear in them. Use predict or to_module(), which are linear, or adapt fewer parameters "
+                "(params=, top=).",
+                stacklevel=4,
+            )
+
     def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 

@@ -68,6 +68,10 @@ def test_demo_prints_each_step_and_method(quick):
         assert seconds == f"{scores['seconds'][0]:.1f}"
     for layer in ("conv1", "conv2", "conv3", "head"):
         assert layer in output
+    mode, laplace, vi = (found["methods"][method]["details"][0] for method in demo.TANGENT)
+    assert f"chosen by the evidence: {mode['prior_variance']:.2g}" in output
+    assert f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}" in output
+    assert f"reads {mode['linearity']['agreement']:.0%} of the digits" in output
 
 
 def test_demo_metrics(quick):

@@ -196,10 +196,11 @@ def test_uncertainty(tmp_path, nets):
     assert not (tmp_path / "no").exists()
 
 
-def test_samples_say_how_far_off_they_are(tmp_path, nets):
+@pytest.mark.parametrize("command", ["adapt", "uncertainty"])
+def test_samples_say_how_far_off_they_are(tmp_path, nets, command):
     train, _ = diabetes(tmp_path)
     files = {"model": f"{nets}:numbers", "train": train, "out": tmp_path / "run"}
-    said = done("adapt", **files, target="y", variance="samples")
+    said = done(command, **files, target="y", variance="samples")
     assert "error bars from posterior samples, with a relative standard error of" in said
 
 

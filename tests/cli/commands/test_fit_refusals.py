@@ -221,6 +221,9 @@ def test_runs_that_are_none(tmp_path, line, copied):
         assert "--run needs a folder" in said
     (tmp_path / "run.json").write_text("{")
     assert "is damaged" in refused("predict", "--run", tmp_path, "--data", train, "--out", tmp_path / "p.csv")
+    (tmp_path / "run.json").write_text("[]")
+    said = refused("predict", "--run", tmp_path, "--data", train, "--out", tmp_path / "p.csv")
+    assert "is damaged (it holds no JSON object)" in said
     path = copied[0] / "run.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
     assert "format 99" in refused("predict", "--run", path.parent, "--data", train, "--out", tmp_path / "p.csv")

@@ -17,7 +17,6 @@ from typing import Any
 
 import matplotlib
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MultipleLocator, PercentFormatter
 from rich.progress import track
@@ -313,7 +312,6 @@ def _open_figure(height: float, title: str, note: str) -> Iterator[tuple[Any, io
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(style)
         fig, png = Figure(figsize=(12.5, height), layout="constrained"), io.BytesIO()
-        FigureCanvasAgg(fig)
         fig.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
         fig.supxlabel(note, fontsize=10, color="#5f6368", x=0.01, ha="left")
         yield fig, png

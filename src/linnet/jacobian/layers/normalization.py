@@ -30,8 +30,6 @@ class Norm(Rule):
 
     def make_blocks(self, call: LayerCall, x: Tensor | None, g: Tensor, slots: Slots, layout: str) -> list[ColumnBlock]:
         assert x is not None
-        if any(slot.swapped for slot in slots.values()):
-            return []
         n, c = g.shape[:2]
         out: list[ColumnBlock] = []
         for role, slot in slots.items():
@@ -64,8 +62,6 @@ class BatchNorm(Norm):
 
     def make_blocks(self, call: LayerCall, x: Tensor | None, g: Tensor, slots: Slots, layout: str) -> list[ColumnBlock]:
         assert x is not None
-        if any(slot.swapped for slot in slots.values()):
-            return []
         mean, var = call.conf["mean"].to(x.dtype), call.conf["var"].to(x.dtype)
         n, c, r, channels = g.shape[:4]
         x, g = x.reshape(n, r, channels, -1), g.reshape(n, c, r, channels, -1)
