@@ -309,6 +309,8 @@ class FunctionalModel:
     def _as_given(self) -> bool:
         """Whether this is the network with its own parameters, and no function around other ones."""
         same = all(address(t) == self.starts[name] for name, t in self.theta.items())
+        if self.shards is None:  # a module that was cast or moved since has its parameters elsewhere
+            same &= all(address(t) == self.starts[name] for name, t in self.originals if name in self.starts)
         return self.first_state is not None and same
 
     @property
