@@ -15,7 +15,7 @@ import linnet
 from linnet import metrics
 from linnet.inference.mode import by_passes, newton
 from linnet.jacobian import Jacobian
-from linnet.jacobian.blocks import convolution
+from linnet.jacobian.blocks import base
 from linnet.jacobian.blocks.convolution import Convolution
 from linnet.jacobian.passes import Pass
 from linnet.linalg import draw_landmarks, nystrom_preconditioner
@@ -43,7 +43,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_convolutions_multiply_without_rows(name, k, uses, temporary, last, monkeypatch):
-    monkeypatch.setattr(convolution, "TEMPORARY", temporary)
+    monkeypatch.setattr(base, "TEMPORARY", temporary)
     monkeypatch.setattr(Convolution, "channels_last", lambda self, g: last and len(self.kernel) == 2)
     layer, shape = CONVOLUTIONS[name]
     model = double(Pooled(layer, uses))
