@@ -151,18 +151,24 @@ def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]],
             for block in piece.blocks:
                 for (a, b), rows in by_range(block):
                     for cut in pieces(b - a, total.shape[1]):
-                        squares, own = (
-                            rows[..., cut].flatten(0, 1).T.square().to(total),
-                            slice(a + cut.start, a + cut.stop),
-                        )
-                        for scale, group in parts:
-                            total.index_add_(0, group[own], scale[own, None].to(total) * squares)
+                        squares, own = rows[..., cut].flatten(0, 1).T.contiguous(), slice(a + cut.start, a + cut.stop)
+                        # One sparse product is several times as fast as adding up the columns of each part.
+                        total += torch.sparse.mm(_sparse_groups(parts, own, count, total), squares.to(total).square())
             out[piece.rows] = total.T
             del piece
         J.ranks.share_rows(out, J.n, J.c)
         return out
 
     return J.passes.complete(run)
+
+
+def _sparse_groups(parts: Sequence[tuple[Tensor, Tensor]], own: slice, count: int, like: Tensor) -> Tensor:
+    """The sparse matrix (count, columns) that adds up some columns by their groups, with their scales."""
+    groups = torch.cat([group[own] for _, group in parts])
+    columns = torch.arange(own.stop - own.start, device=groups.device).repeat(len(parts))
+    scales = torch.cat([scale[own] for scale, _ in parts]).to(like)
+    size = (count, own.stop - own.start)
+    return torch.sparse_coo_tensor(torch.stack([groups, columns]), scales, size, check_invariants=False)
 
 
 def compute_moments(J: Jacobian, *, centered: bool) -> Moments:

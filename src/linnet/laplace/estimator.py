@@ -78,6 +78,7 @@ from linnet.laplace.structures import (
     SampledCurvature,
     SubnetworkCurvature,
     kernels_of,
+    table_bytes,
 )
 from linnet.linalg import blocks_of_chunk
 from linnet.network import FlatOutput, Params, check_module
@@ -774,8 +775,10 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     def _variance_by_factor(self, J: Jacobian) -> Callable[[float], Tensor]:
         """The variances of the outputs of J, (n, c), as a function of a factor of all prior variances."""
         S, t = self.prior_variance_, 1 / self._noise
-        if self.variance_ == "exact":
+        small = self.structure_ in BOUNDED and J.cache_size <= table_bytes(J)
+        if self.variance_ == "exact" and not small:
             return self._structure.variance_by_factor(J, S, t)
+        J = J.cached() if small else J  # a few products with small blocks are faster than a table of all factors
         # The same as with the prior variances times the factor.
         return lambda factor: factor * self._with_bars(self._structure.posterior(S, t * factor)).variance(J)
 

@@ -351,6 +351,11 @@ OCTAVES, STEPS = 64, 6
 against an error of 4e-6 in a variance."""
 
 
+def table_bytes(J: Jacobian) -> int:
+    """Bytes of the table of `_diagonal_by_factor`."""
+    return J.shape[0] * (OCTAVES * STEPS + 2) * J.dtype.itemsize
+
+
 def _diagonal_by_factor(J: Jacobian, values: Tensor, variance: Tensor, t: float) -> Callable[[float], Tensor]:
     r"""From one pass the variances :math:`\sum_j R_{ij}^2 s S_j / (1 + s t S_j \lambda_j)` as a function of a factor s.
 
