@@ -109,3 +109,6 @@ def _work(rank: int, world: int, work: Callable[..., None], folder: str, *args: 
         work(rank, folder, *args)
     finally:
         dist.destroy_process_group()
+    # Threads of torch.distributed may outlive the group, and abort a process that takes itself down in the usual way.
+    sys.stdout.flush()
+    os._exit(0)
