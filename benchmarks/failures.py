@@ -66,8 +66,8 @@ class Try:
     """One try.
 
     Attributes:
-        fault: What goes wrong.
-        door: Which estimator is fitted.
+        fault: Name of the failure to provoke.
+        door: Name of the estimator that the ranks fit.
         world: Number of ranks.
         culprit: The rank that goes wrong.
         place: The call of a function of linnet at which an error is raised; a share of all calls, from 0 to 1.

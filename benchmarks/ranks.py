@@ -146,7 +146,7 @@ def run(out: Path | None, n: int, rounds: int, worlds: tuple[int, ...] = (1, 2, 
     print(f"{'':22} {'ranks':>5} {'ms':>9} {'CPU ms':>9} {'efficiency':>10} {'bytes a rank':>13} {'formula':>13}")
     for name, by_world in found.items():
         for world, one in by_world.items():
-            # Of the processor's time, which others on the machine do not change: waiting for them is not counted.
+            # Efficiency uses processor time, because other processes on the machine do not change processor time.
             one["efficiency"] = by_world["1"]["cpu"] / one["cpu"] if "1" in by_world else None
             share = f"{one['efficiency']:.2f}" if one["efficiency"] else "-"
             times = f"{one['ms']:9.1f} {one['cpu']:9.1f}"

@@ -187,7 +187,7 @@ class Ranks:
         return float(t)
 
     def count(self, value: bool) -> int:
-        """Of how many ranks something is true."""
+        """Count the ranks on which a condition is true."""
         t = torch.tensor(int(value), device=self._device)
         self.add_up(t)
         return int(t)
@@ -264,7 +264,7 @@ class Ranks:
         Inside another such block this one does nothing: an exception that is handled there is nothing to tell.
 
         Args:
-            end: What the ranks meet for at the end of the block; "" for no meeting.
+            end: Description of the meeting at the end of the block; "" for no meeting.
         """
         if self.world == 1 or _inside.get():
             yield
@@ -304,7 +304,7 @@ class Ranks:
         """Raise on all ranks where one has failed, or where the ranks are about to exchange different things.
 
         Args:
-            what: What this rank is about to exchange.
+            what: Description of the exchange that this rank is about to make.
             wanted: The tensor that this rank needs before it goes on; 0 for none.
 
         Returns:
@@ -328,7 +328,7 @@ class Ranks:
             raise _stop(self._explain(said))
 
     def _explain(self, said: list[str]) -> Exception:
-        """What went wrong at a meeting, from what each rank has said."""
+        """Make the error of a meeting that failed from the messages of all ranks."""
         errors = [(rank, *text.partition("\n")) for rank, text in enumerate(said) if not text.startswith("\n")]
         if errors:
             lines = [f"Rank {rank} of {self.world} failed with {kind}: {text}" for rank, kind, _, text in errors]
@@ -354,7 +354,7 @@ class Ranks:
             ) from error
 
     def _say(self, text: str) -> list[str]:
-        """What each rank says."""
+        """Send a text to all ranks, and return the texts of all ranks in their order."""
         own = text.encode()[:TEXT].ljust(TEXT, b"\0")
         every = torch.empty(self.world, TEXT, dtype=torch.uint8, device=self._device)
         part = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
@@ -369,7 +369,7 @@ class Ranks:
 
     @property
     def _device(self) -> torch.device:
-        """Where small tensors are exchanged: on the CPU where the group can, so that no GPU is waited for."""
+        """The device for small exchanges: the CPU if the group can use it, because no GPU has to wait then."""
         if self.world == 1 or "cpu" in str(dist.get_backend_config(self.group)):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
@@ -429,7 +429,7 @@ class _Stop(BaseException):
 
 
 def _stop(error: Exception) -> BaseException:
-    """What to raise for an error that all ranks know of."""
+    """Wrap an error that all ranks know of, so that nothing inside `Ranks.telling` handles the error."""
     return _Stop(error) if _inside.get() else error
 
 

@@ -264,7 +264,7 @@ def noting_saved_tensors(note: Callable[[Tensor], Any]) -> Iterator[None]:
 
 @contextmanager
 def packing_saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """What autograd saves inside the block is packed, and unpacked in the backward pass.
+    """Pack every tensor that autograd saves inside the block, and unpack the tensor in the backward pass.
 
     As `torch.autograd.graph.saved_tensors_hooks`, which an interrupt at the wrong moment leaves behind for good.
     """

@@ -12,8 +12,8 @@ from torch import Tensor
 from linnet.inference import Task
 
 OWN_DATA = -2.6
-"""Below this `own_data_score` the network must have been trained on the data: for pure noise once in a hundred times.
-Networks that Adam trained with a falling rate had -4 to -17 on their own data, and above -1.7 on new data."""
+"""Below this `own_data_score` linnet warns. The limit trades missed warnings against false ones: pure noise falls below
+the limit about once in a hundred times."""
 
 ROWS = 500
 """Rows that the score looks at: more of them make the score surer and their kernel larger."""
