@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 
-from linnet._common import Ranks, find_versions
+from linnet._common import MissingExtra, Ranks, find_versions
 
 USAGE, FAILURE = 2, 1
 """Exit codes: the user has to change the command or its files; the command failed while it ran."""
@@ -52,7 +52,7 @@ def report_errors(*, traceback: bool = False) -> Iterator[None]:
         warnings.showwarning = _print_note
         try:
             yield
-        except UsageError as error:
+        except (UsageError, MissingExtra) as error:
             raise _exit(str(error), USAGE) from error
         except (KeyboardInterrupt, Terminated) as error:
             what = "Interrupted" if isinstance(error, KeyboardInterrupt) else "Terminated"
