@@ -28,7 +28,9 @@ def test_the_conda_recipe_has_the_requirements_of_the_package():
         pytest.skip("the sdist has no conda recipe")
     run = recipe.read_text().partition("  run:\n")[2].partition("tests:")[0]
     given = {line.strip("- \n") for line in run.splitlines()} - {""}
-    wanted = {re.sub(r"([a-z-]+)(>=)", r"\1 \2", need).replace("torch ", "pytorch ") for need in PROJECT["dependencies"]}
+    wanted = {
+        re.sub(r"([a-z-]+)(>=)", r"\1 \2", need).replace("torch ", "pytorch ") for need in PROJECT["dependencies"]
+    }
     assert given == wanted | {f"python {PROJECT['requires-python']}"}
 
 

@@ -3,7 +3,17 @@
 `linnet.report.content` has the content of a report as plain data, and `render` makes a page from this content.
 """
 
-from linnet.report.build import NO_TEST, About, assemble, make_classes, make_numbers, score_outcome, to_array, write
+from linnet.report.build import (
+    NO_TEST,
+    About,
+    add_guess,
+    assemble,
+    make_classes,
+    make_numbers,
+    score_outcome,
+    to_array,
+    write,
+)
 from linnet.report.content import Classes, Eigenvalues, Group, Item, Missing, Numbers, Points, Report
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
@@ -21,6 +31,7 @@ __all__ = [
     "Numbers",
     "Points",
     "Report",
+    "add_guess",
     "assemble",
     "count",
     "make_classes",
