@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from linnet._common import MissingExtra, Ranks, find_versions
 
-USAGE, FAILURE = 2, 1
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: the user has to change the command or its files; the command failed while it ran."""
 
 
@@ -55,8 +55,9 @@ def report_errors(*, traceback: bool = False) -> Iterator[None]:
         except (UsageError, MissingExtra) as error:
             raise _exit(str(error), USAGE) from error
         except (KeyboardInterrupt, Terminated) as error:
-            what = "Interrupted" if isinstance(error, KeyboardInterrupt) else "Terminated"
-            raise _exit(f"{what}. No unfinished file was written.", FAILURE) from error
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what, code = ("Interrupted", INTERRUPTED) if interrupted else ("Terminated", FAILURE)
+            raise _exit(f"{what}. No unfinished file was written.", code) from error
         except (SystemExit, typer.Exit) as error:  # linnet itself exits only here
             raise _exit(f"The code of the network ended the command ({type(error).__name__}).", FAILURE) from error
         except Exception as error:
