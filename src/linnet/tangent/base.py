@@ -12,7 +12,16 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common import check_fits, forward_mode, together
-from linnet._estimator import Dtypes, ErrorBarsMixin, Linearity, check_inputs, make_jacobian, parse_dtype
+from linnet._estimator import (
+    Dtypes,
+    EnsembleMixin,
+    ErrorBarsMixin,
+    Linearity,
+    by_members,
+    check_inputs,
+    make_jacobian,
+    parse_dtype,
+)
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
@@ -23,7 +32,7 @@ from linnet.tangent import files
 Mean = Literal["network", "zero"]
 
 
-class Tangent(ErrorBarsMixin, BaseEstimator):
+class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     """Base of `TangentRegressor` and `TangentClassifier`; the settings are theirs.
 
     Attributes after fitting:
@@ -32,7 +41,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         prior_variance_: (p,).
     """
 
-    model: nn.Module | None
+    model: Any
     params: Any
     top: int | str | None
     output: Any
@@ -225,6 +234,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
 
     # Files.
 
+    @by_members
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
         check_is_fitted(self)

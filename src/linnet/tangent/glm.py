@@ -8,7 +8,7 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import together
+from linnet._common import check_samples, together
 from linnet._estimator import HubMixin, check_variance, convert_like
 from linnet.inference import Inference
 from linnet.jacobian import Jacobian
@@ -228,8 +228,7 @@ class TangentGLM(HubMixin, Generalized):
         Times that are drawn have two columns, (k, n, 2), as `fit` takes them, and are seen to their end.
         """
         check_is_fitted(self)
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        check_samples(k)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         f = self._sample(X, k, generator)
         if noise:

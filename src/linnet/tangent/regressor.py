@@ -14,12 +14,13 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import together
+from linnet._common import check_samples, together
 from linnet._estimator import (
     Counted,
     Dtypes,
     HubMixin,
     as_targets,
+    by_members,
     can_copy,
     check_has_exact,
     check_variance,
@@ -72,7 +73,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     residuals are over-fitted: use `linnet.Laplace` there.
 
     Args:
-        model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
+        model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant. A
+            list of networks, or of checkpoints of one training run, makes an ensemble: the mixture of as many
+            regressors, with the mean, the variance and the samples of all of them.
         params: Which parameters adapt; see `linnet.linearize`.
         top: Instead, how many blocks adapt, from the top, with all that comes after them; see
             `linnet.network.top_blocks`. "evidence" takes one block more while the evidence rises.
@@ -101,6 +104,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         variance: How error bars are made: "exact", or "samples" (from posterior samples that are drawn once: any number
             of outputs costs ``samples`` products with the Jacobian). "auto" takes samples for more than 16 outputs for
             each sample, and where the solver is an iterative one, which knows samples alone.
+        weights: Weights of the networks of an ensemble: "uniform" (which measures best), "evidence" (in proportion to
+            the evidence of each), or a number for each network.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -119,6 +124,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
         loo_: Closed-form leave-one-out predictions.
+        members_: Of an ensemble, the fitted regressor of each network; ``weights_`` their weights. ``log_evidence_`` is
+            that of the mixture.
 
     Example:
         >>> X = torch.linspace(-2, 2, 20)[:, None]
@@ -134,7 +141,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
         params: Params = None,
         mean: Mean = "network",
         prior: PriorSpec = "balanced",
@@ -151,6 +158,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         rank: int | str = "auto",
         samples: int = 64,
         variance: str = "auto",
+        weights: str | Sequence[float] = "uniform",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
         seed: int = 0,
@@ -160,10 +168,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.solver, self.noise_floor, self.output, self.dtype = solver, noise_floor, output, dtype
         self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
         self.rank, self.samples, self.variance, self.memory = rank, samples, variance, memory
-        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+        self.weights, self.batch_size, self.seed, self.progress = weights, batch_size, seed, progress
 
     # Fitting.
 
+    @by_members
     @together
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentRegressor:
         """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y.
@@ -433,6 +442,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                 stacklevel=4,
             )
 
+    @by_members
     def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
@@ -467,6 +477,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             known = as_variances(kept.take(noise, "variances"), J.n, J.c)
         return self._task(J, y, X, w, known), X, y
 
+    @by_members
     @together
     def refit(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
@@ -506,6 +517,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     # Predictions.
 
+    @by_members
     @together
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: Any = False) -> Any:
         """The posterior mean at X, in the shape of the targets; with its standard deviation or joint covariance.
@@ -534,13 +546,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             return convert_like(X, mean), convert_like(X, spread)
         return convert_like(X, mean), convert_like(X, self._shaped((spread + added).sqrt()))
 
+    @by_members
     @together
     def sample(self, X: Any, k: int = 1, *, noise: Any = False, seed: int | None = None) -> Any:
         """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation, as for
         `predict`."""
         check_is_fitted(self)
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        check_samples(k)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         f = self._sample(X, k, generator)
         if noise is not False:
@@ -569,6 +581,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     # What the training data says about itself.
 
     @property
+    @by_members
     def loo_(self) -> LeaveOneOut:
         """Predictions of each training example from all others; a whole example with all its outputs is left out.
 
@@ -593,6 +606,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             )
         return self._kept["loo"]
 
+    @by_members
     @together
     def influence(self, X: Any) -> Any:
         """What each training example adds to each prediction: the mean at X less the mean without that example.
