@@ -21,6 +21,7 @@ from linnet._estimator.inputs import (
 )
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
+from linnet._estimator.source_data import WithSource
 
 __all__ = [
     "Counted",
@@ -29,6 +30,7 @@ __all__ = [
     "ErrorBarsMixin",
     "HubMixin",
     "Linearity",
+    "WithSource",
     "as_targets",
     "behavior",
     "by_members",

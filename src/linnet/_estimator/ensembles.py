@@ -86,7 +86,7 @@ class EnsembleMixin:
             """An error that names the members, for attributes that only an estimator of one network has."""
             members = vars(self).get("members_")
             if members is None or not isinstance(vars(self).get("model"), list | tuple):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                return object.__getattribute__(self, name)  # raises what a property raised, such as "not fitted"
             raise AttributeError(
                 f"This {type(self).__name__} is an ensemble of {len(members)} networks, which has no {name!r} of its "
                 f"own. Ask one of its members: members_[0].{name}."

@@ -73,11 +73,12 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _probe: Batch | None = None
     _chosen: list[str] | None = None
     _level: Tensor | None = None
+    _source: range | None = None
 
     _SHARED: ClassVar[tuple[str, ...]] = (
         *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
-        *("scales_", "_level"),  # of the prior and the mean function
+        *("scales_", "_level", "_source"),  # of the prior and the mean function
     )
     """Attributes that an estimator has in common with one that it makes for other data."""
 
@@ -115,16 +116,17 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if self.top != "evidence" and not known:
             raise ValueError(f"top must be a number of blocks or 'evidence'; got {self.top!r}.")
 
-    def _fit_by_evidence(self, X: Any, y: Any, sample_weight: Any) -> None:
+    def _fit_by_evidence(self, X: Any, y: Any, sample_weight: Any, source: Any = None) -> None:
         """One block more at a time, from the top, while the evidence rises; then as fitted with the best number."""
         self._check_top()
         assert self.model is not None
         path: dict[int, float] = {}
         best: Tangent | None = None
+        more = {} if source is None else {"source": source}
         given = self.get_params(deep=False)
         for k in range(1, len(block_names(self.model)) + 1):
             changed = {"inference": "laplace"} if "inference" in given else {}  # which has an evidence
-            trial = type(self)(**given | changed | {"top": k}).fit(X, y, sample_weight=sample_weight)
+            trial = type(self)(**given | changed | {"top": k}).fit(X, y, sample_weight, **more)
             assert trial.log_evidence_ is not None
             path[k] = trial.log_evidence_
             if best is not None and path[k] <= path[best.top_ or 0]:
@@ -133,7 +135,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if best is None:
             raise ValueError("The model has no blocks below its head; choose parameters by name with params=.")
         if getattr(self, "inference", "laplace") != "laplace":
-            best = type(self)(**given | {"top": best.top_}).fit(X, y, sample_weight=sample_weight)
+            best = type(self)(**given | {"top": best.top_}).fit(X, y, sample_weight, **more)
         self.__dict__.update(best.__dict__ | given | {"top_path_": path})
 
     def _without_data(self) -> Self:
@@ -214,7 +216,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     def _mean(self) -> str:
         if self.mean not in ("network", "zero"):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
-        return "zero" if self.model is None else self.mean
+        # The network has fitted its source data, and its residuals there say nothing.
+        return "zero" if self.model is None or self._source is not None else self.mean
 
     def _settings(self, eps: float = 0.0, **given: Any) -> SolverSettings:
         """Of the solvers, for passes with a relative rounding of ``eps``; ``given`` instead of the estimator's own."""

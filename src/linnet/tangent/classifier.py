@@ -179,7 +179,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
 
     @by_members
     @together
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentClassifier:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, *, source: Any = None) -> TangentClassifier:
         """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them.
 
         Args:
@@ -187,10 +187,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             y: Labels.
             sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
                 weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+            source: All data that the network was trained on, ``(X0, y0)`` or a Dataset of both, as for
+                `TangentRegressor`: their posterior is the prior of the new task, and the mean function is zero.
         """
         self.top_path_ = None
         if self.top == "evidence" and self.solver != "adam":
-            self._fit_by_evidence(X, y, sample_weight)
+            self._fit_by_evidence(X, y, sample_weight, source)
             return self
         check_prior(self.prior)
         check_variance(self.variance)
@@ -199,7 +201,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
-        self._fit_likelihood(inputs, y, sample_weight)
+        self._fit_likelihood(inputs, y, sample_weight, source)
         self._warn_of_nothing()
         return self
 
