@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,6 +266,18 @@ def test_conformal_intervals_and_sets_of_ensembles(tmp_path: object) -> None:
     X, y = make_labels(60)
     la = linnet.Laplace(make_networks(3)).fit(X[:20], y[:20])
     assert Conformal(la).calibrate(X[20:], y[20:]).predict_set(X[:5]).shape == (5, 3)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_report_shows_the_mixture_and_its_networks(outputs: int, tmp_path: object) -> None:
+    X, y = make_numbers() if outputs == 1 else make_labels()
+    doors = (linnet.TangentRegressor,) if outputs == 1 else (linnet.TangentClassifier, linnet.Laplace)
+    for door in doors:
+        estimator = door(make_networks(outputs), weights=[1, 2, 1]).fit(X, y)
+        for test in ((X, y), (None, None)):
+            linnet.report.write(f"{tmp_path}/report.html", estimator, *test, train=(X, y))
+            page = Path(f"{tmp_path}/report.html").read_text()
+            assert "around 3 networks" in page and "0.25, 0.5, 0.25" in page and "of the first network" in page
 
 
 # Errors.

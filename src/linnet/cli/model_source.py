@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +63,11 @@ def load_network(
         raise UsageError(
             f"The network of {spec} has weights without values ({error}). Give the weights with --weights."
         ) from error
+
+
+def load_networks(spec: str, weights: Sequence[Path], **given: Any) -> list[nn.Module]:
+    """One network for each file of weights, or the one network of the function; the rest is as for `load_network`."""
+    return [load_network(spec, path, **given) for path in weights or (None,)]
 
 
 def _build(spec: str, *, pretrained: bool, home: str) -> nn.Module:

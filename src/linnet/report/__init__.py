@@ -3,7 +3,17 @@
 `linnet.report.content` has the content of a report as plain data, and `render` makes a page from this content.
 """
 
-from linnet.report.build import NO_TEST, About, assemble, make_classes, make_numbers, score_outcome, to_array, write
+from linnet.report.build import (
+    NO_TEST,
+    About,
+    assemble,
+    compute_outputs,
+    make_classes,
+    make_numbers,
+    score_outcome,
+    to_array,
+    write,
+)
 from linnet.report.content import Classes, Eigenvalues, Group, Item, Missing, Numbers, Points, Report
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
@@ -22,6 +32,7 @@ __all__ = [
     "Points",
     "Report",
     "assemble",
+    "compute_outputs",
     "count",
     "make_classes",
     "make_numbers",
