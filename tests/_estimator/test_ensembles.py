@@ -239,6 +239,19 @@ def test_files_hold_all_members(kind: str, tmp_path: object) -> None:
         linnet.load(path, networks)
 
 
+def test_folders_in_the_style_of_hugging_face_hold_ensembles(tmp_path: object) -> None:
+    pytest.importorskip("huggingface_hub")
+    X, y = make_numbers()
+    networks = make_networks()
+    reg = linnet.TangentRegressor(networks).fit(X, y)
+    reg.save_pretrained(f"{tmp_path}/adapter")
+    assert "list of 3 networks" in Path(f"{tmp_path}/adapter/README.md").read_text()
+    found = linnet.TangentRegressor.from_pretrained(f"{tmp_path}/adapter", model=networks)
+    torch.testing.assert_close(found.predict(X), reg.predict(X))
+    with pytest.raises(ValueError, match="an ensemble has several"):
+        reg.save_pretrained(f"{tmp_path}/other", with_network=True)
+
+
 def test_inputs_are_written_once(tmp_path: object) -> None:
     from linnet._common import files
 
