@@ -29,7 +29,7 @@ HALVES = {
 """For each half its sets, with the first split and how many splits."""
 
 LARGEST = 1200
-"""Training examples of a split, half of them source: more of them take longer, and change little between methods."""
+"""Training examples of a split, half of them source: more of them take longer."""
 
 NETWORK, RETRAINED = "network", "ensemble of 5, retrained"
 ONE, FIVE, BY_EVIDENCE = "tangent", "tangent of 5", "tangent of 5, evidence weights"
