@@ -73,6 +73,15 @@ class EnsembleMixin:
     Attributes:
         members_: The fitted estimator of each network; for a list of networks alone.
         weights_: The weight of each member, (members,).
+
+    Example:
+        >>> from linnet import TangentRegressor
+        >>> X = torch.linspace(-2, 2, 20)[:, None]
+        >>> models = [nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)) for _ in range(3)]
+        >>> reg = TangentRegressor(models).fit(X, torch.sin(2 * X[:, 0]))
+        >>> mean, std = reg.predict(X, return_std=True)
+        >>> mean.shape, len(reg.members_), reg.weights_.round(2)
+        (torch.Size([20]), 3, array([0.33, 0.33, 0.33]))
     """
 
     model: Any
