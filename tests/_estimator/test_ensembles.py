@@ -39,7 +39,7 @@ def make_labels(n: int = 24, classes: int = 3) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def regression() -> tuple[linnet.TangentRegressor, Tensor, Tensor]:
     X, y = make_numbers()
-    return linnet.TangentRegressor(make_networks(), weights=[1, 2, 1]).fit(X, y), X, y
+    return linnet.TangentRegressor(make_networks(), weights=np.array([1, 2, 1])).fit(X, y), X, y
 
 
 W = np.array([0.25, 0.5, 0.25])

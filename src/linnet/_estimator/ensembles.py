@@ -153,7 +153,7 @@ class Mixture:
         prior = check_weights(estimator.weights, len(members))
         estimator.members_, estimator.weights_ = members, prior
         estimator.log_evidence_ = mix_evidence(known, prior) if len(known) == len(found) else None
-        if estimator.weights == "evidence":
+        if isinstance(estimator.weights, str) and estimator.weights == "evidence":
             if estimator.log_evidence_ is None:
                 raise ValueError(
                     "weights='evidence' needs the log evidence of each member, which this solver does not give. Use "

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from linnet._common import kind
 from linnet._estimator.inputs import check_inputs
 from linnet.data import Joined, Source, as_source, targets_of
+from linnet.network import check_module
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class WithSource:
             raise ValueError("source= holds the data that a network was trained on; pass that network as model=.")
         X0, y0 = _split(source)
         X0 = check_inputs(estimator, X0, reset=False)
-        forward = estimator.model.forward
+        forward = check_module(estimator.model).forward
         task, before = as_source(X, forward), as_source(X0, forward)
         targets = _join_targets(_targets(y, task, "X"), _targets(y0, before, "the source"))
         if weight is not None:
