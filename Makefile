@@ -23,7 +23,7 @@ QUICK := tests/linalg/test_operator.py tests/linalg/test_cholesky.py tests/linal
 SLOW := tests/fisher/test_embedding.py::test_two_ranks_find_what_one_finds \
 	tests/heads/test_attach.py::test_networks_of_the_zoo
 
-.PHONY: help venv demo quick test test-all lint types pytest mutate format bench docs docs-serve figures clean
+.PHONY: help venv demo quick test test-all lint types pytest mutate format bench docs docs-serve figures release-check matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,8 @@ help:
 	@echo "make docs    the documentation site, in build/site; 'make docs-serve' shows it while you write"
 	@echo "make figures runs the code of the pages, and writes what it prints and draws"
 	@echo "make mutate  small wrong changes in the files that differ from BASE=$(BASE): which of them no test notices"
+	@echo "make release-check  build the package, check it, install it alone, and test the sdist"
+	@echo "make matrix  the tests on other versions of Python and torch, each in an environment of its own"
 	@echo "make lint | types | pytest | format | bench | venv | clean"
 
 # Installed again whenever the requirements change.
@@ -95,6 +97,13 @@ docs-serve: $(STAMP)
 # One thread, as in the tests.
 figures: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.tools.pages
+
+release-check:
+	$(PYTHON) tools/environments.py release
+
+# Some of the environments: make matrix ONLY=3.13. Gigabytes where torch comes with CUDA.
+matrix:
+	$(PYTHON) tools/environments.py matrix $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

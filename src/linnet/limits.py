@@ -26,10 +26,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from linnet._common import without_scripting_warnings
+from linnet._common import needs_extra, without_scripting_warnings
 from linnet.jacobian import Linearization
 
-with without_scripting_warnings():
+with needs_extra("gpytorch", "linnet.limits"), without_scripting_warnings():
     from gpytorch.constraints import Positive
     from gpytorch.kernels import Kernel
 

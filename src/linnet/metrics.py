@@ -83,17 +83,13 @@ def brier(probabilities: Any, labels: Any) -> float:
 def ece(probabilities: Any, labels: Any, *, bins: int = 15) -> float:
     """Expected calibration error of the most probable class: the mean gap of confidence and accuracy over equal bins.
 
-    torchmetrics computes it, with bins in float32: a confidence within 1e-7 of an edge may fall to either side.
-    """
-    from torchmetrics.functional.classification import multiclass_calibration_error  # slow to import
+    A bin holds its lower edge: a confidence of 0.8 is in the last of five bins. `reliability` has the bins.
 
-    p, y = _check_classes(probabilities, labels)
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins must be a positive number; got {bins!r}.")
-    if p.shape[1] == 1:
-        return 0.0  # one class is always right, and torchmetrics needs two
-    # torchmetrics takes anything above 1 for logits, also by rounding
-    return multiclass_calibration_error(p.clamp(max=1.0), y, num_classes=p.shape[1], n_bins=bins).item()
+    >>> round(ece([[0.75, 0.25], [0.9, 0.1], [0.3, 0.7]], [0, 0, 0], bins=5), 3)
+    0.183
+    """
+    found = reliability(probabilities, labels, bins=bins)
+    return float(found.count @ np.abs(found.confidence - found.accuracy) / found.count.sum())
 
 
 def mean_average_precision(probabilities: Any, labels: Any) -> float:
@@ -147,6 +143,8 @@ def reliability(probabilities: Any, labels: Any, *, bins: int = 10) -> Reliabili
     array([0.5, 1. ])
     """
     p, y = _check_classes(probabilities, labels)
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise ValueError(f"bins must be a positive number; got {bins!r}.")
     best, chosen = p.max(1)
     place = (best * bins).long().clamp(max=bins - 1)
     here = torch.nn.functional.one_hot(place, bins).double()

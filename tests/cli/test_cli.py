@@ -6,7 +6,7 @@ import sys
 import linnet
 from tests.support.command_cases import run as invoke
 
-HEAVY = ("matplotlib", "gpytorch", "torchmetrics", "linnet.cli.commands")
+HEAVY = ("matplotlib", "gpytorch", "linnet.cli.commands")
 COMMANDS = ("demo", "adapt", "uncertainty", "predict", "embed", "spectrum", "similarity", "info")
 
 

@@ -52,10 +52,34 @@ def test_models_that_end_the_program(tmp_path, code):
 def test_the_seed_is_that_of_drawn_weights(tmp_path):
     path = networks(tmp_path)
     before = torch.get_rng_state()
-    one, two, other = (made(f"{path}:two", seed=seed) for seed in (1, 1, 2))
+    one, two, other = (made(f"{path}:drawn", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one[0].weight, two[0].weight)
     assert not torch.equal(one[0].weight, other[0].weight)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_networks_that_are_not_trained_are_refused(tmp_path):
+    path, how = networks(tmp_path), {"seed": 0, "device": CPU, "random_weights": False}
+    with pytest.raises(UsageError, match=r"drawn at random: another seed gives other weights.*--random-weights"):
+        model_source.load_network(f"{path}:drawn", None, **how)
+    with pytest.warns(UserWarning, match=r"Some weights of .* are drawn at random: '2.weight'"):
+        model_source.load_network(f"{path}:half_drawn", None, **how)
+    before = torch.get_rng_state()
+    kept = model_source.load_network(f"{path}:numbers", None, **how)
+    save_file(kept.state_dict(), tmp_path / "w.safetensors")
+    loaded = model_source.load_network(f"{path}:drawn", tmp_path / "w.safetensors", **how)
+    assert torch.equal(loaded[0].weight, kept[0].weight)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_without_counters_of_batches(tmp_path):
+    (tmp_path / "normed.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))\n"
+    )
+    state = {k: v for k, v in made(f"{tmp_path / 'normed.py'}:build").state_dict().items() if "num_batches" not in k}
+    save_file({k: v + 1 for k, v in state.items()}, tmp_path / "w.safetensors")
+    model = made(f"{tmp_path / 'normed.py'}:build", tmp_path / "w.safetensors")
+    assert torch.equal(model[1].running_var, torch.full((3,), 2.0))
 
 
 def test_models_that_do_not_import(tmp_path):

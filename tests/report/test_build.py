@@ -259,7 +259,7 @@ def test_calibration():
     for std, state, answer in (
         (1.0, "good", "Yes"),
         (0.3, "bad", "Error bars are too narrow"),
-        (4.0, "fair", "Error bars are too wide"),
+        (4.0, "bad", "Error bars are too wide"),
     ):
         found = answers(replace(report, outcome=Numbers(0 * y, 0 * y + std, y, [""])))["Isits"]
         assert (found.state, found.answer) == (state, answer)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from linnet.report import Classes, Numbers, verdicts
+from linnet.report import Classes, Numbers, add_guess, score_outcome, verdicts
 from linnet.report.build import group_by_confidence
 from linnet.report.html import figures
 from linnet.report.html.figures import (
@@ -228,7 +228,9 @@ def test_coverage_within_two_standard_errors():
     """Of n = 400, 95 % are 380; two standard errors are 8.7, and half an example is rounding."""
     states = {}
     for inside in (339, 341, 360, 370, 371, 372, 389, 390, 400):
-        off = np.where(np.arange(400) < inside, 0.99 * Z, 1.01 * Z)[:, None]
+        # Errors at the quantiles of a normal distribution, but for the number of large ones.
+        levels = np.concatenate([np.linspace(0, 0.949, inside), np.linspace(0.951, 1, 402 - inside)[1:-1]])
+        off = norm.ppf((1 + levels[:400]) / 2)[:, None]
         found = answer(Numbers(off, 0 * off + 1, 0 * off, [""]), "Is its")
         assert f"Of 400 true values, {figures.percent(inside / 400)} lie in" in found.why
         states[inside] = (found.state, found.answer)
@@ -252,7 +254,9 @@ def test_confidence_within_two_standard_errors():
     p = np.stack([sure, 1 - sure], 1)
     states = {}
     for right in (69, 71, 72, 80, 88, 89, 95):
-        found = answer(Classes(p, (np.arange(100) >= right).astype(int), ["a", "b"]), "Is its")
+        of_sure = min(50, round(right * 0.9 / 1.6))  # both halves are off alike
+        labels = np.concatenate([np.arange(50) >= of_sure, np.arange(50) >= right - of_sure]).astype(int)
+        found = answer(Classes(p, labels, ["a", "b"]), "Is its")
         assert f"Its average confidence is 80 %, and it is right for {right} % of 100 test examples" in found.why
         states[right] = (found.state, found.answer)
     assert states == {
@@ -262,7 +266,7 @@ def test_confidence_within_two_standard_errors():
         80: ("good", "Yes"),
         88: ("good", "Yes"),
         89: ("fair", "Its confidence is too low"),
-        95: ("fair", "Its confidence is too low"),
+        95: ("bad", "Its confidence is too low"),
     }
 
 
@@ -296,3 +300,56 @@ def test_surest_and_least_sure_classes():
             said = dict(item.said)
             assert said["sure"] == figures.percent(best[i]) and said["true"] == told.names[told.labels[i]]
             assert said["predicted"] == told.names[told.probabilities[i].argmax()] and item.wrong == (i in wrong)
+
+
+# Verdicts of thirty simulated runs.
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(0.7, "too narrow"), (1.0, "Yes"), (1.5, "too wide")], ids=["narrow", "right", "wide"]
+)
+def test_verdicts_agree_with_the_figure(factor, expected, seed):
+    """The verdict follows the curve of the figure: below the diagonal, inside its band, or above."""
+    random = np.random.default_rng(seed)
+    std = random.uniform(0.5, 2, (500, 1))
+    told = Numbers(0 * std, factor * std, std * random.normal(size=(500, 1)), [""])
+    found = answer(told, "Is its")
+    assert expected in found.answer
+    assert ("linnet.conformal" in found.why) == (factor != 1)
+
+
+def test_every_level_is_judged():
+    """Intervals of 95 % that hold 95 % of the values do not make error bars right: intervals of 20 % may hold 90 %."""
+    off = np.where(np.arange(400) < 380, 0.01, 3.0)[:, None]
+    found = answer(Numbers(off, 0 * off + 1, 0 * off, [""]), "Is its")
+    assert (found.state, found.answer) == ("bad", "Error bars are too wide")
+    assert "95 % lie in their 95 % intervals, and" in found.why
+
+
+def test_confidence_that_is_right_on_average_alone():
+    """Half of the examples are sure by 95 % and right by 80 %, half by 55 % and 70 %."""
+    sure = np.repeat([0.95, 0.55], 200)
+    right = np.concatenate([np.arange(200) < 160, np.arange(200) < 140])
+    found = answer(Classes(np.stack([sure, 1 - sure], 1), (~right).astype(int), ["a", "b"]), "Is its")
+    assert (found.state, found.answer) == ("fair", "Its confidence is too high for some, too low for others")
+    assert "Its average confidence is 75 %, and it is right for 75 % of 400 test examples" in found.why
+
+
+def test_guesses_that_know_no_inputs():
+    random = np.random.default_rng(0)
+    y = random.normal(3, 2, (100, 1))
+    told = add_guess(Numbers(y + 0.1 * random.normal(size=y.shape), 0 * y + 0.1, y, [""], y + 10), y)
+    assert np.allclose(told.guess[:, 0], [y.mean(), y.std(ddof=1)])
+    found = answer(told, "Is it better than a guess")
+    assert found.state == "good" and "The network alone is worse than that guess" in found.why
+    assert answer(replace(told, mean=told.before), "Is it better than a guess").answer == "No"
+    assert answer(replace(told, mean=0 * y + y.mean() + 1e-9), "Is it better than a guess").answer == "Not clearly"
+    scores = score_outcome(told)
+    assert list(scores) == ["predict the mean", "the network alone", "this model"]
+    assert scores["predict the mean"]["rmse"] == pytest.approx(y.std())
+    labels = np.array([0, 0, 0, 1])
+    told = add_guess(Classes(np.full((4, 2), 0.5), labels, ["a", "b"]), labels)
+    assert score_outcome(told)["predict the majority"]["accuracy"] == 0.75
+    one = Numbers(y[:1], y[:1], y[:1], [""])
+    assert add_guess(one, y[:1]) is one  # one target has no spread

@@ -14,25 +14,50 @@ from typer.testing import CliRunner
 from linnet.cli import app
 
 NETWORKS = """
+import torch
 from torch import nn
 
 
+def trained(build):
+    # Weights that do not depend on the seed of the command, as those of a function that loads its weights.
+    def call():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return build()
+
+    return call
+
+
+def drawn():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def half_drawn():
+    model = numbers()
+    return nn.Sequential(model[0], nn.Tanh(), nn.Linear(6, 1))
+
+
+@trained
 def numbers():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
+@trained
 def two():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
+@trained
 def three():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
+@trained
 def digits():
     return nn.Sequential(nn.Linear(64, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
+@trained
 def images():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 2))
 

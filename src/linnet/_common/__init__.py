@@ -24,12 +24,13 @@ from linnet._common.torch_settings import (
     without_scripting_warnings,
     without_transforms,
 )
-from linnet._common.versions import __version__, find_versions
+from linnet._common.versions import MissingExtra, __version__, find_versions, needs_extra
 
 __all__ = [
     "ALONE",
     "TEMPORARY",
     "Deferred",
+    "MissingExtra",
     "Precision",
     "Ranks",
     "__version__",
@@ -52,6 +53,7 @@ __all__ = [
     "listing",
     "messages",
     "module_lock",
+    "needs_extra",
     "network_precision",
     "network_settings",
     "noting_saved_tensors",

@@ -1,8 +1,10 @@
-"""Versions of linnet and of the libraries that its numbers depend on."""
+"""Versions of linnet and of the libraries that its numbers depend on, and optional libraries that are missing."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -26,3 +28,26 @@ def find_versions() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+class MissingExtra(ModuleNotFoundError):
+    """An optional library is not installed."""
+
+
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """For imports of an optional library: the error of a missing one names the extra of linnet that installs it.
+
+    Args:
+        extra: The extra in ``pip install 'linnet[extra]'``.
+        what: What needs the library.
+
+    >>> with needs_extra("demo", "linnet demo"):
+    ...     import a_library_that_is_missing
+    Traceback (most recent call last):
+    linnet._common.versions.MissingExtra: linnet demo needs a_library_that_is_missing: pip install 'linnet[demo]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{what} needs {error.name}: pip install 'linnet[{extra}]'", name=error.name) from error

@@ -27,6 +27,7 @@ def _option(kind: Any, text: str, default: Any = Parameter.empty, flag: str = ""
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": _option(str, "module:function, file.py:function, timm:NAME or hf:PATH."),
     "weights": _option(Path | None, "State dict: .safetensors, .pt or .pth. No code of the file is run.", None),
+    "random_weights": _option(bool, "Use a network that is not trained.", False, "--random-weights"),
     "train": _option(Path, "Training data: .csv, .parquet, .npz (x, y), .tsv of texts, or a folder of images."),
     "test": _option(Path | None, "Test data of the same kind.", None),
     "data": _option(Path, "Data: .csv, .parquet, .npz (x), .txt or .tsv of texts, or a folder of images."),
@@ -57,7 +58,8 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 SEVERAL = _option(list[Path] | None, "State dict, as in embed; several make an ensemble of networks.", None)
 FILE = _option(Path | None, "File for the numbers.", None, "--out")
-FIT = "model train out weights test target task columns drop standardize params top"
+FIT = "model train out weights random_weights test target task columns drop standardize params top"
+EMBED = "weights random_weights components score kernel target columns drop standardize params top"
 INPUTS = "size gray pixel_mean pixel_std strict max_length device seed"
 
 
@@ -103,7 +105,8 @@ def main(
 ) -> None:
     """Treat a trained PyTorch network as the linear model that it is, to first order, around its weights.
 
-    Exit code 2: change the command or its files. Exit code 1: the command failed while it ran.
+    Exit code 2: change the command or its files. Exit code 1: the command failed while it ran. Exit code 130: it was
+    interrupted.
     """
     context.obj = traceback
 
@@ -171,7 +174,7 @@ def predict() -> None:
 
 @_command(
     "embed.run",
-    f"model data out weights components score kernel method target columns drop standardize params top {INPUTS} force",
+    f"model data out {EMBED} method {INPUTS} force",
     components=_option(str, "Number of components, or the share of the variance to explain: 0.9.", "128"),
 )
 def embed() -> None:
@@ -184,7 +187,7 @@ def embed() -> None:
 
 @_command(
     "embed.show_spectrum",
-    f"model data out weights components score kernel target columns drop standardize params top {INPUTS} force",
+    f"model data out {EMBED} {INPUTS} force",
     out=FILE,
     components=_option(str, "all, number of leading eigenvalues, or a share of the trace.", "all"),
 )
@@ -194,7 +197,7 @@ def spectrum() -> None:
 
 @_command(
     "similarity.run",
-    f"model data weights out space target columns drop params top {INPUTS} force",
+    f"model data weights random_weights out space target columns drop params top {INPUTS} force",
     model=_option(list[str], "A network, as in adapt. Give two or more."),
     weights=_option(list[Path] | None, "Weights, one for each --model, or several for one --model.", None),
     out=FILE,

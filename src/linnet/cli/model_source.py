@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +38,13 @@ def locate(spec: str) -> str:
 
 
 def load_network(
-    spec: str, weights: Path | None, *, seed: int, device: torch.device, home: str | None = None
+    spec: str,
+    weights: Path | None,
+    *,
+    seed: int,
+    device: torch.device,
+    home: str | None = None,
+    random_weights: bool = True,
 ) -> nn.Module:
     """Make the network, in eval mode on the device, with its weights.
 
@@ -47,12 +54,18 @@ def load_network(
         seed: Seed of weights that the function draws, so that they are the same next time.
         device: The device of the network.
         home: The folder where modules are searched; by default the folder where the command runs.
+        random_weights: Whether all weights may be drawn at random.
     """
     if weights is not None and not weights.is_file():
         raise UsageError(f"There is no file {weights} with weights.")
+    home = os.getcwd() if home is None else home
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = _build(spec, pretrained=weights is None, home=os.getcwd() if home is None else home)
+        before = torch.get_rng_state()
+        model = _build(spec, pretrained=weights is None, home=home)
+        if weights is None and not random_weights and not torch.equal(before, torch.get_rng_state()):
+            torch.default_generator.manual_seed(seed + 1)
+            _refuse_random(spec, model, _build(spec, pretrained=True, home=home))
     if weights is not None:
         _load_weights(model, weights)
     if next(model.parameters(), None) is None:
@@ -68,6 +81,24 @@ def load_network(
 def load_networks(spec: str, weights: Sequence[Path], **given: Any) -> list[nn.Module]:
     """One network for each file of weights, or the one network of the function; the rest is as for `load_network`."""
     return [load_network(spec, path, **given) for path in weights or (None,)]
+
+
+def _refuse_random(spec: str, model: nn.Module, other: nn.Module) -> None:
+    """Raise where another seed gives other weights everywhere; warn where it gives other weights in some places."""
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    same = {name: torch.equal(a, b) for (name, a), b in pairs if a.ndim > 1}  # biases and scales are often constants
+    drawn = [name for name, equal in same.items() if not equal]
+    if drawn and len(drawn) == len(same):
+        raise UsageError(
+            f"The weights of {spec} are drawn at random: another seed gives other weights. Give the trained weights "
+            "with --weights, or pass --random-weights to use a network that is not trained."
+        )
+    if drawn:
+        warnings.warn(
+            f"Some weights of {spec} are drawn at random: {listing(drawn)}. Give trained weights with --weights if "
+            "there are any.",
+            stacklevel=2,
+        )
 
 
 def _build(spec: str, *, pretrained: bool, home: str) -> nn.Module:
@@ -166,22 +197,27 @@ def _make_hugging_face(path: str) -> nn.Module:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """Load the weights of a file into the network. All keys and shapes must fit."""
+    """Load the weights of a file into the network. All keys and shapes must fit, as for torch."""
     state = read_weights(path)
-    own = model.state_dict()
-    missing, surplus = [k for k in own if k not in state], [k for k in state if k not in own]
+    try:
+        model.load_state_dict(state)
+        return
+    except RuntimeError:
+        own = model.state_dict()
+    # Counters of batches may be missing: earlier versions of torch had none.
+    missing = [k for k in own if k not in state and not k.endswith("num_batches_tracked")]
+    surplus = [k for k in state if k not in own]
     shapes = [
         f"{key} {tuple(state[key].shape)} (the network has {tuple(own[key].shape)})"
         for key in own
         if key in state and state[key].shape != own[key].shape
     ]
-    if missing or surplus or shapes:
-        parts = (("missing", missing), ("not in the network", surplus), ("of another shape", shapes))
-        found = "; ".join(f"{what}: {listing(keys, limit=8)}" for what, keys in parts if keys)
-        raise UsageError(
-            f"The weights in {path} do not fit the network. {found}. Save model.state_dict() of this network."
-        )
-    model.load_state_dict(state)
+    if not (missing or surplus or shapes):
+        model.load_state_dict(state, strict=False)
+        return
+    parts = (("missing", missing), ("not in the network", surplus), ("of another shape", shapes))
+    found = "; ".join(f"{what}: {listing(keys, limit=8)}" for what, keys in parts if keys)
+    raise UsageError(f"The weights in {path} do not fit the network. {found}. Save model.state_dict() of this network.")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ class FitOptions:
     features: str | None = None  # the module that a new head reads; None for the input of the last layer
     structure: str = "auto"  # structure of the posterior of `linnet.Laplace`
     variance: str = "auto"  # "auto", "exact" or "samples"
+    random_weights: bool = False  # whether the network may be one that is not trained
 
 
 def parse_fit(options: Mapping[str, Any]) -> FitOptions:

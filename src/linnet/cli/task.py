@@ -77,8 +77,8 @@ class FitData:
 def load(options: FitOptions, printer: Printer) -> FitData:
     """Make the network, read the data, and find out what is to be predicted."""
     reading, files = options.reading, (options.train, options.test)
-    given: Any = {"seed": options.seed, "device": options.device}
-    models = model_source.load_networks(options.model, options.weights, **given)
+    how: Any = {"seed": options.seed, "device": options.device, "random_weights": options.random_weights}
+    models = model_source.load_networks(options.model, options.weights, **how)
     model = models[0]
     train, settled = read_for_network(files[0], reading, model, labeled=True, standardize=options.standardize)
     printer.say(f"{files[0]}: {train.what}")
@@ -141,6 +141,9 @@ def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> Pre
     kind, why = guess_kind(data.y, asked)
     y = data.y[:, 0] if data.y.ndim == 2 and data.y.shape[1] == 1 else data.y
     outputs = count_outputs(model, data)
+    guessed = kind == "classification" and asked == "auto" and y.dtype.kind in "iu" and head != "new"
+    if guessed and outputs == 1 and len(np.unique(y)) > 2:  # one output is the logit of two classes, or a number
+        kind, why = "regression", "the network has one output and the targets are whole numbers"
     if kind == "regression":
         needed = y.shape[1] if y.ndim == 2 else 1
         return PredictionTask(kind, why, (), outputs, head == "new" or needed != outputs)

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 
-from linnet._common import Ranks, find_versions
+from linnet._common import MissingExtra, Ranks, find_versions
 
-USAGE, FAILURE = 2, 1
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: the user has to change the command or its files; the command failed while it ran."""
 
 
@@ -52,11 +52,12 @@ def report_errors(*, traceback: bool = False) -> Iterator[None]:
         warnings.showwarning = _print_note
         try:
             yield
-        except UsageError as error:
+        except (UsageError, MissingExtra) as error:
             raise _exit(str(error), USAGE) from error
         except (KeyboardInterrupt, Terminated) as error:
-            what = "Interrupted" if isinstance(error, KeyboardInterrupt) else "Terminated"
-            raise _exit(f"{what}. No unfinished file was written.", FAILURE) from error
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what, code = ("Interrupted", INTERRUPTED) if interrupted else ("Terminated", FAILURE)
+            raise _exit(f"{what}. No unfinished file was written.", code) from error
         except (SystemExit, typer.Exit) as error:  # linnet itself exits only here
             raise _exit(f"The code of the network ended the command ({type(error).__name__}).", FAILURE) from error
         except Exception as error:

@@ -1,4 +1,5 @@
 """linnet's kernel inside other libraries: `linnet.interop.gpytorch` and `linnet.interop.botorch`.
 
-Import these modules by name: linnet imports neither. BoTorch is an optional extra, ``pip install 'linnet[botorch]'``.
+Import these modules by name: linnet imports neither. Both libraries are extras, ``pip install 'linnet[gpytorch]'`` and
+``pip install 'linnet[botorch]'``.
 """

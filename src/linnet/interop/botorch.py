@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet._common import needs_extra
 from linnet.interop.gpytorch import as_linearization
 from linnet.jacobian import DifferentiableRows, Features, Linearization, TangentFeatures
 from linnet.linalg import cholesky_, cholesky_solve
@@ -16,11 +17,9 @@ from linnet.network import Output, Params
 from linnet.probability import FunctionPosterior, Posterior, PriorSpec, prior_variances
 from linnet.tangent import TangentRegressor
 
-try:
+with needs_extra("botorch", "linnet.interop.botorch"):
     from botorch.models.model import Model
     from botorch.posteriors import GPyTorchPosterior
-except ImportError as error:
-    raise ImportError("linnet.interop.botorch needs BoTorch: pip install 'linnet[botorch]'") from error
 
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from linear_operator import to_linear_operator

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet._common import without_scripting_warnings
+from linnet._common import needs_extra, without_scripting_warnings
 from linnet.jacobian import Jacobian, Linearization, TangentFeatures, linearize, needs_grad
 from linnet.network import Output, Params
 from linnet.probability import PriorSpec, prior_variances
 
-with without_scripting_warnings():
+with needs_extra("gpytorch", "linnet.interop.gpytorch"), without_scripting_warnings():
     from gpytorch.kernels import Kernel
     from linear_operator import to_linear_operator
     from linear_operator.operators import LinearOperator as LazyMatrix

@@ -6,6 +6,7 @@
 from linnet.report.build import (
     NO_TEST,
     About,
+    add_guess,
     assemble,
     compute_outputs,
     make_classes,
@@ -31,6 +32,7 @@ __all__ = [
     "Numbers",
     "Points",
     "Report",
+    "add_guess",
     "assemble",
     "compute_outputs",
     "count",

@@ -43,6 +43,9 @@ NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")
 EXACT = 2000
 """Rows (examples times outputs) up to which influence is exact. Exact influence needs a covariance for each row."""
 
+MEAN, MAJORITY = "predict the mean", "predict the majority"
+"""Names of guesses that know the training targets alone: their mean and spread, or the share of each class."""
+
 SHOWN = 6
 """Number of examples of a kind that are shown."""
 
@@ -154,6 +157,8 @@ def assemble(
     """
     if X is None and isinstance(outcome, Missing):
         outcome = _leave_one_out(estimator, train, about.names) or outcome
+    if train is not None and not isinstance(outcome, Missing) and outcome.guess is None:
+        outcome = _guess(estimator, outcome, _keep_labels(train[1]))
     at, what = (X, "test example") if X is not None else (None if train is None else train[0], "training example")
     labels = [] if train is None else _name_targets(estimator, train[1], outcome)
     inputs = about.train if X is None else about.test
@@ -209,14 +214,13 @@ def predict_outcome(estimator: Any, X: Any, y: Any, names: Sequence[str] = ()) -
         mean, std = estimator.predict(X, return_std=True, noise=True)
         return make_numbers(to_array(mean), to_array(std), to_array(y), names, f)
     p, found = to_array(estimator.predict_proba(X)), _keep_labels(y)
-    known = getattr(estimator, "classes_", np.arange(p.shape[1]))
     if p.ndim != 2 or found.ndim != 1:
         return Missing("Reports need one label for each example, but these data have several.")
-    place = {label: i for i, label in enumerate(known.tolist())}
-    unknown = sorted({str(label) for label in found.tolist() if label not in place})
+    known = _find_classes(estimator, p.shape[1])
+    unknown = sorted({str(label) for label in found.tolist() if label not in known})
     if unknown:
         raise ValueError(f"The test data have labels that the estimator does not know: {', '.join(unknown[:6])}.")
-    labels = np.array([place[label] for label in found.tolist()])
+    labels = np.array([known[label] for label in found.tolist()])
     return make_classes(p, labels, list(names) or [str(label) for label in known], f)
 
 
@@ -226,6 +230,11 @@ def compute_outputs(estimator: Any, X: Any) -> Tensor:
     if len(found) == 1 or not isinstance(getattr(estimator, "likelihood_", None), Bernoulli | Categorical):
         return found.mean(0)
     return found.sigmoid().mean(0).logit() if found.shape[2] == 1 else found.softmax(2).mean(0).log()
+
+
+def _find_classes(estimator: Any, count: int) -> dict[Any, int]:
+    """The place of each label among the classes."""
+    return {label: i for i, label in enumerate(getattr(estimator, "classes_", np.arange(count)).tolist())}
 
 
 def make_classes(p: Any, labels: np.ndarray, names: Sequence[str], outputs: Tensor | None) -> Classes:
@@ -253,13 +262,37 @@ def _leave_one_out(estimator: Any, train: tuple[Any, Any] | None, names: Sequenc
     return replace(told, what="left-out training example")
 
 
+def add_guess(outcome: Classes | Numbers, targets: np.ndarray) -> Classes | Numbers:
+    """The outcome with the guess that training targets give: numbers (n, c), or places (n,) of classes."""
+    if isinstance(outcome, Classes):
+        shares = np.bincount(targets.astype(int), minlength=outcome.probabilities.shape[1]) / len(targets)
+        return replace(outcome, guess=shares)
+    y = np.asarray(targets, dtype=float).reshape(len(targets), -1)
+    spread = y.std(0, ddof=1) if len(y) > 1 else np.zeros(y.shape[1])
+    return replace(outcome, guess=np.stack([y.mean(0), spread])) if bool((spread > 0).all()) else outcome
+
+
+def _guess(estimator: Any, outcome: Classes | Numbers, y: np.ndarray) -> Classes | Numbers:
+    """The outcome with the guess that the training targets of an estimator give, as `fit` takes these targets."""
+    if isinstance(outcome, Numbers):
+        return add_guess(outcome, y)
+    known = _find_classes(estimator, outcome.probabilities.shape[1])
+    return add_guess(outcome, np.array([known[label] for label in y.tolist() if label in known]))
+
+
 def score_outcome(outcome: Classes | Numbers) -> dict[str, dict[str, float]]:
-    """Metrics of the network alone, where its predictions are known, and of the model."""
+    """Metrics of a guess without inputs and of the network alone, where these are known, and of the model."""
     found: dict[str, dict[str, float]] = {}
     if isinstance(outcome, Classes):
+        if outcome.guess is not None:
+            shares = np.tile(outcome.guess, (len(outcome.labels), 1))
+            found[MAJORITY] = metrics.classification(shares, outcome.labels)
         if outcome.before is not None:
             found["the network alone"] = metrics.classification(outcome.before, outcome.labels)
         return found | {"this model": metrics.classification(outcome.probabilities, outcome.labels)}
+    if outcome.guess is not None:
+        mean, std = (np.tile(row, (len(outcome.target), 1)) for row in outcome.guess)
+        found[MEAN] = metrics.regression(mean, std, outcome.target)
     if outcome.before is not None:
         found["the network alone"] = {"rmse": metrics.rmse(outcome.before, outcome.target)}
     return found | {"this model": metrics.regression(outcome.mean, outcome.std, outcome.target)}

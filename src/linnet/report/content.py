@@ -27,6 +27,7 @@ class Classes:
     names: Sequence[str]  # names of the c classes
     before: np.ndarray | None = None  # probabilities (n, c) of the network alone, or None
     what: str = "test example"  # name of one example
+    guess: np.ndarray | None = None  # share (c,) of each class in the training data, or None
 
     @property
     def right(self) -> np.ndarray:
@@ -44,6 +45,7 @@ class Numbers:
     names: Sequence[str]  # names of the c numbers
     before: np.ndarray | None = None  # predictions (n, c) of the network alone, or None
     what: str = "test example"  # name of one example
+    guess: np.ndarray | None = None  # means and standard deviations (2, c) of the training targets, or None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from linnet._common import needs_extra
 from linnet.report.content import Shown
 from linnet.report.formatting import number
 
@@ -71,7 +72,8 @@ def _stretch(pixels: np.ndarray) -> np.ndarray:
 
 def encode_picture(picture: np.ndarray) -> str:
     """A picture (1 or 3, height, width) from 0 to 1 as the data: address of a PNG of at most 128 pixels a side."""
-    from PIL import Image
+    with needs_extra("images", "A report with pictures"):
+        from PIL import Image
 
     levels = np.round(255 * np.clip(picture, 0, 1)).astype(np.uint8)
     image = Image.fromarray(levels[0] if len(levels) == 1 else levels.transpose(1, 2, 0))

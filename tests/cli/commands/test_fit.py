@@ -215,9 +215,9 @@ def test_error_bars_are_for_the_networks_own_targets(tmp_path, nets):
 def test_several_weights_make_an_ensemble(command, tmp_path, nets):
     train, test = diabetes(tmp_path)
     out, paths = tmp_path / "run", [tmp_path / f"{seed}.safetensors" for seed in (7, 8)]
-    for seed, path in zip((7, 8), paths, strict=True):
-        network = model_source.load_network(f"{nets}:numbers", None, seed=seed, device=torch.device("cpu"))
-        save_file(network.state_dict(), path)
+    network = model_source.load_network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu"))
+    for factor, path in zip((1.0, 1.5), paths, strict=True):
+        save_file({name: factor * value for name, value in network.state_dict().items()}, path)
     given = {"train": train, "test": test, "out": out, "target": "y", "standardize": True}
     flags = [flag for path in paths for flag in ("--weights", path)]
     said = done(command, *flags, model=f"{nets}:numbers", **given)

@@ -186,7 +186,7 @@ def test_interrupted(tmp_path, line, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fit, "_fit_tangent", stop)
-    assert "Interrupted. No unfinished file was written." in refused(*line, code=1)
+    assert "Interrupted. No unfinished file was written." in refused(*line, code=130)
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
 
 
@@ -198,7 +198,7 @@ def test_networks_that_end_the_program(tmp_path, line):
         "        if len(x) > 2:\n            sys.exit(0)\n        return super().forward(x)\n\n\n"
         "def build():\n    return Net(4, 1)\n"
     )
-    said = refused(*line, "--model", f"{path}:build", code=1)
+    said = refused(*line, "--random-weights", "--model", f"{path}:build", code=1)
     assert "The code of the network ended the command" in said
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".run*"))
 

@@ -15,19 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MultipleLocator, PercentFormatter
 from rich.progress import track
-from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from linnet import TangentClassifier, __version__, metrics
-from linnet._common import atomic_write
+from linnet._common import atomic_write, needs_extra
 from linnet.cli.terminal import Printer
 from linnet.inference import Inference
+
+with needs_extra("demo", "linnet demo"):
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MultipleLocator, PercentFormatter
+    from threadpoolctl import threadpool_limits
 
 ADAPTATION, CONFIDENCE, METRICS = FILES = ("adaptation.png", "confidence.png", "metrics.json")
 NONE, LAST, TUNED = "no adaptation", "last layer only", "fine-tuning"

@@ -113,7 +113,8 @@ def _prepare(
     """Read the network and the data, make the embedding, and print the plan."""
     parameters, reading, seed = parse_parameters(given), parse_reading(given), given["seed"]
     with printer.step("Read"):
-        model = model_source.load_network(given["model"], given["weights"], seed=seed, device=device)
+        how: Any = {"seed": seed, "device": device, "random_weights": given["random_weights"]}
+        model = model_source.load_network(given["model"], given["weights"], **how)
         standardize = given["standardize"]
         data, reading = read_for_network(given["data"], reading, model, labeled=False, standardize=standardize)
         printer.say(f"{given['data']}: {data.what}")
@@ -122,7 +123,7 @@ def _prepare(
             raise UsageError(f"--components {count} is more than the number of examples. Ask for at most {data.n}.")
     with terminal.blame_input():
         score, params = SCORES[given["score"]](), parameters.resolve(model, data)
-    how: Any = {"kernel": given["kernel"], "method": given.get("method", "auto"), "seed": seed}
+    how = {"kernel": given["kernel"], "method": given.get("method", "auto"), "seed": seed}
     embedding = linnet.FisherEmbedding(model, count, score, params=params, **how)
     with printer.step("Plan"):
         with terminal.blame_input("The network does not take these data: "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from linnet.cli.run_report import Evaluation
 from linnet.cli.task import FitData, index_labels, load
 from linnet.cli.terminal import Printer, UsageError
 from linnet.heads import head_of
-from linnet.report import Classes, Numbers, compute_outputs, make_classes, make_numbers, score_outcome
+from linnet.report import Classes, Numbers, add_guess, compute_outputs, make_classes, make_numbers, score_outcome
 
 Networks = nn.Module | list[nn.Module]
 
@@ -66,7 +67,7 @@ def _run(command: str, options: FitOptions) -> None:
             tell(printer, estimator)
         before = "network alone" if not adapts else "new head alone" if data.task.new_head else "network as it was"
         names = (before, "adapted" if adapts else "with error bars")
-        told, result = _evaluate(printer, estimator, data, classes, names=names, what=str(options.test))
+        told, result = _evaluate(printer, estimator, data, classes, y, names=names, what=str(options.test))
         page = run_report.report_fit(
             printer, command, estimator, options, data, result, J.plan, (data.train.X, y), notes=notes
         )
@@ -241,9 +242,19 @@ def _describe(found: Any) -> dict[str, Any]:
 
 
 def _evaluate(
-    printer: Printer, estimator: Any, data: FitData, classes: list[Any], *, names: Sequence[str], what: str
+    printer: Printer,
+    estimator: Any,
+    data: FitData,
+    classes: list[Any],
+    y: np.ndarray,
+    *,
+    names: Sequence[str],
+    what: str,
 ) -> tuple[Predictions | None, Evaluation]:
-    """Predictions for the test data, and the metrics of the network alone and of the estimator, under two names."""
+    """Predictions for the test data, and the metrics of a guess, of the network alone and of the estimator.
+
+    The network and the estimator have ``names``. The guess knows the training targets y alone.
+    """
     test = data.test
     if test is None or test.y is None:
         return None, Evaluation()
@@ -254,8 +265,29 @@ def _evaluate(
         if classes:
             labels = index_labels(test.y.reshape(-1), classes, what)
             outcome = make_classes(told.probabilities, labels, [str(label) for label in classes], alone)
+            outcome = add_guess(outcome, index_labels(data.y, classes, "The training data"))
         else:
-            outcome = make_numbers(told.mean, told.std, test.y, data.targets, alone)
-        scores = dict(zip(names, score_outcome(outcome).values(), strict=True))
+            outcome = add_guess(make_numbers(told.mean, told.std, test.y, data.targets, alone), y)
+        found = score_outcome(outcome)
+        scores = dict(zip([*list(found)[:-2], *names], found.values(), strict=True))
+        _warn_of_poor_network(scores, names[0])
         printer.print_scores(scores)
     return told, Evaluation(scores, outcome)
+
+
+def _warn_of_poor_network(scores: Mapping[str, Mapping[str, float]], name: str) -> None:
+    """Say so where the network that was given is worse than a guess that knows no inputs."""
+    guess = next(iter(scores))
+    worse = {
+        m
+        for m, sign in (("accuracy", -1), ("rmse", 1))
+        if m in scores[name] and m in scores[guess] and sign * (scores[name][m] - scores[guess][m]) > 0
+    }
+    if guess != name and worse:
+        metric = worse.pop()
+        warnings.warn(
+            f"The {name} is worse than to {guess}: {metric} {scores[name][metric]:.4g} against "
+            f"{scores[guess][metric]:.4g} on the test data. Are these its weights, its columns, and the scales of "
+            "inputs and targets that it was trained with?",
+            stacklevel=2,
+        )

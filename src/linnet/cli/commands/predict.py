@@ -89,7 +89,7 @@ def predict(estimator: Any, data: Examples, *, classes: Sequence[Any], targets: 
         classes: Label of each class; none for regression.
         targets: Names of the numbers that are predicted.
     """
-    columns = {"example": np.array(data.names) if data.names else np.arange(data.n)}
+    columns = {"example": np.array(data.names) if data.names else np.arange(data.n)} | _list_targets(data, targets)
     if classes:
         return _predict_classes(estimator, data, list(classes), columns)
     mean, std = (to_array(part) for part in estimator.predict(data.X, return_std=True))
@@ -100,6 +100,16 @@ def predict(estimator: Any, data: Examples, *, classes: Sequence[Any], targets: 
         named = {"mean": m, "std": s, "std_observed": t, "low95": m - Z95 * t, "high95": m + Z95 * t}
         columns |= {f"{key}_{name}" if several else key: value for key, value in named.items()}
     return Predictions(columns, mean=mean, std=total)
+
+
+def _list_targets(data: Examples, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The columns of the targets in the file, if there are any."""
+    if data.y is None:
+        return {}
+    y = data.y.reshape(data.n, -1)
+    if y.shape[1] == 1:
+        return {"target": y[:, 0]}
+    return {f"target_{name}": y[:, j] for j, name in enumerate(names)} if y.shape[1] == len(names) else {}
 
 
 def _predict_classes(estimator: Any, data: Examples, classes: list[Any], columns: dict[str, np.ndarray]) -> Predictions:

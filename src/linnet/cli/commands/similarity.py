@@ -25,7 +25,8 @@ def run(given: Mapping[str, Any]) -> None:
     with terminal.join_processes(device), publishing.publish_file(out, force=given["force"]):
         printer = Printer()
         with printer.step("Read"):
-            networks = [model_source.load_network(spec, path, seed=seed, device=device) for spec, path in pairs]
+            how: Any = {"seed": seed, "device": device, "random_weights": given["random_weights"]}
+            networks = [model_source.load_network(spec, path, **how) for spec, path in pairs]
             data, _ = read_for_network(given["data"], reading, networks[0], labeled=False)
             printer.say(f"{given['data']}: {data.what}")
         names = [f"{i + 1}: {spec}{'' if path is None else f' {path.name}'}" for i, (spec, path) in enumerate(pairs)]

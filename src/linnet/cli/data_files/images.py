@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet._common import listing
+from linnet._common import listing, needs_extra
 from linnet.cli.terminal import UsageError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -39,6 +39,8 @@ def read_images(folder: Path, *, size: tuple[int, int] | None, channels: int = 3
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
     if not paths:
         raise UsageError(f"{folder} and its folders have no images ({', '.join(ENDINGS)}).")
+    with needs_extra("images", "A folder of images"):
+        import PIL  # noqa: F401
     arrays, inside = [], []
     skipped: list[str] = []
     large: list[str] = []

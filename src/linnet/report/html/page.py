@@ -84,11 +84,12 @@ def _make_tiles(report: Report) -> Markup | None:
     found: list[Markup] = []
     if report.scores and not isinstance(report.scores, Missing):
         methods, numbers = list(report.scores), isinstance(report.outcome, Numbers)
-        first, last = report.scores[methods[0]], report.scores[methods[-1]]
+        old, last = methods[max(0, len(methods) - 2)], report.scores[methods[-1]]
+        first = report.scores[old]
         for name in ("rmse", "coverage", "nll") if numbers else ("accuracy", "nll", "ece"):
             if name in last:
                 told = explain(name, regression=numbers)
-                before = f"{methods[0]}: {told.format(first[name])}" if len(methods) > 1 and name in first else ""
+                before = f"{old}: {told.format(first[name])}" if len(methods) > 1 and name in first else ""
                 found.append(_make_tile(told.title, told.format(last[name]), before or told.short or told.words))
     facts, room = list(report.facts.items()), 4 - len(found)
     for i, (title, value) in enumerate(facts[:room]):
