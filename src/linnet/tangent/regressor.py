@@ -105,7 +105,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         variance: How error bars are made: "exact", or "samples" (from posterior samples that are drawn once: any number
             of outputs costs ``samples`` products with the Jacobian). "auto" takes samples for more than 16 outputs for
             each sample, and where the solver is an iterative one, which knows samples alone.
-        weights: Weights of the networks of an ensemble: "uniform" (which measures best), "evidence" (in proportion to
+        weights: Weights of the networks of an ensemble: "uniform", "evidence" (in proportion to
             the evidence of each), or a number for each network.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
