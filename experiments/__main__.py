@@ -17,7 +17,7 @@ from experiments import common
 from experiments.common import plots
 
 PAPERS = {
-    "maddox2021": "figure2 figure3 figure4 figure5 malaria olivetti sinusoids uci",
+    "maddox2021": "figure2 figure3 figure4 figure5 malaria olivetti sinusoids uci ensembles",
     "zhang2022": "wrn embedding_time encoders nfk_probe nfk_distill inversion spectra",
     "mu2020": "table1_mu sst2 transfer",
     "allingham2023": "evidence laplace_uci laplace_digits laplace_cifar snelson not_linearized joint",

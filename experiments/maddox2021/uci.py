@@ -56,8 +56,10 @@ class Split:
     unit: Tensor  # the targets' standard deviations (s,)
 
 
-def load(folder: Path, name: str, splits: int, *, largest: int | None = None, device: str = "cpu") -> Split:
-    """The first splits of a set, standardized by their training parts.
+def load(
+    folder: Path, name: str, splits: int, *, largest: int | None = None, device: str = "cpu", first: int = 0
+) -> Split:
+    """Some splits of a set, standardized by their training parts.
 
     Args:
         folder: Data folder, with uci/NAME.csv and uci/splits.npz.
@@ -65,14 +67,15 @@ def load(folder: Path, name: str, splits: int, *, largest: int | None = None, de
         splits: How many.
         largest: At most so many training examples, the first of each split in a random order.
         device: Where the tensors go.
+        first: The first of the splits.
     """
     data = np.loadtxt(common.data_file(folder, f"uci/{name}.csv"), delimiter=",", skiprows=1)
     packed = np.load(common.data_file(folder, "uci/splits.npz"))[name]
     test = np.unpackbits(packed, axis=1)[:, : len(data)].astype(bool)
-    if splits > len(test):
-        raise ValueError(f"{name} has {len(test)} splits; {splits} were asked for. Give a smaller --splits.")
+    if first + splits > len(test):
+        raise ValueError(f"{name} has {len(test)} splits; {first + splits} were asked for. Give a smaller --splits.")
     rows: list[tuple[Tensor, ...]] = []
-    for s in range(splits):
+    for s in range(first, first + splits):
         order = np.random.default_rng(s).permutation(np.flatnonzero(~test[s]))[:largest]
         train, held = (torch.tensor(part, dtype=torch.float64, device=device) for part in (data[order], data[test[s]]))
         mean, std = train.mean(0), train.std(0, correction=0)

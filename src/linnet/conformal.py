@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from linnet._common import files, messages
-from linnet._estimator import convert_like
+from linnet._estimator import convert_like, members_of
 from linnet._estimator import files as saved
 from linnet.laplace import Laplace
 from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, KnownNoise, Ordinal
@@ -73,7 +73,7 @@ class Conformal:
                 "Conformal takes a fitted TangentRegressor, TangentClassifier, TangentGLM or Laplace; got "
                 f"{type(estimator).__name__}."
             )
-        if not hasattr(estimator, "posterior_"):
+        if not hasattr(estimator, "posterior_") and not hasattr(estimator, "members_"):
             raise ValueError(f"The {type(estimator).__name__} is not fitted yet: call its fit first.")
         messages.check_seed(seed)
         self.estimator, self.seed = estimator, seed
@@ -229,7 +229,7 @@ class Conformal:
             )
         if meta["classes"] is not None and found._labels is None:
             found._labels = np.arange(meta["classes"])
-        found.scores_ = tensors["scores"].to(estimator.lin_.device)
+        found.scores_ = tensors["scores"].to(members_of(estimator)[0].lin_.device)
         return found
 
 
@@ -261,5 +261,8 @@ def sum_more_probable(p: Tensor, share: Tensor) -> Tensor:
 
 def _fingerprint(estimator: Any) -> str:
     """What tells one fit from another."""
-    parts = saved.posterior_tensors(estimator.posterior_) | {"prior": estimator.prior_variance_}
-    return f"{saved.base_of(estimator)} {files.fingerprint(parts)}"
+    found = []
+    for member in members_of(estimator):
+        parts = saved.posterior_tensors(member.posterior_) | {"prior": member.prior_variance_}
+        found.append(f"{saved.base_of(member)} {files.fingerprint(parts)}")
+    return " ".join(found)

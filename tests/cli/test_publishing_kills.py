@@ -43,7 +43,7 @@ def publish(out: Path, stamp: int) -> None:
         if stamp % 2:
             write_csv(folder / "predictions.csv", {"stamp": [stamp] * 50})
         run_folder.write_json(folder / "metrics.json", {"stamp": stamp})
-        run_folder.save(folder, run_folder.make_run("adapt", "adapter.safetensors", "a:b", None, Reading(), seed=stamp))
+        run_folder.save(folder, run_folder.make_run("adapt", "adapter.safetensors", "a:b", [], Reading(), seed=stamp))
 
 
 def accepted(out: Path) -> tuple[int, bool] | None:

@@ -38,6 +38,12 @@ def check_seed(seed: object) -> None:
         raise ValueError(f"seed must be a whole number, from -2**63 to 2**64 - 1; got {seed!r}.{hint}")
 
 
+def check_samples(k: object) -> None:
+    """``k`` is a number of samples to draw."""
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+
+
 def check_writable(path: str | os.PathLike[str], name: str) -> None:
     """A file can be written at ``path``; ``name`` is the argument that names it."""
     place = Path(path)

@@ -3,6 +3,7 @@
 from linnet._estimator import behavior, files
 from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.dtypes import Dtypes, can_copy, make_jacobian, parse_dtype
+from linnet._estimator.ensembles import EnsembleMixin, by_members, is_ensemble, members_of
 from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
@@ -20,15 +21,19 @@ from linnet._estimator.inputs import (
 )
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
+from linnet._estimator.source_data import WithSource
 
 __all__ = [
     "Counted",
     "Dtypes",
+    "EnsembleMixin",
     "ErrorBarsMixin",
     "HubMixin",
     "Linearity",
+    "WithSource",
     "as_targets",
     "behavior",
+    "by_members",
     "can_copy",
     "check_has_exact",
     "check_inputs",
@@ -40,11 +45,13 @@ __all__ = [
     "files",
     "find_labeled",
     "has_targets_in_memory",
+    "is_ensemble",
     "leave_out_ignored",
     "leave_out_weightless",
     "list_options",
     "load",
     "make_jacobian",
+    "members_of",
     "parse_dtype",
     "shuffle",
 ]

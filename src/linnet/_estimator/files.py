@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,29 @@ READERS = {
     "tangent estimator": "linnet.tangent.files",
     "fisher embedding": "linnet.fisher.embedding",
     "laplace approximation": "linnet.laplace.files",
+    "ensemble": "linnet._estimator.ensembles",
 }
 """Kind of a file to the module whose ``read(path, tensors, meta, model, output=..., score=..., likelihood=...)`` gives
 the estimator; the module is imported when such a file is read."""
 
+KINDS = {
+    "TangentRegressor": "tangent estimator",
+    "TangentClassifier": "tangent estimator",
+    "Laplace": "laplace approximation",
+}
+"""Estimators that may be members of an ensemble, and the kinds of their files."""
+
+
+def pack(estimator: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the JSON of an estimator's file."""
+    found: tuple[dict[str, Tensor], dict[str, Any]]
+    found = import_module(READERS[KINDS[type(estimator).__name__]]).pack(estimator)
+    return found
+
 
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module | None = None,
+    model: nn.Module | Sequence[nn.Module] | None = None,
     *,
     output: Any = None,
     score: Any = None,
@@ -40,7 +55,8 @@ def load(
 
     Args:
         path: The file that ``save`` wrote.
-        model: The network, with the weights it had then; on any device. None for an estimator without one.
+        model: The network, with the weights it had then; on any device. None for an estimator without one. For an
+            ensemble the list of its networks, in their order.
         output: As when it was fitted, if there was one: functions are not saved.
         score: The same for an embedding whose score holds a function.
         likelihood: The class of a likelihood of your own, or such a likelihood, where it was fitted with one: a file
@@ -83,6 +99,8 @@ def base_of(estimator: Any) -> str:
 
 def check_base(path: str | os.PathLike[str], base: str | None, model: nn.Module | None) -> None:
     """Raise unless the network has the weights that the file was made with; ``base`` is their checksum."""
+    if isinstance(model, list | tuple):
+        raise ValueError(f"{path} was fitted with one network, and load takes that one; got a list of {len(model)}.")
     if (base is None) != (model is None):
         what = "no network of its own, so load takes none" if model is not None else "a network: pass it as model="
         raise ValueError(f"{path} was fitted with {what}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from linnet._common import __version__, files, listing
 from linnet._estimator import files as saved
+from linnet._estimator.ensembles import is_ensemble, members_of
 from linnet.network import check_whole
 
 FILE = "linnet.safetensors"
@@ -78,7 +79,7 @@ class HubMixin:
     def from_pretrained(
         cls,
         name: str | os.PathLike[str],
-        model: nn.Module | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
         *,
         output: Any = None,
         score: Any = None,
@@ -90,7 +91,7 @@ class HubMixin:
         Args:
             name: The folder, or the repository's name on the hub.
             model: The network of the fit. Where the folder holds its weights too, any network of the same
-                architecture: the weights are put into a copy of it.
+                architecture: the weights are put into a copy of it. The list of networks of an ensemble.
             output: As for `linnet.load`.
             score: As for `linnet.load`.
             likelihood: As for `linnet.load`.
@@ -130,6 +131,11 @@ class Package:
                 raise ValueError(f"metrics are finite numbers by name; {name!r} is {value!r}.")
         if self.with_network and getattr(self.estimator, "model", None) is None:
             raise ValueError("with_network=True, and this estimator has no network of its own: its file holds it all.")
+        if self.with_network and is_ensemble(self.estimator):
+            raise ValueError(
+                "with_network=True keeps the weights of one network, and an ensemble has several. Save the state dict "
+                "of each network yourself, and leave with_network out."
+            )
         if self.base_model is None:
             self.base_model = known_name(self.estimator.model)
 
@@ -152,15 +158,18 @@ class Package:
         }
 
     def _checksum(self) -> str | None:
-        return None if self.estimator.model is None else saved.base_of(self.estimator)
+        """The checksum of the network's weights; of an ensemble those of all networks, with commas."""
+        if self.estimator.model is None:
+            return None
+        return ", ".join(saved.base_of(member) for member in members_of(self.estimator))
 
     def text(self, repo_id: str | None) -> str:
         """The text of the model card: the network, the measured quality, how to load the estimator."""
         estimator = self.estimator
         name, model = type(estimator).__name__, estimator.model
-        what = "an untrained network of its own" if model is None else f"a {type(model).__name__}"
+        what = "an untrained network of its own" if model is None else _name(model)
         base = f" ([{self.base_model}](https://huggingface.co/{self.base_model}))" if self.base_model else ""
-        rows = [("parameters", f"{estimator.lin_.p:,}")]
+        rows = [("parameters", f"{members_of(estimator)[0].lin_.p:,}")]
         if model is not None:
             rows.append(("SHA-256 of the network's weights", f"`{self._checksum()}`"))
         if getattr(estimator, "classes_", None) is not None:
@@ -180,7 +189,7 @@ class Package:
         lines = ["import linnet", ""]
         if estimator.model is not None:
             weights = "any weights; its own are here too" if self.with_network else "with the weights above"
-            kind = type(estimator.model).__name__
+            kind = _name(estimator.model).removeprefix("a ")
             lines.append(f"model = ...  # the {kind}{f' of {self.base_model}' if self.base_model else ''}, {weights}")
             call.append("model=model")
         functions = {"output": getattr(estimator, "output", None)}
@@ -191,6 +200,12 @@ class Package:
                 lines.append(f"{argument} = ...  # the function that it was fitted with")
                 call.append(f"{argument}={argument}")
         return [*lines, f"estimator = linnet.{', '.join(call)})"]
+
+
+def _name(model: Any) -> str:
+    """A network, or the list of networks of an ensemble, in words."""
+    several = isinstance(model, list | tuple)
+    return f"list of {len(model)} networks" if several else f"a {type(model).__name__}"
 
 
 @cache

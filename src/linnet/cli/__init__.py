@@ -56,6 +56,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "kernel": _option(str, "nfk (Fisher kernel) or ntk (tangent kernel).", "nfk"),
     "method": _option(str, "auto, krylov, power, nystrom or exact.", "auto"),
 }
+SEVERAL = _option(list[Path] | None, "State dict, as in embed; several make an ensemble of networks.", None)
 FILE = _option(Path | None, "File for the numbers.", None, "--out")
 FIT = "model train out weights random_weights test target task columns drop standardize params top"
 EMBED = "weights random_weights components score kernel target columns drop standardize params top"
@@ -127,6 +128,7 @@ def demo() -> None:
 @_command(
     "fit.adapt",
     f"{FIT} prior inference mean head features variance {INPUTS} force",
+    weights=SEVERAL,
     top=_option(str | None, "Instead of --params: number of blocks from the top, or evidence.", None),
     prior=(OPTIONS["prior"][0], "balanced"),
     inference=_option(str, "For classes: auto, vi, laplace or map.", "auto"),
@@ -144,6 +146,7 @@ def adapt() -> None:
 @_command(
     "fit.add_error_bars",
     f"{FIT} structure prior variance {INPUTS} force",
+    weights=SEVERAL,
     structure=_option(str, "auto, full, function, lowrank, kron, ekfac, diag, subnetwork or samples.", "auto"),
 )
 def uncertainty() -> None:
@@ -159,7 +162,7 @@ def uncertainty() -> None:
     run=_option(Path, "Folder that adapt, uncertainty or embed has written."),
     out=_option(Path, "File for the predictions: .csv, or .npz for an embedding."),
     model=_option(str | None, "The network, if it has moved.", None),
-    weights=_option(Path | None, "The weights, if they have moved.", None),
+    weights=_option(list[Path] | None, "The weights, if they have moved; of an ensemble all, in their order.", None),
     trust=_option(bool, "Import the code that the run names, although another user made the run.", False, "--trust"),
 )
 def predict() -> None:

@@ -9,7 +9,7 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +76,11 @@ def load_network(
         raise UsageError(
             f"The network of {spec} has weights without values ({error}). Give the weights with --weights."
         ) from error
+
+
+def load_networks(spec: str, weights: Sequence[Path], **given: Any) -> list[nn.Module]:
+    """One network for each file of weights, or the one network of the function; the rest is as for `load_network`."""
+    return [load_network(spec, path, **given) for path in weights or (None,)]
 
 
 def _refuse_random(spec: str, model: nn.Module, other: nn.Module) -> None:

@@ -41,7 +41,7 @@ class FitOptions:
     """Options of `linnet adapt` and `linnet uncertainty`."""
 
     model: str  # the value of --model
-    weights: Path | None  # a file with weights, or None
+    weights: tuple[Path, ...]  # files with weights: none, one, or one for each network of an ensemble
     train: Path  # training data
     test: Path | None  # test data, or None
     out: Path  # folder for the results
@@ -76,6 +76,7 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
     return FitOptions(
         **same
         | {
+            "weights": tuple(options["weights"] or ()),
             "reading": parse_reading(options),
             "parameters": parse_parameters(options, evidence="inference" in options),
             "prior": parse_prior(options["prior"]),

@@ -39,7 +39,7 @@ class Run:
     command: str  # "adapt", "uncertainty" or "embed"
     file: str  # name of the saved estimator in the folder
     model: str  # the value of --model, with the absolute path of a file or a folder
-    weights: str | None  # the absolute path of --weights, or None
+    weights: str | Sequence[str] | None  # the absolute path of --weights; those of an ensemble; or None
     seed: int  # seed with which the network was built
     reading: Reading  # how data are read
     task: str = ""  # "classification", "regression" or ""
@@ -57,13 +57,14 @@ class Run:
 
 
 def make_run(
-    command: str, file: str, model: str, weights: Path | None, reading: Reading, *, seed: int, **more: Any
+    command: str, file: str, model: str, weights: Sequence[Path], reading: Reading, *, seed: int, **more: Any
 ) -> Run:
     """Describe a run of this process, with absolute paths. The arguments are attributes of `Run`."""
     if reading.tokenizer is not None:
         reading = replace(reading, tokenizer=model_source.locate(f"hf:{reading.tokenizer}").removeprefix("hf:"))
-    path = None if weights is None else str(weights.resolve())
-    return Run(command, file, model_source.locate(model), path, seed, reading, home=os.getcwd(), **more)
+    paths = [str(path.resolve()) for path in weights]
+    found = paths if len(paths) > 1 else paths[0] if paths else None
+    return Run(command, file, model_source.locate(model), found, seed, reading, home=os.getcwd(), **more)
 
 
 # Writing.
@@ -149,12 +150,19 @@ def check_unchanged(folder: Path, run: Run) -> None:
 
 
 def load_network(
-    folder: Path, run: Run, data: Examples, *, model: str | None, weights: Path | None, device: torch.device
-) -> nn.Module:
-    """Make the network of a run, with its head. ``model`` and ``weights`` say where they are now."""
-    path = weights if weights is not None else None if run.weights is None else Path(run.weights)
+    folder: Path, run: Run, data: Examples, *, model: str | None, weights: Sequence[Path], device: torch.device
+) -> nn.Module | list[nn.Module]:
+    """Make the network of a run, with its head, or the networks of an ensemble.
+
+    ``model`` and ``weights`` say where they are now.
+    """
+    known = [run.weights] if isinstance(run.weights, str) else run.weights or []
+    paths = list(weights) or [Path(path) for path in known]
     home = run.home if model is None else None
-    base = model_source.load_network(model or run.model, path, seed=run.seed, device=device, home=home)
+    networks = model_source.load_networks(model or run.model, paths, seed=run.seed, device=device, home=home)
+    if len(networks) > 1:
+        return networks
+    (base,) = networks
     if not run.new_head:
         return base
     tensors, meta = files.load(folder / HEAD, kind="head")
@@ -165,7 +173,7 @@ def load_network(
         return put_head(base, few, readout, features=run.features)
 
 
-def load_estimator(folder: Path, run: Run, model: nn.Module) -> Any:
+def load_estimator(folder: Path, run: Run, model: nn.Module | list[nn.Module]) -> Any:
     """The saved estimator with its network. This is the last file of a run that is read."""
     with blame_input():
         found = linnet.load(folder / run.file, model)

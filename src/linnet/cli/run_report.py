@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import linnet
+from linnet._estimator import members_of
 from linnet.cli import run_folder
 from linnet.cli.data_files import Examples, Reading
 from linnet.cli.options import FitOptions
@@ -113,7 +114,7 @@ def _write_title(command: str, data: FitData) -> str:
 
 
 def _write_lede(command: str, estimator: Any, options: FitOptions, data: FitData) -> str:
-    total, p = sum(p.numel() for p in data.model.parameters()), estimator.lin_.p
+    total, p = sum(p.numel() for p in data.model.parameters()), members_of(estimator)[0].lin_.p
     which = f"all {total:,} parameters" if p == total else f"{p:,} parameters"
     did = (
         f"gave {options.model} error bars over {which}, from its training data {options.train}: {data.train.what}"
@@ -126,6 +127,7 @@ def _write_lede(command: str, estimator: Any, options: FitOptions, data: FitData
 
 
 def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str]:
+    noise, found = getattr(found, "noise_", None), members_of(found)[0]
     facts = {"training examples": f"{data.train.n:,}", "parameters": f"{found.lin_.p:,}", "prior": str(options.prior)}
     if isinstance(found, linnet.Laplace):
         facts |= {"structure": found.structure_, "effective parameters": number(found.effective_dimension_)}
@@ -133,7 +135,6 @@ def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str
         facts |= {"mean function": found.mean, "solver": found.solver_}
         if isinstance(found, linnet.TangentClassifier):
             facts["inference"] = found.inference
-    noise = getattr(found, "noise_", None)
     if noise is not None:
         facts["noise, standard deviation"] = ", ".join(number(float(x) ** 0.5) for x in np.ravel(noise)[:8])
     return facts

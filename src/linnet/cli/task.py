@@ -38,13 +38,18 @@ class PredictionTask:
 
 @dataclass(frozen=True)
 class FitData:
-    """The network, the data in its precision, how they were read, and what is to be predicted."""
+    """The networks, the data in their precision, how they were read, and what is to be predicted."""
 
-    model: nn.Module
+    models: list[nn.Module]  # one, or those of an ensemble
     train: Examples
     test: Examples | None
     reading: Reading
     task: PredictionTask
+
+    @property
+    def model(self) -> nn.Module:
+        """The network; the first one of an ensemble."""
+        return self.models[0]
 
     @property
     def y(self) -> np.ndarray:
@@ -73,7 +78,8 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     """Make the network, read the data, and find out what is to be predicted."""
     reading, files = options.reading, (options.train, options.test)
     how: Any = {"seed": options.seed, "device": options.device, "random_weights": options.random_weights}
-    model = model_source.load_network(options.model, options.weights, **how)
+    models = model_source.load_networks(options.model, options.weights, **how)
+    model = models[0]
     train, settled = read_for_network(files[0], reading, model, labeled=True, standardize=options.standardize)
     printer.say(f"{files[0]}: {train.what}")
     test = None
@@ -89,7 +95,9 @@ def load(options: FitOptions, printer: Printer) -> FitData:
         elif test.y.dtype.kind not in "biuf" or test.y.shape[1:] != train.y.shape[1:]:
             raise UsageError(f"{files[1]}: the targets must be numbers of the same shape as in {files[0]}.")
     printer.say(task.kind if reading.task != "auto" else f"{task.kind}, because {task.why}; --task can say otherwise")
-    return FitData(model, train, test, settled, task)
+    if len(models) > 1:
+        printer.say(f"an ensemble of {len(models)} networks")
+    return FitData(models, train, test, settled, task)
 
 
 def guess_kind(y: np.ndarray, asked: str) -> tuple[str, str]:

@@ -219,6 +219,27 @@ class Subset(Source):
             start += len(chunk)
 
 
+class Joined(Source):
+    """The examples of several sources, one source after the other.
+
+    Args:
+        parts: The sources. They may be streams, and each is read in its own way.
+    """
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self.parts = tuple(parts)
+        self.n = sum(part.n for part in self.parts)
+        self.kind = " and ".join(part.kind for part in self.parts)
+
+    def _batches(self, size: int, start: int, stop: int) -> Iterator[Batch]:
+        before = 0
+        for part in self.parts:
+            first, last = max(start - before, 0), min(stop - before, part.n)
+            for batch in part.batches(size, first, last) if first < last else ():
+                yield replace(batch, start=batch.start + before, positions=None)
+            before += part.n
+
+
 class SingleBatch(Source):
     """One batch that was read already."""
 

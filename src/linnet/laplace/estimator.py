@@ -16,14 +16,16 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, messages, together
+from linnet._common import check_fits, check_samples, messages, together
 from linnet._estimator import (
     Counted,
     Dtypes,
+    EnsembleMixin,
     ErrorBarsMixin,
     HubMixin,
     Linearity,
     as_targets,
+    by_members,
     check_has_exact,
     check_inputs,
     check_variance,
@@ -144,7 +146,7 @@ LOOKED_AT = 200
 """Training examples on which the cost of error bars is measured."""
 
 
-class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
+class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     r"""Error bars for a trained network: the Gaussian posterior of its weights, linearized.
 
     .. math:: \theta \sim N(0, S), \qquad \theta \mid y \approx N(\theta_0, H^{-1}), \quad H = J^\top B J + S^{-1},
@@ -153,7 +155,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     The mean is the network itself. Give it the data that the network was trained on, in evaluation order.
 
     Args:
-        model: The trained network.
+        model: The trained network. A list of networks, or of checkpoints of one training run, makes an ensemble: the
+            mixture of as many approximations.
         likelihood: "classification" (softmax; one output is the logit of 1; targets (n, c) of zeros and ones are
             labels that are on or off apart from each other), "regression" (Gaussian noise), "heteroscedastic" (means,
             then as many log variances), "ordinal" (classes in an order, from one output), "poisson" and
@@ -186,6 +189,8 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             outputs are many, as for ``variance``, and the structure is "kron", "ekfac", "diag" or "subnetwork", which
             need one backward pass for each output; other structures need products alone.
         tolerance: Relative residual of the solve for "samples".
+        weights: Weights of the networks of an ensemble: "uniform", "evidence" (in proportion to the evidence of each),
+            or a number for each network.
         dtype: Dtype of the network, as for `TangentRegressor`. Curvatures, solves and predictions are in float64,
             unless a GPU is slow at float64.
         memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
@@ -207,6 +212,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         draws_: Labels drawn for each example for the Fisher information; None where it is exact.
         narrowed_: The factor by which the sum of the prior variances of largest evidence was made smaller; 1 for none.
+        members_: Of an ensemble, the fitted approximation of each network; ``weights_`` their weights.
 
     Example:
         >>> X = torch.linspace(-2, 2, 40)[:, None]
@@ -243,7 +249,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         likelihood: str | Likelihood = "classification",
         structure: StructureName = "auto",
         prior: PriorSpec = "shared",
@@ -258,6 +264,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         draws: int | str | None = "auto",
         ignore_index: int | None = -100,
         tolerance: float = 1e-2,
+        weights: str | Sequence[float] = "uniform",
         dtype: Any = "auto",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
@@ -268,11 +275,12 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.prior, self.params = prior, params
         self.output, self.noise, self.rank, self.size = output, noise, rank, size
         self.samples, self.variance, self.draws, self.ignore_index = samples, variance, draws, ignore_index
-        self.tolerance, self.dtype, self.memory = tolerance, dtype, memory
+        self.tolerance, self.weights, self.dtype, self.memory = tolerance, weights, dtype, memory
         self.batch_size, self.seed, self.progress = batch_size, seed, progress
 
     # Fitting.
 
+    @by_members
     @together
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Laplace:
         """The posterior given the training data: inputs and targets, or a Dataset or DataLoader that has both.
@@ -557,6 +565,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     # The evidence.
 
+    @by_members
     @together
     def log_evidence(self, at: At = "network", *, prior: PriorSpec | None = None, noise: float | None = None) -> float:
         r"""The log marginal likelihood of the training data, by Laplace's approximation.
@@ -590,6 +599,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
             scale = noise / float(self._noise_base)
         return self._evidence(at, given, log_det)(scales, scale).value
 
+    @by_members
     @together
     def tune(
         self,
@@ -899,6 +909,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
 
     # Predictions.
 
+    @by_members
     @together
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: Any = False) -> Any:
         """f at X, which is the network's own output (logits, for a classifier), with its error bars.
@@ -926,6 +937,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         variance = told.means(moments.spread)
         return convert_like(X, told.shaped(mean)), convert_like(X, told.shaped((variance + added).sqrt()))
 
+    @by_members
     @together
     def predict_proba(self, X: Any, link: str = "probit", *, draws: int = 1000) -> Any:
         """Class probabilities averaged over the posterior, (n, classes); of each label where labels are on or off.
@@ -945,6 +957,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         moments, told = self._moments(X, "variance" if link == "probit" else blocks)
         return convert_like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
 
+    @by_members
     @together
     def predict_mean(self, X: Any, return_std: bool = False, *, noise: bool = False) -> Any:
         """The mean of the targets at X, averaged over the posterior: of counts, times, or numbers.
@@ -967,6 +980,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         total = found.spread + found.noise() if noise else found.spread
         return mean, convert_like(X, told.shaped(total.sqrt()))
 
+    @by_members
     @together
     def sample(self, X: Any, k: int = 1, *, noise: Any = False, seed: int | None = None) -> Any:
         """k joint samples of f at X, (k, n) or (k, n, c): all inputs under the same weights.
@@ -1057,8 +1071,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
     def _new_inputs(self, X: Any, k: int) -> Jacobian:
         """The Jacobian of inputs at which k samples are asked for."""
         check_is_fitted(self)
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        check_samples(k)
         return self._jacobian(check_inputs(self, X, reset=False))
 
     def _jacobian(self, X: Any) -> Jacobian:
@@ -1066,6 +1079,7 @@ class Laplace(HubMixin, ErrorBarsMixin, BaseEstimator):
         self.lin_.check_ranks_agree(J._source)
         return J
 
+    @by_members
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
         check_is_fitted(self)

@@ -28,7 +28,12 @@ ESTIMATORS = ("Laplace",)
 
 
 def save(la: Laplace, path: str | os.PathLike[str]) -> None:
-    """Write a fitted approximation; a posterior in function space takes the training inputs along."""
+    """Write a fitted approximation to one file."""
+    saved.write(la.lin_, path, *pack(la), kind=KIND)
+
+
+def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the JSON of a file; a posterior in function space takes the training inputs along."""
     found = la.posterior_
     name = type(found).__name__
     tensors = saved.posterior_tensors(found)
@@ -83,7 +88,7 @@ def save(la: Laplace, path: str | os.PathLike[str]) -> None:
             "n_features_in": getattr(la, "n_features_in_", None),
         },
     }
-    saved.write(la.lin_, path, tensors | kept, meta, kind=KIND)
+    return tensors | kept, meta
 
 
 def read(

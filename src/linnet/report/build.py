@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linnet import metrics
 from linnet._common import find_versions
-from linnet._estimator import Linearity, as_targets
+from linnet._estimator import Linearity, as_targets, members_of
 from linnet.jacobian import Plan
 from linnet.laplace import Laplace
 from linnet.metrics import Z95
@@ -117,9 +117,11 @@ def write(
     if (X is None) != (y is None):
         raise ValueError("Test data are inputs and targets: give both X and y, or neither.")
     outcome: Outcome = NO_TEST if X is None else predict_outcome(estimator, X, y, names)
-    kind, lin = type(estimator).__name__, estimator.lin_
+    members = members_of(estimator)
+    kind, lin = type(estimator).__name__, members[0].lin_
     n = "" if X is None else f" The model was tested on {len(_keep_labels(y)):,} examples."
-    lede = f"{kind} around a network, with {lin.p:,} parameters, on {lin.device} in {lin.dtype}.{n}"
+    around = "a network" if len(members) == 1 else f"{len(members)} networks"
+    lede = f"{kind} around {around}, with {lin.p:,} parameters, on {lin.device} in {lin.dtype}.{n}"
     about = About(
         kind,
         title or ("Error bars for a network" if isinstance(estimator, Laplace) else "An adapted network"),
@@ -160,20 +162,23 @@ def assemble(
     at, what = (X, "test example") if X is not None else (None if train is None else train[0], "training example")
     labels = [] if train is None else _name_targets(estimator, train[1], outcome)
     inputs = about.train if X is None else about.test
+    first, facts = members_of(estimator)[0], dict(about.facts)
+    if first is not estimator:
+        facts |= _list_members(estimator)
     return Report(
         about.kind,
         about.title,
         about.lede,
         outcome if isinstance(outcome, Missing) else scores or score_outcome(outcome),
         outcome,
-        NO_TRAIN if at is None else compare_models(estimator, at, outcome if X is not None else None, what=what),
+        NO_TRAIN if at is None else compare_models(first, at, outcome if X is not None else None, what=what),
         outcome if isinstance(outcome, Missing) else group_by_confidence(outcome, inputs),
-        NO_TRAIN if train is None else find_influential(estimator, at, train, about.train, labels, what=what),
-        NO_TRAIN if train is None else find_eigenvalues(estimator, train),
+        NO_TRAIN if train is None else find_influential(first, at, train, about.train, labels, what=what),
+        NO_TRAIN if train is None else find_eigenvalues(first, train),
         _find_relevance(estimator),
         find_evidence(estimator),
-        plan or (NO_TRAIN if train is None else estimator._jacobian(train[0]).plan),
-        about.facts,
+        plan or (NO_TRAIN if train is None else first._jacobian(train[0]).plan),
+        facts,
         about.record,
         notes=about.notes,
     )
@@ -193,7 +198,7 @@ def attempt(make: Callable[[], T]) -> T | Missing:
 def predict_outcome(estimator: Any, X: Any, y: Any, names: Sequence[str] = ()) -> Outcome:
     """Predictions for test data, beside the predictions of the network alone."""
     trained = getattr(estimator, "model", None) is not None
-    f = estimator._jacobian(X).outputs() if trained else None
+    f = compute_outputs(estimator, X) if trained else None
     likelihood = getattr(estimator, "likelihood_", None)
     if likelihood is not None and not isinstance(
         likelihood, Bernoulli | Categorical | Gaussian | Heteroscedastic | Sites
@@ -217,6 +222,14 @@ def predict_outcome(estimator: Any, X: Any, y: Any, names: Sequence[str] = ()) -
         raise ValueError(f"The test data have labels that the estimator does not know: {', '.join(unknown[:6])}.")
     labels = np.array([known[label] for label in found.tolist()])
     return make_classes(p, labels, list(names) or [str(label) for label in known], f)
+
+
+def compute_outputs(estimator: Any, X: Any) -> Tensor:
+    """The outputs of the network alone at X, (n, c); of several networks those of their mean or mean probabilities."""
+    found = torch.stack([member._jacobian(X).outputs() for member in members_of(estimator)])
+    if len(found) == 1 or not isinstance(getattr(estimator, "likelihood_", None), Bernoulli | Categorical):
+        return found.mean(0)
+    return found.sigmoid().mean(0).logit() if found.shape[2] == 1 else found.softmax(2).mean(0).log()
 
 
 def _find_classes(estimator: Any, count: int) -> dict[Any, int]:
@@ -244,7 +257,7 @@ def _leave_one_out(estimator: Any, train: tuple[Any, Any] | None, names: Sequenc
     found = attempt(lambda: estimator.loo_)
     if isinstance(found, Missing):
         return None
-    f = None if estimator.model is None else estimator._jacobian(train[0]).outputs()
+    f = None if estimator.model is None else compute_outputs(estimator, train[0])
     told = make_numbers(to_array(found.mean), to_array(found.std), to_array(train[1]), names, f)
     return replace(told, what="left-out training example")
 
@@ -524,11 +537,29 @@ def _find_relevance(estimator: Any) -> dict[str, float] | Missing:
     """The share of each layer in the adaptation."""
     if isinstance(estimator, Laplace):
         return Missing("Error bars do not change the network, so no layer adapts.")
-    return dict(estimator.layer_relevance_)
+    members = members_of(estimator)
+    shares = [dict(member.layer_relevance_) for member in members]
+    return {layer: sum(share.get(layer, 0.0) for share in shares) / len(members) for layer in shares[0]}
+
+
+def _list_members(estimator: Any) -> dict[str, str]:
+    """Facts about the networks of an ensemble."""
+    members, weights = estimator.members_, estimator.weights_
+    found = [find_evidence(member).value for member in members]
+    return {
+        "networks": f"{len(members)}",
+        "weights of the networks": ", ".join(number(float(w)) for w in weights),
+        "log evidence of each": ", ".join("unknown" if value is None else number(value) for value in found),
+        "linear model, influence, directions": "of the first network",
+    }
 
 
 def find_evidence(estimator: Any) -> Evidence:
-    """How the prior was chosen."""
+    """How the prior was chosen; of several networks their evidence together and the scales of each."""
+    members = members_of(estimator)
+    if members[0] is not estimator:
+        named = {f"network {i + 1}, {name}": v for i, m in enumerate(members) for name, v in m.scales_.items()}
+        return Evidence([], estimator.log_evidence_, scales={name: float(value) for name, value in named.items()})
     scales = {name: float(value) for name, value in estimator.scales_.items()}
     if isinstance(estimator, Laplace):
         value = attempt(lambda: float(estimator.log_evidence()))

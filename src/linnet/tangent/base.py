@@ -12,7 +12,16 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common import check_fits, forward_mode, together
-from linnet._estimator import Dtypes, ErrorBarsMixin, Linearity, check_inputs, make_jacobian, parse_dtype
+from linnet._estimator import (
+    Dtypes,
+    EnsembleMixin,
+    ErrorBarsMixin,
+    Linearity,
+    by_members,
+    check_inputs,
+    make_jacobian,
+    parse_dtype,
+)
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
@@ -23,7 +32,7 @@ from linnet.tangent import files
 Mean = Literal["network", "zero"]
 
 
-class Tangent(ErrorBarsMixin, BaseEstimator):
+class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     """Base of `TangentRegressor` and `TangentClassifier`; the settings are theirs.
 
     Attributes after fitting:
@@ -32,7 +41,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         prior_variance_: (p,).
     """
 
-    model: nn.Module | None
+    model: Any
     params: Any
     top: int | str | None
     output: Any
@@ -64,11 +73,12 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     _probe: Batch | None = None
     _chosen: list[str] | None = None
     _level: Tensor | None = None
+    _source: range | None = None
 
     _SHARED: ClassVar[tuple[str, ...]] = (
         *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
-        *("scales_", "_level"),  # of the prior and the mean function
+        *("scales_", "_level", "_source"),  # of the prior and the mean function
     )
     """Attributes that an estimator has in common with one that it makes for other data."""
 
@@ -106,16 +116,17 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         if self.top != "evidence" and not known:
             raise ValueError(f"top must be a number of blocks or 'evidence'; got {self.top!r}.")
 
-    def _fit_by_evidence(self, X: Any, y: Any, sample_weight: Any) -> None:
+    def _fit_by_evidence(self, X: Any, y: Any, sample_weight: Any, source: Any = None) -> None:
         """One block more at a time, from the top, while the evidence rises; then as fitted with the best number."""
         self._check_top()
         assert self.model is not None
         path: dict[int, float] = {}
         best: Tangent | None = None
+        more = {} if source is None else {"source": source}
         given = self.get_params(deep=False)
         for k in range(1, len(block_names(self.model)) + 1):
             changed = {"inference": "laplace"} if "inference" in given else {}  # which has an evidence
-            trial = type(self)(**given | changed | {"top": k}).fit(X, y, sample_weight=sample_weight)
+            trial = type(self)(**given | changed | {"top": k}).fit(X, y, sample_weight, **more)
             assert trial.log_evidence_ is not None
             path[k] = trial.log_evidence_
             if best is not None and path[k] <= path[best.top_ or 0]:
@@ -124,7 +135,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
         if best is None:
             raise ValueError("The model has no blocks below its head; choose parameters by name with params=.")
         if getattr(self, "inference", "laplace") != "laplace":
-            best = type(self)(**given | {"top": best.top_}).fit(X, y, sample_weight=sample_weight)
+            best = type(self)(**given | {"top": best.top_}).fit(X, y, sample_weight, **more)
         self.__dict__.update(best.__dict__ | given | {"top_path_": path})
 
     def _without_data(self) -> Self:
@@ -205,7 +216,8 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
     def _mean(self) -> str:
         if self.mean not in ("network", "zero"):
             raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
-        return "zero" if self.model is None else self.mean
+        # The network has fitted its source data, and its residuals there say nothing.
+        return "zero" if self.model is None or self._source is not None else self.mean
 
     def _settings(self, eps: float = 0.0, **given: Any) -> SolverSettings:
         """Of the solvers, for passes with a relative rounding of ``eps``; ``given`` instead of the estimator's own."""
@@ -225,6 +237,7 @@ class Tangent(ErrorBarsMixin, BaseEstimator):
 
     # Files.
 
+    @by_members
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
         check_is_fitted(self)

@@ -18,6 +18,7 @@ from linnet._common import together
 from linnet._estimator import (
     Counted,
     HubMixin,
+    by_members,
     check_variance,
     convert_like,
     default_network,
@@ -57,7 +58,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
     (``likelihood="ordinal"``).
 
     Args:
-        model: The trained network; None makes an untrained one for inputs (n, d).
+        model: The trained network; None makes an untrained one for inputs (n, d). A list of networks makes an ensemble,
+            as for `TangentRegressor`, which averages probabilities.
         params: Which parameters adapt; see `linnet.linearize`.
         top: Instead, how many blocks adapt, from the top, with all that comes after them; see
             `linnet.network.top_blocks`. "evidence" takes one block more while the evidence of the Laplace approximation
@@ -94,6 +96,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         rank: Number of examples that the preconditioner is made from, or "auto".
         samples: Posterior samples of the iterative solver and of error bars, and draws of Monte Carlo.
         variance: How error bars are made: "exact", "samples" or "auto", as for `TangentRegressor`.
+        weights: Weights of the networks of an ensemble: "uniform", "evidence" or a number for each, as for
+            `TangentRegressor`.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -115,6 +119,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         layer_relevance_: Each layer's share in the adaptation.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the logits' error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
+        members_: Of an ensemble, the fitted classifier of each network; ``weights_`` their weights.
 
     Example:
         >>> X = torch.linspace(-2, 2, 20)[:, None]
@@ -128,7 +133,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
         params: Params = None,
         inference: Inference = "vi",
         mean: Mean = "network",
@@ -152,6 +157,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         rank: int | str = "auto",
         samples: int = 64,
         variance: str = "auto",
+        weights: str | Sequence[float] = "uniform",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
         seed: int = 0,
@@ -168,10 +174,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         )
         self.output, self.dtype, self.tolerance, self.iterations = output, dtype, tolerance, iterations
         self.preconditioner, self.rank, self.samples, self.variance = preconditioner, rank, samples, variance
-        self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
+        self.weights, self.memory, self.batch_size = weights, memory, batch_size
+        self.seed, self.progress = seed, progress
 
+    @by_members
     @together
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentClassifier:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, *, source: Any = None) -> TangentClassifier:
         """Condition on labels y, (n,) of any kind, or (n, c) of zeros and ones; a Dataset may carry them.
 
         Args:
@@ -179,10 +187,12 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             y: Labels.
             sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
                 weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+            source: All data that the network was trained on, ``(X0, y0)`` or a Dataset of both, as for
+                `TangentRegressor`: their posterior is the prior of the new task, and the mean function is zero.
         """
         self.top_path_ = None
         if self.top == "evidence" and self.solver != "adam":
-            self._fit_by_evidence(X, y, sample_weight)
+            self._fit_by_evidence(X, y, sample_weight, source)
             return self
         check_prior(self.prior)
         check_variance(self.variance)
@@ -191,7 +201,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
-        self._fit_likelihood(inputs, y, sample_weight)
+        self._fit_likelihood(inputs, y, sample_weight, source)
         self._warn_of_nothing()
         return self
 
@@ -215,6 +225,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             stacklevel=4,
         )
 
+    @by_members
     @together
     def refit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentClassifier:
         """A classifier that has seen (X, y) alone, with the prior and the classes found here: task after task.
@@ -321,6 +332,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
 
     # Predictions.
 
+    @by_members
     @together
     def decision_function(self, X: Any) -> Any:
         """Logits of the averaged probabilities, (n,) for one output, else (n, c); `predict_logits` has their moments.
@@ -357,6 +369,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             else labels
         )
 
+    @by_members
     @together
     def predict_logits(self, X: Any, *, return_std: bool = False) -> tuple[Any, Any]:
         """Mean (n, c) of the logits of each input, and their covariance (n, c, c) or standard deviation (n, c).
@@ -369,6 +382,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         f, spread = self._predict(X, "variance" if return_std else "blocks")
         return convert_like(X, f), convert_like(X, spread.sqrt() if return_std else spread)
 
+    @by_members
     @together
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""
@@ -381,6 +395,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             return "none" if self.inference == "map" else "variance"
         return "factor" if self.variance_ == "samples" else "blocks"
 
+    @by_members
     def _probabilities(self, X: Any) -> Tensor:
         p = self._averaged(*self._predict(X, self._spread))
         return torch.cat([1 - p, p], 1) if p.shape[1] == 1 and not self.multilabel_ else p

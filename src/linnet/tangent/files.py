@@ -28,7 +28,12 @@ ESTIMATORS = {
 
 
 def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
-    """Write a fitted estimator to one file; the network itself is not part of it, only the checksum of its weights.
+    """Write a fitted estimator to one file."""
+    saved.write(estimator.lin_, path, *pack(estimator), kind=KIND)
+
+
+def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the JSON of a file; the network itself is not part of it, only the checksum of its weights.
 
     A posterior in function space needs the training inputs again when it is loaded, so they are written too; that takes
     inputs in memory (arrays, tensors, dicts), not a Dataset.
@@ -81,8 +86,7 @@ def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
         given = estimator.likelihood
         asked = given if isinstance(given, str) else None
         meta["likelihood"] = describe_likelihood(estimator.likelihood_) | {"given": asked}
-    tensors |= kept | {f"own.{key}": value for key, value in more.items()}
-    saved.write(estimator.lin_, path, tensors, meta, kind=KIND)
+    return tensors | kept | {f"own.{key}": value for key, value in more.items()}, meta
 
 
 def read(

@@ -11,6 +11,7 @@ from linnet._common import check_fits
 from linnet._estimator import (
     Counted,
     Dtypes,
+    WithSource,
     check_has_exact,
     draw_inputs,
     has_targets_in_memory,
@@ -83,11 +84,15 @@ class Generalized(Tangent):
         training = Training(self.epochs, self.minibatch, self.learning_rate)
         return InferenceOptions(self.inference, self.family, self._settings(eps, solver="auto")), training
 
-    def _fit_likelihood(self, inputs: Any, y: Any, sample_weight: Any) -> ModeFit:
+    def _fit_likelihood(self, inputs: Any, y: Any, sample_weight: Any, source: Any = None) -> ModeFit:
         """Find prior, posterior and open parameters of the likelihood."""
         forward = None if self.model is None else check_module(self.model).forward
         inputs, weight, kept = leave_out_weightless(inputs, sample_weight, forward)
         y = kept.take(y)
+        self._source = None
+        if source is not None:
+            both = WithSource.join(self, inputs, y, weight, source)
+            inputs, y, weight, self._source = both.inputs, both.y, both.weight, range(both.start, both.stop)
         model = self._network(inputs, y, weight)
         self._choose(model, inputs)
         J = self._attached_jacobian(model, inputs, self.dtype)
@@ -99,6 +104,11 @@ class Generalized(Tangent):
 
     def _refit_likelihood(self, inputs: Any, y: Any, sample_weight: Any) -> Any:
         """An estimator for other data, with the prior and the likelihood found here."""
+        if self._source is not None:
+            raise NotImplementedError(
+                "refit keeps the prior, and the prior of a fit with source= is the posterior of the source. Use "
+                "fit(X, y, source=...) for other data."
+            )
         other = self._without_data()
         inputs, weight, kept = leave_out_weightless(inputs, sample_weight, self.lin_.module.forward)
         other._condition(inputs, kept.take(y), Prior("given", self.prior_variance_), weight=weight)
@@ -195,10 +205,12 @@ class Generalized(Tangent):
     # Files.
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        meta = {"elbo": self.elbo_, "scale_examples": self.scale_examples_, "passes": self.passes_}
+        meta: dict[str, Any] = {"elbo": self.elbo_, "scale_examples": self.scale_examples_, "passes": self.passes_}
+        meta |= {} if self._source is None else {"source": [self._source.start, self._source.stop]}
         return meta, {} if self._weight is None else {"weight": self._weight}
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
         self.mode_, self._weight = None, tensors.get("weight")
+        self._source = range(*meta["source"]) if "source" in meta else None

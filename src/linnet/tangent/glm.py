@@ -8,7 +8,7 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import together
+from linnet._common import check_samples, together
 from linnet._estimator import HubMixin, check_variance, convert_like
 from linnet.inference import Inference
 from linnet.jacobian import Jacobian
@@ -124,7 +124,7 @@ class TangentGLM(HubMixin, Generalized):
         self.memory, self.batch_size, self.seed, self.progress = memory, batch_size, seed, progress
 
     @together
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentGLM:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, *, source: Any = None) -> TangentGLM:
         """Condition on targets y, as the likelihood takes them; data that carries its targets (a Dataset) needs no y.
 
         Args:
@@ -132,17 +132,19 @@ class TangentGLM(HubMixin, Generalized):
             y: Targets.
             sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
                 weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+            source: All data that the network was trained on, ``(X0, y0)`` or a Dataset of both, as for
+                `TangentRegressor`: their posterior is the prior of the new task, and the mean function is zero.
         """
         self.top_path_ = None
         if self.top == "evidence" and self.solver != "adam":
-            self._fit_by_evidence(X, y, sample_weight)
+            self._fit_by_evidence(X, y, sample_weight, source)
             return self
         check_prior(self.prior)
         check_variance(self.variance)
         self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
-        self._fit_likelihood(inputs, y, sample_weight)
+        self._fit_likelihood(inputs, y, sample_weight, source)
         return self
 
     def _check_likelihood(self) -> None:
@@ -228,8 +230,7 @@ class TangentGLM(HubMixin, Generalized):
         Times that are drawn have two columns, (k, n, 2), as `fit` takes them, and are seen to their end.
         """
         check_is_fitted(self)
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        check_samples(k)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         f = self._sample(X, k, generator)
         if noise:

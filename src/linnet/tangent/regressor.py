@@ -14,12 +14,14 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import together
+from linnet._common import check_samples, together
 from linnet._estimator import (
     Counted,
     Dtypes,
     HubMixin,
+    WithSource,
     as_targets,
+    by_members,
     can_copy,
     check_has_exact,
     check_variance,
@@ -72,7 +74,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     residuals are over-fitted: use `linnet.Laplace` there.
 
     Args:
-        model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant.
+        model: The trained network; None makes an untrained one for inputs (n, d), whose mean function is constant. A
+            list of networks, or of checkpoints of one training run, makes an ensemble: the mixture of as many
+            regressors, with the mean, the variance and the samples of all of them.
         params: Which parameters adapt; see `linnet.linearize`.
         top: Instead, how many blocks adapt, from the top, with all that comes after them; see
             `linnet.network.top_blocks`. "evidence" takes one block more while the evidence rises.
@@ -101,6 +105,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         variance: How error bars are made: "exact", or "samples" (from posterior samples that are drawn once: any number
             of outputs costs ``samples`` products with the Jacobian). "auto" takes samples for more than 16 outputs for
             each sample, and where the solver is an iterative one, which knows samples alone.
+        weights: Weights of the networks of an ensemble: "uniform", "evidence" (in proportion to
+            the evidence of each), or a number for each network.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of all random draws.
@@ -109,6 +115,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     Attributes:
         noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's; for
             a noise of each observation, what was given.
+        source_noise_: The same of the source data, where `fit` was given them.
         noise_floored_: Whether half the noise would have more evidence, so that ``noise_`` comes from ``noise_floor``
             rather than from the observations; for "per-output" one for each.
         scales_: Prior scales by name.
@@ -119,6 +126,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
         loo_: Closed-form leave-one-out predictions.
+        members_: Of an ensemble, the fitted regressor of each network; ``weights_`` their weights. ``log_evidence_`` is
+            that of the mixture.
 
     Example:
         >>> X = torch.linspace(-2, 2, 20)[:, None]
@@ -134,7 +143,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
         params: Params = None,
         mean: Mean = "network",
         prior: PriorSpec = "balanced",
@@ -151,6 +160,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         rank: int | str = "auto",
         samples: int = 64,
         variance: str = "auto",
+        weights: str | Sequence[float] = "uniform",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
         seed: int = 0,
@@ -160,12 +170,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.solver, self.noise_floor, self.output, self.dtype = solver, noise_floor, output, dtype
         self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
         self.rank, self.samples, self.variance, self.memory = rank, samples, variance, memory
-        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+        self.weights, self.batch_size, self.seed, self.progress = weights, batch_size, seed, progress
 
     # Fitting.
 
+    @by_members
     @together
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> TangentRegressor:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, *, source: Any = None) -> TangentRegressor:
         """Condition on targets y, (n,) or (n, c); data that carries its targets (a Dataset) needs no y.
 
         Args:
@@ -173,12 +184,17 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             y: Targets.
             sample_weight: How many times each example counts, (n,): it multiplies the log likelihood. An example of
                 weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
+            source: All data that the network was trained on, ``(X0, y0)`` or a Dataset of both. The posterior that
+                they give is the prior of the new task. The mean function is then zero, whatever ``mean`` says: what
+                the network knew comes from its data, and not from outputs that have fitted them. The evidence chooses
+                a noise of the source data of their own, ``source_noise_``; an iterative solver has one for both.
+                ``loo_`` and `influence` are about the examples of X.
         """
         self.top_path_ = None
         if self.top == "evidence":
-            self._fit_by_evidence(X, y, sample_weight)
+            self._fit_by_evidence(X, y, sample_weight, source)
         else:
-            self._fit_all([(X, y, sample_weight)])
+            self._fit_all([(X, y, sample_weight)], source=source)
         self.__dict__.pop("tasks_", None)
         return self
 
@@ -205,8 +221,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.tasks_ = self._fit_all([(X, y, w) for (X, y), w in zip(tasks, weights, strict=True)])
         return self
 
-    def _fit_all(self, data: list[tuple[Any, Any, Any]], dtype: Any = None) -> list[TangentRegressor]:
-        """The regressors of all tasks (X, y, weights); ``dtype`` in place of the setting."""
+    def _fit_all(
+        self, data: list[tuple[Any, Any, Any]], dtype: Any = None, source: Any = None
+    ) -> list[TangentRegressor]:
+        """The regressors of all tasks (X, y, weights); ``dtype`` in place of the setting; ``source`` is of one task."""
         check_prior(self.prior)
         check_variance(self.variance)
         settings = self._settings()
@@ -215,8 +233,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         forward = None if self.model is None else check_module(self.model).forward
         weighted = [leave_out_weightless(X, w, forward) for X, (*_, w) in zip(inputs, data, strict=True)]
         inputs, weights, kept = (list(column) for column in zip(*weighted, strict=True))
-        model = self._network(inputs[0], data[0][1], weights[0])
         ys = [counted.take(y) for (_, y, _), counted in zip(data, kept, strict=True)]
+        self._source = None
+        if source is not None:
+            both = WithSource.join(self, inputs[0], ys[0], weights[0], source)
+            inputs[0], ys[0], weights[0] = both.inputs, both.y, both.weight
+            self._source = range(both.start, both.stop)
+        model = self._network(inputs[0], data[0][1], weights[0])
         self._choose(model, inputs[0])
         first = self._attached_jacobian(model, inputs[0], self.dtype if dtype is None else dtype)
         lin = self.lin_
@@ -250,6 +273,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._level = _weighted_mean(targets, weights, jacobians[0].c) if self.model is None else None
         columns = zip(jacobians, targets, inputs, weights, known, strict=True)
         tasks = [self._task(J, y, X, w, v) for J, y, X, w, v in columns]
+        if self._source is not None and not solver.startswith("cg"):  # which knows one noise
+            tasks = [_tell_apart(tasks[0], self._source, jacobians[0].c)]
         if sum(len(task.r) for task in tasks) == 1 and self._noise_name is not None:
             raise ValueError(
                 "One observation cannot tell signal from noise (n_samples=1). Give noise= as a number, or more data."
@@ -261,7 +286,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         settings = self._settings(_rounding(jacobians[0], solver), solver=solver)
         fits = closed_form.condition(tasks, self.prior_, settings)
         if self._needs_float64(model, first, tasks, fits):
-            return self._fit_all(data, "float64")
+            return self._fit_all(data, "float64", source)
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
@@ -362,6 +387,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """
         shape = () if isinstance(self.noise, str) else tuple(torch.as_tensor(self.noise).shape)
         self._noise_each = len(shape) > 1 or (len(shape) == 1 and shape[0] not in (1, J.c))
+        if self._noise_each and self._source is not None:
+            raise ValueError(
+                "noise for each observation does not say what noise the source has. With source= give one number, or "
+                "one for each output, or let the evidence choose."
+            )
         return as_variances(counted.take(self.noise, "variances"), J.n, J.c) if self._noise_each else None
 
     def _known_variances(self, X: Any) -> Tensor:
@@ -381,10 +411,18 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._settle_variance(task.J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
-        self.noise_ = self.noise if self._noise_name is None else _single(fit.choice.noise)
-        self.noise_floored_ = _single(fit.choice.floored or (False,) * len(fit.choice.noise))
+        found = fit.choice.noise
+        own = self._count_noises(task.noise)
+        self.noise_ = self.noise if self._noise_name is None else _single(found[:own])
+        if self._source is not None:
+            self.source_noise_ = self.noise if self._noise_name is None else _single(found[own:] or found)
+        self.noise_floored_ = _single((fit.choice.floored or (False,) * len(found))[:own])
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
+
+    def _count_noises(self, noise: Noise) -> int:
+        """How many scales of the noise are not those of the source, which come after the others."""
+        return noise.count // 2 if self._source is not None and noise.count > 1 else noise.count
 
     def _with_task(self, task: Task, fit: Fit, inputs: list[Any]) -> TangentRegressor:
         other = self._without_data()
@@ -400,16 +438,22 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         meta, tensors = files.task_state(self._train, self._fit_)
         if self._level is not None:
             tensors["level"] = self._level
-        found = self.noise_.tolist() if isinstance(self.noise_, np.ndarray | Tensor) else self.noise_
-        return meta | {"one_column": self._one_column, "noise_": found, "noise_each": self._noise_each}, tensors
+        meta |= {"one_column": self._one_column, "noise_": _as_json(self.noise_), "noise_each": self._noise_each}
+        if self._source is not None:
+            known = {"start": self._source.start, "stop": self._source.stop, "noise": _as_json(self.source_noise_)}
+            meta["source"] = known
+        return meta, tensors
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self._one_column, self._level = meta["one_column"], tensors.get("level")
         self._noise_each = meta.get("noise_each", False)
+        if meta.get("source"):
+            self._source = range(meta["source"]["start"], meta["source"]["stop"])
+            self.source_noise_ = _from_json(meta["source"]["noise"])
         self.prior_ = Prior("given", self.prior_variance_)
         self._train, self._fit_ = files.task_from(meta, tensors, J, self)
-        self.noise_floored_ = _single(meta["floored"])
-        self.noise_ = np.array(meta["noise_"]) if isinstance(meta["noise_"], list) else meta["noise_"]
+        self.noise_ = _from_json(meta["noise_"])
+        self.noise_floored_ = _single(meta["floored"][: self._count_noises(self._train.noise)])
         self.evidence_path_, self._kept = (), {}
 
     @together
@@ -433,6 +477,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                 stacklevel=4,
             )
 
+    @by_members
     def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
@@ -467,6 +512,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             known = as_variances(kept.take(noise, "variances"), J.n, J.c)
         return self._task(J, y, X, w, known), X, y
 
+    @by_members
     @together
     def refit(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has seen (X, y) alone, with the prior, noise and mean function found here: task after task.
@@ -489,6 +535,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             (True, True, torch.Size([20]))
         """
         check_is_fitted(self)
+        if self._source is not None:
+            raise NotImplementedError(
+                "refit keeps prior and noise, and the prior of a fit with source= is the posterior of the source. Use "
+                "fit(X, y, source=...) for other data, or condition(X, y) for more."
+            )
         task, X, y = self._new_task(X, y, sample_weight, noise, cached=True)
         J, choice = task.J, self._fit_.choice
         task = replace(task, noise=replace(task.noise, value=choice.noise))
@@ -506,6 +557,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     # Predictions.
 
+    @by_members
     @together
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, *, noise: Any = False) -> Any:
         """The posterior mean at X, in the shape of the targets; with its standard deviation or joint covariance.
@@ -534,13 +586,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             return convert_like(X, mean), convert_like(X, spread)
         return convert_like(X, mean), convert_like(X, self._shaped((spread + added).sqrt()))
 
+    @by_members
     @together
     def sample(self, X: Any, k: int = 1, *, noise: Any = False, seed: int | None = None) -> Any:
         """k joint samples of the function at X, (k, n) or (k, n, c); ``noise`` adds that of an observation, as for
         `predict`."""
         check_is_fitted(self)
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+        check_samples(k)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         f = self._sample(X, k, generator)
         if noise is not False:
@@ -569,6 +621,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     # What the training data says about itself.
 
     @property
+    @by_members
     def loo_(self) -> LeaveOneOut:
         """Predictions of each training example from all others; a whole example with all its outputs is left out.
 
@@ -588,11 +641,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             std = C.diagonal(dim1=1, dim2=2).sqrt()
             fit = (step * (P @ step[..., None])[..., 0]).sum(1)
             score = 0.5 * (torch.linalg.slogdet(P)[1] - fit - c * LOG_2PI)
+            index = self._task_examples(n)
             self._kept["loo"] = LeaveOneOut(
-                *(x.cpu().numpy() for x in (self._shaped(y - step), self._shaped(std), score))
+                *(x[index].cpu().numpy() for x in (self._shaped(y - step), self._shaped(std), score))
             )
         return self._kept["loo"]
 
+    @by_members
     @together
     def influence(self, X: Any) -> Any:
         """What each training example adds to each prediction: the mean at X less the mean without that example.
@@ -604,8 +659,12 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         n, c = len(P), P.shape[1]
         step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]
         A = updates.smoother(self._train, self._fit_, J)  # (m c', n c): the mean's shift is A r
-        parts = (A.view(J.n, J.c, n, c) * step).sum(3)
+        parts = (A.view(J.n, J.c, n, c) * step).sum(3)[..., self._task_examples(n)]
         return convert_like(X, parts[:, 0] if self._one_column else parts)
+
+    def _task_examples(self, n: int) -> Tensor:
+        """Which of n training examples are not those of the source."""
+        return torch.tensor([i for i in range(n) if self._source is None or i not in self._source])
 
     def _precisions(self) -> Tensor:
         if "precisions" not in self._kept:
@@ -668,6 +727,23 @@ def _weighted_mean(targets: Sequence[Tensor], weights: Sequence[Tensor | None], 
     each = [torch.ones(len(t)) if w is None else w for t, w in zip(targets, weights, strict=True)]
     w = torch.cat([x.to(y) for x in each])
     return (w[:, None] * y).sum(0) / w.sum()
+
+
+def _tell_apart(task: Task, source: range, c: int) -> Task:
+    """The task with scales of their own for the noise of its source examples, after those of the others."""
+    noise = task.noise
+    if noise.value is not None:
+        return task
+    later = torch.arange(len(task.r), device=noise.group.device) // c >= source.start
+    return replace(task, noise=replace(noise, group=noise.group + noise.count * later, count=2 * noise.count))
+
+
+def _as_json(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | Tensor) else value
+
+
+def _from_json(value: Any) -> Any:
+    return np.array(value) if isinstance(value, list) else value
 
 
 def _single(values: Sequence[Any]) -> Any:

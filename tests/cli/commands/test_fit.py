@@ -209,3 +209,39 @@ def test_error_bars_are_for_the_networks_own_targets(tmp_path, nets):
     np.savez(train, x=np.load(train)["x"], y=np.arange(30) % 5)
     said = refused("uncertainty", "--model", f"{nets}:digits", "--train", train, "--out", tmp_path / "run")
     assert "3 outputs, but the targets are 5 classes" in said and "Use linnet adapt" in said
+
+
+@pytest.mark.parametrize("command", ["adapt", "uncertainty"])
+def test_several_weights_make_an_ensemble(command, tmp_path, nets):
+    train, test = diabetes(tmp_path)
+    out, paths = tmp_path / "run", [tmp_path / f"{seed}.safetensors" for seed in (7, 8)]
+    network = model_source.load_network(f"{nets}:numbers", None, seed=7, device=torch.device("cpu"))
+    for factor, path in zip((1.0, 1.5), paths, strict=True):
+        save_file({name: factor * value for name, value in network.state_dict().items()}, path)
+    given = {"train": train, "test": test, "out": out, "target": "y", "standardize": True}
+    flags = [flag for path in paths for flag in ("--weights", path)]
+    said = done(command, *flags, model=f"{nets}:numbers", **given)
+    assert "an ensemble of 2 networks" in said and "weights of the networks: 0.5, 0.5" in said
+    found = json.loads((out / "metrics.json").read_text())
+    assert len(found["members"]) == 2 and found["weights"] == [0.5, 0.5]
+    page = (out / "report.html").read_text()
+    assert "weights of the networks" in page and "of the first network" in page
+    told = read_table(out / "predictions.csv")
+    done("predict", "--run", out, "--data", test, "--out", tmp_path / "p.csv")
+    assert read_table(tmp_path / "p.csv")["mean"] == told["mean"]
+    flags = [flag for path in paths[::-1] for flag in ("--weights", path)]
+    said = refused("predict", "--run", out, "--data", test, "--out", tmp_path / "q.csv", *flags)
+    assert "was fitted around other weights" in said
+    assert str(paths[0]) in done("info", out)
+
+
+def test_networks_of_an_ensemble_keep_their_heads(tmp_path, nets):
+    train, _ = diabetes(tmp_path)
+    flags = []
+    for seed in (7, 8):
+        path = tmp_path / f"{seed}.safetensors"
+        network = model_source.load_network(f"{nets}:numbers", None, seed=seed, device=torch.device("cpu"))
+        save_file(network.state_dict(), path)
+        flags += ["--weights", path]
+    given = {"model": f"{nets}:numbers", "train": train, "out": tmp_path / "run", "target": "y", "head": "new"}
+    assert "An ensemble needs networks whose outputs fit" in refused("adapt", *flags, **given)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments import common
-from experiments.maddox2021 import uci
+from experiments.maddox2021 import ensembles, uci
 from tests.support.needed import make_uci
 from tests.support.quick_runs import run_quick
 
@@ -38,3 +38,18 @@ def test_uci_runs(tmp_path, capsys):
         assert all(len(one["by split"]) == 1 and one["rmse"]["mean"] < 20 for one in table.values())
     assert "new data, ensemble of 5" in capsys.readouterr().out
     assert "| uci: new data, ensemble of 5" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_splits_may_start_later(tmp_path):
+    folder = make_uci(tmp_path, {"boston": 60})
+    both, second = uci.load(folder, "boston", 2), uci.load(folder, "boston", 1, first=1)
+    assert torch.equal(second.X[0], both.X[1]) and torch.equal(second.y_test[0], both.y_test[1])
+
+
+def test_ensembles_run(tmp_path):
+    folder = make_uci(tmp_path, {"boston": 50})
+    record = run_quick(tmp_path / "out", "ensembles", "--data", str(folder))
+    table = record["results"]["boston"]
+    assert set(table) == set(ensembles.METHODS)
+    assert all(len(one["by split"]) == 1 and one["rmse"]["mean"] < 20 for one in table.values())
+    assert not set(ensembles.HALVES["held"]) & set(ensembles.HALVES["development"])

@@ -60,7 +60,8 @@ def run(given: Mapping[str, Any]) -> None:
             "kernel": given["kernel"],
         }
         run_folder.write_json(folder / "metrics.json", terminal.describe_run(seed, device, **details))
-        made = run_folder.make_run("embed", "embedding.safetensors", model, given["weights"], reading, seed=seed)
+        weights = [] if given["weights"] is None else [given["weights"]]
+        made = run_folder.make_run("embed", "embedding.safetensors", model, weights, reading, seed=seed)
         written = run_report.finish(folder, made, page)
     printer.print_written(out, written)
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 import linnet
+from linnet._estimator import is_ensemble
 from linnet.cli import publishing, run_folder, run_report, terminal
 from linnet.cli.commands.predict import Predictions, predict
 from linnet.cli.data_files.tables import write_csv
@@ -19,7 +20,9 @@ from linnet.cli.run_report import Evaluation
 from linnet.cli.task import FitData, index_labels, load
 from linnet.cli.terminal import Printer, UsageError
 from linnet.heads import head_of
-from linnet.report import Classes, Numbers, add_guess, make_classes, make_numbers, score_outcome
+from linnet.report import Classes, Numbers, add_guess, compute_outputs, make_classes, make_numbers, score_outcome
+
+Networks = nn.Module | list[nn.Module]
 
 MANY = 2000
 """Rows (examples times outputs) up to which "auto" means variational inference. Above, "auto" means Laplace, which is
@@ -58,8 +61,9 @@ def _run(command: str, options: FitOptions) -> None:
                 print_solver(printer, J, kind, options.prior, inference=options.inference)
         with printer.step("Adapt" if adapts else "Error bars"), terminal.collect_notes() as notes:
             fit = _fit_tangent if adapts else _fit_laplace
-            estimator = fit(options, model, data, classes, y)
+            estimator = fit(options, model if len(data.models) == 1 else data.models, data, classes, y)
             tell = _print_adaptation if adapts else _print_error_bars
+            tell = _print_ensemble if len(data.models) > 1 else tell
             tell(printer, estimator)
         before = "network alone" if not adapts else "new head alone" if data.task.new_head else "network as it was"
         names = (before, "adapted" if adapts else "with error bars")
@@ -101,6 +105,11 @@ def _check_head(options: FitOptions, data: FitData, *, adapts: bool) -> None:
             if adapts
             else f"The network has {outputs} outputs, but the targets are {data.what}. Error bars are for a network "
             "that was trained on these targets. Use linnet adapt, which fits a new head."
+        )
+    if len(data.models) > 1 and data.task.new_head:
+        raise UsageError(
+            f"An ensemble needs networks whose outputs fit: they have {outputs} outputs, but the targets are "
+            f"{data.what}. Give networks that were trained on these targets, or one --weights."
         )
     if options.features is not None and not data.task.new_head:
         raise UsageError("--features is for a new head, but the outputs of the network fit. Pass --head new too.")
@@ -155,7 +164,7 @@ def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[
     return model, [] if found is None else found.tolist()
 
 
-def _fit_tangent(options: FitOptions, model: nn.Module, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
+def _fit_tangent(options: FitOptions, model: Networks, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
     chosen = options.parameters
     how: Any = {"params": chosen.params, "top": chosen.top, "mean": options.mean, "prior": options.prior}
     how |= {"variance": options.variance}
@@ -166,11 +175,18 @@ def _fit_tangent(options: FitOptions, model: nn.Module, data: FitData, classes: 
     return linnet.TangentClassifier(model, seed=options.seed, **how).fit(data.train.X, y)
 
 
-def _fit_laplace(options: FitOptions, model: nn.Module, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
+def _fit_laplace(options: FitOptions, model: Networks, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
     how: Any = {"structure": options.structure, "prior": options.prior, "seed": options.seed}
     how |= {"variance": options.variance}
-    params = options.parameters.resolve(model, data.train)
+    params = options.parameters.resolve(data.model if isinstance(model, list) else model, data.train)
     return linnet.Laplace(model, data.task.kind, params=params, **how).fit(data.train.X, y)
+
+
+def _print_ensemble(printer: Printer, found: Any) -> None:
+    if found.log_evidence_ is not None:
+        printer.say(f"log evidence {found.log_evidence_:.1f} of {len(found.members_)} networks together")
+    _print_noise(printer, found)
+    printer.say(f"weights of the networks: {', '.join(f'{w:.3g}' for w in found.weights_)}")
 
 
 def _print_adaptation(printer: Printer, found: Any) -> None:
@@ -207,6 +223,10 @@ def _describe(found: Any) -> dict[str, Any]:
     """What metrics.json says about a fitted estimator."""
     noise = getattr(found, "noise_", None)
     noise = None if noise is None else np.asarray(noise, dtype=float).tolist()
+    if is_ensemble(found):
+        members = [_describe(member) for member in found.members_]
+        known = {"weights": found.weights_.tolist(), "log_evidence": found.log_evidence_, "noise": noise}
+        return known | {"members": members}
     details = {
         "parameters": found.lin_.p,
         "prior_scales": {name: float(value) for name, value in found.scales_.items()},
@@ -240,7 +260,7 @@ def _evaluate(
         return None, Evaluation()
     with printer.step(f"Test on {test.n:,} examples"):
         told = predict(estimator, test, classes=classes, targets=data.targets)
-        alone = estimator.lin_.jacobian(test.X, progress=False).outputs()
+        alone = compute_outputs(estimator, test.X)
         outcome: Classes | Numbers
         if classes:
             labels = index_labels(test.y.reshape(-1), classes, what)

@@ -53,7 +53,8 @@ def _describe_file(path: Path, printer: Printer) -> None:
 
 def _describe_run(path: Path, run: run_folder.Run, printer: Printer) -> None:
     printer.say(f"{path}: linnet {run.command}, {run.task or 'an embedding'}")
-    weights = "" if run.weights is None else f", weights {run.weights}"
+    paths = [run.weights] if isinstance(run.weights, str) else run.weights or []
+    weights = f", weights {', '.join(paths)}" if paths else ""
     printer.say(f"network: {run.model}{weights}, seed {run.seed}")
     whose = "made by this user" if run.own else "not made by this user on this machine, so predict asks for --trust"
     printer.say(f"{len(run.files)} files, unchanged since they were written; {whose}")

@@ -11,6 +11,7 @@ import torch
 
 import linnet
 from linnet import metrics
+from linnet._estimator import members_of
 from linnet.cli import publishing, run_folder
 from linnet.cli.data_files import Examples, cast_for_network, read
 from linnet.cli.data_files.tables import write_csv
@@ -34,12 +35,12 @@ def run(options: Mapping[str, Any]) -> None:
         if model is None:
             printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
         found = read(data, kept.reading, labeled=False)
-        network = run_folder.load_network(folder, kept, found, model=model, weights=weights, device=device)
-        found = cast_for_network(found, network)
+        network = run_folder.load_network(folder, kept, found, model=model, weights=weights or (), device=device)
+        found = cast_for_network(found, network[0] if isinstance(network, list) else network)
         estimator = run_folder.load_estimator(folder, kept, network)
         printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
         with blame_input("The network does not take these data: "):
-            estimator.lin_.jacobian(found.X, progress=False)
+            members_of(estimator)[0].lin_.jacobian(found.X, progress=False)
         if kept.command == "embed":
             E = torch.as_tensor(estimator.transform(found.X)).cpu().numpy()
             named = {"names": np.array(found.names)} if found.names else {}
