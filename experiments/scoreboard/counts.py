@@ -47,12 +47,22 @@ def rivals_of(names: Iterable[str], mine: str) -> list[str]:
     return [name for name in names if name not in OURS and (mine in FIVE or name not in FIVE)]
 
 
+def has_failed(seeds: Seeds, name: str) -> bool:
+    """Whether a method took part and ended with an error for one of the seeds."""
+    return any("failed" in found.get(name, {}) for found in seeds.values())
+
+
 def place(seeds: Seeds, mine: str) -> dict[str, Any] | None:
-    """Who is ahead of a method beyond the error, and who has the lowest mean of all rivals; None if not measured."""
+    """Who is ahead of a method beyond the error, and who has the lowest mean of all rivals; None if not measured.
+
+    A method that failed is behind all others.
+    """
     names = measured(seeds)
+    rivals = rivals_of(names, mine)
+    if has_failed(seeds, mine):
+        return {"verdict": "behind", "ahead": rivals, "failed": True}
     if mine not in names:
         return None
-    rivals = rivals_of(names, mine)
     means = {name: average([found[name]["nll"] for found in seeds.values()])["mean"] for name in (*rivals, mine)}
     best = min(rivals, key=lambda name: means[name])
     ahead = [name for name in rivals if is_behind(seeds, mine, name)]
@@ -74,9 +84,11 @@ def count(cells: Sequence[Seeds]) -> dict[str, Any]:
             }
     for mine, other in ((ADAPT, FINE), (LINNET, FINE), (LINNET, AS_IS), (ADAPT, AS_IS)):
         both = [seeds for seeds in cells if {mine, other} <= set(measured(seeds))]
+        failed = sum(has_failed(seeds, mine) and other in measured(seeds) for seeds in cells)
+        if both or failed:
+            behind = failed + sum(is_behind(seeds, mine, other) for seeds in both)
+            out[f"{mine} behind {other}"] = {"yes": behind, "cells": failed + len(both)}
         if both:
-            behind = sum(is_behind(seeds, mine, other) for seeds in both)
-            out[f"{mine} behind {other}"] = {"yes": behind, "cells": len(both)}
             spent = {
                 name: sum(found[name]["seconds"] for seeds in both for found in seeds.values())
                 for name in (mine, other)

@@ -9,7 +9,7 @@ over the seeds. Every seed is kept as soon as it is measured: a run that was sto
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -28,7 +28,11 @@ from experiments.scoreboard.tasks import Cell, Setting
 from linnet._common import atomic_write
 
 ARGUMENTS = {
-    "--only": {"nargs": "+", "metavar": "TEXT", "help": "cells whose name contains one of the texts"},
+    "--only": {
+        "nargs": "*",
+        "metavar": "TEXT",
+        "help": "cells by a part of their name; without a text, show what is kept",
+    },
     "--methods": common.several(methods.METHODS, "methods to measure; others are kept as they are (default: all)"),
     "--seeds": "seeds of each cell, at most (default: all, 2 to 8)",
     "--again": {"action": "store_true", "help": "measure anew what earlier runs have kept"},
@@ -40,8 +44,9 @@ SCORES = ("nll", "rmse", "accuracy", "coverage", "ece", "seconds")
 def run(options: argparse.Namespace) -> common.Outcome:
     """Measure all cells, compare, count."""
     common.require_cpu(options, "Networks are small")
-    wanted = [i for i, cell in enumerate(cells_of(options)) if is_wanted(cell, options)]
-    if not wanted:
+    cells = cells_of(options)
+    wanted = [i for i, cell in enumerate(cells) if is_wanted(cell, options)]
+    if options.only and not wanted:
         raise ValueError(f"No cell has one of the texts {options.only} in its name, such as 'boston, 50 labels'.")
     if options.jobs == 1:
         for index in wanted:
@@ -49,7 +54,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     else:
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             list(pool.map(partial(measure_cell, options), wanted))
-    made = outcome(common.kept_parts(options))
+    made = outcome([(cell.half, cell.key) for cell in cells], common.kept_parts(options))
     with atomic_write(common.own_folder(options) / "figure.svg") as temporary:
         made.figure.savefig(temporary, format="svg")
     return made
@@ -86,21 +91,49 @@ def measure_cell(options: argparse.Namespace, index: int) -> None:
 # Tables.
 
 
-def outcome(parts: Mapping[str, Any]) -> common.Outcome:
-    """Counts, rows and the figure of all that has been kept."""
-    halves = {half: parts[half] for half in (tasks.DEVELOPMENT, tasks.HELD) if half in parts}
-    every = [seeds for cells in halves.values() for seeds in cells.values()]
-    found = {half: counts.count(list(cells.values())) for half, cells in halves.items()}
+def outcome(cells: Sequence[tuple[str, str]], parts: Mapping[str, Any]) -> common.Outcome:
+    """Counts, rows and the figure of all that has been kept, in the order of the cells."""
+    halves: dict[str, dict[str, Any]] = {}
+    for half, key in cells:
+        if key in parts.get(half, {}):
+            halves.setdefault(half, {})[key] = parts[half][key]
+    if not halves:
+        raise ValueError("No cell has been measured yet: leave out --only, or give it a text of a cell's name.")
+    every = [seeds for found in halves.values() for seeds in found.values()]
+    counted = {half: counts.count(list(found.values())) for half, found in halves.items()}
     metrics = {
-        "settings": {"networks of an ensemble": tasks.MEMBERS},
+        "settings": {"networks of an ensemble": tasks.MEMBERS, "cells": len(cells), "cells measured": len(every)},
         "errors": "standard errors over seeds; comparisons are paired",
         "methods": methods.METHODS,
-        "counts": {"both halves": counts.count(every), **found},
+        "not measured": [f"{half}, {key}" for half, key in cells if key not in halves.get(half, {})],
+        "failed": find_failed(halves),
+        "counts": {"both halves": counts.count(every), **counted},
         "places": by_cell(halves, lambda seeds: {mine: counts.place(seeds, mine) for mine in methods.OURS}),
+        "seeds": by_cell(halves, len),
         "results": by_cell(halves, counts.summarize),
         "parts": parts,
     }
-    return common.Outcome(metrics, figure(halves), list(table_rows(metrics)), renewed=outcome)
+    spent = sum(one.get("seconds", 0.0) for seeds in every for found in seeds.values() for one in found.values())
+    return common.Outcome(
+        metrics,
+        figure(halves),
+        list(table_rows(metrics)),
+        command="python -m experiments scoreboard (in several runs, by --only and --seeds)",
+        time=f"{common.duration(spent)} of CPU for all methods",
+        renewed=partial(outcome, cells),
+    )
+
+
+def find_failed(halves: Mapping[str, Any]) -> dict[str, str]:
+    """Messages of the methods that ended with an error, by half, cell, seed and method."""
+    return {
+        f"{half}, {key}, {seed}, {name}": one["failed"]
+        for half, cells in halves.items()
+        for key, seeds in cells.items()
+        for seed, found in seeds.items()
+        for name, one in found.items()
+        if "failed" in one
+    }
 
 
 def by_cell(halves: Mapping[str, Any], make: Any) -> dict[str, Any]:
@@ -109,6 +142,7 @@ def by_cell(halves: Mapping[str, Any], make: Any) -> dict[str, Any]:
 
 def table_rows(metrics: Mapping[str, Any]) -> Iterator[common.Row]:
     """The counts, and a row for each cell."""
+    sizes = metrics["settings"]
     for half, found in metrics["counts"].items():
         texts = [
             f"{what}: {value:.2f}"
@@ -117,16 +151,16 @@ def table_rows(metrics: Mapping[str, Any]) -> Iterator[common.Row]:
             + (f" (lowest mean: {value['best']})" if "best" in value else "")
             for what, value in found.items()
         ]
-        yield common.Row(half, "not in a paper", "; ".join(texts), "cells by NLL, within one standard error")
+        differs = f"{sizes['cells measured']} of {sizes['cells']} cells measured; by NLL, within one standard error"
+        yield common.Row(half, "not in a paper", "; ".join(texts), differs)
     for half, cells in metrics["results"].items():
         for key, table in cells.items():
             others = counts.rivals_of(table, methods.LINNET_ENSEMBLE)
             best = min(others, key=lambda name: table[name]["nll"]["mean"])
             shown = [name for name in (methods.AS_IS, *methods.OURS) if name in table]
-            texts = [f"{name} {show_error(table[name]['nll'])}" for name in dict.fromkeys((*shown, best))]
-            yield common.Row(
-                f"{key}: NLL", "not in a paper", ", ".join(texts), f"{half} half; last, the lowest of other methods"
-            )
+            texts = [f"{name} {show_error(table[name]['nll'])}" for name in (*(n for n in shown if n != best), best)]
+            differs = f"{half} half; the last is the lowest of other methods; ± over seeds"
+            yield common.Row(f"{key}, {metrics['seeds'][half][key]} seeds", "not in a paper", ", ".join(texts), differs)
 
 
 # The figure.

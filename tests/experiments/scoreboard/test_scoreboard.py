@@ -65,10 +65,13 @@ def test_counts_are_over_the_cells_that_have_the_methods():
     assert f"{LINNET_ENSEMBLE} best or level" not in found
 
 
-def test_a_method_that_failed_is_not_compared():
+def test_a_method_that_failed_is_behind():
     seeds = cell(**{LINNET: [1.0, 2.0], FINE: [1.5, 2.5]})
     seeds["seed 1"][LINNET] = {"failed": "RuntimeError: no"}
-    assert counts.measured(seeds) == [FINE] and counts.place(seeds, LINNET) is None
+    assert counts.measured(seeds) == [FINE] and counts.place(seeds, LINNET)["verdict"] == "behind"
+    found = counts.count([seeds])
+    assert found[f"{LINNET} best or level"]["yes"] == 0 and found[f"{LINNET} behind {FINE}"] == {"yes": 1, "cells": 1}
+    assert counts.place(cell(**{FINE: [1.0, 2.0]}), LINNET) is None  # did not take part
 
 
 # Methods.
@@ -174,6 +177,10 @@ def test_scoreboard_runs_and_goes_on(tmp_path):
     assert set(development["boston, 50 labels"]) >= {AS_IS, LAST, FINE, LINNET, ENSEMBLE}
     assert {"nll", "accuracy", "ece", "seconds"} <= set(development["own digits, decay 0, 100 labels"][LINNET])
     assert record["counts"]["both halves"][f"{LINNET} best or level"]["cells"] == 5
+    assert (
+        "held, boston, 50 labels" not in record["not measured"] and "held, power, 50 labels" in record["not measured"]
+    )
+    assert list(development)[0] == "boston, 50 labels" and not record["failed"]
     assert (tmp_path / "scoreboard" / "figure.svg").read_text().startswith("<?xml")
     more = run_quick(tmp_path, "scoreboard", "--only", "new digits, decay 0,", "--methods", AS_IS)
     assert more["parts"]["development"]["boston, 50 labels"] == record["parts"]["development"]["boston, 50 labels"]
