@@ -448,7 +448,7 @@ def class_cells(setting: Setting) -> Iterator[Cell]:
                 name = f"{'own' if own else 'new'} digits, decay {decay:g}"
                 yield Cell("digits", name, 100, half, seeds, partial(digit_task, setting, decay, own))
     for source, target in (("mnist", "fashion_mnist"), ("fashion_mnist", "mnist")):
-        for size in (20, 100, 300):
+        for size in (20, 100, 200):
             name = f"{IMAGES[target]}, LeNet"
             yield Cell("images", name, size, DEVELOPMENT, three, partial(image_task, setting, source, target, size))
     for target, name in IMAGES.items():
@@ -460,7 +460,7 @@ def class_cells(setting: Setting) -> Iterator[Cell]:
     for size in (20, 50):
         yield Cell("images", "Olivetti identities", size, HELD, three, partial(identity_task, setting, size))
     for half, rows, seeds in ((DEVELOPMENT, (0, 3000), three), (HELD, (3000, 6920), others)):
-        for size in (50, 200):
+        for size in (50, 100):
             yield Cell("text", "SST-2, MiniLM", size, half, seeds, partial(sentence_task, setting, rows, size))
 
 
