@@ -89,7 +89,8 @@ def loss_of(model: nn.Module, data: Labeled, loss: Loss = cross_entropy) -> floa
     return float(loss(in_parts(model, data.X), data.y))
 
 
-def probabilities(model: nn.Module, X: Inputs) -> Tensor:
+def probabilities(model: Callable[..., Tensor], X: Inputs) -> Tensor:
+    """Class probabilities (n, c) of logits (n, c), or of one logit (n, 1) of the second of two classes."""
     f = in_parts(model, X).double()
     p = f.sigmoid()
     return torch.cat([1 - p, p], 1) if f.shape[1] == 1 else f.softmax(1)
