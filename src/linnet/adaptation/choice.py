@@ -32,8 +32,8 @@ FEWEST = 10
 """Examples below which a fifth of them says nothing."""
 
 BEYOND = 1.0
-"""Standard errors by which a way must be better than one that changes less of the network: gains missed against gains
-by chance."""
+"""Standard errors by which a way must be better than the tangent, or than the network as it stands: gains that are
+missed against gains by chance."""
 
 KNOWN = 0.9
 """Share of the loss of class frequencies above which a network is said to know nothing of the classes."""
@@ -91,10 +91,10 @@ def adapt(
     A fifth of the examples is held out. Four ways are fitted to the others and judged by the log probability of the
     held-out targets: the network as it stands (with a fitted temperature, or noise); its last layer; all its
     parameters, by the linearized network; and fine-tuning by Adam with several learning rates and early stopping. A
-    way that changes more of the network must be better beyond the standard error. The winner is fitted to all
-    examples. Fine-tuned weights are those of the four fifths. The last layer of the fine-tuned network is then
-    conditioned on the fifth that was held out: these examples are new to the fine-tuned network, so that the error
-    bars hold, and nothing is trained twice.
+    way that changes the network must be better than the network as it stands beyond the standard error, and other
+    ways must so be better than the tangent. The winner is fitted to all examples. Fine-tuned weights are those of the
+    four fifths. The last layer of the fine-tuned network is then conditioned on the fifth that was held out: these
+    examples are new to the fine-tuned network, so that the error bars hold, and nothing is trained twice.
 
     The given network is untouched. A network whose outputs do not fit the labels, or say nothing about them, gets a
     new head (`linnet.attach_head`).
@@ -228,8 +228,16 @@ class Examples:
 
     def fit(self, base: nn.Module, index: Tensor | None, **settings: Any) -> Estimator:
         """Adapt the network linearly; a new head starts from zero, as it has seen the same labels."""
-        mean = "zero" if self.new_head else "network"
-        return self.estimator(base, mean=mean, **settings).fit(*self.take(index))
+        return self.condition(base, index, mean="zero" if self.new_head else "network", **settings)
+
+    def condition(self, network: nn.Module, index: Tensor | None, **settings: Any) -> Estimator:
+        """Fit an estimator; where variational inference does not settle, the Gaussian at the mode takes its place."""
+        try:
+            return self.estimator(network, **settings).fit(*self.take(index))
+        except ArithmeticError:
+            if self.task == "regression":
+                raise
+            return self.estimator(network, inference="laplace", **settings).fit(*self.take(index))
 
     def last_layer(self, network: nn.Module) -> dict[str, Any]:
         """The last layer of a network, as estimators take parameters."""
@@ -282,7 +290,7 @@ def read_examples(
             f"adapt holds examples out, so that it needs data that can be read by position; got {source.kind}. Give "
             "tensors, arrays or a map-style Dataset."
         )
-    y = linearize(model, "nothing").jacobian(source, progress=False).targets() if y is None else y
+    y = linearize(model).jacobian(source, progress=False).targets() if y is None else y
     labels, kind = check_targets(y, source.n, task)  # type: ignore[arg-type]
     if source.n < FEWEST:
         raise ValueError(
@@ -381,17 +389,15 @@ class Trials:
                 base = self._renew_head(base)
         with self._trial(HEAD) as note:
             if self.given.new_head:
-                start = base
-                note(self._tuning.losses(start))
+                note(self._tuning.losses(base))
             else:
                 settings = self.given.last_layer(base)
                 head = quietly(lambda: self.given.fit(base, self.given.part, **settings))
                 note(self.given.score(head))
-                start = head.apply()
-        tuned = self._fine_tune(start)
+        tuned = self._fine_tune(base)
         self._try_tangent(base)
         name = self._choose()
-        estimator = self._fit(name, start if tuned is None or name == HEAD else tuned.network)
+        estimator = self._fit(name, base if tuned is None or name == HEAD else tuned.network)
         estimator.selection_ = tuple(replace(trial, chosen=trial.name == name) for trial in self.done)
         return estimator
 
@@ -399,13 +405,20 @@ class Trials:
         return float(self.losses[name].mean())
 
     def _choose(self) -> str:
-        """The best way; a way that changes more of the network must be better beyond the error of the difference."""
-        first, *rest = [name for name in (NETWORK, HEAD, TANGENT, TUNED) if name in self.losses]
-        for name in rest:
-            gain = self.losses[first] - self.losses[name]
-            if float(gain.mean()) > BEYOND * float(gain.std()) / math.sqrt(len(gain)):
-                first = name
-        return first
+        """The best way. To beat the tangent, and the network as it stands, takes more than the error of the difference.
+
+        With few labels the choice is by few examples, and the tangent is what does best there.
+        """
+        rest = {name: self._score(name) for name in (HEAD, TUNED) if name in self.losses}
+        best = min(rest, key=lambda name: rest[name])
+        if TANGENT in self.losses and not self._is_better(best, TANGENT):
+            best = TANGENT
+        return best if NETWORK not in self.losses or self._is_better(best, NETWORK) else NETWORK
+
+    def _is_better(self, name: str, other: str) -> bool:
+        """Whether a way is better than another one, beyond the error."""
+        gain = self.losses[other] - self.losses[name]
+        return float(gain.mean()) > BEYOND * float(gain.std()) / math.sqrt(len(gain))
 
     def _renew_head(self, base: nn.Module) -> nn.Module:
         """The network with a new head, where it has features to put the head on: the classes are new to the network."""
@@ -426,7 +439,7 @@ class Trials:
         with self._trial(TUNED) as note, bar as tick:
             found = fine_tune(start, self._tuning, rates=self.rates, deadline=self.tuning_deadline, tick=tick)
             if found is None:
-                note(None, "no learning rate predicts better than the last layer")
+                note(None, "no learning rate predicts better than the start")
             else:
                 note(found.losses, f"rate {found.rate:g}, {found.rounds} rounds")
         return found
@@ -439,6 +452,9 @@ class Trials:
     def _try_tangent(self, base: nn.Module) -> None:
         given = self.given
         with self._trial(TANGENT) as note:
+            if time.perf_counter() > self.deadline:
+                note(None, "left out: no time is left")
+                return
             if len(given.part) * given.outputs > 3 * PROBED:
                 expected = self._expect_seconds(base)
                 spent = sum(trial.seconds for trial in self.done if trial.name == TUNED)
@@ -463,8 +479,7 @@ class Trials:
         given = self.given
         if name == TUNED or (name == HEAD and given.new_head):
             network = self._tuning.calibrate(trained)
-            unfitted = given.estimator(network, **given.last_layer(network))
-            estimator: Estimator = quietly(lambda: unfitted.fit(*given.take(given.held)))
+            estimator: Estimator = quietly(lambda: given.condition(network, given.held, **given.last_layer(network)))
         elif name == NETWORK:
             self.given = given = replace(given, new_head=False)
             network = given.base(None)

@@ -70,8 +70,8 @@ def find_temperature(likelihood: Likelihood, f: Tensor, y: Tensor, *, least: flo
 
     >>> from linnet.likelihoods import Bernoulli
     >>> f, y = torch.full((4, 1), 3.0), torch.tensor([[1.0], [1.0], [1.0], [0.0]])
-    >>> round(find_temperature(Bernoulli(), f.repeat(1000, 1), y.repeat(1000, 1)), 2)  # 3 / log(3)
-    2.73
+    >>> round(find_temperature(Bernoulli(), f.repeat(1000, 1), y.repeat(1000, 1)), 1)  # 3 / log(3)
+    2.7
     >>> find_temperature(Bernoulli(), f, y) < 2.7
     True
     """
