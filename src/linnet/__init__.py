@@ -57,7 +57,7 @@ _ROOMS = {
     "TangentClassifier": "tangent.classifier",
     "TangentGLM": "tangent.glm",
     "TangentRegressor": "tangent.regressor",
-    "adapt": "adaptation",
+    "adapt": "adaptation.choice",
     "attach_head": "heads",
     "distill_loss": "fisher",
     "fisher_vector_product": "fisher",
