@@ -11,6 +11,7 @@ from linnet.linalg import LinearOperator, LowRank, Matrix
 if TYPE_CHECKING:
     from linnet import conformal, likelihoods, limits, metrics, report, sampling, scores
     from linnet._estimator import load
+    from linnet.adaptation import adapt
     from linnet.fisher import FisherEmbedding, distill_loss, fisher_vector_product, similarity
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
@@ -31,6 +32,7 @@ __all__ = [
     "TangentGLM",
     "TangentRegressor",
     "__version__",
+    "adapt",
     "attach_head",
     "conformal",
     "distill_loss",
@@ -55,6 +57,7 @@ _ROOMS = {
     "TangentClassifier": "tangent.classifier",
     "TangentGLM": "tangent.glm",
     "TangentRegressor": "tangent.regressor",
+    "adapt": "adaptation.choice",
     "attach_head": "heads",
     "distill_loss": "fisher",
     "fisher_vector_product": "fisher",

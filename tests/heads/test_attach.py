@@ -779,3 +779,17 @@ def test_weights_in_cross_validation_and_weights_that_are_none() -> None:
     for w, match in ((-torch.ones(40), "not negative"), (torch.zeros(40), "are zero"), (torch.ones(3), "40 examples")):
         with pytest.raises(ValueError, match=match):
             attach_head(model, X, y, sample_weight=w)
+
+
+@pytest.mark.parametrize("features", [None, "1"])
+def test_described_heads_are_put_back(features):
+    from linnet.heads import describe_head, restore_head
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 3))
+    X = torch.randn(30, 4)
+    new = linnet.attach_head(model, X, ["a" if x[0] > 0 else "b" for x in X], features=features)
+    again = restore_head(model, describe_head(new))
+    again.load_state_dict(new.state_dict())
+    assert torch.equal(again(X), new(X)) and type(again) is type(new)
+    assert head_of(again).classes_.tolist() == ["a", "b"]
+    assert describe_head(model) is None

@@ -7,7 +7,7 @@ from linnet._common.distributed import ALONE, Ranks, shard, share_out, together
 from linnet._common.files import atomic_write, sync
 from linnet._common.memory import TEMPORARY, check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 from linnet._common.messages import check_samples, kind, listing
-from linnet._common.progress import show_progress
+from linnet._common.progress import Tick, show_progress
 from linnet._common.torch_settings import (
     Precision,
     arithmetic,
@@ -33,6 +33,7 @@ __all__ = [
     "MissingExtra",
     "Precision",
     "Ranks",
+    "Tick",
     "__version__",
     "arithmetic",
     "atomic_write",

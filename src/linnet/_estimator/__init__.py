@@ -18,6 +18,7 @@ from linnet._estimator.inputs import (
     leave_out_ignored,
     leave_out_weightless,
     list_options,
+    take_examples,
 )
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
@@ -54,4 +55,5 @@ __all__ = [
     "members_of",
     "parse_dtype",
     "shuffle",
+    "take_examples",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,3 +218,42 @@ class SkippedModule(nn.Module):
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         return x
+
+
+# Files.
+
+
+def describe_head(model: nn.Module) -> dict[str, Any] | None:
+    """Where the `Head` of a network is and what its outputs mean, as JSON; None for a network without one."""
+    heads = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Head)}
+    if not heads:
+        return None
+    head = next(iter(heads.values()))
+    classes = None if head.classes_ is None else {"dtype": head.classes_.dtype.str, "labels": head.classes_.tolist()}
+    found = {"shape": list(head.weight.shape), "task": head.task_, "features": head.features_, "classes": classes}
+    if not isinstance(model, NetworkWithHead):
+        return found | {"names": list(heads)}
+    if callable(model.pool):
+        raise TypeError("A file does not hold a pool= function of your own. Name one: 'spatial', 'tokens', 'cls', ...")
+    skipped = [name for name, module in model.backbone.named_modules() if isinstance(module, SkippedModule)]
+    place = {"name": model.location.name, "side": model.location.side, "pool": model.pool, "skipped": skipped}
+    return found | {"place": place}
+
+
+def restore_head(model: nn.Module, described: Mapping[str, Any]) -> nn.Module:
+    """A copy of a network with the head that `describe_head` has described; the weights of the head are zero."""
+    first = next(model.parameters())
+    known = described["classes"]
+    classes = None if known is None else np.array(known["labels"], dtype=known["dtype"])
+    c, d = described["shape"]
+    readout = Readout(np.zeros((c, d)), np.zeros(c), described["task"], classes, None)
+    head = Head(readout, described["features"], dtype=first.dtype, device=first.device)
+    new = copy.deepcopy(checks.check_module(model))
+    if "place" not in described:
+        for name in described["names"]:
+            new.set_submodule(name, head)
+        return new.eval()
+    place = described["place"]
+    for name in place["skipped"]:
+        new.set_submodule(name, SkippedModule())
+    return NetworkWithHead(new, head, FeatureLocation(place["name"], place["side"]), place["pool"]).eval()

@@ -74,6 +74,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _chosen: list[str] | None = None
     _level: Tensor | None = None
     _source: range | None = None
+    _made: dict[str, Any] | None = None  # how `linnet.adapt` made the network from that of the user
+    selection_: Any = None  # what `linnet.adapt` has compared
 
     _SHARED: ClassVar[tuple[str, ...]] = (
         *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe"),  # of the network

@@ -320,7 +320,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         if not isinstance(likelihood, Ordinal):
             linnets = isinstance(likelihood, Bernoulli | Categorical)
             count = max(2, c) if linnets else likelihood.mean(torch.zeros(1, c)).shape[-1]
-            return _classes(labels, count, classes)
+            return name_classes(labels, count, classes)
         found = np.unique(labels)
         if classes is None and found.dtype.kind not in "biuf":
             raise ValueError(
@@ -328,7 +328,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
                 "lowest to the highest."
             )
         count = likelihood.classes or (len(found) if classes is None else len(classes))
-        return _classes(labels, max(2, count), classes)
+        return name_classes(labels, max(2, count), classes)
 
     # Predictions.
 
@@ -425,7 +425,7 @@ def as_labels(y: Any, n: int) -> np.ndarray:
     return y
 
 
-def _classes(labels: np.ndarray, count: int, given: Sequence[Any] | None) -> np.ndarray:
+def name_classes(labels: np.ndarray, count: int, given: Sequence[Any] | None) -> np.ndarray:
     """The label of each of ``count`` classes."""
     found = np.unique(labels)
     if given is not None:

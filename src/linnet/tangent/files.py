@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         base = None
     else:
         base = saved.base_of(estimator)
+        if estimator._made is not None and estimator._made["with_weights"]:
+            tensors |= {f"network.{key}": value for key, value in estimator.lin_.given.state_dict().items()}
     meta = {
         "estimator": type(estimator).__name__,
         "settings": saved.settings_of(estimator, apart=("model", "params", "top", "output", "dtype", "likelihood")),
@@ -81,6 +84,8 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "state": state,
         "own": own,
         "behavior": seen,
+        "made": estimator._made,
+        "selection": None if estimator.selection_ is None else [asdict(trial) for trial in estimator.selection_],
     }
     if hasattr(estimator, "likelihood_"):
         given = estimator.likelihood
@@ -100,6 +105,9 @@ def read(
     likelihood: Any,
 ) -> Tangent:
     """The estimator that `save` wrote."""
+    if meta.get("made") is not None and model is not None:
+        maker = import_module("linnet.adaptation.network")
+        model = maker.restore(model, meta["made"], saved.strip("network.", tensors))
     saved.check_base(path, meta["base"], model)
     saved.check_given(path, "output", meta["needs_output"], output)
     saved.check_given(path, "score", False, score)
@@ -139,6 +147,10 @@ def read(
     J: LinearOperator | None = jacobians[0] if len(jacobians) == 1 else Stack(jacobians) if jacobians else None
     parts, layout = saved.strip("posterior.", tensors), estimator.lin_.layout
     estimator.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=layout)
+    estimator._made = meta.get("made")
+    if meta.get("selection") is not None:
+        trial = import_module("linnet.adaptation").Trial
+        estimator.selection_ = tuple(trial(**row) for row in meta["selection"])
     estimator.variance_ = state.get("variance", "samples" if estimator.posterior_.known_from_samples else "exact")
     estimator._set_state(meta["own"], saved.strip("own.", tensors), J)
     return estimator
