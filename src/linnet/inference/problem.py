@@ -42,6 +42,8 @@ class SolverSettings:
         probes: Probe vectors of the log determinant.
         seed: Seed of samples, probes and landmarks.
         progress: As in `Linearization.jacobian`.
+        average: Whether to average over a scale and a noise by their evidence, where a dense solver decomposes the
+            kernel; else the largest evidence chooses them.
     """
 
     solver: Solver = "auto"
@@ -54,6 +56,7 @@ class SolverSettings:
     probes: int = 16
     seed: int = 0
     progress: bool | None = None
+    average: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("solver", Solver), ("preconditioner", Precondition)):

@@ -33,8 +33,10 @@ from linnet.probability.likelihoods import (
 )
 from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import (
+    POSTERIORS,
     DiagonalPosterior,
     FunctionPosterior,
+    KernelPosterior,
     LowRankPosterior,
     PointPosterior,
     Posterior,
@@ -58,6 +60,7 @@ from linnet.probability.priors import (
 )
 
 __all__ = [
+    "POSTERIORS",
     "LIKELIHOODS",
     "NAMES",
     "Bernoulli",
@@ -66,6 +69,7 @@ __all__ = [
     "Expected",
     "FactoredCovariance",
     "FunctionPosterior",
+    "KernelPosterior",
     "Gaussian",
     "Heteroscedastic",
     "KnownNoise",
