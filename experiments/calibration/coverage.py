@@ -176,7 +176,9 @@ def figure(results: Mapping[str, Any]) -> Figure:
             x = range(len(shown)) if len(shown) > 1 else [k]
             for at, several in zip(x, values, strict=True):
                 label = method if at == x[0] and len(shown) > 1 else None
-                ax.plot([at + 0.15 * (k - 1) * (len(shown) > 1)] * len(several), several, ".", color=f"C{k}", label=label)
+                ax.plot(
+                    [at + 0.15 * (k - 1) * (len(shown) > 1)] * len(several), several, ".", color=f"C{k}", label=label
+                )
         ax.set_xticks(range(len(places)), [place.removeprefix("new, ") for place in places], rotation=20)
         ax.set_title("new rows" if len(shown) > 1 else "the network's own rows")
     axes[0].set_ylabel("coverage of 95 % intervals")

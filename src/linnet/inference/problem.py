@@ -155,8 +155,8 @@ class Fit:
         choice: Hyperparameters.
         variance: S, (p,).
         noise_rows: (n c,), the noise variance of each observation.
-        alpha: (n c,), ``(K + noise)^-1 r``.
-        log_evidence: ``log N(r | 0, K + noise)``.
+        alpha: (n c,), ``(K + noise)^-1 r``; for an average its mean over all points, of which ``delta = S J^T alpha``.
+        log_evidence: ``log N(r | 0, K + noise)``; for an average, that of the scale and noise of largest evidence.
         error: Its standard error; 0 where exact.
         solver: The one that was used.
         solution: Convergence of an iterative solver; None for a dense one.

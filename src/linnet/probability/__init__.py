@@ -60,18 +60,18 @@ from linnet.probability.priors import (
 )
 
 __all__ = [
-    "POSTERIORS",
     "LIKELIHOODS",
     "NAMES",
+    "POSTERIORS",
     "Bernoulli",
     "Categorical",
     "DiagonalPosterior",
     "Expected",
     "FactoredCovariance",
     "FunctionPosterior",
-    "KernelPosterior",
     "Gaussian",
     "Heteroscedastic",
+    "KernelPosterior",
     "KnownNoise",
     "Likelihood",
     "LowRankPosterior",

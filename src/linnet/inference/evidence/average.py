@@ -11,10 +11,8 @@ integrates in closed form under the prior :math:`1 / \sigma^2` and the assumed e
 
 Where the scale or the noise is known, the ratio stands for the other one, and the evidence is that of a Gaussian.
 
-Data that say nothing about the ratio would leave its logarithm anywhere between the limits of rounding. So the ratio of
-the standard deviations of signal and noise has a half-Cauchy prior of scale one, the usual weak prior of a standard
-deviation. With :math:`\bar k` the mean of the eigenvalues and :math:`h = s \bar k / (s \bar k + \sigma^2)` the share of
-the variance that is signal, the density of :math:`\log \rho` is :math:`\sqrt{h (1 - h)}`.
+All ratios that the search for the maximum considers are equally likely beforehand, in their logarithm. A prior that
+prefers ratios near one did worse on new rows of UCI sets and on sinusoids without noise alike.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.inference.evidence.gaussian import KernelSpectrum
+from linnet.inference.evidence.gaussian import KernelSpectrum, ratio_bounds
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def can_average(spectrum: KernelSpectrum, *, scale: float | None, noise: float |
 def weigh_points(
     spectrum: KernelSpectrum, *, scale: float | None, noise: float | None, floor: float, assumed: float
 ) -> WeightedPoints:
-    """The points that the average goes over; the arguments are those of `linnet.inference.evidence.gaussian.choose_one`.
+    """The points that the average goes over; arguments as for `linnet.inference.evidence.gaussian.choose_one`.
 
     The points are equally spaced in the logarithm of the ratio, over all ratios whose weight is not rounding beside the
     largest one, and so dense that no point holds more than a fifth of all weight: for a bell curve half a standard
@@ -81,12 +79,12 @@ def weigh_points(
     (1.0, 1.0, True)
     """
     top = float(torch.maximum(spectrum.nodes.max(), spectrum.positions.max()))
-    # Rounding bounds small ratios, and the prior large ones.
-    low, high, step = math.log(floor * top), math.log(top) - 2 * math.log(torch.finfo(torch.float64).eps), 0.5
+    (low, high), step = ratio_bounds(top, floor), 0.5
     while True:
         count = math.ceil((high - low) / step) + 1
         logs = torch.linspace(low, high, count, dtype=torch.float64)
         value, scales, noises = _weigh(spectrum, logs.exp(), scale, noise, assumed)
+        value[[0, -1]] -= math.log(2)  # the trapezoidal rule
         weights = torch.softmax(value, 0)
         if float(weights.max()) <= 0.2 or count > 10_000:
             break
@@ -105,8 +103,6 @@ def _weigh(
     m = spectrum.m
     log_det = torch.stack([(spectrum.weights * (spectrum.nodes / ratio).log1p()).sum() for ratio in ratios])
     energy = torch.stack([(spectrum.energies / (spectrum.positions / ratio + 1)).sum() for ratio in ratios])
-    mean = float(spectrum.weights @ spectrum.nodes) / m
-    prior = 0.5 * (mean * ratios).log() - (mean + ratios).log()
     if noise is not None:
         noises = torch.full_like(ratios, noise)
         value = -0.5 * (log_det + energy / noise)
@@ -117,7 +113,7 @@ def _weigh(
         noises = (energy + assumed) / (m - 2)
         value = -0.5 * (log_det + m * (energy + assumed).log())
     scales = noises / ratios if scale is None else torch.full_like(ratios, scale)
-    return value + prior, scales, noises
+    return value, scales, noises
 
 
 @dataclass(frozen=True)

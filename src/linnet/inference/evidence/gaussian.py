@@ -189,6 +189,11 @@ def join_spectra(spectra: Sequence[KernelSpectrum]) -> KernelSpectrum:
     return KernelSpectrum(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
+def ratio_bounds(top: float, floor: float) -> tuple[float, float]:
+    """The logarithms of the smallest and the largest ratio of noise to scale, for the largest eigenvalue ``top``."""
+    return math.log(floor * top), math.log(1e8 * top)
+
+
 def choose_one(
     spectrum: KernelSpectrum,
     *,
@@ -229,7 +234,7 @@ def choose_one(
     # An energy that the kernel cannot explain, and no observation.
     penalized = join_spectra([spectrum, KernelSpectrum(zero, zero, zero, zero + penalty)])
     starts = []
-    low, high = math.log(floor * top), math.log(1e8 * top)
+    low, high = ratio_bounds(top, floor)
     for i in range(count := math.ceil(4 * (high - low)) + 1):
         ratio = math.exp(low + (high - low) * i / (count - 1))
         s = scale or (noise / ratio if noise else penalized.best_scale(ratio))

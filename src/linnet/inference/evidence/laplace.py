@@ -7,6 +7,12 @@ at the mode for the scales s (`linnet.inference.mode.newton`). Each value takes 
 search saves values: a part of the data says where to look, the slopes say where the top is, and every mode starts from
 the nearest mode that is known. The search is `linnet.inference.evidence.search.maximize`.
 
+One scale has a weak hyperprior, since the evidence of few labels is often flat or largest at no scale at all: the
+standard deviation of the outputs, in units in which an average eigenvalue of ``L^T K L`` is one, is half-Cauchy of
+scale one. With t the logarithm of the scale in this unit, the search maximizes
+
+.. math:: \log Z + \tfrac{t}{2} - \log(1 + e^t) .
+
 The mode moves with the scales, and the curvature B with the mode (Rasmussen and Williams, section 5.5.1, here for any
 number of coupled outputs). With :math:`R = L M^{-1} L^\top`, :math:`\Sigma = K - K R K` and
 :math:`h = \partial_f \, \mathrm{tr}(\Sigma B(f))` for a fixed :math:`\Sigma`,
@@ -60,7 +66,7 @@ class _AtMode:
 def choose_scale(
     A: Tensor, y: Tensor, *, mean: Tensor, likelihood: Likelihood, space: str = "function", gain: float = 1e-5
 ) -> tuple[Choice, Mode]:
-    """The factor of all prior variances with the largest Laplace evidence, and the mode there.
+    """The factor of all prior variances with the largest Laplace evidence and hyperprior, and the mode there.
 
     Scales of all magnitudes, in units in which an average eigenvalue of ``L^T K L`` is one, say where the search
     begins. Where there are many rows, an eighth of the examples is searched so first, and all of them from there; only
@@ -93,7 +99,8 @@ def choose_scale(
     found = evidence.search(gain)
     assert evidence.best is not None
     t, mode = evidence.best
-    path = (*(value for value in found.rising if value < mode.log_evidence), mode.log_evidence)
+    best = mode.log_evidence + log_half_cauchy(t)
+    path = (*(value for value in found.rising if value < best), best)
     return Choice((evidence.scale(t),), (), mode.log_evidence, path), mode
 
 
@@ -132,16 +139,24 @@ class _ScaleEvidence:
         # Rounding may stop a mode at a gradient that is small enough.
         mode = mode if mode.gradient <= max(1e-6, torch.finfo(self.mean.dtype).eps ** 0.5) else mode.checked()
         self.last = t, mode
-        if self.best is None or mode.log_evidence > self.best[1].log_evidence:
+        value = mode.log_evidence + log_half_cauchy(t)
+        if self.best is None or value > self.best[1].log_evidence + log_half_cauchy(self.best[0]):
             self.best = t, replace(mode, factor=None)
-        return _AtMode(mode.log_evidence, lambda: [self._slope(mode, self.scale(t))])
+        share = 1 / (1 + math.exp(-t))  # the slope of the prior is 1/2 - share
+
+        def make_slopes() -> list[Slope]:
+            found = self._slope(mode, self.scale(t))
+            return [found._replace(up=found.up + 1, down=found.down + 2 * share)]
+
+        return _AtMode(value, make_slopes)
 
     def search(self, gain: float) -> Maximum:
         climb = partial(maximize, self, bounds=[(-WIDE, WIDE)], gain=gain, longest=STEP / 2)
         first = self.start_by_part()
         if first is not None:
             found = climb([[first]])
-            if found.value >= float(self.likelihood.log_prob(self.mean, self.y).sum()):
+            assert self.best is not None
+            if self.best[1].log_evidence >= float(self.likelihood.log_prob(self.mean, self.y).sum()):
                 return found
         # All magnitudes: a mean that is sure and wrong gives the evidence a dip before its peak.
         return climb([[i * STEP] for i in (-5, -3, -2, -1, 0, 1, 2, 3)])
@@ -175,7 +190,7 @@ class _ScaleEvidence:
         return top + shift
 
     def _slope(self, mode: Mode, s: float) -> Slope:
-        """The slope in the logarithm of one scale s, from rows of the covariance of f.
+        """The slope of the evidence in the logarithm of one scale s, from rows of the covariance of f.
 
         ``Sigma = T^T T`` with ``T = C^-1 Phi^T`` in weight space, and ``K - T^T T`` with ``T = C^-1 L^T K`` in function
         space. The mode moves by ``df = (I - K R) (f - m)``.
@@ -208,6 +223,15 @@ class _ScaleEvidence:
             moved -= math.sqrt(s) * (self.A @ torch.linalg.solve_triangular(C.T, pulled[:, None], upper=True)[:, 0])
         gamma, h = _moving_trace(blocks, mode.f, self.y, self.likelihood)
         return Slope(2 * mode.penalty, gamma, -0.5 * float(h @ moved))
+
+
+def log_half_cauchy(t: float) -> float:
+    """The logarithm of the hyperprior at t, the logarithm of a scale in its unit, up to a constant.
+
+    >>> log_half_cauchy(3.0) == log_half_cauchy(-3.0), log_half_cauchy(0.0) > log_half_cauchy(1.0)
+    (True, True)
+    """
+    return -abs(t) / 2 - math.log1p(math.exp(-abs(t)))
 
 
 def _coordinates(mode: Mode) -> Tensor:

@@ -10,10 +10,10 @@ cg-function    conjugate gradients on M                        two passes over t
 cg-weight      conjugate gradients on H                        one pass over the data an iteration
 =============  ==============================================  =====================================
 
-The dense ones are exact. With `SolverSettings.average`, and at most one scale and one noise to choose, they average over
-both by their evidence (`linnet.inference.evidence.average`) where they have the eigenvectors of the kernel: in weight
-space always, in function space up to `EXACT_ROWS` rows. More rows leave nothing to average. The mixture is one Gaussian
-with the mixture's mean and covariance.
+The dense ones are exact. With `SolverSettings.average`, and at most one scale and one noise to choose, they average
+over both by their evidence (`linnet.inference.evidence.average`) where they have the eigenvectors of the kernel: in
+weight space always, in function space up to `EXACT_ROWS` rows. More rows leave nothing to average. The mixture is one
+Gaussian with the mixture's mean and covariance.
 
 The iterative ones give the mean to a tolerance, covariances from posterior samples that are solved
 for in the same block, and the log determinant by stochastic Lanczos quadrature with a standard error.
@@ -244,9 +244,7 @@ def _points(
     scale, value = None if prior.scales else 1.0, None if noise.value is None else noise.value[0]
     if not average.can_average(spectrum, scale=scale, noise=value):
         return None
-    return average.weigh_points(
-        spectrum, scale=scale, noise=value, floor=floor, assumed=sum(assumed_noise(tasks))
-    )
+    return average.weigh_points(spectrum, scale=scale, noise=value, floor=floor, assumed=sum(assumed_noise(tasks)))
 
 
 def _averaged_function(
@@ -290,8 +288,11 @@ def _averaged_weight(
     check_conditioning(H)
     delta = prior.base.sqrt() * (Q @ moments.mean)
     posterior = WeightPosterior(variance, delta, factor=cholesky_(0.5 * (H + H.T)))
-    left = task.r - task.J @ delta
-    alpha = left / task.noise.rows((points.noise,))
+    # Each point has alpha = (r - J delta) / noise.
+    shares = (points.weights / points.ratios).to(values)
+    late = along * ((1 / (values[:, None] + points.ratios.to(values))) @ shares)
+    alpha = task.r * shares.sum() - task.J @ (prior.base.sqrt() * (Q @ late))
+    alpha = alpha / (scale * task.noise.base)
     return _averaged(task, found, choice, points, posterior, variance, alpha, "weight")
 
 
