@@ -4,6 +4,7 @@
 "own": the network is trained on all training rows and then gets the same rows again. All scores are those of the test
 rows of the split, noise included, with targets in units of their standard deviation. Defaults were chosen on boston,
 energy, kin8nm and wine, splits 0 to 4; the splits that are reported begin at 5 (protein has 5 splits: 3 and 4).
+"drawn": data from the linear model itself, a network with 65 parameters and a prior variance of 0.25.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments import common
+from experiments.common import networks
 from experiments.common.ensembles import Prediction, initial, module, train
 from experiments.common.statistics import average, scores, summarize
 from experiments.maddox2021 import uci
@@ -98,6 +100,31 @@ def predictions(data: uci.Split, sizes: Sequence[int], *, steps: int, seed: int)
             yield "own", name, i, predict_laplace(model, X, y, at, structure)
 
 
+def cover_drawn(observations: int, noise: float, *, sets: int, seed: int) -> dict[str, float]:
+    """The share of new values inside 95 % intervals, of 20 new inputs for each data set that the model draws."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    model = networks.perceptron((2, 16, 1), seed=seed).double()
+    inside: dict[str, list[float]] = defaultdict(list)
+    for _ in range(sets):
+        X = normal(observations + 20, 2)
+        J = linnet.linearize(model).jacobian(X)
+        truth = J.outputs()[:, 0] + J @ (0.5 * normal(J.shape[1]))
+        y = truth + noise**0.5 * normal(len(truth))
+        for name, given in (("", {}), (", noise given", {"noise": noise}), (", largest evidence", {"average": False})):
+            with common.expect(common.OWN):
+                reg = linnet.TangentRegressor(model, prior="shared", progress=False, **given)
+                reg.fit(X[:observations], y[:observations])
+            for what, values in (("function", truth), ("observation", y)):
+                mean, std = reg.predict(X[observations:], return_std=True, noise=what == "observation")
+                error = (values[observations:] - mean).abs()
+                inside[what + name].append(float((error <= 1.959964 * std).double().mean()))
+    return {name: sum(values) / sets for name, values in inside.items()}
+
+
 def run(options: argparse.Namespace) -> common.Outcome:
     """All sets."""
     names = options.sets or (uci.SETS[:1] if options.quick else uci.SETS)
@@ -114,6 +141,11 @@ def run(options: argparse.Namespace) -> common.Outcome:
             rows[setting][method].append(scores(one.mean, one.variance, data.y_test[i]))
         results[name] = {s: {m: summarize(found, average) for m, found in table.items()} for s, table in rows.items()}
         print(f"{name} done", flush=True)
+    drawn = [
+        {"observations": n, "noise": noise, **cover_drawn(n, noise, sets=2 if options.quick else 60, seed=options.seed)}
+        for n in (5, 10, 20, 50)
+        for noise in (0.01, 1.0, 10.0)
+    ]
     halves = {"development": DEVELOPMENT, "held": HELD}
     means = {
         half: mean_over({name: results[name] for name in members if name in results})
@@ -126,6 +158,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "errors": "standard errors over splits and draws",
         "methods": METHODS,
         "means": means,
+        "drawn": drawn,
         "results": results,
     }
     return common.Outcome(metrics, figure(results), table_rows(means))

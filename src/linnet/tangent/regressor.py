@@ -611,7 +611,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """What each training example adds to each prediction: the mean at X less the mean without that example.
 
         Exact, in closed form, with ``prior_variance_`` and ``noise_`` kept: where the posterior averages over scales
-        and noises, the influence is that of a regressor with their averages. Returns (m, n) for m inputs and n training examples, or (m, c, n).
+        and noises, the influence is that of a regressor with their averages. Returns (m, n) for m inputs and n training
+        examples, or (m, c, n).
         """
         J = self._new_inputs(X)
         P = self._precisions()

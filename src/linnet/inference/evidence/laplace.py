@@ -7,7 +7,7 @@ at the mode for the scales s (`linnet.inference.mode.newton`). Each value takes 
 search saves values: a part of the data says where to look, the slopes say where the top is, and every mode starts from
 the nearest mode that is known. The search is `linnet.inference.evidence.search.maximize`.
 
-One scale has a weak hyperprior, since the evidence of few labels is often flat or largest at no scale at all: the
+One scale may have a weak hyperprior, since the evidence of few labels is often flat or largest at no scale: the
 standard deviation of the outputs, in units in which an average eigenvalue of ``L^T K L`` is one, is half-Cauchy of
 scale one. With t the logarithm of the scale in this unit, the search maximizes
 
@@ -64,9 +64,16 @@ class _AtMode:
 
 
 def choose_scale(
-    A: Tensor, y: Tensor, *, mean: Tensor, likelihood: Likelihood, space: str = "function", gain: float = 1e-5
+    A: Tensor,
+    y: Tensor,
+    *,
+    mean: Tensor,
+    likelihood: Likelihood,
+    space: str = "function",
+    gain: float = 1e-5,
+    hyperprior: bool = False,
 ) -> tuple[Choice, Mode]:
-    """The factor of all prior variances with the largest Laplace evidence and hyperprior, and the mode there.
+    """The factor of all prior variances with the largest Laplace evidence, and the mode there.
 
     Scales of all magnitudes, in units in which an average eigenvalue of ``L^T K L`` is one, say where the search
     begins. Where there are many rows, an eighth of the examples is searched so first, and all of them from there; only
@@ -80,6 +87,7 @@ def choose_scale(
         likelihood: Of the targets given f.
         space: ``"function"`` for K, ``"weight"`` for Phi.
         gain: Log evidence that is not worth another mode.
+        hyperprior: Whether the weak hyperprior counts beside the evidence.
 
     Returns:
         A choice with one scale, and the mode with that scale, without its factor.
@@ -95,11 +103,11 @@ def choose_scale(
         raise ValueError(f"space must be 'function' or 'weight'; got {space!r}.")
     n, c = mean.shape
     y = likelihood.targets(y, n, c, dtype=mean.dtype, device=mean.device)
-    evidence = _ScaleEvidence(A, y, mean, likelihood, space)
+    evidence = _ScaleEvidence(A, y, mean, likelihood, space, hyperprior)
     found = evidence.search(gain)
     assert evidence.best is not None
     t, mode = evidence.best
-    best = mode.log_evidence + log_half_cauchy(t)
+    best = mode.log_evidence + evidence.log_prior(t)
     path = (*(value for value in found.rising if value < best), best)
     return Choice((evidence.scale(t),), (), mode.log_evidence, path), mode
 
@@ -113,7 +121,10 @@ class _ScaleEvidence:
         hint: A t and coordinates of a mode where the first mode starts.
     """
 
-    def __init__(self, A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> None:
+    def __init__(
+        self, A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str, hyperprior: bool = False
+    ) -> None:
+        self.hyperprior = hyperprior
         self.A, self.y, self.mean, self.likelihood, self.space = A, y, mean, likelihood, space
         self.unit = math.log(unit_scale(A, y, mean, likelihood, space))
         self.best: tuple[float, Mode] | None = None
@@ -122,6 +133,10 @@ class _ScaleEvidence:
 
     def scale(self, t: float) -> float:
         return math.exp(self.unit + t)
+
+    def log_prior(self, t: float) -> float:
+        """The logarithm of the hyperprior, up to a constant: ``t / 2 - log(1 + e^t)``."""
+        return -abs(t) / 2 - math.log1p(math.exp(-abs(t))) if self.hyperprior else 0.0
 
     def __call__(self, x: Sequence[float]) -> _AtMode:
         (t,) = x
@@ -139,16 +154,16 @@ class _ScaleEvidence:
         # Rounding may stop a mode at a gradient that is small enough.
         mode = mode if mode.gradient <= max(1e-6, torch.finfo(self.mean.dtype).eps ** 0.5) else mode.checked()
         self.last = t, mode
-        value = mode.log_evidence + log_half_cauchy(t)
-        if self.best is None or value > self.best[1].log_evidence + log_half_cauchy(self.best[0]):
+        value = mode.log_evidence + self.log_prior(t)
+        if self.best is None or value > self.best[1].log_evidence + self.log_prior(self.best[0]):
             self.best = t, replace(mode, factor=None)
-        share = 1 / (1 + math.exp(-t))  # the slope of the prior is 1/2 - share
+        return _AtMode(value, lambda: [self._add_prior(self._slope(mode, self.scale(t)), t)])
 
-        def make_slopes() -> list[Slope]:
-            found = self._slope(mode, self.scale(t))
-            return [found._replace(up=found.up + 1, down=found.down + 2 * share)]
-
-        return _AtMode(value, make_slopes)
+    def _add_prior(self, slope: Slope, t: float) -> Slope:
+        """With the slope of the hyperprior, ``1/2 - e^t / (1 + e^t)``."""
+        if not self.hyperprior:
+            return slope
+        return slope._replace(up=slope.up + 1, down=slope.down + 2 / (1 + math.exp(-t)))
 
     def search(self, gain: float) -> Maximum:
         climb = partial(maximize, self, bounds=[(-WIDE, WIDE)], gain=gain, longest=STEP / 2)
@@ -174,7 +189,7 @@ class _ScaleEvidence:
         rows = (c * some[:, None] + torch.arange(c, device=some.device)).flatten()
         A = self.A[rows][:, rows] if self.space == "function" else self.A[rows]
         try:
-            part = _ScaleEvidence(A, self.y[some], self.mean[some], self.likelihood, self.space)
+            part = _ScaleEvidence(A, self.y[some], self.mean[some], self.likelihood, self.space, self.hyperprior)
             part.search(0.1)
         except (ArithmeticError, ValueError):  # rounding hides the evidence, or the kernel of the part is zero
             return None
@@ -223,15 +238,6 @@ class _ScaleEvidence:
             moved -= math.sqrt(s) * (self.A @ torch.linalg.solve_triangular(C.T, pulled[:, None], upper=True)[:, 0])
         gamma, h = _moving_trace(blocks, mode.f, self.y, self.likelihood)
         return Slope(2 * mode.penalty, gamma, -0.5 * float(h @ moved))
-
-
-def log_half_cauchy(t: float) -> float:
-    """The logarithm of the hyperprior at t, the logarithm of a scale in its unit, up to a constant.
-
-    >>> log_half_cauchy(3.0) == log_half_cauchy(-3.0), log_half_cauchy(0.0) > log_half_cauchy(1.0)
-    (True, True)
-    """
-    return -abs(t) / 2 - math.log1p(math.exp(-abs(t)))
 
 
 def _coordinates(mode: Mode) -> Tensor:
