@@ -162,7 +162,7 @@ def _kernel(data: Observations, prior: Prior) -> tuple[Tensor, Choice, Tensor | 
     K = J.gram(scale=prior.base)
     if not prior.scales:
         return K, Choice((1.0,), (), 0.0), None
-    choice, mode = choose_scale(K, data.y, hyperprior=True, **given)  # type: ignore[arg-type]
+    choice, mode = choose_scale(K, data.y, **given)  # type: ignore[arg-type]
     return K.mul_(choice.scales[0]), choice, mode.alpha
 
 
@@ -201,7 +201,7 @@ def _features(data: Observations, prior: Prior, settings: SolverSettings) -> tup
     Phi, given = data.J.scaled(prior.base.sqrt()).dense(limit=2**62), {"mean": data.mean, "likelihood": data.likelihood}
     choice, start = Choice((1.0,), (), 0.0), None
     if prior.scales:
-        choice, found = choose_scale(Phi, data.y, space="weight", hyperprior=True, **given)  # type: ignore[arg-type]
+        choice, found = choose_scale(Phi, data.y, space="weight", **given)  # type: ignore[arg-type]
         start = found.u
     mode = newton.weight_space(
         Phi,
