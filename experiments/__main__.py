@@ -23,9 +23,10 @@ PAPERS = {
     "allingham2023": "evidence laplace_uci laplace_digits laplace_cifar snelson not_linearized joint",
     "damianou2020": "deep_gp",
     "yang2024": "lora",
+    "calibration": "coverage",
     "scoreboard": "scoreboard",
 }
-"""Folder of a paper, or of a comparison of our own, to its experiments."""
+"""Folder of a paper, or of a subject without one, to its experiments."""
 
 EXPERIMENTS = {name: paper for paper, names in PAPERS.items() for name in names.split()}
 

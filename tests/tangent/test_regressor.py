@@ -89,7 +89,9 @@ def test_priors_and_noises(prior: Any, noise: Any, solver: str) -> None:
     model = mlp(3)
     X, y, Z = problem(model, 20)
     lin = linearize(model)
-    reg = TangentRegressor(model, prior=prior, noise=noise, solver=solver, dtype="float64", tolerance=1e-8)
+    reg = TangentRegressor(
+        model, average=False, prior=prior, noise=noise, solver=solver, dtype="float64", tolerance=1e-8
+    )
     found = reg.fit(X, y).predict(Z)
     if prior == "ntk":
         variance = ntk_variances(lin) * reg.scales_["all"]
@@ -153,12 +155,12 @@ def test_the_evidence_is_maximal(solver: str) -> None:
 
     starts = [(0.0, 0.0), (-5.0, 0.0), (2.0, -4.0), (-2.0, -8.0)]
     want = max(-minimize(negative, x0, method="Nelder-Mead").fun for x0 in starts)
-    reg = TangentRegressor(model, prior="shared", solver=solver, noise_floor=0).fit(X, y)
+    reg = TangentRegressor(model, average=False, prior="shared", solver=solver, noise_floor=0).fit(X, y)
     assert reg.log_evidence_ >= want - 1e-6
     assert reg.log_evidence_ == pytest.approx(-negative(np.log([reg.scales_["all"], reg.noise_])), rel=1e-9)
-    fixed = TangentRegressor(model, prior=0.5, solver=solver).fit(X, y)
+    fixed = TangentRegressor(model, average=False, prior=0.5, solver=solver).fit(X, y)
     assert fixed.scales_ == {} and fixed.log_evidence_ <= reg.log_evidence_
-    quiet = TangentRegressor(model, noise=0.2, solver=solver).fit(X, y)
+    quiet = TangentRegressor(model, average=False, noise=0.2, solver=solver).fit(X, y)
     assert quiet.noise_ == 0.2 and quiet.log_evidence_ <= reg.log_evidence_
 
 
@@ -286,7 +288,14 @@ def test_heteroscedastic_noise_is_the_networks_times_a_scale(d: int, solver: str
     out, new = model(X).detach(), model(Z).detach()
     y = out[:, :d] + out[:, d:].exp().sqrt() * normal(25, d, seed=2)
     reg = TangentRegressor(
-        model, prior=0.3, noise="heteroscedastic", solver=solver, dtype="float64", tolerance=1e-8, samples=2000
+        model,
+        average=False,
+        prior=0.3,
+        noise="heteroscedastic",
+        solver=solver,
+        dtype="float64",
+        tolerance=1e-8,
+        samples=2000,
     ).fit(X, y)
     J, K = (
         dense_jacobian(model, data, output=lambda raw: raw[:, :d], names=dict(model.named_parameters()))
@@ -328,12 +337,12 @@ def test_tasks_share_hyperparameters(prior: str, noise: str, solver: str) -> Non
     model = mlp(2)
     data = [problem(model, n, seed=100 * n)[:2] for n in (8, 20, 13)]
     Z = normal(4, 3, seed=1)
-    reg = TangentRegressor(model, prior=prior, noise=noise, solver=solver).fit_tasks(data)
+    reg = TangentRegressor(model, average=False, prior=prior, noise=noise, solver=solver).fit_tasks(data)
     assert len(reg.tasks_) == 3 and reg.tasks_[0] is reg
     given: Any = reg.scales_["all"] if prior == "shared" else reg.scales_
     total = sum(task.log_evidence_ for task in reg.tasks_)
     for task, (X, y) in zip(reg.tasks_, data, strict=True):
-        single = TangentRegressor(model, prior=given, noise=reg.noise_, solver=solver).fit(X, y)
+        single = TangentRegressor(model, average=False, prior=given, noise=reg.noise_, solver=solver).fit(X, y)
         for a, b in zip(task.predict(Z, return_cov=True), single.predict(Z, return_cov=True), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
         assert task.log_evidence_ == pytest.approx(single.log_evidence_, rel=1e-9)
@@ -343,7 +352,10 @@ def test_tasks_share_hyperparameters(prior: str, noise: str, solver: str) -> Non
             s = {k: v * (factor if changed == "scale" else 1) for k, v in reg.scales_.items()}
             v = np.asarray(reg.noise_) * (factor if changed == "noise" else 1)
             prior_given: Any = s["all"] if prior == "shared" else s
-            fits = [TangentRegressor(model, prior=prior_given, noise=v, solver=solver).fit(X, y) for X, y in data]
+            fits = [
+                TangentRegressor(model, average=False, prior=prior_given, noise=v, solver=solver).fit(X, y)
+                for X, y in data
+            ]
             assert sum(fit.log_evidence_ for fit in fits) < total
 
 

@@ -257,10 +257,12 @@ def test_constant_targets(n: int, solver: str) -> None:
     model, Z = mlp(), normal(7, 3, seed=4)
     y = torch.full((n,), 3.0, dtype=torch.float64)
     for mean in ("network", "zero"):
-        reg = TangentRegressor(model, mean=mean, solver=solver, noise_floor=0).fit(normal(n, 3), y)
+        reg = TangentRegressor(model, average=False, mean=mean, solver=solver, noise_floor=0).fit(normal(n, 3), y)
         torch.testing.assert_close(reg.predict(normal(n, 3)), y, rtol=1e-2, atol=1e-2)
     # With the bias alone they are learned from any inputs.
-    bias = TangentRegressor(model, params=["2.bias"], mean="zero", solver=solver, noise_floor=0).fit(normal(n, 3), y)
+    bias = TangentRegressor(model, average=False, params=["2.bias"], mean="zero", solver=solver, noise_floor=0).fit(
+        normal(n, 3), y
+    )
     torch.testing.assert_close(bias.predict(Z), torch.full((7,), 3.0, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 

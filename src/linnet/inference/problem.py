@@ -42,6 +42,8 @@ class SolverSettings:
         probes: Probe vectors of the log determinant.
         seed: Seed of samples, probes and landmarks.
         progress: As in `Linearization.jacobian`.
+        average: Whether to average over a scale and a noise by their evidence, where a dense solver decomposes the
+            kernel; else the largest evidence chooses them.
     """
 
     solver: Solver = "auto"
@@ -54,6 +56,7 @@ class SolverSettings:
     probes: int = 16
     seed: int = 0
     progress: bool | None = None
+    average: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("solver", Solver), ("preconditioner", Precondition)):
@@ -152,8 +155,8 @@ class Fit:
         choice: Hyperparameters.
         variance: S, (p,).
         noise_rows: (n c,), the noise variance of each observation.
-        alpha: (n c,), ``(K + noise)^-1 r``.
-        log_evidence: ``log N(r | 0, K + noise)``.
+        alpha: (n c,), ``(K + noise)^-1 r``; for an average its mean over all points, of which ``delta = S J^T alpha``.
+        log_evidence: ``log N(r | 0, K + noise)``; for an average, that of the scale and noise of largest evidence.
         error: Its standard error; 0 where exact.
         solver: The one that was used.
         solution: Convergence of an iterative solver; None for a dense one.

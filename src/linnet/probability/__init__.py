@@ -33,8 +33,10 @@ from linnet.probability.likelihoods import (
 )
 from linnet.probability.per_site import Sites
 from linnet.probability.posteriors import (
+    POSTERIORS,
     DiagonalPosterior,
     FunctionPosterior,
+    KernelPosterior,
     LowRankPosterior,
     PointPosterior,
     Posterior,
@@ -60,6 +62,7 @@ from linnet.probability.priors import (
 __all__ = [
     "LIKELIHOODS",
     "NAMES",
+    "POSTERIORS",
     "Bernoulli",
     "Categorical",
     "DiagonalPosterior",
@@ -68,6 +71,7 @@ __all__ = [
     "FunctionPosterior",
     "Gaussian",
     "Heteroscedastic",
+    "KernelPosterior",
     "KnownNoise",
     "Likelihood",
     "LowRankPosterior",

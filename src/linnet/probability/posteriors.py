@@ -16,6 +16,7 @@ WeightPosterior       0                  ``J S^(1/2) H^(-1/2)``              1
 SubnetworkPosterior   0                  ``J[:, index] W``                   1
 SamplePosterior       0                  ``J samples``                       1 / k
 FunctionPosterior     S                  ``K_*X L M^(-1/2)``                 -1
+KernelPosterior       S                  ``K_*X R``                          +-1
 LowRankPosterior      S                  ``J S^(1/2) P |C - I|^(1/2)``       +-1
 ====================  =================  ==================================  =======
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, final
 
 import torch
@@ -81,7 +83,8 @@ class Posterior(ABC):
         weights: s, one number, or (k,).
         directions: (p, k) with ``T = J directions``, where T is such a product; else None.
         has_features: Whether T has columns.
-        factored: Whether it holds the Cholesky factor of an exact solve.
+        factored: Whether an exact solve made it, which more observations extend.
+        needs_data: Whether it asks the training data's Jacobian, J, which files do not hold.
         known_from_samples: Whether covariances are estimates from samples.
         is_point: Whether there is a mean alone.
         parts: Names of the tensors of a file, which are the arguments of the constructor.
@@ -94,6 +97,7 @@ class Posterior(ABC):
     directions: Tensor | None = None
     has_features: ClassVar[bool] = True
     factored: ClassVar[bool] = False
+    needs_data: ClassVar[bool] = False
     known_from_samples: ClassVar[bool] = False
     is_point: ClassVar[bool] = False
     parts: ClassVar[tuple[str, ...]]
@@ -263,7 +267,7 @@ class Extension:
         posterior: Of all observations.
         J: Of all inputs.
         alpha: ``(K + noise)^-1 r``.
-        energy: Twice the negative log evidence, without the constant.
+        energy: Twice the negative log density of the new observations given the old ones, without the constant.
     """
 
     posterior: Posterior
@@ -451,6 +455,7 @@ class FunctionPosterior(Posterior):
     parts = ("variance", "delta", "root", "factor")
     weights = -1.0
     factored = True
+    needs_data = True
 
     def __init__(self, J: LinearOperator, variance: Tensor, delta: Tensor, *, root: Tensor, factor: Tensor) -> None:
         self.D = self.prior_variance = variance
@@ -479,8 +484,7 @@ class FunctionPosterior(Posterior):
         return self.delta[:, None] + d * (u + d * (self.J.T @ weigh(cholesky_solve(self.factor, left), self.root)))
 
     def _part_size(self, J: Any) -> int:
-        """Examples whose products with all rows of the training data fit memory."""
-        return max(1, find_dense_budget("auto", J.device) // (4 * len(self.factor) * J.c * J.dtype.itemsize))
+        return _examples_at_once(J, len(self.factor))
 
     def precisions(self, J: LinearOperator, noise: Tensor, c: int) -> Tensor:
         C, rows = self.factor, len(self.factor)
@@ -513,8 +517,86 @@ class FunctionPosterior(Posterior):
         roots = torch.cat([self.root, root])
         half = solve_lower(C, (roots * r)[:, None])
         alpha = roots * solve_upper(C, half)[:, 0]
-        energy = float(half.square().sum()) + 2 * float(C.diagonal().log().sum() - roots.log().sum())
+        energy = float(half[m:].square().sum()) + 2 * float(C.diagonal()[m:].log().sum() - root.log().sum())
         found = FunctionPosterior(whole, S, S * (whole.T @ alpha), root=roots, factor=C)
+        return Extension(found, whole, alpha, energy)
+
+
+@final
+class KernelPosterior(Posterior):
+    r""":math:`K_{**} + K_{*X} R \, \mathrm{diag}(\mathrm{signs}) \, R^\top K_{X*}`, from the training data's Jacobian.
+
+    A mixture of posteriors with different scales and noises has this form, and so has every later update of it.
+
+    Args:
+        J: Of the training data, or a stack of such, as for `FunctionPosterior`.
+        variance: S, (p,).
+        delta: (p,).
+        R: (n c, k).
+        signs: (k,), each 1 or -1.
+    """
+
+    parts = ("variance", "delta", "R", "signs")
+    factored = True
+    needs_data = True
+
+    def __init__(self, J: LinearOperator, variance: Tensor, delta: Tensor, *, R: Tensor, signs: Tensor) -> None:
+        self.D = self.prior_variance = variance
+        self.J, self.delta, self.R = J, delta, R
+        self.weights = self.signs = signs
+
+    def features(self, J: Any) -> Tensor:
+        return J.gram(self.J, scale=self.prior_variance) @ self.R
+
+    def cross(self, J: Any, other: Any) -> Tensor:
+        T = (self.signs * self.features(J)) @ self.R.T
+        return J.gram(other, scale=self.prior_variance) + T @ self.J.gram(other, scale=self.prior_variance)
+
+    def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
+        # With A = Phi^T R, the symmetric root of I + A diag(signs) A^T is I + A X A^T.
+        d, X = self.prior_variance.sqrt()[:, None], self._root
+        z = self._normal(len(d), k, generator)
+        back = self.R @ (X @ (self.R.T @ (self.J @ (d * z))))
+        return self.delta[:, None] + d * (z + d * (self.J.T @ back))
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """X, (k, k), of `draw`, from the eigenvectors of ``A^T A`` without those below rounding."""
+        values, V = torch.linalg.eigh(self.R.T @ self.J.gram(scale=self.prior_variance) @ self.R)
+        real = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+        values, V = values[real].sqrt(), V[:, real]
+        eye = torch.eye(len(values), dtype=V.dtype, device=V.device)
+        inner = values[:, None] * ((V.T * self.signs) @ V) * values
+        turned = V / values
+        return turned @ (square_root(eye + inner, float(values.square().sum())) - eye) @ turned.T
+
+    def _part_size(self, J: Any) -> int:
+        return _examples_at_once(J, len(self.R))
+
+    def extended(self, J: LinearOperator, new: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        added, S, m = new.cached(), self.prior_variance, len(self.R)
+        root = noise[m:].rsqrt()
+        # The covariance at the new inputs and its root C, in units of the noise.
+        T = root[:, None] * self.features(added)
+        M = root[:, None] * added.gram(scale=S) * root
+        M.diagonal().add_(1)
+        check_conditioning(M)
+        M += (self.signs * T) @ T.T
+        C = cholesky_(M)
+        # Columns [R signs T^T; 1 / noise^(1/2)] C^-T with the sign -1.
+        below = root[:, None] * solve_upper(C, torch.eye(len(root), dtype=C.dtype, device=C.device))
+        beside = (self.R * self.signs) @ solve_lower(C, T).T
+        R = torch.cat(
+            [torch.cat([self.R, beside], 1), torch.cat([below.new_zeros(len(root), self.R.shape[1]), below], 1)]
+        )
+        left = root * (r[m:] - added @ self.delta)
+        half = solve_lower(C, left[:, None])
+        whole = Stack([J if isinstance(J, Stack) else self.J, added])
+        step = whole.T @ (R[:, -len(root) :] @ half)[:, 0]
+        delta = self.delta + S * step
+        energy = float(half.square().sum()) + 2 * float(C.diagonal().log().sum() - root.log().sum())
+        found = KernelPosterior(whole, S, delta, R=R, signs=torch.cat([self.signs, -torch.ones_like(root)]))
+        alpha = (r - whole @ delta) / noise
         return Extension(found, whole, alpha, energy)
 
 
@@ -563,22 +645,24 @@ class WeightPosterior(Posterior):
         return (J @ (self.W @ (new @ self.W).T)).T / noise
 
     def extended(self, J: LinearOperator, new: Jacobian, r: Tensor, noise: Tensor) -> Extension:
-        d, C, m = self.prior_variance.sqrt(), self.factor, J.shape[0]
+        d, old, m = self.prior_variance.sqrt(), self.factor, J.shape[0]
         weight = 1 / noise[m:]
-        H, u = C @ C.T, torch.where(d > 0, self.delta / d, 0.0)
+        H, u = old @ old.T, torch.where(d > 0, self.delta / d, 0.0)
         b = H @ u + d * (new.T @ (weight * r[m:]))
         H += d[:, None] * new.normal(torch.diag(d), weight)
         check_conditioning(H)
         C = cholesky_(0.5 * (H + H.T))
         u = cholesky_solve(C, b)
         delta, whole = d * u, Stack([J, new])
-        left = r - whole @ delta
-        alpha = left / noise
-        energy = float((left * alpha).sum() + u @ u + noise.log().sum()) + 2 * float(C.diagonal().log().sum())
+        alpha = (r - whole @ delta) / noise
+        left = r[m:] - new @ self.delta
+        half = solve_lower(C, (d * (new.T @ (weight * left)))[:, None])
+        energy = float((weight * left.square()).sum() + noise[m:].log().sum() - half.square().sum())
+        energy += 2 * float(C.diagonal().log().sum() - old.diagonal().log().sum())
         return Extension(WeightPosterior(self.prior_variance, delta, factor=C), whole, alpha, energy)
 
 
-KINDS: dict[str, type[Any]] = {
+POSTERIORS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         PointPosterior,
@@ -588,6 +672,7 @@ KINDS: dict[str, type[Any]] = {
         SamplePosterior,
         LowRankPosterior,
         FunctionPosterior,
+        KernelPosterior,
         WeightPosterior,
     )
 }
@@ -600,17 +685,17 @@ def posterior_from(kind: str, tensors: Mapping[str, Tensor], *, J: LinearOperato
     Args:
         kind: Name of its class.
         tensors: By name.
-        J: Of the training data, cached; for a posterior in function space.
+        J: Of the training data, cached; for a posterior that needs it.
         layout: Of the parameters.
     """
-    parts: dict[str, Any] = {part: tensors[part] for part in KINDS[kind].parts}
+    parts: dict[str, Any] = {part: tensors[part] for part in POSTERIORS[kind].parts}
     prefix = "rotation."
     if kind == "TurnedPosterior":
         turns = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         parts["rotation"] = Rotation.from_tensors(turns, layout)
-    if kind == "FunctionPosterior":
+    if POSTERIORS[kind].needs_data:
         parts["J"] = J
-    found: Posterior = KINDS[kind](**parts)
+    found: Posterior = POSTERIORS[kind](**parts)
     return found
 
 
@@ -632,6 +717,11 @@ def square_root(C: Tensor, size: float = 0.0) -> Tensor:
             "behind it was not accurate enough. Use float64 (dtype=), more noise, or a smaller tolerance."
         )
     return (Q * eigenvalues.clamp_min(0).sqrt()) @ Q.T
+
+
+def _examples_at_once(J: Any, rows: int) -> int:
+    """Examples of J whose products with so many rows of the training data fit memory."""
+    return max(1, find_dense_budget("auto", J.device) // (4 * rows * J.c * J.dtype.itemsize))
 
 
 def nonnegative(variance: Tensor, prior: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from linnet._estimator import Dtypes, behavior, default_network
 from linnet._estimator import files as saved
 from linnet.inference import Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
-from linnet.probability import describe_likelihood, posterior_from, restore_likelihood
+from linnet.probability import POSTERIORS, describe_likelihood, posterior_from, restore_likelihood
 
 if TYPE_CHECKING:
     from linnet.tangent.base import Tangent
@@ -54,7 +54,7 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "top_path": None if estimator.top_path_ is None else list(estimator.top_path_.items()),
     }
     inputs = [saved.flatten_inputs(X) for X in estimator._train_inputs]
-    if name == "FunctionPosterior" and any(x is None for x in inputs):
+    if found.needs_data and any(x is None for x in inputs):
         raise TypeError(
             "Saving a posterior in function space takes the training inputs along, and they are not in memory (a "
             "Dataset or DataLoader). Fit on tensors or arrays, or with solver='weight' or 'cg-weight'."
@@ -142,7 +142,7 @@ def read(
     inputs = [saved.restore_inputs(saved.strip(f"inputs.{i}.", tensors), form) for i, form in forms]
     estimator._train_inputs = inputs
     jacobians = [estimator._jacobian(X) for X in inputs]
-    if meta["posterior"] == "FunctionPosterior":
+    if POSTERIORS[meta["posterior"]].needs_data:
         jacobians = [one.cached() for one in jacobians]
     J: LinearOperator | None = jacobians[0] if len(jacobians) == 1 else Stack(jacobians) if jacobians else None
     parts, layout = saved.strip("posterior.", tensors), estimator.lin_.layout
@@ -181,6 +181,7 @@ def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]
         "scales": list(fit.choice.scales),
         "noise": list(fit.choice.noise),
         "floored": list(fit.choice.floored or (False,) * len(fit.choice.noise)),
+        "averaged": fit.choice.averaged,
     }
     return meta, tensors
 
@@ -195,7 +196,8 @@ def task_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], J: Any, es
         weight=tensors.get("noise.weight"),
     )
     noises, floored = tuple(meta["noise"]), tuple(meta["floored"])
-    choice = Choice(tuple(meta["scales"]), noises, estimator.log_evidence_, floored=floored)
+    averaged = meta.get("averaged", False)
+    choice = Choice(tuple(meta["scales"]), noises, estimator.log_evidence_, floored=floored, averaged=averaged)
     fit = Fit(
         estimator.posterior_,
         choice,

@@ -91,6 +91,12 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             prior on what the evidence chooses (see `linnet.inference.evidence.gaussian`): the noise is at least that
             share divided by the number of observations, and with many of them hardly changed. 0 for the evidence alone,
             as for simulations without noise; a noise given as a number is not touched.
+        average: Whether one prior scale and one noise are averaged by their evidence, rather than chosen where it is
+            largest: with few observations the largest evidence is over-confident. The posterior is the one Gaussian
+            with the mean and covariance of all scales and noises, and ``scales_`` and ``noise_`` are averages. A dense
+            solver averages where it decomposes the kernel (up to 4,096 observations in function space; more of them
+            leave nothing to average). Several scales ("layerwise") or noises ("per-output") are not averaged, nor is
+            what is given as a number; see `linnet.inference.evidence.average`.
         solver: "auto", "function", "weight", "cg-function" or "cg-weight"; see `linnet.inference.gaussian.closed_form`.
         output: How to read the model's outputs; see `linnet.linearize`.
         dtype: Dtype of the network: "float32" or "float64" runs a copy. "auto" runs the network as it is, without a
@@ -119,13 +125,15 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         noise_floored_: Whether half the noise would have more evidence, so that ``noise_`` comes from ``noise_floor``
             rather than from the observations; for "per-output" one for each.
         scales_: Prior scales by name.
-        log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error. With weights,
-            the evidence of each example as many times as its weight says.
+        averaged_: Whether ``scales_``, ``noise_`` and the posterior are averages by the evidence.
+        log_evidence_: ``log N(y - m | 0, K + noise)``, and ``log_evidence_error_`` its standard error; of the scale and
+            noise of largest evidence, also where the posterior is an average. With weights, the evidence of each
+            example as many times as its weight says.
         solver_: The solver used; ``solution_`` its convergence where it iterates.
         layer_relevance_: Each layer's share in the adaptation.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
-        loo_: Closed-form leave-one-out predictions.
+        loo_: Closed-form leave-one-out predictions, with ``scales_`` and ``noise_``.
         members_: Of an ensemble, the fitted regressor of each network; ``weights_`` their weights. ``log_evidence_`` is
             that of the mixture.
 
@@ -152,6 +160,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         *,
         top: int | str | None = None,
         noise_floor: float = NOISE_FLOOR,
+        average: bool = True,
         output: Any = None,
         dtype: Any = "auto",
         tolerance: float | str = "auto",
@@ -167,7 +176,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         progress: bool | None = None,
     ) -> None:
         self.model, self.params, self.top, self.mean, self.prior, self.noise = model, params, top, mean, prior, noise
-        self.solver, self.noise_floor, self.output, self.dtype = solver, noise_floor, output, dtype
+        self.solver, self.noise_floor, self.average, self.output = solver, noise_floor, average, output
+        self.dtype = dtype
         self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
         self.rank, self.samples, self.variance, self.memory = rank, samples, variance, memory
         self.weights, self.batch_size, self.seed, self.progress = weights, batch_size, seed, progress
@@ -283,7 +293,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.prior_ = make_prior(lin, self.prior, J=whole, weight=_row_weights(tasks))
         if self._mean == "network":
             warn_of_own_data(tasks, self.prior_.base)
-        settings = self._settings(_rounding(jacobians[0], solver), solver=solver)
+        settings = self._settings(_rounding(jacobians[0], solver), solver=solver, average=bool(self.average))
         fits = closed_form.condition(tasks, self.prior_, settings)
         if self._needs_float64(model, first, tasks, fits):
             return self._fit_all(data, "float64", source)
@@ -417,6 +427,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if self._source is not None:
             self.source_noise_ = self.noise if self._noise_name is None else _single(found[own:] or found)
         self.noise_floored_ = _single((fit.choice.floored or (False,) * len(found))[:own])
+        self.averaged_ = fit.choice.averaged
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
 
@@ -452,7 +463,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             self.source_noise_ = _from_json(meta["source"]["noise"])
         self.prior_ = Prior("given", self.prior_variance_)
         self._train, self._fit_ = files.task_from(meta, tensors, J, self)
-        self.noise_ = _from_json(meta["noise_"])
+        self.noise_, self.averaged_ = _from_json(meta["noise_"]), self._fit_.choice.averaged
         self.noise_floored_ = _single(meta["floored"][: self._count_noises(self._train.noise)])
         self.evidence_path_, self._kept = (), {}
 
@@ -481,7 +492,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
-        This one stays as it is.
+        Where the posterior is an average over scales and noises, it is one Gaussian, and that Gaussian is conditioned
+        with ``noise_``. ``log_evidence_`` grows by the log density of the new observations. This one stays as it is.
 
         Args:
             X: Inputs.
@@ -625,13 +637,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def loo_(self) -> LeaveOneOut:
         """Predictions of each training example from all others; a whole example with all its outputs is left out.
 
-        An example of weight w is left out w times, and its target is one observation.
+        The prior and the noise are ``prior_variance_`` and ``noise_``, also where the posterior averages over them. An
+        example of weight w is left out w times, and its target is one observation.
         """
         check_is_fitted(self)
         if "loo" not in self._kept:
             P = self._precisions()
             n, c = len(P), P.shape[1]
-            step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]  # y - mean without the example
+            step = torch.linalg.solve(P, self._point_fit().alpha.view(n, c, 1))[..., 0]  # y - mean without the example
             y = self._train.base + self._train.r.view(n, c)
             C = torch.linalg.inv(P)  # of all w observations' average
             if self._train.noise.weight is not None:
@@ -652,13 +665,16 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def influence(self, X: Any) -> Any:
         """What each training example adds to each prediction: the mean at X less the mean without that example.
 
-        Exact, in closed form, hyperparameters kept. Returns (m, n) for m inputs and n training examples, or (m, c, n).
+        Exact, in closed form, with ``prior_variance_`` and ``noise_`` kept: where the posterior averages over scales
+        and noises, the influence is that of a regressor with their averages. Returns (m, n) for m inputs and n training
+        examples, or (m, c, n).
         """
         J = self._new_inputs(X)
         P = self._precisions()
         n, c = len(P), P.shape[1]
-        step = torch.linalg.solve(P, self._fit_.alpha.view(n, c, 1))[..., 0]
-        A = updates.smoother(self._train, self._fit_, J)  # (m c', n c): the mean's shift is A r
+        fit = self._point_fit()
+        step = torch.linalg.solve(P, fit.alpha.view(n, c, 1))[..., 0]
+        A = updates.smoother(self._train, fit, J)  # (m c', n c): the mean's shift is A r
         parts = (A.view(J.n, J.c, n, c) * step).sum(3)[..., self._task_examples(n)]
         return convert_like(X, parts[:, 0] if self._one_column else parts)
 
@@ -669,8 +685,19 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _precisions(self) -> Tensor:
         if "precisions" not in self._kept:
             self.lin_.check_unchanged(contents=True)
-            self._kept["precisions"] = updates.precisions(self._train, self._fit_)
+            self._kept["precisions"] = updates.precisions(self._train, self._point_fit())
         return self._kept["precisions"]
+
+    def _point_fit(self) -> Fit:
+        """The fit of the training data with ``prior_variance_`` and ``noise_``: without an average, the fit itself."""
+        if not self.averaged_:
+            return self._fit_
+        if "point" not in self._kept:
+            task = replace(self._train, noise=replace(self._train.noise, value=self._fit_.choice.noise))
+            settings = self._settings(solver=self.solver_)
+            (fit,) = closed_form.condition([task], Prior("given", self.prior_variance_), settings)
+            self._kept["point"] = fit
+        return self._kept["point"]
 
     # Shapes and noise.
 

@@ -20,6 +20,7 @@ from linnet.inference.evidence.gaussian import (
     choose_by_kernels,
     choose_by_moments,
     choose_one,
+    decompose,
     dense_floor,
     exact_spectrum,
     join_spectra,
@@ -64,7 +65,7 @@ def test_spectra_give_the_density(shape: tuple[int, int]) -> None:
     Phi, r = data(*shape)
     K = Phi @ Phi.T
     exact = exact_spectrum(K, r)
-    weight = weight_spectrum(Phi.T @ Phi, Phi.T @ r, norm2=float(r @ r), m=len(r))
+    weight = weight_spectrum(decompose(Phi.T @ Phi, Phi.T @ r), norm2=float(r @ r), m=len(r))
     for s, v in [(1.0, 1.0), (0.01, 3.0), (20.0, 0.1)]:
         want = density(r, s * K + v * torch.eye(len(r)).double())
         assert exact.log_evidence(s, v) == pytest.approx(want, rel=1e-10)
@@ -79,7 +80,7 @@ def test_the_rounded_eigenvalues_of_a_singular_kernel_count_as_zero() -> None:
     found = exact_spectrum(Phi @ Phi.T, normal(6))
     assert float(found.nodes.min()) >= 0
     assert float(found.nodes.max()) == pytest.approx(6)
-    small = weight_spectrum(torch.full((3, 3), 2.0).double(), torch.full((3,), 1.0).double(), norm2=5.0, m=9)
+    small = weight_spectrum(decompose(torch.full((3, 3), 2.0).double(), torch.full((3,), 1.0).double()), norm2=5.0, m=9)
     assert int((small.nodes > 0).sum()) == 1
 
 

@@ -71,6 +71,33 @@ def test_best_scale_beats_a_fine_grid(likelihood: Likelihood, c: int) -> None:
     assert other.log_evidence == pytest.approx(choice.log_evidence, abs=1e-3)
 
 
+@pytest.mark.parametrize("space", ["function", "weight"])
+@pytest.mark.parametrize("size", [1, 10])
+def test_the_hyperprior_counts_beside_the_evidence(space: str, size: int) -> None:
+    # Six labels that five features tell apart, and sixty that they do not: the scale is nearer to its unit.
+    Phi, y = normal(6 * size, 5), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0] * size, dtype=torch.float64)
+    given: dict[str, Any] = {"mean": torch.zeros(len(y), 1, dtype=torch.float64), "likelihood": Bernoulli()}
+    A = Phi @ Phi.T if space == "function" else Phi
+    solve = function_space if space == "function" else weight_space
+    unit = math.log(unit_scale(A, y[:, None], given["mean"], given["likelihood"], space))
+
+    def value(t: float) -> float:
+        found = solve(A, y, scale=math.exp(unit + t), tolerance=1e-10, **given).checked()  # type: ignore[operator]
+        return float(found.log_evidence) + t / 2 - math.log1p(math.exp(t))
+
+    best = max(np.linspace(-12, 6, 37), key=value)
+    want = minimize_scalar(lambda t: -value(t), bounds=(best - 1, best + 1), method="bounded", options={"xatol": 1e-6})
+    choice, mode = choose_scale(A, y, space=space, hyperprior=True, **given)
+    (scale,) = choice.scales
+    t = math.log(scale) - unit
+    assert value(t) == pytest.approx(-want.fun, abs=1e-4)
+    assert choice.path[-1] == pytest.approx(value(t), abs=1e-6) and list(choice.path) == sorted(choice.path)
+    assert choice.log_evidence == mode.log_evidence
+    plain, _ = choose_scale(A, y, space=space, **given)
+    assert plain.log_evidence >= choice.log_evidence - 1e-5
+    assert abs(t) < abs(math.log(plain.scales[0]) - unit)
+
+
 def test_where_the_mean_is_right_the_best_scale_is_next_to_nothing() -> None:
     y = torch.arange(N) % C
     mean = 3.0 * nn.functional.one_hot(y, C).double()  # surer than the labels need

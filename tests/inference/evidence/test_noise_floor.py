@@ -74,11 +74,11 @@ def test_the_penalized_evidence_is_maximal(solver: str, noise: float, floor: flo
         return dense_posterior(J, r, variance=float(x[0]), noise=float(x[1]), new=J[:1]).log_evidence
 
     want, _ = maximum(lambda x: evidence(x) - 0.5 * energy / float(x[1]), STARTS)
-    reg = TangentRegressor(model, prior="shared", solver=solver, noise_floor=floor).fit(X, y)
+    reg = TangentRegressor(model, average=False, prior="shared", solver=solver, noise_floor=floor).fit(X, y)
     at = np.array([reg.scales_["all"], reg.noise_])
     assert reg.log_evidence_ == pytest.approx(evidence(at), rel=1e-9)  # the plain one
     assert reg.log_evidence_ - 0.5 * energy / reg.noise_ == pytest.approx(want, abs=1e-6)
-    plain = TangentRegressor(model, prior="shared", solver=solver, noise_floor=0).fit(X, y)
+    plain = TangentRegressor(model, average=False, prior="shared", solver=solver, noise_floor=0).fit(X, y)
     assert plain.log_evidence_ >= reg.log_evidence_
     assert plain.noise_ < reg.noise_ and reg.noise_ >= energy / 12
 
@@ -179,12 +179,14 @@ def test_few_observations_without_noise_are_said_to_be_so(solver: str) -> None:
     model = mlp()
     X, y = drawn(model, 10)
     r = (y - model(X).detach()).flatten()
-    reg = TangentRegressor(model, prior="shared", solver=solver, dtype="float64").fit(X, y)
+    reg = TangentRegressor(model, average=False, prior="shared", solver=solver, dtype="float64").fit(X, y)
     assert reg.noise_floored_ is True
     assert reg.noise_ >= 1e-4 * float(r.square().mean())  # a thousandth of one of ten
-    dense = TangentRegressor(model, prior="shared").fit(X, y)
+    dense = TangentRegressor(model, average=False, prior="shared").fit(X, y)
     assert reg.noise_ == pytest.approx(dense.noise_, rel=1e-6 if solver in DENSE else 0.5)
-    noisy = TangentRegressor(model, prior="shared", solver=solver, dtype="float64").fit(*drawn(model, 60, noise=0.5))
+    noisy = TangentRegressor(model, average=False, prior="shared", solver=solver, dtype="float64").fit(
+        *drawn(model, 60, noise=0.5)
+    )
     assert noisy.noise_floored_ is False
 
 
@@ -239,7 +241,7 @@ def test_error_bars_of_few_observations_hold() -> None:
         X = 4 * torch.rand(5, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 2
         y = torch.sin(3 * X[:, 0] + seed) + 0.1 * normal(5, seed=seed)
         for floor, kept in scores.items():
-            reg = TangentRegressor(model, mean="zero", prior="shared", noise_floor=floor).fit(X, y)
+            reg = TangentRegressor(model, average=False, mean="zero", prior="shared", noise_floor=floor).fit(X, y)
             mean, std = reg.predict(at, return_std=True, noise=True)
             error = (mean - torch.sin(3 * at[:, 0] + seed)) / std
             kept.append(float((0.5 * error.square() + std.log()).mean()))

@@ -72,11 +72,11 @@ def test_hyperparameters_are_kept(prior: str, noise: Any, solver: str) -> None:
     model = mlp()
     X, y = problem(model, 15)
     Z = normal(4, 3, seed=9)
-    first = TangentRegressor(model, prior=prior, noise=noise, solver=solver).fit(X[:11], y[:11])
+    first = TangentRegressor(model, average=False, prior=prior, noise=noise, solver=solver).fit(X[:11], y[:11])
     more = first.condition(X[11:], y[11:])
     assert more.scales_ == first.scales_ and np.array_equal(more.noise_, first.noise_)
     parts = {name: float(first.prior_variance_[first.lin_.layout.slices[name]][0]) for name in first.lin_.layout.shapes}
-    whole = TangentRegressor(model, prior=parts, noise=first.noise_, solver=solver).fit(X, y)
+    whole = TangentRegressor(model, average=False, prior=parts, noise=first.noise_, solver=solver).fit(X, y)
     for a, b in zip(more.predict(Z, return_cov=True), whole.predict(Z, return_cov=True), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
     assert more.log_evidence_ == pytest.approx(whole.log_evidence_, rel=1e-8)
@@ -87,7 +87,9 @@ def test_more_data_with_the_networks_own_noise(solver: str) -> None:
     model = mlp(2)
     X, y = problem(mlp(1), 14)
     Z = normal(4, 3, seed=9)
-    first = TangentRegressor(model, prior=0.5, noise="heteroscedastic", solver=solver).fit(X[:9], y[:9, 0])
+    first = TangentRegressor(model, average=False, prior=0.5, noise="heteroscedastic", solver=solver).fit(
+        X[:9], y[:9, 0]
+    )
     more = first.condition(X[9:], y[9:, 0])
     J = dense_jacobian(model, X, output=lambda raw: raw[:, :1])
     out = model(X).detach()

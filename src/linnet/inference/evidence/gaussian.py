@@ -46,6 +46,7 @@ class Choice:
             energy a is assumed.
         floored: For each noise, whether half of the noise would have more evidence, so that the noise comes from the
             assumed energy; empty where no energy is assumed.
+        averaged: Whether scales and noise are averages by their evidence. The log evidence is the largest all the same.
     """
 
     scales: tuple[float, ...]
@@ -53,6 +54,7 @@ class Choice:
     log_evidence: float
     path: tuple[float, ...] = field(default=(), repr=False)
     floored: tuple[bool, ...] = ()
+    averaged: bool = False
 
 
 class GaussianTerms(NamedTuple):
@@ -131,29 +133,49 @@ class KernelSpectrum:
         return float((self.energies / (self.positions + ratio)).sum()) / self.m
 
 
+class Eigenpairs(NamedTuple):
+    """The eigendecomposition of a matrix (k, k), and a vector along its eigenvectors.
+
+    Attributes:
+        values: (k,), rising; rounding leaves those of a singular matrix slightly below zero, which become zero.
+        vectors: (k, k), in columns.
+        along: (k,).
+    """
+
+    values: Tensor
+    vectors: Tensor
+    along: Tensor
+
+
+def decompose(A: Tensor, b: Tensor) -> Eigenpairs:
+    """The eigenpairs of A (k, k), and b (k,) along them."""
+    values, Q = torch.linalg.eigh(A)
+    return Eigenpairs(values.clamp_min(0), Q, Q.T @ b)
+
+
 def exact_spectrum(K: Tensor, r: Tensor) -> KernelSpectrum:
     """By the eigendecomposition of K (m, m), for r (m,)."""
-    eigenvalues, Q = torch.linalg.eigh(K)
-    # Rounding leaves eigenvalues of a singular K slightly below zero.
-    nodes = eigenvalues.double().clamp_min(0).cpu()
-    energies = (Q.T @ r).double().square().cpu()
-    return KernelSpectrum(nodes, torch.ones_like(nodes), nodes, energies)
+    return kernel_spectrum(decompose(K, r))
 
 
-def weight_spectrum(G: Tensor, b: Tensor, *, norm2: float, m: float) -> KernelSpectrum:
-    """The spectrum of ``Phi Phi^T`` (m, m) and r from ``G = Phi^T Phi`` (p, p) and ``b = Phi^T r`` (p,).
+def kernel_spectrum(found: Eigenpairs) -> KernelSpectrum:
+    """The spectrum of a kernel and residuals that were decomposed."""
+    nodes = found.values.double().cpu()
+    return KernelSpectrum(nodes, torch.ones_like(nodes), nodes, found.along.double().square().cpu())
+
+
+def weight_spectrum(found: Eigenpairs, *, norm2: float, m: float) -> KernelSpectrum:
+    """The spectrum of ``Phi Phi^T`` (m, m) and r from ``Phi^T Phi`` (p, p) and ``Phi^T r`` (p,).
 
     Args:
-        G: (p, p).
-        b: (p,).
+        found: The eigenpairs of ``Phi^T Phi``, and ``Phi^T r`` along them.
         norm2: The squared norm of r.
         m: The number of rows of Phi, by their weights; without weights at least as many as there are directions with
             an eigenvalue.
     """
-    eigenvalues, Q = torch.linalg.eigh(G)
-    nodes, along = eigenvalues.double().cpu(), (Q.T @ b).double().square().cpu()
+    nodes, along = found.values.double().cpu(), found.along.double().square().cpu()
     # A direction with an eigenvalue below rounding is no direction of Phi's rows.
-    real = nodes > len(nodes) * torch.finfo(G.dtype).eps * nodes[-1]
+    real = nodes > len(nodes) * torch.finfo(found.values.dtype).eps * nodes[-1]
     nodes, energies = nodes[real], along[real] / nodes[real]
     rest = max(norm2 - float(energies.sum()), 0.0)
     nodes = torch.cat([nodes, nodes.new_zeros(1)])
@@ -165,6 +187,11 @@ def join_spectra(spectra: Sequence[KernelSpectrum]) -> KernelSpectrum:
     """The spectrum of independent tasks that share scale and noise: their log evidences add up."""
     parts = [(s.nodes, s.weights, s.positions, s.energies) for s in spectra]
     return KernelSpectrum(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def ratio_bounds(top: float, floor: float) -> tuple[float, float]:
+    """The logarithms of the smallest and the largest ratio of noise to scale, for the largest eigenvalue ``top``."""
+    return math.log(floor * top), math.log(1e8 * top)
 
 
 def choose_one(
@@ -207,7 +234,7 @@ def choose_one(
     # An energy that the kernel cannot explain, and no observation.
     penalized = join_spectra([spectrum, KernelSpectrum(zero, zero, zero, zero + penalty)])
     starts = []
-    low, high = math.log(floor * top), math.log(1e8 * top)
+    low, high = ratio_bounds(top, floor)
     for i in range(count := math.ceil(4 * (high - low)) + 1):
         ratio = math.exp(low + (high - low) * i / (count - 1))
         s = scale or (noise / ratio if noise else penalized.best_scale(ratio))

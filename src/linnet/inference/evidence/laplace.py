@@ -7,6 +7,12 @@ at the mode for the scales s (`linnet.inference.mode.newton`). Each value takes 
 search saves values: a part of the data says where to look, the slopes say where the top is, and every mode starts from
 the nearest mode that is known. The search is `linnet.inference.evidence.search.maximize`.
 
+One scale may have a weak hyperprior, since the evidence of few labels is often flat or largest at no scale: the
+standard deviation of the outputs, in units in which an average eigenvalue of ``L^T K L`` is one, is half-Cauchy of
+scale one. With t the logarithm of the scale in this unit, the search maximizes
+
+.. math:: \log Z + \tfrac{t}{2} - \log(1 + e^t) .
+
 The mode moves with the scales, and the curvature B with the mode (Rasmussen and Williams, section 5.5.1, here for any
 number of coupled outputs). With :math:`R = L M^{-1} L^\top`, :math:`\Sigma = K - K R K` and
 :math:`h = \partial_f \, \mathrm{tr}(\Sigma B(f))` for a fixed :math:`\Sigma`,
@@ -58,7 +64,14 @@ class _AtMode:
 
 
 def choose_scale(
-    A: Tensor, y: Tensor, *, mean: Tensor, likelihood: Likelihood, space: str = "function", gain: float = 1e-5
+    A: Tensor,
+    y: Tensor,
+    *,
+    mean: Tensor,
+    likelihood: Likelihood,
+    space: str = "function",
+    gain: float = 1e-5,
+    hyperprior: bool = False,
 ) -> tuple[Choice, Mode]:
     """The factor of all prior variances with the largest Laplace evidence, and the mode there.
 
@@ -74,6 +87,7 @@ def choose_scale(
         likelihood: Of the targets given f.
         space: ``"function"`` for K, ``"weight"`` for Phi.
         gain: Log evidence that is not worth another mode.
+        hyperprior: Whether the weak hyperprior counts beside the evidence.
 
     Returns:
         A choice with one scale, and the mode with that scale, without its factor.
@@ -89,11 +103,12 @@ def choose_scale(
         raise ValueError(f"space must be 'function' or 'weight'; got {space!r}.")
     n, c = mean.shape
     y = likelihood.targets(y, n, c, dtype=mean.dtype, device=mean.device)
-    evidence = _ScaleEvidence(A, y, mean, likelihood, space)
+    evidence = _ScaleEvidence(A, y, mean, likelihood, space, hyperprior)
     found = evidence.search(gain)
     assert evidence.best is not None
     t, mode = evidence.best
-    path = (*(value for value in found.rising if value < mode.log_evidence), mode.log_evidence)
+    best = mode.log_evidence + evidence.log_prior(t)
+    path = (*(value for value in found.rising if value < best), best)
     return Choice((evidence.scale(t),), (), mode.log_evidence, path), mode
 
 
@@ -106,7 +121,10 @@ class _ScaleEvidence:
         hint: A t and coordinates of a mode where the first mode starts.
     """
 
-    def __init__(self, A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> None:
+    def __init__(
+        self, A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str, hyperprior: bool = False
+    ) -> None:
+        self.hyperprior = hyperprior
         self.A, self.y, self.mean, self.likelihood, self.space = A, y, mean, likelihood, space
         self.unit = math.log(unit_scale(A, y, mean, likelihood, space))
         self.best: tuple[float, Mode] | None = None
@@ -115,6 +133,10 @@ class _ScaleEvidence:
 
     def scale(self, t: float) -> float:
         return math.exp(self.unit + t)
+
+    def log_prior(self, t: float) -> float:
+        """The logarithm of the hyperprior, up to a constant: ``t / 2 - log(1 + e^t)``."""
+        return -abs(t) / 2 - math.log1p(math.exp(-abs(t))) if self.hyperprior else 0.0
 
     def __call__(self, x: Sequence[float]) -> _AtMode:
         (t,) = x
@@ -132,16 +154,24 @@ class _ScaleEvidence:
         # Rounding may stop a mode at a gradient that is small enough.
         mode = mode if mode.gradient <= max(1e-6, torch.finfo(self.mean.dtype).eps ** 0.5) else mode.checked()
         self.last = t, mode
-        if self.best is None or mode.log_evidence > self.best[1].log_evidence:
+        value = mode.log_evidence + self.log_prior(t)
+        if self.best is None or value > self.best[1].log_evidence + self.log_prior(self.best[0]):
             self.best = t, replace(mode, factor=None)
-        return _AtMode(mode.log_evidence, lambda: [self._slope(mode, self.scale(t))])
+        return _AtMode(value, lambda: [self._add_prior(self._slope(mode, self.scale(t)), t)])
+
+    def _add_prior(self, slope: Slope, t: float) -> Slope:
+        """With the slope of the hyperprior, ``1/2 - e^t / (1 + e^t)``."""
+        if not self.hyperprior:
+            return slope
+        return slope._replace(up=slope.up + 1, down=slope.down + 2 / (1 + math.exp(-t)))
 
     def search(self, gain: float) -> Maximum:
         climb = partial(maximize, self, bounds=[(-WIDE, WIDE)], gain=gain, longest=STEP / 2)
         first = self.start_by_part()
         if first is not None:
             found = climb([[first]])
-            if found.value >= float(self.likelihood.log_prob(self.mean, self.y).sum()):
+            assert self.best is not None
+            if self.best[1].log_evidence >= float(self.likelihood.log_prob(self.mean, self.y).sum()):
                 return found
         # All magnitudes: a mean that is sure and wrong gives the evidence a dip before its peak.
         return climb([[i * STEP] for i in (-5, -3, -2, -1, 0, 1, 2, 3)])
@@ -159,7 +189,7 @@ class _ScaleEvidence:
         rows = (c * some[:, None] + torch.arange(c, device=some.device)).flatten()
         A = self.A[rows][:, rows] if self.space == "function" else self.A[rows]
         try:
-            part = _ScaleEvidence(A, self.y[some], self.mean[some], self.likelihood, self.space)
+            part = _ScaleEvidence(A, self.y[some], self.mean[some], self.likelihood, self.space, self.hyperprior)
             part.search(0.1)
         except (ArithmeticError, ValueError):  # rounding hides the evidence, or the kernel of the part is zero
             return None
@@ -175,7 +205,7 @@ class _ScaleEvidence:
         return top + shift
 
     def _slope(self, mode: Mode, s: float) -> Slope:
-        """The slope in the logarithm of one scale s, from rows of the covariance of f.
+        """The slope of the evidence in the logarithm of one scale s, from rows of the covariance of f.
 
         ``Sigma = T^T T`` with ``T = C^-1 Phi^T`` in weight space, and ``K - T^T T`` with ``T = C^-1 L^T K`` in function
         space. The mode moves by ``df = (I - K R) (f - m)``.

@@ -10,7 +10,12 @@ cg-function    conjugate gradients on M                        two passes over t
 cg-weight      conjugate gradients on H                        one pass over the data an iteration
 =============  ==============================================  =====================================
 
-The dense ones are exact. The others give the mean to a tolerance, covariances from posterior samples that are solved
+The dense ones are exact. With `SolverSettings.average`, and at most one scale and one noise to choose, they average
+over both by their evidence (`linnet.inference.evidence.average`) where they have the eigenvectors of the kernel: in
+weight space always, in function space up to `EXACT_ROWS` rows. More rows leave nothing to average. The mixture is one
+Gaussian with the mixture's mean and covariance.
+
+The iterative ones give the mean to a tolerance, covariances from posterior samples that are solved
 for in the same block, and the log determinant by stochastic Lanczos quadrature with a standard error.
 """
 
@@ -20,17 +25,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from linnet.inference.evidence import gaussian
+from linnet.inference.evidence import average, gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import choose, lanczos_spectrum
-from linnet.inference.problem import Fit, Noise, SolverSettings, Task, choose_solver
-from linnet.linalg import check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
-from linnet.probability import FunctionPosterior, Prior, WeightPosterior
+from linnet.inference.problem import Fit, Noise, SolverSettings, Task, assumed_noise, choose_solver
+from linnet.linalg import Stack, check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
+from linnet.probability import FunctionPosterior, KernelPosterior, Prior, WeightPosterior
+
+if TYPE_CHECKING:
+    from linnet.probability import Posterior
 
 
 def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
@@ -65,7 +74,8 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
 
 
 def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
-    tasks = [replace(task, J=task.J.cached()) for task in tasks]
+    # The parts of a stack, which later data leave, are cached.
+    tasks = [task if isinstance(task.J, Stack) else replace(task, J=task.J.cached()) for task in tasks]
     several = len(prior.scales) > 1 or tasks[0].noise.count > 1
     kernels: list[dict[str, Tensor]] = []
     for task in tasks:
@@ -75,20 +85,31 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
         kernels.append(parts)
     residuals = [task.r * task.noise.base.rsqrt() for task in tasks]
 
+    known_spectra: list[_Decomposed] = []
+
     def find_spectrum(K: Tensor, r: Tensor, noise: Noise) -> gaussian.KernelSpectrum:
-        exact = several or len(r) <= EXACT_ROWS[r.device.type]
-        found = gaussian.exact_spectrum(K, r) if exact else lanczos_spectrum(lambda V: K @ V, r, settings)
-        return found.with_repeats(sum(noise.count_repeats()))
+        repeats = sum(noise.count_repeats())
+        if not several and len(r) > EXACT_ROWS[r.device.type]:
+            return lanczos_spectrum(lambda V: K @ V, r, settings).with_repeats(repeats)
+        pairs = gaussian.decompose(K, r)
+        spectrum = gaussian.kernel_spectrum(pairs).with_repeats(repeats)
+        known_spectra.append(_Decomposed(pairs, spectrum))
+        return spectrum
 
     known = [(parts, r, task.noise) for parts, r, task in zip(kernels, residuals, tasks, strict=True)]
     problems = [gaussian.KernelTask(parts, r, noise.group, noise.count_repeats()) for parts, r, noise in known]
+    floor = gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype)
     choice = choose(
         tasks,
         prior,
         (find_spectrum(reduce(torch.add, parts.values()), r, noise) for parts, r, noise in known),
-        floor=gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype),
+        floor=floor,
         refine=partial(gaussian.choose_by_kernels, problems),
     )
+    points = _points(tasks, prior, settings, known_spectra, floor)
+    if points is not None:
+        pairs = zip(tasks, known_spectra, strict=True)
+        return [_averaged_function(task, found, prior, choice, points) for task, found in pairs]
     fits = []
     for task, parts, whitened in zip(tasks, kernels, residuals, strict=True):
         variance = prior.variance(choice.scales if prior.scales else ())
@@ -133,7 +154,7 @@ EXACT_ROWS = {"cpu": 4096, "cuda": 12_288}
 
 
 def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
-    tasks = [replace(task, J=task.J.cached_if_fits()) for task in tasks]
+    tasks = [task if isinstance(task.J, Stack) else replace(task, J=task.J.cached_if_fits()) for task in tasks]
     noise = tasks[0].noise
     d = prior.base.sqrt()
     moments = []
@@ -146,7 +167,15 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
             b = d * (task.J.T @ (weight * task.r))
             found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), counts[g]))
         moments.append(found)
-    choice = _weight_choice(tasks, moments, prior)
+    decomposed: list[_Decomposed] = []
+    floor = gaussian.dense_floor(
+        max(len(d), math.ceil(sum(m for found in moments for *_, m in found))), prior.base.dtype
+    )
+    choice = _weight_choice(tasks, moments, prior, decomposed, floor)
+    points = _points(tasks, prior, settings, decomposed, floor)
+    if points is not None:
+        pairs = zip(tasks, decomposed, strict=True)
+        return [_averaged_weight(task, found, prior, choice, points) for task, found in pairs]
     fits = []
     for task, found in zip(tasks, moments, strict=True):
         ones = replace(prior, base=torch.ones_like(prior.base))  # a layer may have the variance zero
@@ -174,16 +203,112 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
     return fits
 
 
-def _weight_choice(tasks: Sequence[Task], moments: list[list[gaussian.Moments]], prior: Prior) -> Choice:
+def _weight_choice(
+    tasks: Sequence[Task],
+    moments: list[list[gaussian.Moments]],
+    prior: Prior,
+    decomposed: list[_Decomposed],
+    floor: float,
+) -> Choice:
+    """The choice; ``decomposed`` receives what was decomposed for it."""
+
     def find_spectrum(found: list[gaussian.Moments]) -> gaussian.KernelSpectrum:
         G, b, norm2, m = (sum(column) for column in zip(*found, strict=True))  # as if all outputs had one noise
-        return gaussian.weight_spectrum(G, b, norm2=norm2, m=m)
+        pairs = gaussian.decompose(G, b)
+        spectrum = gaussian.weight_spectrum(pairs, norm2=norm2, m=m)
+        decomposed.append(_Decomposed(pairs, spectrum))
+        return spectrum
 
-    rows = math.ceil(sum(m for found in moments for *_, m in found))
-    return choose(
-        tasks,
-        prior,
-        map(find_spectrum, moments),
-        floor=gaussian.dense_floor(max(len(prior.base), rows), prior.base.dtype),
-        refine=partial(gaussian.choose_by_moments, moments, prior.group),
-    )
+    refine = partial(gaussian.choose_by_moments, moments, prior.group)
+    return choose(tasks, prior, map(find_spectrum, moments), floor=floor, refine=refine)
+
+
+# The average over scale and noise.
+
+
+class _Decomposed(NamedTuple):
+    """A whitened kernel, or the moments of the weights, by its eigenvectors."""
+
+    pairs: gaussian.Eigenpairs
+    spectrum: gaussian.KernelSpectrum
+
+
+def _points(
+    tasks: Sequence[Task], prior: Prior, settings: SolverSettings, found: Sequence[_Decomposed], floor: float
+) -> average.WeightedPoints | None:
+    """What the average goes over; None where the maximum of the evidence is taken."""
+    noise = tasks[0].noise
+    if not settings.average or len(prior.scales) > 1 or noise.count > 1 or len(found) < len(tasks):
+        return None
+    spectrum = gaussian.join_spectra([one.spectrum for one in found])
+    scale, value = None if prior.scales else 1.0, None if noise.value is None else noise.value[0]
+    if not average.can_average(spectrum, scale=scale, noise=value):
+        return None
+    return average.weigh_points(spectrum, scale=scale, noise=value, floor=floor, assumed=sum(assumed_noise(tasks)))
+
+
+def _averaged_function(
+    task: Task, found: _Decomposed, prior: Prior, choice: Choice, points: average.WeightedPoints
+) -> Fit:
+    r"""The mixture in function space, with :math:`\bar s` the average scale and all else as in `average.mix`.
+
+    .. math:: \delta = \bar S J^\top \alpha, \quad \alpha = W Q \, \mathrm{mean} / \bar s, \qquad
+              \mathrm{cov} = \bar S - \bar S J^\top W Q \, (\mathrm{shrink} - \mathrm{between} \,
+              \mathrm{between}^\top) \, Q^\top W J \bar S / \bar s^2
+    """
+    values, Q, along = found.pairs
+    moments, scale = average.mix(points, values, along, points.scales), points.scale
+    variance, W = prior.variance((scale,) if prior.scales else ()), task.noise.base.rsqrt() / scale
+    alpha = W * (Q @ moments.mean)
+    R = W[:, None] * torch.cat([Q * moments.shrink.sqrt(), Q @ moments.between], 1)
+    signs = torch.cat([-torch.ones_like(values), torch.ones_like(moments.between[0])])
+    posterior = KernelPosterior(task.J, variance, variance * (task.J.T @ alpha), R=R, signs=signs)
+    return _averaged(task, found, choice, points, posterior, variance, alpha, "function")
+
+
+def _averaged_weight(
+    task: Task, found: _Decomposed, prior: Prior, choice: Choice, points: average.WeightedPoints
+) -> Fit:
+    r"""The mixture in weight space, with all as in `average.mix`.
+
+    .. math:: \delta = S_0^{1/2} Q \, \mathrm{mean}, \qquad \mathrm{cov} = S_0^{1/2} Q \, (\mathrm{shrink}
+              + \mathrm{between} \, \mathrm{between}^\top) \, Q^\top S_0^{1/2}
+    """
+    values, Q, along = found.pairs
+    moments, scale = average.mix(points, values, along, points.noises), points.scale
+    variance = prior.variance((scale,) if prior.scales else ())
+    # The inverse of the covariance in units of the prior's, by Woodbury's formula.
+    root = moments.shrink.rsqrt()
+    V = root[:, None] * moments.between
+    inner = torch.eye(V.shape[1], dtype=V.dtype, device=V.device) + V.T @ V
+    half = solve_lower(torch.linalg.cholesky(inner), V.T)
+    H = torch.eye(len(root), dtype=V.dtype, device=V.device) - half.T @ half
+    turned = Q * root
+    H = scale * turned @ H @ turned.T
+    check_conditioning(H)
+    delta = prior.base.sqrt() * (Q @ moments.mean)
+    posterior = WeightPosterior(variance, delta, factor=cholesky_(0.5 * (H + H.T)))
+    # Each point has alpha = (r - J delta) / noise.
+    shares = (points.weights / points.ratios).to(values)
+    late = along * ((1 / (values[:, None] + points.ratios.to(values))) @ shares)
+    alpha = task.r * shares.sum() - task.J @ (prior.base.sqrt() * (Q @ late))
+    alpha = alpha / (scale * task.noise.base)
+    return _averaged(task, found, choice, points, posterior, variance, alpha, "weight")
+
+
+def _averaged(
+    task: Task,
+    found: _Decomposed,
+    choice: Choice,
+    points: average.WeightedPoints,
+    posterior: Posterior,
+    variance: Tensor,
+    alpha: Tensor,
+    solver: str,
+) -> Fit:
+    """The fit with averages in place of the choice, whose evidence stays."""
+    w = torch.ones_like(task.r) if task.noise.weight is None else task.noise.weight
+    known = 0.5 * float((w * (task.noise.base * w).log()).sum())
+    value = found.spectrum.log_evidence(choice.scales[0], choice.noise[0]) - known
+    kept = replace(choice, scales=(points.scale,), noise=(points.noise,), averaged=True)
+    return Fit(posterior, kept, variance, task.noise.rows(kept.noise), alpha, value, 0.0, solver)

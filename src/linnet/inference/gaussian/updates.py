@@ -29,7 +29,7 @@ def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:
     )
     r, rows = torch.cat([task.r, new.r]), noise.rows(fit.choice.noise)
     grown = fit.posterior.extended(task.J, new.J, r, rows)
-    value = -0.5 * (grown.energy + len(r) * LOG_2PI) + noise.repeat_evidence(fit.choice.noise)
+    value = fit.log_evidence - 0.5 * (grown.energy + len(new.r) * LOG_2PI) + new.noise.repeat_evidence(fit.choice.noise)
     whole = Task(grown.J, r, noise, torch.cat([task.base, new.base]))
     return whole, replace(fit, posterior=grown.posterior, noise_rows=rows, alpha=grown.alpha, log_evidence=value)
 

@@ -1,0 +1,1 @@
+"""Experiments about linnet's own error bars, which no paper has."""
