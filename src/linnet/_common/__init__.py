@@ -1,6 +1,7 @@
 """Messages, memory, torch settings, ranks, progress, atomic files: knows nothing of the mathematics."""
 
 from linnet._common import files, messages
+from linnet._common.checkpoint import Checkpoint, check_folder
 from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
 from linnet._common.deferred import Deferred
 from linnet._common.distributed import ALONE, Ranks, shard, share_out, together
@@ -29,6 +30,7 @@ from linnet._common.versions import __version__, find_versions
 __all__ = [
     "ALONE",
     "TEMPORARY",
+    "Checkpoint",
     "Deferred",
     "Precision",
     "Ranks",
@@ -36,6 +38,7 @@ __all__ = [
     "arithmetic",
     "atomic_write",
     "check_fits",
+    "check_folder",
     "check_precision",
     "combine_codes",
     "dual_level",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from numbers import Integral, Real
-from pathlib import Path
 
 
 def kind(value: object) -> str:
@@ -36,17 +34,6 @@ def check_seed(seed: object) -> None:
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
         hint = " For other draws in every run take seed=torch.seed()." if seed is None else ""
         raise ValueError(f"seed must be a whole number, from -2**63 to 2**64 - 1; got {seed!r}.{hint}")
-
-
-def check_writable(path: str | os.PathLike[str], name: str) -> None:
-    """A file can be written at ``path``; ``name`` is the argument that names it."""
-    place = Path(path)
-    if place.is_dir():
-        raise IsADirectoryError(f"{name} names a file to write, and {place} is a folder. Name a file in it.")
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{name} names {place}, and there is no folder {place.parent}. Make the folder first.")
-    if not os.access(place.parent, os.W_OK) or (place.exists() and not os.access(place, os.W_OK)):
-        raise PermissionError(f"{name} names {place}, which cannot be written. Name a file that can be.")
 
 
 def check_batch_size(size: object, *, name: str = "batch_size", auto: bool = True) -> None:

@@ -459,13 +459,10 @@ class Jacobian(LinearOperator):
     def rows(self, index: Tensor) -> Jacobian | None:
         return self.subset(index) if self.by_position else None
 
-    def fingerprint(self) -> str:
-        return files.fingerprint(self.lin.theta)
-
     def checksums(self) -> dict[str, str]:
         source = self._source
         own = source.code(*self.ranks.own(source.n))
-        weights = f"{self.lin.network.code:016x}"
+        weights = f"{self.lin.network.code:016x} {files.fingerprint(self.lin.theta)}"
         return {"the data": self.ranks.add_up_checksums(own), "the weights": weights}
 
     def over(self, source: Source, late: Deferred | None = None) -> Jacobian:

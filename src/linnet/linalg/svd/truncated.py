@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import find_dense_budget, full_precision, messages, show_progress
+from linnet._common import check_folder, find_dense_budget, full_precision, messages, show_progress
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks
@@ -165,9 +165,9 @@ def low_rank(
             passes as it takes, and an error if that is more than 12; for power 12, its 10 iterations and a product
             before and after.
         seed: Seed of the first block: of its random columns, and of the examples that it is made from.
-        checkpoint: A file for the state after each pass of krylov and power. A call with the same arguments goes on
-            from the file. The file is removed at the end, but stays where krylov gives up, so that a call with a larger
-            tolerance or more passes can go on, too. With several ranks, all must see the file.
+        checkpoint: A folder for the state after each pass of krylov and power. A call with the same arguments goes on
+            from the state, with any number of ranks. The folder is removed at the end, but stays where krylov gives up,
+            so that a call with a larger tolerance or more passes can go on, too. All ranks must see the folder.
         progress: As in `linnet.Linearization.jacobian`.
         trace: ``||V||_F^2`` where it is known, as for Fisher vectors (`linnet.fisher.statistics.Statistics.trace`);
             otherwise it takes one more pass.
@@ -194,7 +194,7 @@ def low_rank(
     """
     messages.check_seed(seed)
     if checkpoint is not None:
-        messages.check_writable(checkpoint, "checkpoint")
+        check_folder(checkpoint, "checkpoint")
     _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
     limit = int(V.ranks.smallest(find_dense_budget(memory, V.device)))
