@@ -1,7 +1,7 @@
 """Messages, memory, torch settings, ranks, progress, atomic files: knows nothing of the mathematics."""
 
 from linnet._common import files, messages
-from linnet._common.checkpoint import Checkpoint, check_folder
+from linnet._common.checkpoint import Checkpoint, check_folder, remove_checkpoints
 from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
 from linnet._common.deferred import Deferred
 from linnet._common.distributed import ALONE, Ranks, shard, share_out, together
@@ -58,6 +58,7 @@ __all__ = [
     "network_settings",
     "noting_saved_tensors",
     "packing_saved_tensors",
+    "remove_checkpoints",
     "row_codes",
     "saved_tensor_hooks",
     "shard",

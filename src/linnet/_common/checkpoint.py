@@ -60,6 +60,16 @@ def _others(folder: Path) -> list[str]:
     return found
 
 
+def remove_checkpoints(folder: str | os.PathLike[str], ranks: Ranks) -> None:
+    """Remove a folder of checkpoints, with all that checkpoints have written there."""
+    folder = Path(folder)
+    if ranks.rank == 0 and folder.is_dir():
+        for entry in list(folder.iterdir()):
+            Checkpoint(entry, kind="", identity=dict).remove()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
 @final
 class Checkpoint:
     """The saved state of one long computation.
@@ -90,7 +100,8 @@ class Checkpoint:
         self._find_identity = identity
 
     @cached_property
-    def _identity(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
+        """What identifies the inputs of the computation. All ranks ask for it together."""
         return dict(self._find_identity())
 
     def save(self, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
@@ -105,7 +116,7 @@ class Checkpoint:
         files.check_json(meta, "meta")
         kept = {name: _own_memory(t) for name, t in tensors.items()}
         header = {
-            "identity": self._identity,
+            "identity": self.identity,
             "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in kept.items()},
             "codes": {name: f"{_code(t):016x}" for name, t in kept.items()},
             "state": meta,
@@ -143,7 +154,7 @@ class Checkpoint:
         if not there:
             return None
         header = files.load(self.path / STATE, kind=self.kind)[1]
-        known, here = header["identity"], self._identity
+        known, here = header["identity"], self.identity
         differ = [name for name in known | here if known.get(name) != here.get(name)]
         if differ:
             raise ValueError(

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common import (
+    Checkpoint,
     Deferred,
     Precision,
     check_fits,
@@ -650,6 +651,16 @@ class Jacobian(LinearOperator):
     def _gram_blocks(self, scale: Tensor | None) -> Tensor:
         return gram.compute_gram_blocks(self, scale)
 
+    def column_norms(self, weight: Tensor | None = None, *, checkpoint: Checkpoint | None = None) -> Tensor:
+        r"""The diagonal of :math:`J^\top W J`, (p,): squared column norms; ``weight`` as in `normal`.
+
+        Args:
+            weight: W.
+            checkpoint: Keeps the sums after each part of the pass, so that a pass that was interrupted goes on.
+        """
+        check_weight(self, weight)
+        return gram.compute_column_norms(self, weight, checkpoint)
+
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         return gram.compute_column_norms(self, weight)
 
@@ -700,24 +711,28 @@ class Jacobian(LinearOperator):
         found = gram.compute_moments(self, centered=centered)
         return found.mean, found.squares / found.count
 
-    def kronecker(self, root: Tensor | ClassBlocks | None = None) -> Kronecker:
+    def kronecker(self, root: Tensor | ClassBlocks | None = None, *, checkpoint: Checkpoint | None = None) -> Kronecker:
         """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.jacobian.kronecker`.
 
         Args:
             root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
+            checkpoint: Keeps the sums after each part of the pass, so that a pass that was interrupted goes on.
         """
         self._check_kronecker()
         if root is not None and not isinstance(root, ClassBlocks) and tuple(root.shape[:2]) != (self.n, self.c):
             raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
-        return gram.compute_kronecker(self, root)
+        return gram.compute_kronecker(self, root, checkpoint)
 
-    def curvature(self, form: gram.Form, root: gram.ByChunk, u: gram.ByChunk) -> gram.CurvatureSums:
+    def curvature(
+        self, form: gram.Form, root: gram.ByChunk, u: gram.ByChunk, *, checkpoint: Checkpoint | None = None
+    ) -> gram.CurvatureSums:
         """Outputs, ``J^T u`` and the sums of a form of ``J^T L L^T J``, all in one pass.
 
         Args:
             form: "kron" as `kronecker`, or "diag" as `column_norms`.
             root: From a chunk, whose outputs are ``batch.f``, to L, (n, c) where it is diagonal, or (n, c, m).
             u: From a chunk to (n, c).
+            checkpoint: Keeps the sums after each part of the pass, so that a pass that was interrupted goes on.
 
         Example:
             >>> import linnet
@@ -728,7 +743,7 @@ class Jacobian(LinearOperator):
         """
         if form == "kron":
             self._check_kronecker()
-        return gram.compute_curvature(self, form, root, u)
+        return gram.compute_curvature(self, form, root, u, checkpoint)
 
     def _check_kronecker(self) -> None:
         self.network_chunks("keeps rows where they are smaller, which have no Kronecker factors")

@@ -7,14 +7,14 @@ r"""Conjugate gradients for many right-hand sides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from linnet._common import show_progress
+from linnet._common import Checkpoint, show_progress
 from linnet.linalg.cholesky import check_right
 
 Product = Callable[[Tensor], Tensor]
@@ -85,6 +85,7 @@ def cg(
     probes: int = 0,
     verify: bool = True,
     exact: Product | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: bool | None = None,
 ) -> Solution:
     r"""Solve ``A X = B`` by preconditioned conjugate gradients, all columns in one product per iteration.
@@ -110,6 +111,8 @@ def cg(
             the true residuals, which are computed whenever the running ones have fallen by `COARSE`. Where the true
             residuals have not fallen, ``exact`` takes the place of ``product``. Errors of ``product`` never reach the
             solution.
+        checkpoint: Keeps the state after each iteration. A solve of the same system goes on from the state. The caller
+            removes the checkpoint.
         progress: None shows a bar on a terminal only, False never, True always.
 
     Returns:
@@ -134,21 +137,37 @@ def cg(
             "exact= is for solves alone: without probes, whose tridiagonals come from product, and with verify=True."
         )
     true, coarse = (product, False) if exact is None else (exact, True)
-    R = right.clone() if start is None else right - true(X)
-    state = _Columns(X, R, norms * tolerance)
+    state = _Columns(X, X, norms * tolerance)
     solve = (lambda R: R) if preconditioner is None else preconditioner.solve
-    total, before = 0, math.inf
+    total, before, first = 0, math.inf, True
+    found = None if checkpoint is None else checkpoint.load(device=B.device)
+    if found is None:
+        state.R = right.clone() if start is None else right - true(X)
+    else:
+        assert checkpoint is not None
+        tensors, meta = found
+        check_same_system(checkpoint, tensors["norms"], norms)
+        state.restore(tensors)
+        total, first, coarse = meta["total"], meta["first"], coarse and meta["coarse"]
+        before = math.inf if meta["before"] is None else meta["before"]
+        product = product if coarse else true
     with show_progress(iterations, "CG", progress=progress, unit="iterations") as tick:
 
         def count(sizes: Tensor) -> None:
             tick(1, lambda: f"residual {float(torch.where(norms > 0, sizes / norms, 0).max()):.1e}")
 
+        def save(steps: int) -> None:
+            if checkpoint is not None:
+                meta = {"total": total + steps, "first": first, "coarse": coarse}
+                kept = {"before": None if math.isinf(before) else before}
+                checkpoint.save({**state.tensors(), "norms": norms}, meta | kept)
+
         while True:
-            first = total == 0
-            if coarse:
+            if coarse and state.D is None:
                 now = torch.linalg.vector_norm(state.R, dim=0)
                 state.goal = torch.maximum(COARSE * now, 0.7 * tolerance * norms)
-            total += state.descend(product, solve, iterations - total, probes if first else 0, count)
+            total += state.descend(product, solve, iterations - total, probes if first else 0, count, save)
+            first = False
             if verify:
                 state.R = right - true(X)
             sizes = torch.linalg.vector_norm(state.R, dim=0)
@@ -181,21 +200,79 @@ class _Columns:
         X: (m, k), updated in place.
         R: (m, k), ``B - A X``.
         goal: (k,), the norm that a column of R must come down to.
+
+    Attributes:
+        D: (m, k), the next direction; None before a descent.
+        rz: (k,), the inner products of R with the preconditioned R.
+        active: (k,), the columns that are not done.
     """
 
     def __init__(self, X: Tensor, R: Tensor, goal: Tensor) -> None:
         self.X, self.R, self.goal = X, R, goal
         self.broken = torch.zeros_like(goal, dtype=torch.bool)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
+        self.D: Tensor | None = None
+        self.rz = self.active = self.broken
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state between two iterations."""
+        assert self.D is not None
+        found = {name: getattr(self, name) for name in ("X", "R", "goal", "broken", "D", "rz", "active")}
+        if self.coefficients:
+            alpha, beta = zip(*self.coefficients, strict=True)
+            found |= {"alpha": torch.stack(alpha), "beta": torch.stack(beta)}
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go back to a state that `tensors` gave."""
+        self.X.copy_(tensors["X"])
+        for name in ("R", "goal", "broken", "D", "rz", "active"):
+            setattr(self, name, tensors[name])
+        if "alpha" in tensors:
+            self.coefficients = list(zip(tensors["alpha"], tensors["beta"], strict=True))
 
     def descend(
-        self, product: Product, solve: Product, limit: int, probes: int, count: Callable[[Tensor], None]
+        self,
+        product: Product,
+        solve: Product,
+        limit: int,
+        probes: int,
+        count: Callable[[Tensor], None],
+        save: Callable[[int], None],
     ) -> int:
-        """Iterate until every column is done; return the number of iterations. ``count`` gets the residuals' norms."""
-        active = (torch.linalg.vector_norm(self.R, dim=0) > self.goal) & ~self.broken
-        Z = solve(self.R)
-        rz = (self.R * Z).sum(0)
-        D = torch.where(active, Z, 0)
+        """Iterate until every column is done.
+
+        Args:
+            product: ``V`` to ``A V``.
+            solve: ``R`` to ``P^-1 R``.
+            limit: Largest number of iterations.
+            probes: Columns whose coefficients are recorded.
+            count: Gets the residuals' norms after each iteration.
+            save: Gets the number of iterations so far, when the next iteration can start.
+
+        Returns:
+            The number of iterations.
+        """
+        if self.D is None:
+            self.active = (torch.linalg.vector_norm(self.R, dim=0) > self.goal) & ~self.broken
+            Z = solve(self.R)
+            self.rz = (self.R * Z).sum(0)
+            self.D = torch.where(self.active, Z, 0)
+        steps = self._iterate(product, solve, limit, probes, count, save)
+        self.D = None
+        return steps
+
+    def _iterate(
+        self,
+        product: Product,
+        solve: Product,
+        limit: int,
+        probes: int,
+        count: Callable[[Tensor], None],
+        save: Callable[[int], None],
+    ) -> int:
+        D, rz, active = self.D, self.rz, self.active
+        assert D is not None
         for step in range(limit):
             if not bool(active.any()):
                 return step
@@ -218,6 +295,8 @@ class _Columns:
             D = torch.where(active, Z + beta * D, 0)
             rz = new
             count(sizes)
+            self.D, self.rz, self.active = D, rz, active
+            save(step + 1)
         return limit
 
     def tridiagonals(self) -> Tensor:
@@ -231,6 +310,16 @@ class _Columns:
         main[:, 1:] += torch.where(made[:, 1:], beta[:, :-1] * inverse[:, :-1], 0)
         side = torch.where(made[:, 1:], beta[:, :-1].sqrt() * inverse[:, :-1], 0)
         return torch.diag_embed(main) + torch.diag_embed(side, 1) + torch.diag_embed(side, -1)
+
+
+def check_same_system(checkpoint: Checkpoint, known: Tensor, norms: Tensor) -> None:
+    """Raise unless right-hand sides have the norms that a checkpoint has kept, to rounding."""
+    close = torch.finfo(norms.dtype).eps ** 0.5
+    if known.shape != norms.shape or not bool(((known - norms).abs() <= close * norms).all()):
+        raise ValueError(
+            f"{checkpoint.path} belongs to another computation: its right-hand sides have other norms. The data, the "
+            "curvature or the prior have changed; remove the folder or name another."
+        )
 
 
 def _start(start: Tensor | None, B: Tensor, probes: int) -> Tensor:
