@@ -4,7 +4,7 @@ from linnet._common import files, messages
 from linnet._common.checkpoint import Checkpoint, check_folder, remove_checkpoints
 from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
 from linnet._common.deferred import Deferred
-from linnet._common.distributed import ALONE, Ranks, shard, share_out, together
+from linnet._common.distributed import ALONE, Ranks, is_sharded, shard, share_out, together
 from linnet._common.files import atomic_write, sync
 from linnet._common.memory import TEMPORARY, check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 from linnet._common.messages import kind, listing
@@ -50,6 +50,7 @@ __all__ = [
     "forward_mode",
     "free_memory",
     "full_precision",
+    "is_sharded",
     "kind",
     "listing",
     "messages",

@@ -14,6 +14,7 @@ ranks more often than others.
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -380,6 +381,12 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 ALONE = Ranks(alone=True)
 """This process, whatever groups there are."""
+
+
+def is_sharded(t: object) -> bool:
+    """Whether a tensor is a DTensor; where nobody has imported DTensor, there is none."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(t, found.DTensor)
 
 
 def together(function: Callable[P, R]) -> Callable[P, R]:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,13 @@ from linnet._common import (
     check_fits,
     check_precision,
     files,
+    is_sharded,
     messages,
     show_progress,
 )
 from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
+from linnet.jacobian.blocks import in_parts
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -139,6 +141,8 @@ class Jacobian(LinearOperator):
     # Products.
 
     def _matmul(self, V: Tensor) -> Tensor:
+        if is_sharded(V):
+            return in_parts.multiply(self, cast(Any, V))
         k, V = V.shape[1], self._aligned(V)
 
         def run() -> Tensor:
@@ -152,6 +156,8 @@ class Jacobian(LinearOperator):
         return self.passes.complete(run)[:, :k]
 
     def _rmatmul(self, U: Tensor) -> Tensor:
+        if is_sharded(U):
+            return in_parts.multiply_adjoint(self, cast(Any, U))
         k, U = U.shape[1], self._aligned(U)
 
         def run() -> Tensor:
@@ -175,6 +181,8 @@ class Jacobian(LinearOperator):
         self, fn: Callable[[Tensor, Piece], Tensor], V: Tensor, *, summed: bool = True
     ) -> tuple[Tensor, Tensor]:
         """``J^T U`` and, if ``summed``, the sums of U over its rows, for ``U = fn(J V)``."""
+        if is_sharded(V):
+            return in_parts.multiply_fused(self, fn, cast(Any, V))
         k, V = V.shape[1], self._aligned(V)
 
         def run() -> tuple[Tensor, Tensor]:
