@@ -380,9 +380,81 @@ def _compute_grams(
     """Gram matrices by name, from blocks cut into named parts; every rank makes the same ones in one order."""
     if other is None and J.ranks.world == 1:
         return _symmetric([J], scale, names, parts)
-    grams = _compute_own_grams(J, J if other is None else other, scale, names, parts)
+    if other is None:
+        grams = _compute_shared_grams(J, scale, names, parts)
+    else:
+        grams = _compute_own_grams(J, other, scale, names, parts)
     with J.ranks.telling():
-        return {name: J.ranks.gather_rows(K, J.n, J.c) for name, K in grams.items()}
+        whole = {name: J.ranks.gather_rows(K, J.n, J.c) for name, K in grams.items()}
+    for K in whole.values() if other is None else ():
+        for rank in range(J.ranks.world):
+            for rows, columns in _cells(J.n, rank, J.ranks.world):
+                mine, theirs = (slice(a * J.c, b * J.c) for a, b in (rows, columns))
+                K[theirs, mine] = K[mine, theirs].T
+    return whole
+
+
+def _cells(n: int, rank: int, world: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Which pairs of examples a rank takes beside the pairs among its own: each pair of ranks meets once.
+
+    A rank takes the examples of the ranks behind it, around the circle and half of the way. Of two ranks that are
+    opposite each other, each takes half of the first rank's examples.
+
+    Returns:
+        Start and stop of the rank's own examples, and of those of another rank.
+
+    >>> _cells(8, 0, 2), _cells(8, 1, 2)
+    ([((0, 2), (4, 8))], [((4, 8), (2, 4))])
+    """
+    own = shard(n, rank, world)
+    found = [(own, shard(n, (rank + i) % world, world)) for i in range(1, (world + 1) // 2)]
+    if world % 2 == 0:
+        other = shard(n, (rank + world // 2) % world, world)
+        first = min(own, other, key=lambda r: r[0])
+        middle = (first[0] + first[1]) // 2
+        if rank < world // 2:
+            found.append(((own[0], middle), other))
+        else:
+            found.append((own, (middle, other[1])))
+    return found
+
+
+def _compute_shared_grams(J: Jacobian, scale: Scale, names: Sequence[str], parts: Cut) -> dict[str, Tensor]:
+    """The rows of symmetric Gram matrices that belong to the examples of this rank.
+
+    Only the pairs are filled in that this rank takes (`_cells`), and the pairs of its own examples.
+    """
+
+    def run() -> dict[str, Tensor]:
+        room, (start, stop), c = J.passes.gram_room, J.passes.own, J.c
+        grams = _zeros(J, names, (stop - start) * c, J.shape[0])
+        cells = _cells(J.n, J.ranks.rank, J.ranks.world)
+
+        def meet(rows: slice, columns: slice, a: Piece, b: Piece) -> int:
+            own = slice(rows.start - start * c, rows.stop - start * c)
+            return _meet(a, b, scale, parts, {name: K[own, columns] for name, K in grams.items()})
+
+        with _pairs(J, (stop - start) * c * J.shape[0]) as tick:
+            for group, behind in _groups([J], room):
+                for columns, b in chain(group, _placed([J], room, *behind, stop=stop)):
+                    for rows, a in group:
+                        if rows.start <= columns.start:
+                            tick(2 * meet(rows, columns, a, b))
+                        if rows.start < columns.start:
+                            low = slice(columns.start - start * c, columns.stop - start * c)
+                            high = slice(rows.start - start * c, rows.stop - start * c)
+                            for K in grams.values():
+                                K[low, rows] = K[high, columns].T
+                    del a, b  # before the next ones are formed
+                for (_, last), (first, end) in cells:
+                    for columns, b in _placed([J], room, start=first, stop=end):
+                        for rows, a in group:
+                            if rows.start < last * c:
+                                tick(2 * meet(rows, columns, a, b))
+                        del a, b
+        return grams
+
+    return J.passes.complete(run)
 
 
 def _compute_own_grams(
