@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import linnet
 from benchmarks.timing import milliseconds
@@ -87,6 +88,7 @@ def jobs(n: int) -> dict[str, Job]:
     J, few = lin.jacobian(X, progress=False), lin.jacobian(X[: n // 8], progress=False)
     rows, p = J.shape
     V, U = torch.randn(p, COLUMNS), torch.randn(rows, COLUMNS)
+    parts = distribute_tensor(V, J.ranks.mesh("cpu"), [Shard(0)]) if dist.is_initialized() else V
     size = J.dtype.itemsize
     factors = J.kronecker()
     sides = [t for pair in factors.pairs.values() for side in (pair.inputs, pair.gradients) for t in side.sums]
@@ -98,6 +100,8 @@ def jobs(n: int) -> dict[str, Job]:
         "J V": Job(lambda: J @ V, gathered=size * rows * COLUMNS),
         "J^T U": Job(lambda: J.T @ U, summed=size * p * COLUMNS),
         "J^T J V": Job(lambda: J.normal(V), summed=size * (p + 1) * COLUMNS),
+        "J V in parts": Job(lambda: J @ parts, gathered=size * rows * COLUMNS, given=size * p * COLUMNS),
+        "J^T J V in parts": Job(lambda: J.normal(parts), given=2 * size * p * COLUMNS),
         "Gram matrix": Job(few.gram, gathered=size * few.shape[0] ** 2),
         "Gram matrix in parts": Job(few.own_gram),
         "Kronecker factors": Job(J.kronecker, summed=sums),

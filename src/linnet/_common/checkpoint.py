@@ -8,11 +8,12 @@ a process that is killed leaves the old state or the new one.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -104,21 +105,32 @@ class Checkpoint:
         """What identifies the inputs of the computation. All ranks ask for it together."""
         return dict(self._find_identity())
 
-    def save(self, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        parts: Mapping[str, tuple[Tensor, int]] | None = None,
+    ) -> None:
         """Replace the state.
 
         Args:
             tensors: The same tensors on all ranks, each of which writes some of them.
             meta: JSON values, the same on all ranks.
+            parts: Tensors of which each rank has its rows (`Ranks.part`), with the number of all rows.
         """
         if self.path is None:
             return
         files.check_json(meta, "meta")
+        parts = {} if parts is None else parts
         kept = {name: _own_memory(t) for name, t in tensors.items()}
+        rows = {name: _own_memory(t) for name, (t, _) in parts.items()}
+        shapes = {name: list(t.shape) for name, t in kept.items()}
+        shapes |= {name: [m, *t.shape[1:]] for name, (t, m) in parts.items()}
         header = {
             "identity": self.identity,
-            "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in kept.items()},
-            "codes": {name: f"{_code(t):016x}" for name, t in kept.items()},
+            "tensors": {name: [shapes[name], str(t.dtype).removeprefix("torch.")] for name, t in (kept | rows).items()},
+            "parts": list(parts),
+            "codes": {name: f"{_code(t):016x}" for name, t in kept.items()} | self._part_codes(rows, shapes),
             "state": meta,
         }
         first = self.ranks.rank == 0
@@ -127,18 +139,21 @@ class Checkpoint:
         if first and folder.exists():  # of a process that was killed
             shutil.rmtree(folder)
         filled = {name: t for name, t in kept.items() if t.numel()}
+        filled |= {name: self._whole(t, shapes[name]) for name, t in rows.items() if math.prod(shapes[name])}
         with (
             self.ranks.exchange("a checkpoint"),
             _explained(f"The checkpoint {self.path} could not be written", OSError),
         ):
             _write(folder, filled, self.ranks)
         if first:
-            self._check_written(folder, filled)
+            self._check_written(folder, {name: math.prod(shapes[name]) for name in filled})
             files.save(self.path / STATE, {}, header | {"number": number}, kind=self.kind)
             self._remove_states(but=folder.name)
 
     def load(self, *, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last saved state, the same on all ranks; None where there is none.
+        """The last saved state; None where there is none.
+
+        Tensors are the same on all ranks. Of those that were saved in parts, each rank gets its rows.
 
         Raises:
             ValueError: The state belongs to another computation, or is damaged.
@@ -161,13 +176,21 @@ class Checkpoint:
                 f"{self.path} belongs to another computation: {', '.join(differ)} have changed since "
                 "it was written, if only in one number. Remove the folder or name another."
             )
-        tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in header["tensors"].items()
-        }
+        tensors, wanted = {}, {}
+        shapes = {name: shape for name, (shape, _) in header["tensors"].items()}
+        for name, (shape, dtype) in header["tensors"].items():
+            start, stop = self.ranks.part(shape[0]) if name in header["parts"] else (0, shape[0] if shape else 0)
+            size = [stop - start, *shape[1:]] if shape else []
+            tensors[name] = torch.empty(size, dtype=getattr(torch, dtype))
+            if math.prod(shape):
+                wanted[name] = self._whole(tensors[name], shape) if name in header["parts"] else tensors[name]
         folder = self.path / f"state-{header['number']}"
         with _explained(f"{folder} is not complete", ValueError):
-            _read(folder, {name: t for name, t in tensors.items() if t.numel()})
-        damaged = [name for name, t in tensors.items() if f"{_code(t):016x}" != header["codes"][name]]
+            _read(folder, wanted)
+        rows = {name: tensors[name] for name in header["parts"]}
+        codes = {name: f"{_code(t):016x}" for name, t in tensors.items() if name not in rows}
+        codes |= self._part_codes(rows, shapes)
+        damaged = [name for name in tensors if codes[name] != header["codes"][name]]
         if damaged:
             raise ValueError(
                 f"{folder} was changed after it was written: {listing(damaged)} have other checksums. Remove "
@@ -196,11 +219,27 @@ class Checkpoint:
         file = self.path / STATE
         return int(files.load(file, kind=self.kind)[1]["number"]) + 1 if file.exists() else 0
 
-    def _check_written(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _whole(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """A tensor of which this rank has some rows, as torch.distributed.checkpoint takes it."""
+        if self.ranks.world == 1:
+            return rows
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh, stride = self.ranks.mesh(rows.device.type), torch.empty(tuple(shape), device="meta").stride()
+        return DTensor.from_local(rows, mesh, [Shard(0)], shape=torch.Size(shape), stride=stride)
+
+    def _part_codes(self, rows: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """Checksums of tensors in parts, which are those of the whole tensors."""
+        return {
+            name: self.ranks.add_up_checksums(_code(t, self.ranks.part(shapes[name][0])[0])) for name, t in rows.items()
+        }
+
+    def _check_written(self, folder: Path, sizes: Mapping[str, int]) -> None:
         """Raise unless all that the ranks have written can be seen here."""
-        files.sync(folder) if tensors else None
-        found = _written(folder) if tensors else {}
-        missing = [name for name, t in tensors.items() if found.get(name) != t.numel()]
+        if sizes:
+            files.sync(folder)
+        found = _written(folder) if sizes else {}
+        missing = [name for name, size in sizes.items() if found.get(name) != size]
         if missing:
             raise OSError(
                 f"Rank 0 does not see all that the ranks wrote to {folder}: {listing(missing)} are not complete. "
@@ -263,6 +302,6 @@ def _own_memory(t: Tensor) -> Tensor:
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
-def _code(t: Tensor) -> int:
-    """A checksum of a tensor."""
-    return combine_codes(row_codes(t if t.ndim else t[None]))
+def _code(t: Tensor, start: int = 0) -> int:
+    """A checksum of a tensor, or of its rows from ``start`` on: those of parts add up to that of all."""
+    return combine_codes(row_codes(t if t.ndim else t[None]), start)

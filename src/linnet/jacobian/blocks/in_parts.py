@@ -138,7 +138,7 @@ class _Rows:
     def shares(self, place: int) -> Iterator[tuple[int, slice, slice]]:
         """The ranks that hold rows of a parameter, with the places of the rows in the parameter and on the rank."""
         a, b = self.slices[place]
-        size = part_size(self.p, self.ranks.world)
+        size = -(-self.p // self.ranks.world)  # as `Ranks.part`
         for rank in range(a // size, -(-b // size)):
             low, high = max(a, rank * size), min(b, (rank + 1) * size)
             yield rank, slice(low - a, high - a), slice(low - rank * size, high - rank * size)
@@ -177,9 +177,8 @@ class _Summed(_Rows):
     """A tensor (p, k) that a pass adds to."""
 
     def __init__(self, J: Jacobian, k: int) -> None:
-        rank, size = J.ranks.rank, part_size(J.shape[1], J.ranks.world)
-        rows = max(0, min(J.shape[1] - rank * size, size))
-        super().__init__(J, torch.zeros(rows, k, dtype=J.dtype, device=J.device))
+        start, stop = J.ranks.part(J.shape[1])
+        super().__init__(J, torch.zeros(stop - start, k, dtype=J.dtype, device=J.device))
         self._pending: dict[int, Tensor] = {}
 
     def assemble(self, place: int) -> Tensor:
@@ -204,15 +203,6 @@ class _Summed(_Rows):
             for i in places:
                 self._pending[i] = rows[self.slices[i]]
                 self.ranks.fetch(self.number, i)
-
-
-def part_size(p: int, world: int) -> int:
-    """Rows of a part, as torch shards a tensor: the last parts may have fewer rows.
-
-    >>> part_size(10, 4)
-    3
-    """
-    return max(1, -(-p // world))
 
 
 def _length(r: Range) -> int:

@@ -34,10 +34,10 @@ class Resumable:
         """Replace the saved state."""
         if self.checkpoint.path is None:
             return
-        tensors = {"X": state.X, "T": state.T, "probe": self._probe}
-        tensors |= {f"Q{i}": Q for i, Q in enumerate(state.Q)} | {f"U{i}": U for i, U in enumerate(state.U)}
+        tensors, (n, p) = {"X": state.X, "T": state.T, "probe": self._probe}, self.V.shape
+        parts = {f"Q{i}": (Q, p) for i, Q in enumerate(state.Q)} | {f"U{i}": (U, n) for i, U in enumerate(state.U)}
         kept = {name: getattr(state, name) for name in ("passes", "coarse", "rest")}
-        self.checkpoint.save(tensors, {"blocks": len(state.Q), **kept})
+        self.checkpoint.save(tensors, {"blocks": len(state.Q), **kept}, parts)
 
     def load(self) -> KrylovSpace | None:
         """The state that was saved last, or None."""

@@ -28,7 +28,14 @@ from linnet._common import check_folder, find_dense_budget, full_precision, mess
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks
-from linnet.linalg.svd.block_krylov import KrylovSpace, RitzPairs, combine, grow_krylov_space, orthonormalize
+from linnet.linalg.svd.block_krylov import (
+    KrylovSpace,
+    RitzPairs,
+    combine,
+    gather_rows,
+    grow_krylov_space,
+    orthonormalize,
+)
 from linnet.linalg.svd.checkpoint import Resumable
 
 Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
@@ -237,9 +244,9 @@ def _result(V: LinearOperator, found: _Found, method: str, s: _Settings, more: i
     assert trace is not None
     Y, theta = found.ritz.Y[:, :wanted], found.ritz.theta[:wanted]
     return Decomposition(
-        U=combine(found.U, Y),
+        U=gather_rows(combine(found.U, Y), V.shape[0], V.ranks),
         s=theta.sqrt().to(V.dtype),
-        P=combine(found.Q, Y),
+        P=gather_rows(combine(found.Q, Y), V.shape[1], V.ranks),
         eigenvalues=theta.to(V.dtype),
         passes=found.passes + more,
         converged=found.converged,
@@ -309,17 +316,21 @@ def _more_columns(k: int, block: int, coarse: bool) -> int:
 
 
 def _capacity(V: LinearOperator, s: _Settings, coarse: bool) -> int:
-    """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result."""
+    """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result.
+
+    Each rank holds its rows of the basis, and all rows of the others.
+    """
     fits = _columns_in(V, s.memory)
     result = s.block if s.k is None else s.k
     block = s.block + _more_columns(result, s.block, coarse)
     least = result + 2 * block
-    capacity = fits - 3 * block - result
+    capacity = (fits - 3 * block - result) * V.ranks.world
     if capacity < least:
+        needed = -(-least // V.ranks.world) + 3 * block + result
         raise MemoryError(
-            f"A Krylov basis of {V.name} {V.shape} needs room for {least + 3 * block + result} columns of "
-            f"{sum(V.shape):,} numbers, and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer "
-            "components, a smaller block=, fewer parameters with params=, or allow more with memory=."
+            f"A Krylov basis of {V.name} {V.shape} needs room for {needed} columns of {sum(V.shape):,} numbers, "
+            f"and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer components, a smaller "
+            "block=, fewer parameters with params=, or allow more with memory=."
         )
     return capacity
 
