@@ -258,13 +258,12 @@ class KrylovSpace:
         U, R = multiply_both(V, X)
         noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
         self.passes += 1
-        rows = own_rows(len(X), ranks)
         self.Q.append(_own(X, ranks))
         self.U.append(_own(U, ranks))
         side = torch.cat([_inner(block, self.U[-1], ranks) for block in self.U])
         self.T = F.pad(self.T, (0, len(side) - m, 0, len(side) - m))
         self.T[:, m:], self.T[m:] = side, side.T
-        basis, R = self.Q, R[rows]
+        basis, R = self.Q, _own(R, ranks)
         for _ in range(2):  # one projection leaves rounding of the part that it subtracts
             _project_out(R, basis, ranks)
         # Later blocks have smaller eigenvalues than earlier ones; of a first block, only the last eigenvalue is small.
