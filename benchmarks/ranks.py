@@ -70,8 +70,8 @@ class Job:
         summed: Bytes that are added up over the ranks.
         gathered: Bytes of all rows that the ranks put together.
         given: Bytes that one rank has and sends to all.
-        owned: Bytes of sums that go to the one rank that holds them. gloo lets each rank add up a part of them, and then
-            sends the parts to this rank.
+        owned: Bytes of sums that go to the one rank that holds them. gloo lets each rank add up a part of them, and
+            then sends the parts to this rank.
     """
 
     run: Callable[[], Any]
