@@ -426,6 +426,17 @@ def test_few_rows_are_exact_in_a_sketch_and_many_rows_keep_the_leading_direction
         torch.testing.assert_close((Q.T @ H @ Q).diagonal()[-3:], exact[-3:], rtol=1e-2, atol=0)
 
 
+def test_a_sketch_says_the_largest_share_that_it_leaves_out_of_any_group() -> None:
+    d, k = 12, 4
+    side = SketchedSide(2, torch.linalg.qr(normal(d, k))[0])
+    rows = torch.stack([normal(30, d, seed=1), normal(30, 2, seed=2) @ normal(2, d, seed=3)])  # of rank 12, and of 2
+    side.add(rows)
+    found = side.decompose()
+    left = side.trace - found.values[:, :k].sum(1)
+    assert found.rest == pytest.approx(float(left[0] / side.trace[0]), rel=1e-9) and found.rest > 0.1
+    torch.testing.assert_close(found.values.sum(1), side.trace, rtol=1e-9, atol=0)
+
+
 def test_sides_are_sketched_where_memory_is_short() -> None:
     model, X = double(nn.Linear(400, 2, bias=False)), normal(300, 400)
     lin = linnet.linearize(model)
