@@ -101,6 +101,18 @@ def test_spectrum():
         diagnostics.compute_spectrum(build.gather_fit(clf, X, LABELS), rows=5 * C)
 
 
+@pytest.mark.parametrize("kind", [linnet.TangentClassifier, linnet.Laplace])
+def test_curvatures_are_made_of_the_examples_that_are_decomposed(kind, monkeypatch):
+    given = {"structure": "diag"} if kind is linnet.Laplace else {"inference": "laplace"}
+    fitted = kind(network(), prior=0.3, **given).fit(X, LABELS)
+    made, root = [], linnet.likelihoods.Categorical.root
+    fit = build.gather_fit(fitted, X, LABELS)
+    monkeypatch.setattr(linnet.likelihoods.Categorical, "root", lambda self, f: made.append(len(f)) or root(self, f))
+    diagnostics.compute_influence(fit, fitted.lin_.jacobian(Z))
+    diagnostics.compute_spectrum(fit, rows=8 * C)
+    assert made == [8]
+
+
 def test_spectrum_in_units_of_the_noise():
     y = X[:, :2]
     reg = linnet.TangentRegressor(network(2), prior=0.5, noise=[0.1, 0.4]).fit(X, y)
