@@ -334,7 +334,8 @@ def test_an_example_at_a_kink_drops_nothing():
 def test_a_model_that_has_one_precision_only_is_judged_in_that_precision(dtype):
     fixed = torch.ones(4, 1, dtype=dtype)
     net = Net(
-        lambda m, x: torch.tanh(F.group_norm(m.conv(x.view(-1, 1, 4, 4)), 4)).sum((2, 3)) @ fixed, conv=nn.Conv2d(1, 4, 3)
+        lambda m, x: torch.tanh(F.group_norm(m.conv(x.view(-1, 1, 4, 4)), 4)).sum((2, 3)) @ fixed,
+        conv=nn.Conv2d(1, 4, 3),
     ).to(dtype)
     lin = linnet.linearize(net)
     found = fisher_statistics(lin.jacobian(normal(40, 16).to(dtype)), centered=True)

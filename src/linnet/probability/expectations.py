@@ -197,7 +197,9 @@ def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovarian
 
 
 @singledispatch
-def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _expected(
+    likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     """See `take_expectations`; the moments are checked."""
     if not isinstance(likelihood, Likelihood):
         raise TypeError(f"Expectations are over the density of a linnet.likelihoods.Likelihood; got {likelihood!r}.")
@@ -222,7 +224,9 @@ def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovari
 
 
 @_expected.register
-def _weighted(likelihood: Weighted, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _weighted(
+    likelihood: Weighted, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     y, w = likelihood.split(y)
     found = _expected(likelihood.inner, mean, cov, y, eps)
     blocks = w[:, None] if likelihood.diagonal else w[:, None, None]
@@ -230,13 +234,17 @@ def _weighted(likelihood: Weighted, mean: Tensor, cov: Tensor | FactoredCovarian
 
 
 @_expected.register
-def _poisson(likelihood: Poisson, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _poisson(
+    likelihood: Poisson, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     rate = (mean + 0.5 * _marginal(cov, mean)).exp()
     return Expected((y * mean - rate - torch.lgamma(y + 1)).sum(-1), y - rate, rate)
 
 
 @_expected.register
-def _weibull(likelihood: Weibull, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _weibull(
+    likelihood: Weibull, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     k, (time, seen) = likelihood.k, (y[:, :1], y[:, 1:])
     z = k * (time.log() - mean)
     hazard = (z + 0.5 * k**2 * _marginal(cov, mean)).exp()
@@ -256,7 +264,9 @@ def _negative_binomial(
 
 
 @_expected.register
-def _ordinal(likelihood: Ordinal, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _ordinal(
+    likelihood: Ordinal, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     below, above, share = likelihood.bounds(mean, y)
     std = _marginal(cov, mean).sqrt()
     parts = []
@@ -268,21 +278,27 @@ def _ordinal(likelihood: Ordinal, mean: Tensor, cov: Tensor | FactoredCovariance
 
 
 @_expected.register
-def _known_noise(likelihood: KnownNoise, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _known_noise(
+    likelihood: KnownNoise, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     curvature = likelihood.observed_curvature(mean, y)
     spread = 0.5 * (_marginal(cov, mean) * curvature).sum(-1)
     return Expected(likelihood.log_prob(mean, y) - spread, likelihood.residual(mean, y), curvature)
 
 
 @_expected.register
-def _gaussian(likelihood: Gaussian, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _gaussian(
+    likelihood: Gaussian, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     curvature = likelihood.curvature(mean)
     spread = 0.5 * (_marginal(cov, mean) * curvature).sum(-1)
     return Expected(likelihood.log_prob(mean, y) - spread, likelihood.residual(mean, y), curvature)
 
 
 @_expected.register
-def _heteroscedastic(likelihood: Heteroscedastic, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _heteroscedastic(
+    likelihood: Heteroscedastic, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     # E[g(m) exp(-s)] = E[exp(-s)] E[g(m - cov(m, s))]: weighting a Gaussian by exp(-s) only shifts its mean.
     (m, s), (v, w) = likelihood.split(mean), likelihood.split(_marginal(cov, mean))
     d = m.shape[-1]
@@ -301,14 +317,18 @@ def _heteroscedastic(likelihood: Heteroscedastic, mean: Tensor, cov: Tensor | Fa
 
 
 @_expected.register
-def _bernoulli(likelihood: Bernoulli, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _bernoulli(
+    likelihood: Bernoulli, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     sign = 2 * y - 1
     log_prob, miss, curvature = _logistic(sign * mean, _marginal(cov, mean).sqrt())
     return Expected(log_prob.sum(-1), sign * miss, curvature)
 
 
 @_expected.register
-def _categorical(likelihood: Categorical, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None) -> Expected:
+def _categorical(
+    likelihood: Categorical, mean: Tensor, cov: Tensor | FactoredCovariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     _check_draws(likelihood, eps, mean)
     assert eps is not None
     f = mean + _times(_square_root(cov, mean), eps)
