@@ -78,8 +78,8 @@ def fisher_statistics(J: Jacobian, *, centered: bool, stored: Jacobian | None = 
 
     on average over both, in each half of the examples: there, leaving the column out changes the kernel less than
     keeping it does. An example that crosses a kink of the network only because of rounding is in one half alone. A
-    column is also kept where ``I_j`` is more than 1 / eps times the mean square of E: then examples outside the 16 carry
-    a signal. The network runs in its own dtype, and its frozen weights are shared.
+    column is also kept where ``I_j`` is more than 1 / eps times the mean square of E: then examples outside the 16
+    carry a signal. The network runs in its own dtype, and its frozen weights are shared.
 
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
