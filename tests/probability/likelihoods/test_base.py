@@ -419,8 +419,8 @@ def test_counts_that_are_none(law: Likelihood) -> None:
     for wrong in (-1.0, 0.5):
         with pytest.raises(ValueError, match=rf"needs counts, whole numbers .*; example 1 has \[{wrong}\]"):
             law.targets([[1.0], [wrong]], 2, 1)
-    with pytest.raises(ValueError, match="targets that are finite"):
-        law.targets([[1.0], [math.nan]], 2, 1)
+    with pytest.raises(ValueError, match=r"targets that are finite; 2 of 3 .* the first is example 1: \[nan\]"):
+        law.targets([[1.0], [math.nan], [math.inf]], 3, 1)
 
 
 def test_ordered_labels_that_are_none() -> None:
