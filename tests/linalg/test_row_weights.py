@@ -42,6 +42,14 @@ def test_weights_from_roots() -> None:
     assert as_weight(L) is L
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_of_classes_in_float64(weighted: bool) -> None:
+    root = ClassBlocks(normal(N, C).softmax(1).float(), w=normal(N, seed=1).float() if weighted else None)
+    found = root.double()
+    assert found.dtype == torch.float64 and found.form == "root"
+    torch.testing.assert_close(found.dense(), root.dense().double(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["diagonal", "blocks", "classes"])
 def test_the_inner_matrix(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("linnet.linalg.row_weights.TEMPORARY", 2 * C * N * C)  # two examples at a time

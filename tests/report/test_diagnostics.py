@@ -113,6 +113,16 @@ def test_curvatures_are_made_of_the_examples_that_are_decomposed(kind, monkeypat
     assert made == [8]
 
 
+def test_weights_belong_to_the_data_of_the_fit():
+    weights = torch.linspace(0.5, 2, N, dtype=torch.float64)
+    clf = linnet.TangentClassifier(network(), inference="laplace", prior=0.3).fit(X, LABELS, sample_weight=weights)
+    whole = build.gather_fit(clf, X, LABELS)
+    residual = F.one_hot(LABELS, C) - clf.predict_logits(X)[0].softmax(1)
+    torch.testing.assert_close(whole.residual, weights[:, None] * residual, rtol=1e-8, atol=1e-10)
+    with pytest.raises(ValueError, match=r"fitted to 14 examples with weights .* of their own, and there are 5 inputs"):
+        build.gather_fit(clf, X[:5], LABELS[:5])
+
+
 def test_spectrum_in_units_of_the_noise():
     y = X[:, :2]
     reg = linnet.TangentRegressor(network(2), prior=0.5, noise=[0.1, 0.4]).fit(X, y)

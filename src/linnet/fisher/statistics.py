@@ -71,12 +71,12 @@ def fisher_statistics(J: Jacobian, *, centered: bool, stored: Jacobian | None = 
     columns of zeros, and columns that would be constant but for rounding, such as the gradient of a bias before a
     normalization. The scale would blow up their noise to the size of everything else. The size of a column does not
     tell noise from a small signal. So the rows of 16 examples are made again with weights that are moved by as much as
-    rounding moves them, twice and at random, and E is the distance of J's rows from them:
+    rounding moves them, four times and at random, and E is the distance of J's rows from them:
 
     .. math:: \text{column } j \text{ is dropped where} \quad
         \sum_i (E_{ij} - \bar E_j)^2 > \tfrac{1}{4} \sum_i (J_{ij} - \bar J_j)^2
 
-    on average over both, in each half of the examples: there, leaving the column out changes the kernel less than
+    at least once, in each half of the examples: there, leaving the column out changes the kernel less than
     keeping it does. An example that crosses a kink of the network only because of rounding is in one half alone. A
     column is also kept where ``I_j`` is more than 1 / eps times the mean square of E: then examples outside the 16
     carry a signal. The network runs in its own dtype, and its frozen weights are shared.
@@ -120,7 +120,7 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
     J.lin.check_unchanged(contents=True)
     eps = torch.finfo(J.lin.rules.coarsest).eps
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
-    judges = [_shaken(J.lin, eps, seed).jacobian(source, progress=False) for seed in range(2)]
+    judges = [_shaken(J.lin, eps, seed).jacobian(source, progress=False) for seed in range(4)]
     found = [_squares(few, judges, half, centered=centered) for half in halves]
     noise = count * I <= sum(off for _, off in found) / eps
     for squares, off in found:
@@ -136,7 +136,7 @@ def _shaken(lin: Linearization, eps: float, seed: int) -> Linearization:
 def _squares(J: Jacobian, judges: list[Jacobian], index: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
     """Sums of squares, (p,) each, of the columns of J at some examples, and of their distance from a judge's columns.
 
-    The distance is averaged over the judges.
+    The distance is the largest from any judge: by chance, one may round as J does.
     """
     p = J.shape[1]
     own, *off = (Moments(p, centered=centered, device=J.device) for _ in range(1 + len(judges)))
@@ -145,7 +145,7 @@ def _squares(J: Jacobian, judges: list[Jacobian], index: Tensor, *, centered: bo
         own.add([DenseBlock([(0, p)], [A[:, None]])], len(part))
         for sums, judge in zip(off, judges, strict=True):
             sums.add([DenseBlock([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
-    return own.squares, sum((sums.squares for sums in off), torch.zeros_like(own.squares)) / len(judges)
+    return own.squares, torch.stack([sums.squares for sums in off]).amax(0)
 
 
 def check_finite(Z: Tensor, I: Tensor, layout: Layout) -> None:  # noqa: E741
