@@ -123,6 +123,11 @@ def test_weights_belong_to_the_data_of_the_fit():
         build.gather_fit(clf, X[:5], LABELS[:5])
 
 
+def test_examples_are_evenly_spaced():
+    assert build._space(1000, 5).tolist() == [0, 249, 499, 749, 999]
+    assert build._space(3, 5).tolist() == [0, 1, 2]
+
+
 def test_spectrum_in_units_of_the_noise():
     y = X[:, :2]
     reg = linnet.TangentRegressor(network(2), prior=0.5, noise=[0.1, 0.4]).fit(X, y)

@@ -405,6 +405,12 @@ def test_likelihoods_of_users_that_cannot_serve() -> None:
     with pytest.raises(TypeError, match="log_prob must be made of torch functions of f"):
         Constant().residual(f, y)
     close(Linear().observed_curvature(f, y), torch.zeros_like(f))
+
+    class Rounded(Likelihood):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return -0.5 * f[:, 0].square() + 0.5e-12 * f[:, 1].square()
+
+    close(Rounded().observed_curvature(f, y), torch.tensor([1.0, 0.0]).to(f).expand(3, 2))
     for name, call in (("mean", "mean"), ("Fisher information", "curvature"), ("variance", "variance")):
         with pytest.raises(NotImplementedError, match=f"Linear does not say what its {name} is"):
             getattr(Linear(), call)(f)
