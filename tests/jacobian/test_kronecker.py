@@ -557,3 +557,12 @@ def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
     assert found.factors is not None and whole.factors is not None
     for key, pair in whole.factors.pairs.items():
         torch.testing.assert_close(found.factors.pairs[key].G, pair.G, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_turn_in_float32_where_the_network_runs_in_bf16() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    lin, X = linnet.linearize(model), torch.randn(12, 6)
+    rotation, _ = lin.jacobian(X).kronecker().decomposed()
+    J = lin.jacobian(X, precision="bf16")
+    torch.testing.assert_close(J.rotated(rotation).gram(), J.gram(), rtol=1e-4, atol=1e-4)
