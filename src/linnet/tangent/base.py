@@ -356,7 +356,6 @@ class LinearizedModule(nn.Module):
 
     def _by_reverse(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same with a graph to the inputs: J delta is the derivative of delta^T J^T u in u."""
-        self.lin.check_unchanged()
         theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
         # The kernels that forward mode takes are also those that can be differentiated twice.
         with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):

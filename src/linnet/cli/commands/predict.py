@@ -40,7 +40,7 @@ def run(options: Mapping[str, Any]) -> None:
         estimator = run_folder.load_estimator(folder, kept, network)
         printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
         with blame_input("The network does not take these data: "):
-            members_of(estimator)[0].lin_.jacobian(found.X, progress=False)
+            _ = members_of(estimator)[0].lin_.jacobian(found.X, progress=False).c  # the first examples
         if kept.command == "embed":
             E = torch.as_tensor(estimator.transform(found.X)).cpu().numpy()
             named = {"names": np.array(found.names)} if found.names else {}
