@@ -1,8 +1,8 @@
 r"""Which examples of a pool to label next, from the joint covariance of a fitted estimator.
 
 The estimator gives the outputs of the pool a Gaussian, :math:`f \sim N(m, C)`. The likelihood gives a label the
-curvature :math:`B_i = L_i L_i^\top` in the outputs of its example. A label of example i changes the covariance, whatever
-the label is, to
+curvature :math:`B_i = L_i L_i^\top` in the outputs of its example. A label of example i, whatever the label is, changes
+the covariance to
 
 .. math:: C - C_{\cdot i} L_i N_i^{-1} L_i^\top C_{i \cdot}, \qquad N_i = I + L_i^\top C_{ii} L_i .
 
@@ -52,14 +52,14 @@ Overlap = Literal["raise", "exclude", "allow"]
 TARGETS = 200
 """Examples of the pool that stand for all inputs: time and memory against the error of an average over them."""
 
-DRAWS = 256
+DRAWS = 128
 """Draws of the logits of an example: time against noise in its score. All examples share the draws."""
 
 NODES = 40
 """Nodes of a Gauss-Hermite rule for one output."""
 
-ENTRIES = 2**22
-"""Numbers that are made at once where draws, or pairs of examples, are many."""
+ENTRIES = 2**18
+"""Numbers that are made at once where draws, or pairs of examples, are many: what fits the cache of a CPU."""
 
 
 class Selection(NamedTuple):
@@ -118,16 +118,20 @@ def select(
             f"n={n} examples are asked for, and the pool has {int(allowed.sum())} to choose from. Ask for fewer, or "
             "give a larger pool."
         )
-    posterior = estimator._error_bars
+    posterior, generator = estimator._error_bars, torch.Generator().manual_seed(seed)
     J = J if posterior.D is None and J.by_position else J.cached_if_fits()
-    candidates = _describe(estimator, J, pool, posterior)
-    generator = torch.Generator().manual_seed(seed)
+    _check_fits(estimator, J, 0 if method == "bald" else n, targets if method in ("bait", "epig") else False)
     if method == "bald":
+        candidates = _describe(estimator, J, pool, posterior.blocks(J))
         scores = _information(candidates, _integration(candidates, generator))
         best = torch.where(allowed.to(scores.device), scores, -torch.inf).topk(n)
         return _selection(pool, best.indices, best.values)
-    others = _find_targets(estimator, J, candidates, targets, generator) if method in ("bait", "epig") else None
-    state = JointCovariance(posterior, J, candidates, n, others, estimator.memory)
+    features = Features(posterior, J)
+    candidates = _describe(estimator, J, pool, features.blocks())
+    others = None
+    if method in ("bait", "epig"):
+        others = _find_targets(estimator, features, candidates, targets, generator)
+    state = JointCovariance(features, candidates, n, others)
     score: Callable[[], Tensor]
     if method == "variance":
         score = state.variances
@@ -167,16 +171,49 @@ class Candidates(NamedTuple):
     likelihood: Likelihood | None
 
 
+class Features:
+    """The posterior covariance of the outputs of some examples: T and rows of J, read once.
+
+    Args:
+        posterior: The posterior.
+        J: Jacobian of the examples.
+        T: (m c, k), where T is known.
+    """
+
+    def __init__(self, posterior: Posterior, J: Jacobian, T: Tensor | None = None) -> None:
+        self.posterior, self.J = posterior, J
+        self.T = posterior.features(J) if T is None else T
+
+    def blocks(self) -> Tensor:
+        """The covariance of the outputs of each example, (m, c, c)."""
+        T, D = self.T.view(self.J.n, self.J.c, -1), self.posterior.D
+        out = (self.posterior.weights * T) @ T.mT
+        if D is None:
+            return out
+        rows = self.posterior._rows_of_squares(self.J)
+        return out + rows.gram_blocks(scale=D.to(rows.dtype)).to(out)
+
+    def cross(self, other: Features) -> Tensor:
+        """The covariance with the outputs of other examples, (m c, m' c)."""
+        out, rows = (self.posterior.weights * self.T) @ other.T.T, self.posterior._rows
+        return out if self.posterior.D is None else out + rows(self.J).gram(rows(other.J), scale=self.posterior.D)
+
+    def subset(self, index: Tensor) -> Features:
+        """Those of some examples."""
+        T = self.T.view(self.J.n, self.J.c, -1)[index.to(self.T.device)].flatten(0, 1)
+        return Features(self.posterior, self.J.subset(index), T)
+
+
 class Targets(NamedTuple):
     """Inputs that predictions are for.
 
     Attributes:
-        J: Their Jacobian.
+        features: Their covariance.
         root: (t, c, r), L.
         blocks: (t, c, c), covariances.
     """
 
-    J: Jacobian
+    features: Features
     root: Tensor
     blocks: Tensor
 
@@ -184,41 +221,26 @@ class Targets(NamedTuple):
 class JointCovariance:
     """The joint covariance of a pool, and of the pool with targets, given the labels of some examples.
 
-    The covariance (m c, m c) is never formed: T, the rows of J, and one column of width r for each observed label give
-    all parts of it that scores need.
+    The covariance (m c, m c) is never formed: features, and one column of width r for each observed label, give all
+    parts of it that scores need.
 
     Args:
-        posterior: The posterior before any of the labels.
-        J: Jacobian of the pool.
+        features: The covariance before any of the labels.
         candidates: Outputs of the pool.
         n: How many labels will be observed.
         targets: Targets, or None.
-        memory: Bytes that the matrices may take, or "auto".
     """
 
-    def __init__(
-        self, posterior: Posterior, J: Jacobian, candidates: Candidates, n: int, targets: Targets | None, memory: Any
-    ) -> None:
-        self.posterior, self.J = posterior, J
-        self.mean, blocks, self.root, self.likelihood = candidates
-        self.blocks = blocks.clone()
+    def __init__(self, features: Features, candidates: Candidates, n: int, targets: Targets | None) -> None:
+        self.features, self.targets = features, targets
+        self.mean, self.blocks, self.root, self.likelihood = candidates
         m, c, r = self.root.shape
-        width = posterior.features(J.subset(torch.tensor([0]))).shape[1] if posterior.has_features else 0
-        t = 0 if targets is None else len(targets.root) * r
-        check_fits(
-            m * c * (2 * width + n * r + 3 * t) * J.dtype.itemsize,
-            memory,
-            J.device,
-            what=f"The joint covariance of {m:,} examples with {c:,} outputs, {n:,} of them chosen,",
-            instead="Choose a part of the pool first, with method='bald' and a larger n, and select from that part",
-        )
-        self.T = posterior.features(J) if posterior.has_features else None
-        self.rows = posterior._rows(J) if posterior.D is not None else None
-        self.columns: list[Tensor] = []
+        self.columns, self.observed = self.blocks.new_empty(m * c, (n - 1) * r), 0
         if targets is not None:
-            cross = posterior.cross(targets.J, J).view(-1, c, m, c)  # targets first: there are fewer of them
+            cross = targets.features.cross(features).view(-1, c, m, c)
             self.shared = torch.einsum("tdmc,tdr->mctr", cross, targets.root).reshape(m * c, -1)
             self.target_blocks = targets.root.mT @ targets.blocks @ targets.root
+            self.blocks = self.blocks.clone()  # targets may be views of it
 
     def candidates(self) -> Candidates:
         """The outputs of the pool, with the covariances that observed labels leave."""
@@ -227,20 +249,15 @@ class JointCovariance:
     def observe(self, i: int) -> None:
         """Take the label of example i for known."""
         m, c, r = self.root.shape
-        L, own = self.root[i], slice(i * c, (i + 1) * c)
-        column = torch.zeros(m * c, c, dtype=self.blocks.dtype, device=self.blocks.device)
-        if self.T is not None:
-            column += (self.posterior.weights * self.T) @ self.T[own].T
-        if self.rows is not None:
-            column += self.rows.gram(self.rows.subset(torch.tensor([i])), scale=self.posterior.D)
-        for U in self.columns:
-            column -= U @ U[own].T
+        L, own, known = self.root[i], slice(i * c, (i + 1) * c), self.columns[:, : self.observed]
+        column = self.features.cross(self.features.subset(torch.tensor([i]))) - known @ known[own].T
         N = torch.linalg.cholesky(_precision(self.blocks[i], L))
         U = torch.linalg.solve_triangular(N, (column @ L).T, upper=False).T  # (m c, r)
-        self.columns.append(U)
+        self.columns[:, self.observed : self.observed + r] = U
+        self.observed += r
         each = U.view(m, c, r)
         self.blocks -= each @ each.mT
-        if hasattr(self, "shared"):
+        if self.targets is not None:
             V = torch.linalg.solve_triangular(N, L.T @ self.shared[own], upper=False)  # (r, t r)
             self.shared -= U @ V
             part = V.view(r, -1, r).movedim(0, -1)  # (t, r, r)
@@ -257,8 +274,8 @@ class JointCovariance:
         m, c, r = self.root.shape
         N = torch.linalg.cholesky(_precision(self.blocks, self.root))
         X = self.shared.view(m, c, -1)
-        found = torch.linalg.solve_triangular(N, self.root.mT, upper=False) @ X
-        return found.square().sum((1, 2)) * r / X.shape[2]
+        half = torch.linalg.solve_triangular(N, self.root.mT, upper=False)
+        return ((half @ (X @ X.mT)) * half).sum((1, 2)) * r / X.shape[2]
 
     def shared_information(self) -> Tensor:
         """The mutual information of a label and the label of a target, on average over targets."""
@@ -310,7 +327,8 @@ def _information(candidates: Candidates, rule: tuple[Tensor, Tensor] | None) -> 
             f = m + C.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() * eps
         else:
             values, Q = torch.linalg.eigh(C)
-            f = m + ((Q * values.clamp_min(0).sqrt()[:, None]) @ Q.mT @ eps[..., None])[..., 0]
+            root = (Q * values.clamp_min(0).sqrt()[:, None]) @ Q.mT
+            f = m + torch.einsum("mcd,sd->smc", root, eps[:, 0])
         p = likelihood.mean(f)  # (s, ., classes)
         out.append(_entropy(likelihood, torch.tensordot(weights, p, 1)) - weights @ _entropy(likelihood, p))
     return torch.cat(out)
@@ -331,42 +349,55 @@ def _precision(blocks: Tensor, root: Tensor) -> Tensor:
 # From the estimator and the pool.
 
 
-def _describe(estimator: Any, J: Jacobian, X: Any, posterior: Posterior) -> Candidates:
-    """The outputs at the inputs of J, which are X."""
-    m, c = J.n, J.c
-    check_fits(
-        4 * m * c**2 * J.dtype.itemsize,
-        estimator.memory,
-        J.device,
-        what=f"The covariances of {c:,} outputs for each of {m:,} examples",
-        instead="Give a part of the pool",
-    )
-    f, shift, blocks = posterior.predict(J, "blocks")
+def _describe(estimator: Any, J: Jacobian, X: Any, blocks: Tensor) -> Candidates:
+    """The outputs at the inputs of J, which are X; blocks are their covariances."""
     if isinstance(estimator, TangentRegressor):
-        if estimator._noise_each:
-            raise ValueError(
-                "The regressor was fitted with a noise for each observation, and it does not know that of the pool. "
-                "Fit it with noise='evidence', or with one variance for all."
-            )
-        noise = estimator._noise_at(f, X)
-        return Candidates(f, blocks, torch.diag_embed(noise.rsqrt()), None)
-    likelihood = estimator.likelihood_
+        f = J.outputs()
+        return Candidates(f, blocks, torch.diag_embed(estimator._noise_at(f, X).rsqrt()), None)
+    likelihood, (f, shift, _) = estimator.likelihood_, estimator.posterior_.predict(J)
     mean = f if isinstance(estimator, Laplace) else estimator._mean_function(f) + shift
     root = likelihood.root(mean)
     return Candidates(mean, blocks, torch.diag_embed(root) if root.ndim == 2 else root, likelihood)
 
 
 def _find_targets(
-    estimator: Any, J: Jacobian, candidates: Candidates, targets: Any, generator: torch.Generator
+    estimator: Any, pool: Features, candidates: Candidates, targets: Any, generator: torch.Generator
 ) -> Targets:
     """The targets that were given, or some of the pool."""
     if targets is None:
-        index = torch.randperm(J.n, generator=generator)[:TARGETS].sort().values
+        index = torch.randperm(pool.J.n, generator=generator)[:TARGETS].sort().values
         where = index.to(candidates.root.device)
-        return Targets(J.subset(index), candidates.root[where], candidates.blocks[where])
-    others = estimator._jacobian(_checked(estimator, targets)).cached_if_fits()
-    found = _describe(estimator, others, targets, estimator._error_bars)
-    return Targets(others, found.root, found.blocks)
+        return Targets(pool.subset(index), candidates.root[where], candidates.blocks[where])
+    J = estimator._jacobian(_checked(estimator, targets)).cached_if_fits()
+    features = Features(pool.posterior, J)
+    found = _describe(estimator, J, targets, features.blocks())
+    return Targets(features, found.root, found.blocks)
+
+
+def _check_fits(estimator: Any, J: Jacobian, n: int, targets: Any) -> None:
+    """Raise where the matrices do not fit memory.
+
+    Args:
+        estimator: The estimator.
+        J: Jacobian of the pool.
+        n: How many examples are chosen jointly; 0 for each by itself.
+        targets: The targets, None for some of the pool, or False for none.
+    """
+    m, c = J.n, J.c
+    width, t = 0, 0
+    if n:
+        width = 2 * estimator._error_bars.features(J.subset(torch.tensor([0]))).shape[1] + n * c
+        if targets is not False:
+            t = min(m, TARGETS) if targets is None else as_source(targets, estimator.lin_.module.forward).n
+    check_fits(
+        m * c * (4 * c + width + 3 * t * c) * J.dtype.itemsize,
+        estimator.memory,
+        J.device,
+        what=f"The covariance of {m:,} examples with {c:,} outputs" + (f", {n:,} of them chosen," if n else ""),
+        instead="Choose a part of the pool first, with method='bald' and a larger n, and select from that part"
+        if n
+        else "Give a part of the pool",
+    )
 
 
 def _checked(estimator: Any, X: Any) -> Any:
@@ -433,10 +464,10 @@ def _check_arguments(estimator: Any, n: Any, method: Any, overlap: Any, seed: An
             raise ValueError(f"{kind} must be one of {', '.join(map(repr, names))}; got {value!r}.")
     messages.check_seed(seed)
     likelihood = getattr(estimator, "likelihood_", None)
-    if isinstance(likelihood, Sites):
-        raise NotImplementedError("select is for one label of each example; this fit has a label for each site.")
-    if isinstance(likelihood, KnownNoise):
+    if isinstance(likelihood, KnownNoise) or getattr(estimator, "_noise_each", False) is True:
         raise ValueError(
             "The fit has a noise for each observation, and it does not know that of the pool. Fit with "
             "noise='evidence', or with one variance for all."
         )
+    if isinstance(likelihood, Sites):
+        raise NotImplementedError("select is for one label of each example; this fit has a label for each site.")
