@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
-    from linnet.selection import select
+    from linnet.onward import select
     from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = [
@@ -62,7 +62,7 @@ _ROOMS = {
     "fisher_vector_product": "fisher",
     "fold_batchnorm": "network",
     "load": "_estimator.files",
-    "select": "selection",
+    "select": "onward",
     "similarity": "fisher",
     "train_with_evidence": "laplace.training",
 }

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import Laplace, TangentClassifier, TangentGLM, TangentRegressor, selection
+from linnet import Laplace, TangentClassifier, TangentGLM, TangentRegressor
 from linnet.likelihoods import Bernoulli, Categorical, Ordinal
+from linnet.onward import selection
 from tests.support import laplace_cases
 from tests.support.drawn import double, normal
 
@@ -231,6 +232,12 @@ def test_errors() -> None:
     small = TangentRegressor(net(1), noise=0.3, memory=2000).fit(X[:4], y[:4])
     with pytest.raises(MemoryError, match=r"covariance of 15 examples.*method='bald'"):
         linnet.select(small, POOL, 10)
+
+
+def test_more_outputs_than_samples() -> None:
+    la = find("softmax, samples")
+    with pytest.warns(UserWarning, match="15 examples with 3 outputs .* posterior of 8 samples"):
+        linnet.select(Laplace(**la.get_params() | {"samples": 8}).fit(X, CLASSES), POOL, 15)
 
 
 def test_many_targets_are_drawn_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ of other labels, and of pairs of labels, is that of Gaussians: :math:`\tfrac12 \
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -91,8 +92,9 @@ def select(
         estimator: A fitted `TangentRegressor`, `TangentClassifier`, `TangentGLM` or `Laplace` with error bars.
         pool: Inputs without labels, as the estimator's predict takes them. Examples are read by position.
         n: How many examples.
-        method: "variance", "bald", "batchbald", "bait" or "epig"; see `linnet.selection`. "bald" scores each example by
-            itself and needs little memory; the others choose the n examples jointly.
+        method: "variance", "bald", "batchbald", "bait" or "epig"; the table of `linnet.onward.selection` has their
+            scores. "bald" scores each example by itself and needs little memory; the others choose the n examples
+            jointly.
         targets: Inputs that predictions are for, which "bait" and "epig" score by; None draws up to 200 from the pool.
         overlap: What to do with examples of the pool that the estimator was fitted to: "raise" an error, "exclude" the
             examples, or "allow" them, for targets that are measured again.
@@ -126,6 +128,13 @@ def select(
         scores = _information(candidates, _integration(candidates, generator))
         best = torch.where(allowed.to(scores.device), scores, -torch.inf).topk(n)
         return _selection(pool, best.indices, best.values)
+    if posterior.known_from_samples and n * J.c > posterior.most_draws(0):
+        warnings.warn(
+            f"{n} examples with {J.c} outputs are to be chosen from a posterior of {posterior.most_draws(0)} samples, "
+            "whose covariances have no larger rank: the last examples are chosen by noise. Choose fewer at a time, or "
+            "fit with more samples=.",
+            stacklevel=3,
+        )
     features = Features(posterior, J)
     candidates = _describe(estimator, J, pool, features.blocks())
     others = None
