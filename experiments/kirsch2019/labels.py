@@ -199,7 +199,7 @@ def summarize_set(each: Sequence[Mapping[str, Any]], sizes: Sizes, name: str) ->
         counts = list(each[0][method])
         means = {count: interval([one[method][count] for one in each]) for count in counts}
         gaps = [sign * (one[method][counts[-1]] - one[RANDOM][str(sizes.last)]) for one in each]
-        goal = float(np.mean([one[RANDOM][str(sizes.last)] for one in each]))
+        goal = interval([one[RANDOM][str(sizes.last)] for one in each])["mean"]
         needed = labels_needed([int(c) for c in counts], [sign * means[c]["mean"] for c in counts], sign * goal)
         out[method] = {"curve": means, "labels": needed, "less random": interval(gaps)}
     return out
