@@ -4,6 +4,7 @@ from linnet._estimator import behavior, files
 from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.dtypes import Dtypes, can_copy, make_jacobian, parse_dtype
 from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
+from linnet._estimator.exported import PredictiveModule, make_predictive_module
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
@@ -27,6 +28,7 @@ __all__ = [
     "ErrorBarsMixin",
     "HubMixin",
     "Linearity",
+    "PredictiveModule",
     "as_targets",
     "behavior",
     "can_copy",
@@ -45,6 +47,7 @@ __all__ = [
     "list_options",
     "load",
     "make_jacobian",
+    "make_predictive_module",
     "parse_dtype",
     "shuffle",
 ]

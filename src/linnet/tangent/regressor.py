@@ -613,6 +613,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             self._kept["precisions"] = updates.precisions(self._train, self._fit_)
         return self._kept["precisions"]
 
+    def _exported_form(self) -> Any:
+        return "one number" if self._one_column else "numbers"
+
     # Shapes and noise.
 
     @property
