@@ -192,6 +192,20 @@ def select() -> None:
 
 
 @_command(
+    "export.run",
+    "run data out model weights trust device force",
+    **RUN,
+    data=_option(Path, "A few examples of the kind that the run has seen."),
+    out=_option(Path, "File for the network with error bars: .pt2 (torch.export) or .onnx."),
+)
+def export() -> None:
+    """Write a run as a file that gives predictions with error bars without linnet and without the network's code.
+
+    The run must have adapted the last layer alone (--params). The command imports the code that run.json names.
+    """
+
+
+@_command(
     "embed.run",
     f"model data out weights components score kernel method target columns drop standardize params top {INPUTS} force",
     components=_option(str, "Number of components, or the share of the variance to explain: 0.9.", "128"),

@@ -27,12 +27,15 @@ def run(options: Mapping[str, Any]) -> None:
         estimator, found = load_run(options, kept, device, printer)
         if not isinstance(found.X, Tensor):
             raise UsageError("export is for networks that take one tensor: a table, arrays or images.")
-        with blame_input(also=(NotImplementedError, ImportError)):
+        few = found.X[: min(8, found.n)].to(device)
+        few = few if len(few) > 1 else torch.cat([few, few])
+        with blame_input():
             laplace = isinstance(estimator, linnet.Laplace)
             module = estimator.to_module() if laplace else estimator.to_module(error_bars=True)
-            few = found.X[: min(8, found.n)].to(device)
-            few = few if len(few) > 1 else torch.cat([few, few])
-            module.export(out, few)
+            try:
+                module.export(out, few)
+            except ImportError as error:  # of the extra
+                raise UsageError(str(error)) from error
         what = "class probabilities" if kept.classes else "mean and standard deviation"
         printer.say(f"the file takes batches of {tuple(few.shape[1:])} and returns {what}")
         printer.print_written(out.parent, [out.name])
