@@ -107,6 +107,8 @@ class HeadWithVariance(nn.Module):
 
     weight: Tensor
     bias: Tensor
+    root: Tensor | None
+    squares: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor, root: Tensor | None, squares: Tensor | None) -> None:
         super().__init__()
@@ -121,6 +123,7 @@ class HeadWithVariance(nn.Module):
         if self.squares is not None:
             variance = F.linear(h.square(), self.squares[:, :-1], self.squares[:, -1])
         else:
+            assert self.root is not None
             T = F.linear(h, self.root[:, :-1], self.root[:, -1])
             variance = T.unflatten(-1, (self.outputs, -1)).square().sum(-1)
         return torch.cat([mean, variance], -1)
@@ -224,6 +227,8 @@ def _find_last_layer(lin: Any) -> str:
 def _check_same(module: PredictiveModule, estimator: Any, level: Tensor | None, *, with_network: bool) -> None:
     """Raise unless the layer gives the outputs of the network as they are: compare on two inputs."""
     batch, lin = estimator._probe, estimator.lin_
+    if batch is None:
+        raise ValueError("The file of this fit holds no inputs to compare the module with. Fit again, and save.")
     refused = NotImplementedError(
         "The selected layer is not the last of the network: its outputs are changed, or pooled, before they are "
         "returned. A module with error bars is known for the last layer alone; choose it with params=."
