@@ -3,8 +3,8 @@
 Rounds of labels, each chosen by the estimator of the round before. Classes are fitted by a Bayesian softmax head on
 fixed features, numbers by the tangent kernel of an untrained network. All methods start from the same labels. Sizes and
 methods were settled on seed 100; the numbers are of seeds from 0 on, which are other splits of the same data. On seed
-100, features of Fashion-MNIST were chosen among several, and power was taken up beside concrete after four UCI sets were
-tried (concrete, energy, power, wine): chosen labels came out ahead on power alone.
+100, features of Fashion-MNIST were chosen among several, and power was taken up beside concrete after four UCI sets
+were tried (concrete, energy, power, wine): chosen labels came out ahead on power alone.
 """
 
 from __future__ import annotations
