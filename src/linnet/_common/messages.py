@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from numbers import Integral, Real
+from pathlib import Path
 
 
 def kind(value: object) -> str:
@@ -40,6 +42,17 @@ def check_samples(k: object) -> None:
     """``k`` is a number of samples to draw."""
     if not isinstance(k, int) or k < 1:
         raise ValueError(f"k is a number of samples and must be positive; got {k!r}.")
+
+
+def check_writable(path: str | os.PathLike[str], name: str) -> None:
+    """A file can be written at ``path``; ``name`` is the argument that names it."""
+    place = Path(path)
+    if place.is_dir():
+        raise IsADirectoryError(f"{name} names a file to write, and {place} is a folder. Name a file in it.")
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{name} names {place}, and there is no folder {place.parent}. Make the folder first.")
+    if not os.access(place.parent, os.W_OK) or (place.exists() and not os.access(place, os.W_OK)):
+        raise PermissionError(f"{name} names {place}, which cannot be written. Name a file that can be.")
 
 
 def check_batch_size(size: object, *, name: str = "batch_size", auto: bool = True) -> None:

@@ -35,6 +35,7 @@ from linnet._estimator import (
     ErrorBarsMixin,
     HubMixin,
     Linearity,
+    PredictiveModule,
     as_targets,
     by_members,
     check_has_exact,
@@ -47,6 +48,7 @@ from linnet._estimator import (
     leave_out_weightless,
     list_options,
     make_jacobian,
+    make_predictive_module,
     parse_dtype,
 )
 from linnet.data import Batch
@@ -1129,6 +1131,24 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         J = self.lin_.jacobian(X, batch_size=self.batch_size, memory=self.memory, progress=self.progress)
         self.lin_.check_ranks_agree(J._source)
         return J
+
+    def to_module(self) -> PredictiveModule:
+        """What `predict` and `predict_proba` say, as a module of plain torch operations for `torch.export` and ONNX.
+
+        The module returns mean and standard deviation of f for numbers, and probabilities (``link="probit"``) for
+        classes, in the network's own dtype. It is known where ``params`` are those of the last layer.
+        """
+        check_is_fitted(self)
+        inner = self._predictive.inner
+        if self._read.shape or not isinstance(inner, Bernoulli | Categorical | Gaussian | KnownNoise):
+            raise NotImplementedError(
+                "to_module gives numbers with Gaussian noise or classes without an order, one target for each example; "
+                f"the likelihood is {self.likelihood_!r}."
+            )
+        form: Any = "classes" if isinstance(inner, Categorical) else "one logit" if self._one_column else "labels"
+        if isinstance(inner, Gaussian | KnownNoise):
+            form = "one number" if self._one_column else "numbers"
+        return make_predictive_module(self, form, with_network=True, level=None)
 
     @by_members
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -48,6 +48,7 @@ from linnet.probability.posteriors import (
     TurnedPosterior,
     WeightPosterior,
     posterior_from,
+    square_root,
 )
 from linnet.probability.priors import (
     NAMES,
@@ -111,6 +112,7 @@ __all__ = [
     "restore_likelihood",
     "row_curvature",
     "row_root",
+    "square_root",
     "take_expectations",
     "without_weights",
 ]

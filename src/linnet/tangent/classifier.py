@@ -395,6 +395,16 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             return "none" if self.inference == "map" else "variance"
         return "factor" if self.variance_ == "samples" else "blocks"
 
+    def _exported_form(self) -> Any:
+        if self.link != "probit" or not isinstance(self.likelihood_, Bernoulli | Categorical):
+            raise NotImplementedError(
+                "to_module(error_bars=True) gives probabilities of classes without an order by link='probit'; the fit "
+                f"has {self.likelihood_!r} and link={self.link!r}."
+            )
+        if isinstance(self.likelihood_, Categorical):
+            return "classes"
+        return "labels" if self.multilabel_ else "one logit"
+
     @by_members
     def _probabilities(self, X: Any) -> Tensor:
         p = self._averaged(*self._predict(X, self._spread))

@@ -699,6 +699,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             self._kept["point"] = fit
         return self._kept["point"]
 
+    def _exported_form(self) -> Any:
+        return "one number" if self._one_column else "numbers"
+
     # Shapes and noise.
 
     @property
