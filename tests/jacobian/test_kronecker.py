@@ -428,7 +428,7 @@ def test_few_rows_are_exact_in_a_sketch_and_many_rows_keep_the_leading_direction
 
 def test_a_sketch_says_the_largest_share_that_it_leaves_out_of_any_group() -> None:
     d, k = 12, 4
-    side = SketchedSide(2, torch.linalg.qr(normal(d, k))[0])
+    side = SketchedSide(2, torch.linalg.qr(normal(d, k))[0], torch.finfo(torch.float64).eps)
     rows = torch.stack([normal(30, d, seed=1), normal(30, 2, seed=2) @ normal(2, d, seed=3)])  # of rank 12, and of 2
     side.add(rows)
     found = side.decompose()

@@ -929,7 +929,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 f"{float(g.norm()):.3g}, {self.gradient_ratio_:.1f} times what noise in the targets would make it. Its "
                 "mean is not the linear model's, and error bars around it say little. Train it further, or use "
                 "linnet.TangentClassifier or TangentRegressor, which move the mean.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _measure_width(self) -> None:
@@ -957,7 +957,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 f"and {-with_bars:.3g} with error bars. It has fitted its labels so closely that they say "
                 "little about its weights. Leave narrow=False out, let held-out data choose, with "
                 "tune(validation=(X, y)), or give prior= as a variance.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # Predictions.

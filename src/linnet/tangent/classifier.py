@@ -222,7 +222,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "
             "with mean='zero' all inputs then have the same probabilities: the features tell no classes apart, or the "
             "labels are too few. Use mean='network', more labels, or a variance of your own as prior=.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     @by_members

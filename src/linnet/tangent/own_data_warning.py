@@ -74,6 +74,6 @@ def warn_of_own_data(tasks: Sequence[Task], base: Tensor) -> None:
                 "been trained on them: they are smaller than its errors on new data, and with mean='network' the error "
                 "bars will be too. For the error bars of a network on its own training data use linnet.Laplace; to "
                 "adapt it, use data that the network has not seen.",
-                stacklevel=5,
+                stacklevel=6,
             )
             return

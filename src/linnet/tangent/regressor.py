@@ -328,10 +328,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             except CannotCast:
                 self._attach(model, own)
             else:
-                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=5)
+                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=6)
                 return True
         if moved > 1:
-            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=5)
+            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=6)
         return False
 
     def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
