@@ -230,8 +230,6 @@ def test_options_are_checked(changed, error, message):
 
 def test_data_that_does_not_serve():
     X = points(30)
-    with pytest.raises(ValueError, match="9 are too few for that: it needs at least 10"):
-        linnet.adapt(network(3), X[:9], classes_of(X[:9]))
     with pytest.raises(ValueError, match="at least two classes; got one class"):
         linnet.adapt(network(3), X, torch.zeros(30, dtype=torch.long))
     with pytest.raises(ValueError, match="There are 30 examples"):
@@ -269,3 +267,13 @@ def test_fits_by_laplace_are_said(monkeypatch):
     said = {trial.name: trial.note for trial in found.selection_}
     assert "variational inference did not settle" in said["tangent"]
     assert any(trial.chosen and "did not settle" in trial.note for trial in found.selection_)
+
+
+def test_of_few_examples_none_are_held_out():
+    X = points(9)
+    found = linnet.adapt(network(1), X, X[:, 0].sin(), progress=False)
+    (only,) = found.selection_
+    assert only.name == TANGENT and only.chosen and only.score is None and "9 examples are too few" in only.note
+    alone = linnet.TangentRegressor(network(1), mean="network", progress=False).fit(X, X[:, 0].sin())
+    torch.testing.assert_close(found.predict(X), alone.predict(X), rtol=1e-9, atol=0)
+    assert linnet.adapt(network(3), X, classes_of(X), progress=False).predict_proba(X).shape == (9, 3)

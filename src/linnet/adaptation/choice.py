@@ -88,13 +88,14 @@ def adapt(
 ) -> Estimator:
     """Adapt a trained network to new data in the way that predicts held-out examples best.
 
-    A fifth of the examples is held out. Four ways are fitted to the others and judged by the log probability of the
-    held-out targets: the network as it stands (with a fitted temperature, or noise); its last layer; all its
-    parameters, by the linearized network; and fine-tuning by Adam with several learning rates and early stopping. A
-    way that changes the network must be better than the network as it stands beyond the standard error, and other
-    ways must so be better than the tangent. The winner is fitted to all examples. Fine-tuned weights are those of the
-    four fifths. The last layer of the fine-tuned network is then conditioned on the fifth that was held out: these
-    examples are new to the fine-tuned network, so that the error bars hold, and nothing is trained twice.
+    A fifth of the examples is held out; of fewer than 10 examples none, and the tangent is fitted. Four ways are fitted
+    to the others and judged by the log probability of the held-out targets: the network as it stands (with a fitted
+    temperature, or noise); its last layer; all its parameters, by the linearized network; and fine-tuning by Adam with
+    several learning rates and early stopping. A way that changes the network must be better than the network as it
+    stands beyond the standard error, and other ways must so be better than the tangent. The winner is fitted to all
+    examples. Fine-tuned weights are those of the four fifths. The last layer of the fine-tuned network is then
+    conditioned on the fifth that was held out: these examples are new to the fine-tuned network, so that the error bars
+    hold, and nothing is trained twice.
 
     The given network is untouched. A network whose outputs do not fit the labels, or say nothing about them, gets a
     new head (`linnet.attach_head`).
@@ -292,11 +293,6 @@ def read_examples(
         )
     y = linearize(model).jacobian(source, progress=False).targets() if y is None else y
     labels, kind = check_targets(y, source.n, task)  # type: ignore[arg-type]
-    if source.n < FEWEST:
-        raise ValueError(
-            f"adapt holds a share of the examples out, and {source.n} are too few for that: it needs at least "
-            f"{FEWEST}. Use linnet.TangentRegressor or linnet.TangentClassifier."
-        )
     c = evaluate(model, source.subset(torch.arange(2))).shape[1]
     if kind == "classification":
         names, new_head = fit_classes(labels, c, classes)
@@ -350,6 +346,8 @@ def split(labels: Tensor | None, n: int, share: float, seed: int) -> tuple[Tenso
     >>> len(part), (held % 2).sort().values
     (16, tensor([0, 0, 1, 1]))
     """
+    if n < FEWEST:
+        return torch.arange(n), torch.arange(0)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     place = torch.linspace(0, 1, n)[order.argsort()]
     kinds = 1
@@ -380,7 +378,13 @@ class Trials:
         self.losses: dict[str, Tensor] = {}
 
     def run(self) -> Estimator:
-        """Try all ways, and fit the best."""
+        """Try all ways, and fit the best. Of few examples none are held out: the tangent is fitted to all of them."""
+        if len(self.given.held) == 0:
+            clock = time.perf_counter()
+            estimator = self._fit(TANGENT, self.given.model)
+            note = f"the one way that was fitted: {len(self.given.y)} examples are too few to hold some of them out"
+            estimator.selection_ = (Trial(TANGENT, None, None, time.perf_counter() - clock, True, note),)
+            return estimator
         base = self.given.base(self.given.part)
         if not self.given.new_head:
             with self._trial(NETWORK) as note:
