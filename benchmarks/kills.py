@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet._common import files
+from linnet._common import Checkpoint
 
 FITS = ("regressor", "classifier", "laplace", "embedding")
 KINDS = ("checkpoint", *FITS, "folder")
@@ -180,13 +180,13 @@ def writing(data: Tensor, file: Path) -> Callable[[Callable[[], Any]], Any]:
     """The same as work that has begun when it is about to write its first checkpoint."""
 
     def work(begun: Callable[[], Any]) -> None:
-        write = files.Checkpoint.save
+        write = Checkpoint.save
 
-        def save(self: files.Checkpoint, *args: Any) -> None:
+        def save(self: Checkpoint, *args: Any) -> None:
             begun()
             write(self, *args)
 
-        files.Checkpoint.save = save  # type: ignore[method-assign]
+        Checkpoint.save = save  # type: ignore[method-assign]
         decomposed(data, file)
 
     return work

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import linnet
 from benchmarks.timing import milliseconds
@@ -68,17 +69,21 @@ class Job:
         run: The computation.
         summed: Bytes that are added up over the ranks.
         gathered: Bytes of all rows that the ranks put together.
-        given: Bytes of results that one rank computes for all.
+        given: Bytes that one rank has and sends to all.
+        owned: Bytes of sums that go to the one rank that holds them. gloo lets each rank add up a part of them, and
+            then sends the parts to this rank.
     """
 
     run: Callable[[], Any]
     summed: int = 0
     gathered: int = 0
     given: int = 0
+    owned: int = 0
 
     def bytes(self, world: int) -> float:
         """Bytes that a rank receives, on average over the ranks."""
-        return (world - 1) / world * (2 * self.summed + self.gathered + self.given)
+        owned = (1 + 1 / world) * self.owned
+        return (world - 1) / world * (2 * self.summed + self.gathered + self.given + owned)
 
 
 def jobs(n: int) -> dict[str, Job]:
@@ -87,6 +92,7 @@ def jobs(n: int) -> dict[str, Job]:
     J, few = lin.jacobian(X, progress=False), lin.jacobian(X[: n // 8], progress=False)
     rows, p = J.shape
     V, U = torch.randn(p, COLUMNS), torch.randn(rows, COLUMNS)
+    parts = distribute_tensor(V, J.ranks.mesh("cpu"), [Shard(0)]) if dist.is_initialized() else V
     size = J.dtype.itemsize
     factors = J.kronecker()
     sides = [t for pair in factors.pairs.values() for side in (pair.inputs, pair.gradients) for t in side.sums]
@@ -98,6 +104,8 @@ def jobs(n: int) -> dict[str, Job]:
         "J V": Job(lambda: J @ V, gathered=size * rows * COLUMNS),
         "J^T U": Job(lambda: J.T @ U, summed=size * p * COLUMNS),
         "J^T J V": Job(lambda: J.normal(V), summed=size * (p + 1) * COLUMNS),
+        "J V in parts": Job(lambda: J @ parts, gathered=size * rows * COLUMNS, given=size * p * COLUMNS),
+        "J^T J V in parts": Job(lambda: J.normal(parts), given=size * p * COLUMNS, owned=size * p * COLUMNS),
         "Gram matrix": Job(few.gram, gathered=size * few.shape[0] ** 2),
         "Gram matrix in parts": Job(few.own_gram),
         "Kronecker factors": Job(J.kronecker, summed=sums),

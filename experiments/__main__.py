@@ -25,6 +25,7 @@ PAPERS = {
     "yang2024": "lora",
     "calibration": "coverage",
     "scoreboard": "scoreboard",
+    "kirsch2019": "labels",
 }
 """Folder of a paper, or of a subject without one, to its experiments."""
 

@@ -69,7 +69,7 @@ SINE = Curve("sine", ((-2.5, 2.5),), 5.0)
 
 def condition(net: nn.Module, data: Labeled, curve: Curve, x: Tensor) -> dict[str, Any]:
     """The finite NTK of a network, conditioned on the observations, and how it compares with the truth."""
-    reg = linnet.TangentRegressor(net, mean="zero", prior=1.0, progress=False).fit(data.X[0], data.y)
+    reg = linnet.TangentRegressor(net, mean="zero", prior=1.0, average=False, progress=False).fit(data.X[0], data.y)
     mean, std = reg.predict(x[:, None], return_std=True)
     f, truth, inside = in_parts(net, (x[:, None],))[:, 0].double(), curve.truth(x.double()), curve.within(x)
     far = x.abs() > max(abs(end) for pair in curve.inside for end in pair) + 0.5

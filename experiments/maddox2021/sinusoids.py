@@ -118,7 +118,7 @@ class Tangent:
         self.model, self.source = model, source
 
     def make(self, **settings: Any) -> linnet.TangentRegressor:
-        return linnet.TangentRegressor(self.model, **{"prior": "shared", **settings})
+        return linnet.TangentRegressor(self.model, **{"prior": "shared", "average": False, **settings})  # as the paper
 
     def published(self, X: Tensor, y: Tensor, at: Tensor) -> Prediction:
         with torch.no_grad():

@@ -97,7 +97,7 @@ def load(
 def tangent(model: torch.nn.Module, X: Tensor, y: Tensor, at: Tensor, **settings: Any) -> Prediction:
     """Fit and predict; the warning about the network's own data is the point of the second setting."""
     with common.expect(common.OWN):
-        fitted = linnet.TangentRegressor(model, **settings).fit(X, y)
+        fitted = linnet.TangentRegressor(model, average=False, **settings).fit(X, y)  # the largest evidence alone
     mean, std = fitted.predict(at, return_std=True, noise=True)
     return Prediction(mean, std.square())
 

@@ -72,8 +72,9 @@ def fit_linnet(task: Task, model: Any) -> Tensor:
 
 
 def adapt(task: Task) -> Tensor:
-    """`linnet.adapt`."""
-    return predict(linnet.adapt(task.networks[0], inputs_of(task.train), task.train.y, seed=task.seed), task)
+    """`linnet.adapt`, which attaches a head itself where the network has none for the labels."""
+    model = task.networks[0] if task.bare is None else task.bare
+    return predict(linnet.adapt(model, inputs_of(task.train), task.train.y, seed=task.seed), task)
 
 
 def predict(estimator: Any, task: Task) -> Tensor:

@@ -31,9 +31,6 @@ METHODS = {
 }
 OURS = (LINNET, ADAPT, LINNET_ENSEMBLE)
 FIVE = (ENSEMBLE, FINE_ENSEMBLE, LINNET_ENSEMBLE)
-LATER = (ADAPT, LINNET_ENSEMBLE)
-"""Methods that the library does not have yet."""
-
 NUMBERS: Mapping[str, Callable[[Task], Any]] = {
     AS_IS: lambda task: numbers.keep_networks(task, 1),
     LAST: numbers.fit_last_layer,
@@ -74,7 +71,7 @@ def takes_part(name: str, task: Task) -> bool:
         or (task.own and name in (LAST, FINE, FINE_ENSEMBLE, ADAPT))
         or (not several and name in (ENSEMBLE, LINNET_ENSEMBLE))
     )
-    return name not in LATER and name in (CLASSES if task.classes else NUMBERS) and not left_out
+    return name in (CLASSES if task.classes else NUMBERS) and not left_out
 
 
 def measure(task: Task, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from experiments.common.processes import Process
 from experiments.common.training import Labeled
 from experiments.scoreboard.tasks import Task, flatten, widths_of
 
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 """Learning rates that fine-tuning tries."""
 FOLDS, FEW = 5, 100
 """Folds that choose the settings of fine-tuning up to so many labels; with more labels one fold is enough."""
@@ -39,7 +39,7 @@ def keep_networks(task: Task, count: int) -> Prediction:
     return mix(at, find_noise(seen.mean[None], seen.variance[None], task.train.y[None])[0])
 
 
-def fine_tune(task: Task, count: int, *, steps: int = 300, every: int = 10) -> Prediction:
+def fine_tune(task: Task, count: int, *, steps: int = 600, every: int = 10) -> Prediction:
     """Adam on all weights of each network, with rate and steps of the least error on held-out rows.
 
     Up to `FEW` rows, every row is held out once (five folds); with more rows a fifth is held out. The noise is the

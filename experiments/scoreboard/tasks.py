@@ -53,6 +53,7 @@ class Task:
     own: bool = False  # the examples are those that the networks were trained on
     # from a member and examples to the network that fine-tuning starts from; None for the network itself
     start: Callable[[int, Labeled], nn.Module] | None = None
+    bare: nn.Module | None = None  # the first network without the head that has seen the labels
     held: Labeled | None = None  # examples for a temperature alone, where the others are the networks' own
     given: Mapping[str, Any] = field(default_factory=dict)  # settings of linnet that the kind of task asks for
 
@@ -279,7 +280,7 @@ def with_heads(networks: Sequence[nn.Module], train: Labeled, test: Labeled, cla
         return attach(networks[member], data, penalties[member])
 
     # With the network's mean the head has seen the labels, and nothing is left to learn (see `attach_head`).
-    return Task(headed, train, test, classes, seed=seed, start=start, given={"mean": "zero"})
+    return Task(headed, train, test, classes, seed=seed, start=start, bare=networks[0], given={"mean": "zero"})
 
 
 def rotate(networks: Sequence[nn.Module], seed: int) -> list[nn.Module]:

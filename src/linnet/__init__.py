@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
+    from linnet.onward import select
     from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "report",
     "sampling",
     "scores",
+    "select",
     "similarity",
     "train_with_evidence",
 ]
@@ -63,6 +65,7 @@ _ROOMS = {
     "fisher_vector_product": "fisher",
     "fold_batchnorm": "network",
     "load": "_estimator.files",
+    "select": "onward",
     "similarity": "fisher",
     "train_with_evidence": "laplace.training",
 }

@@ -67,6 +67,13 @@ def test_what_is_empty_or_has_no_memory():
     assert torch.equal(tensor_code(sparse.to_sparse()), tensor_code(sparse))
 
 
+def test_weights_that_inference_mode_has_made_serve_autograd():
+    checksums._block_weights.cache_clear()
+    with torch.inference_mode():
+        row_codes(torch.ones(2, 3))
+    assert not checksums._block_weights(torch.device("cpu")).is_inference()
+
+
 def test_positions_count():
     codes = torch.tensor([3, 1, 4, -1])
     assert combine_codes(codes, 5) == sum(c * odd(5 + i) for i, c in enumerate(codes.tolist())) & ALL

@@ -117,6 +117,7 @@ def results(model: str, n: int, kind: str, engine: str) -> dict[str, Tensor]:
         "gram_blocks": J.gram_blocks(s),
         "column_norms": J.column_norms(w),
         "outputs": J.outputs(),
+        "pullback": J.pullback(lambda batch: batch.f.sin()),
     }
     found |= {f"layer {name}": K for name, K in J.layer_grams().items()}
     kron = J.kronecker(w.view(n, C))
@@ -231,6 +232,8 @@ DISAGREEMENTS = {
     "data of an embedding": "the data",
     "an option of an embedding": "options",
     "inputs to predict": "the number of examples, the data",
+    "data of a Jacobian": "the data",
+    "the engine of a Jacobian": "engine",
 }
 
 
@@ -243,7 +246,7 @@ def refusal(case: str, rank: int, world: int) -> str:
     x, y, noise, components = normal(9, D), normal(9, seed=1), 0.1, 2
     new = normal(4, D, seed=2)
     if other:
-        if case in ("one number of the last example", "data of an approximation", "data of an embedding"):
+        if case == "one number of the last example" or case.startswith("data of a"):
             x[-1, 0] += 1e-9
         elif case == "one example more":
             x, y = normal(10, D), normal(10, seed=1)
@@ -268,6 +271,9 @@ def refusal(case: str, rank: int, world: int) -> str:
             linnet.Laplace(net, "regression", "full", noise=noise, prior=1.0).fit(x, y)
         elif case.endswith("embedding"):
             linnet.FisherEmbedding(net, components, score=linnet.scores.energy(), seed=components).fit(x)
+        elif case.endswith("Jacobian"):
+            engine = "rows" if other and case.startswith("the engine") else "auto"
+            linnet.linearize(net).jacobian(x, engine=engine).outputs()
         else:
             data = Examples(x) if case == "the examples of a Dataset" else x
             reg = linnet.TangentRegressor(net, noise=noise, prior=1.0, solver="weight").fit(data, y)

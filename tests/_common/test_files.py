@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -120,88 +116,6 @@ def test_failure_leaves_the_old_file_and_nothing_else(
             files.save(path, {"x": torch.ones(3)}, {"step": 2}, kind="test")
     assert path.read_bytes() == before
     assert names(path.parent) == [path.name]
-
-
-KILLED = """
-    import os, sys, time
-    import torch
-    from linnet._common import files as io
-
-    whole = io.save_file
-
-    def half(tensors, path, metadata):
-        whole(tensors, path, metadata)
-        os.truncate(path, 200_000)
-        print("writing", flush=True)
-        time.sleep(60)
-
-    io.save_file = half
-    checkpoint = io.Checkpoint(sys.argv[1], kind="test", fingerprint="f")
-    checkpoint.save({"x": torch.ones(100_000)}, {"step": 2})
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_a_killed_process_leaves_the_last_checkpoint(path: Path) -> None:
-    checkpoint = files.Checkpoint(path, kind="test", fingerprint="f")
-    checkpoint.save({"x": torch.zeros(3)}, {"step": 1})
-    before = path.read_bytes()
-    environment = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[2])}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    assert len(names(path.parent)) == 2  # the half-written file cannot be mistaken for the checkpoint
-    assert path.read_bytes() == before
-    state = checkpoint.load()
-    assert state is not None and state[1] == {"step": 1} and torch.equal(state[0]["x"], torch.zeros(3))
-    checkpoint.save({"x": torch.ones(3)}, {"step": 3})
-    assert files.Checkpoint(path, kind="test", fingerprint="f").load()[1] == {"step": 3}  # type: ignore[index]
-    checkpoint.remove()
-    assert names(path.parent) == []
-
-
-# ------------------------------------------------------------------------------------------- checkpoints
-
-
-def test_checkpoint_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    checkpoint = files.Checkpoint(None, kind="test", fingerprint="f")
-    checkpoint.save({"x": torch.ones(2)}, {"step": 1})
-    assert checkpoint.load() is None
-    checkpoint.remove()
-    assert names(tmp_path) == []
-
-
-def test_checkpoint_before_the_first_save_and_after_the_last(path: Path) -> None:
-    checkpoint = files.Checkpoint(path.parent / "not yet" / "file", kind="test", fingerprint="f")
-    assert checkpoint.load() is None
-    checkpoint.remove()
-    checkpoint.save({}, {"step": 1})
-    assert checkpoint.load() == ({}, {"step": 1})
-    checkpoint.remove()
-    assert checkpoint.load() is None
-
-
-def test_done_leaves_other_files_alone(path: Path) -> None:
-    other = path.parent / ".another.safetensors.12345678.tmp"
-    other.touch()
-    checkpoint = files.Checkpoint(path, kind="test", fingerprint="f")
-    checkpoint.save({}, {})
-    checkpoint.remove()
-    assert names(path.parent) == [other.name]
-
-
-def test_checkpoint_of_another_computation_is_refused(path: Path) -> None:
-    files.Checkpoint(path, kind="test", fingerprint="abc").save({}, {})
-    with pytest.raises(ValueError, match=r"fingerprint def, the file has abc\. .* remove the file or name another"):
-        files.Checkpoint(path, kind="test", fingerprint="def").load()
-    with pytest.raises(ValueError, match="holds 'checkpoint of test'; 'checkpoint of spectrum' was asked for"):
-        files.Checkpoint(path, kind="spectrum", fingerprint="abc").load()
-    with pytest.raises(ValueError, match=r"^meta\['loss'\] is nan"):
-        files.Checkpoint(path, kind="test", fingerprint="abc").save({}, {"loss": float("nan")})
 
 
 def test_fingerprint_sees_every_change() -> None:

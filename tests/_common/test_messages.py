@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from linnet._common import kind, listing
-from linnet._common.messages import check_batch_size, check_memory, check_seed, check_writable
+from linnet._common.messages import check_batch_size, check_memory, check_seed
 
 
 def test_words() -> None:
@@ -31,11 +29,3 @@ def test_options(check, good, bad) -> None:  # type: ignore[no-untyped-def]
     for value in bad:
         with pytest.raises(ValueError, match=r"must be a .*; got "):
             check(value)
-
-
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a", "checkpoint")
-    with pytest.raises(IsADirectoryError, match=r"checkpoint names a file to write, and .* is a folder"):
-        check_writable(tmp_path, "checkpoint")
-    with pytest.raises(FileNotFoundError, match="Make the folder first"):
-        check_writable(tmp_path / "b" / "c", "checkpoint")

@@ -181,6 +181,13 @@ def test_networks_that_remember_their_passes_are_compared_as_they_were_at_first(
     behavior.check("a.safetensors", linnet.linearize(lin.given), tensors, meta)
 
 
+def test_inputs_are_drawn_the_same_whatever_was_drawn_before() -> None:
+    for x in (torch.arange(40).view(4, 10), torch.randn(4, 10)):
+        source = as_source(x, nn.Linear(10, 1))
+        (first,), (second,) = behavior.draw_inputs(source).args, behavior.draw_inputs(source).args
+        assert torch.equal(first, second)
+
+
 def test_dicts_of_tokens_masks_and_nested_tensors(tmp_path: Path) -> None:
     ids = torch.randint(3, 20, (12, 6), generator=torch.Generator().manual_seed(0))
     data = {"ids": ids, "mask": (torch.arange(6) < 4).long().expand(12, 6), "extra": {"x": X[:, :1]}, "shift": 0.5}

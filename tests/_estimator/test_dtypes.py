@@ -168,6 +168,36 @@ def test_inputs_are_cast_to_the_dtype_of_the_network(large, data):
     assert isinstance(reg.predict(X.double().numpy()), np.ndarray)
 
 
+class TwoDtypes(nn.Module):
+    """A layer in one dtype, and a head in another."""
+
+    def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8, dtype=first), nn.Linear(8, 1, dtype=second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).to(self.second.weight.dtype))
+
+
+@pytest.mark.parametrize(("first", "second"), [("float32", "float64"), ("bfloat16", "float32")])
+def test_inputs_of_a_mixed_network_are_cast_to_what_its_first_layer_takes(first, second, tmp_path):
+    net = TwoDtypes(getattr(torch, first), getattr(torch, second))
+    X = np.random.default_rng(0).standard_normal((20, 3))
+    y, own = X[:, 0], torch.from_numpy(X).to(net.first.weight.dtype)
+    given = {"prior": 1.0, "noise": 0.1, "progress": False}
+    fitted = linnet.TangentRegressor(net, **given).fit(X, y)
+    wanted = linnet.TangentRegressor(net, **given).fit(own, torch.from_numpy(y))
+    np.testing.assert_allclose(fitted.predict(X), wanted.predict(own), rtol=1e-9)
+    np.testing.assert_allclose(wanted.predict(X), wanted.predict(own), rtol=1e-9)  # fitted to what the layer takes
+    fitted.save(tmp_path / "fit.safetensors")
+    np.testing.assert_allclose(linnet.load(tmp_path / "fit.safetensors", net).predict(X), fitted.predict(X), rtol=1e-9)
+    Z = linnet.FisherEmbedding(net, 2, score=lambda f: f[:, 0]).fit_transform(X)
+    assert np.isfinite(Z).all()
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        linnet.linearize(net).jacobian(torch.from_numpy(X)).gram()
+    assert f"are torch.float64 and the model's parameters torch.{first} ('first.weight')" in caught.value.__notes__[0]
+
+
 def test_a_network_that_names_a_dtype_runs_in_that(data):
     X, y, labels = data
     regressor = linnet.TangentRegressor(NamesDtype(1)).fit(X, y)

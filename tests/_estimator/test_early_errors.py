@@ -82,7 +82,11 @@ CASES |= {
     "nothing for Laplace": (lambda: Laplace(THREE).fit(X), ValueError, "fit requires y"),
     "a number missing, Laplace": (lambda: Laplace(ONE, "regression").fit(X, wrong), ValueError, "finite"),
     "noise of Laplace": (lambda: Laplace(ONE, "regression", noise=-1.0).fit(X, y), ValueError, "positive"),
-    "a folder for a checkpoint": (lambda: embed(checkpoint="."), IsADirectoryError, "is a folder. Name a file in it"),
+    "a folder for a checkpoint": (
+        lambda: embed(checkpoint="."),
+        FileExistsError,
+        "a folder of its own, and . holds",
+    ),
     "no folder for a checkpoint": (lambda: embed(checkpoint="none/x.pt"), FileNotFoundError, "there is no folder none"),
 }
 
@@ -100,7 +104,12 @@ def test_a_checkpoint_of_low_rank_is_looked_at_first(monkeypatch, tmp_path):
     J = linnet.linearize(THREE).jacobian(X)
     assert J.c == 3  # which takes the first examples
     monkeypatch.setattr(Counting, "seen", 0)
-    for checkpoint, error in ((tmp_path, IsADirectoryError), (tmp_path / "no" / "file", FileNotFoundError)):
+    (tmp_path / "file").touch()
+    for checkpoint, error in (
+        (tmp_path, FileExistsError),
+        (tmp_path / "file", NotADirectoryError),
+        (tmp_path / "no" / "folder", FileNotFoundError),
+    ):
         with pytest.raises(error, match="checkpoint names"):
             low_rank(J, 2, checkpoint=checkpoint)
     with pytest.raises(ValueError, match="seed must be a whole number"):

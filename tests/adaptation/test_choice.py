@@ -251,3 +251,21 @@ def test_frozen_networks_are_not_fine_tuned():
     trials = Trials(examples, None, RATES)
     assert trials._fine_tune(copy.deepcopy(model).requires_grad_(False)) is None
     assert trials.done[0].note == "left out: no parameter is trainable"
+
+
+def test_fits_by_laplace_are_said(monkeypatch):
+    """Where variational inference does not settle, Laplace's approximation takes its place, and selection_ says so."""
+    torch.manual_seed(0)
+    X = torch.randn(60, 3)
+    model, fit = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), linnet.TangentClassifier.fit
+
+    def fail(self, *args, **given):
+        if self.inference == "vi":
+            raise ArithmeticError("not settled")
+        return fit(self, *args, **given)
+
+    monkeypatch.setattr(linnet.TangentClassifier, "fit", fail)
+    found = linnet.adapt(model, X, (X[:, 0] > 0).long(), rates=(), progress=False)
+    said = {trial.name: trial.note for trial in found.selection_}
+    assert "variational inference did not settle" in said["tangent"]
+    assert any(trial.chosen and "did not settle" in trial.note for trial in found.selection_)

@@ -7,7 +7,7 @@ import linnet
 from tests.support.command_cases import run as invoke
 
 HEAVY = ("matplotlib", "gpytorch", "linnet.cli.commands")
-COMMANDS = ("demo", "adapt", "uncertainty", "predict", "embed", "spectrum", "similarity", "info")
+COMMANDS = ("demo", "adapt", "uncertainty", "predict", "select", "export", "embed", "spectrum", "similarity", "info")
 
 
 def test_version():
@@ -21,7 +21,10 @@ def test_help_names_the_commands():
     assert result.exit_code == 0
     for command in COMMANDS:
         assert command in result.output
-        assert invoke(command, "--help").exit_code == 0
+        help_ = invoke(command, "--help")
+        assert help_.exit_code == 0
+        said = result.output.split(f" {command} ")[1].split(maxsplit=1)[0]  # the first word on the command
+        assert said.isalpha() and said in help_.output
     assert invoke("demo", "--seed", -1).exit_code == 2
 
 

@@ -316,22 +316,31 @@ def test_a_signal_of_examples_that_are_not_judged_is_kept(dtype):
 
 
 def test_an_example_at_a_kink_drops_nothing():
-    # 1 + 0.75 ulp is rounded up in float32, so that one example alone reaches a unit, and in float64 none does.
-    net = Net(lambda m, x: m.first(x[:, 3:]).tanh() * (x[:, :1] + x[:, 1:2] >= x[:, 2:3]).to(x), first=nn.Linear(3, 1))
-    x = torch.cat([torch.tensor([0.0, 0.0, 1.0]).expand(32, 3), normal(32, 3).float()], 1)
-    x[16, :3] = torch.tensor([1.0, 0.75 * 2**-23, 1 + 2**-23])
-    assert x[16].double()[:2].sum() < x[16, 2]
-    found = fisher_statistics(linnet.linearize(net).jacobian(x), centered=False)
-    assert bool((found.I > 0).all()) and bool(found.kept.all())
+    # One example alone reaches a unit, and does not where one of eight weights is moved by its rounding.
+    net = Net(
+        lambda m, x: m.first(x[:, 1:]).tanh() * (m.gate.amin() * x[:, :1] >= 1).to(x),
+        first=nn.Linear(3, 1),
+        gate=nn.Parameter(torch.ones(8)),
+    )
+    x = torch.cat([torch.zeros(32, 1), normal(32, 3).float()], 1)
+    x[16, 0] = 1.0
+    lin = linnet.linearize(net)
+    found = fisher_statistics(lin.jacobian(x), centered=False)
+    first = torch.cat([torch.arange(s.start, s.stop) for n, s in lin.layout.slices.items() if n != "gate"])
+    assert bool((found.I[first] > 0).all()) and bool(found.kept[first].all())
 
 
-def test_a_model_that_has_one_precision_only_keeps_its_columns():
-    fixed = torch.ones(3, 1)
-    net = Net(lambda m, x: m.fc(x) @ fixed, fc=nn.Linear(4, 3))
-    J = linnet.linearize(net).jacobian(normal(9, 4).float())
-    with pytest.warns(UserWarning, match=r"cannot be run in float64 .* no column is left out"):
-        found = fisher_statistics(J, centered=True)
-    assert found.dropped == 3  # the constant biases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_has_one_precision_only_is_judged_in_that_precision(dtype):
+    fixed = torch.ones(4, 1, dtype=dtype)
+    net = Net(
+        lambda m, x: torch.tanh(F.group_norm(m.conv(x.view(-1, 1, 4, 4)), 4)).sum((2, 3)) @ fixed,
+        conv=nn.Conv2d(1, 4, 3),
+    ).to(dtype)
+    lin = linnet.linearize(net)
+    found = fisher_statistics(lin.jacobian(normal(40, 16).to(dtype)), centered=True)
+    assert bool((found.I[lin.layout.slices["conv.bias"]] > 0).any()) and found.dropped == 4
+    assert bool(found.kept[lin.layout.slices["conv.weight"]].all())
 
 
 def test_examples_that_come_in_order_are_judged():

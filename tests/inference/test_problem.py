@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from linnet.inference.problem import SolverSettings
+from linnet.inference.problem import SolverSettings, choose_solver
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,16 @@ from linnet.inference.problem import SolverSettings
 def test_settings_that_make_no_sense(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SolverSettings(**given)
+
+
+@pytest.mark.parametrize(
+    ("solver", "taken"), [("function", 8 * 4 * 30**2), ("weight", 8 * (4 * 20**2 + 2 * 7 * 20))], ids=["K", "G"]
+)
+def test_the_bytes_of_a_dense_solver(solver: Any, taken: int) -> None:
+    given = {"device": torch.device("cpu"), "kernels": 2, "features": 7}
+    assert choose_solver(30, 20, SolverSettings(solver, memory=taken), **given) == solver
+    with pytest.raises(MemoryError, match=f"solver='{solver}' with 30 rows and 20 parameters takes"):
+        choose_solver(30, 20, SolverSettings(solver, memory=taken - 1), **given)
 
 
 def test_steps_and_seeds_have_numbers_of_their_own() -> None:

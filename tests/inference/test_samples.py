@@ -165,6 +165,19 @@ def test_a_preconditioner_can_be_used_again():
     torch.testing.assert_close(again.Z, first.Z, rtol=1e-12, atol=1e-12)
 
 
+def test_products_of_a_few_rows_serve_solves_and_not_probes():
+    """Where a preconditioner is given, products of the rows that carry the curvature are refined by exact ones."""
+    J = jacobian(40)
+    S, L = variances(J.shape[1]), Categorical().root(J.outputs())
+    L[5:] = 0
+    P = posterior_samples(J, S, L, 3, space="weight", preconditioner="sketch", progress=False).preconditioner
+    V, H = normal(J.shape[1], 2, seed=5), whitened(J, S, L)[1]
+    for probes in (0, 4):
+        system = sampling.make_system(J, S, L, 3, SolverSettings(), preconditioner=P, probes=probes)
+        assert system.preconditioner is P and (system.exact is None) == bool(probes)
+        torch.testing.assert_close((system.exact or system.product)(V), H @ V, rtol=1e-9, atol=1e-9)
+
+
 def test_a_start_brings_its_preconditioner(monkeypatch):
     J = jacobian(40)
     S, L = variances(J.shape[1]), Categorical().root(J.outputs())

@@ -52,6 +52,17 @@ def dense_elbo(J: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, u: Te
     return inside - kl
 
 
+def test_covariances_are_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the mean, and lengths of a step, leave the covariances as they are."""
+    J, mean, y = problem(Categorical())
+    seen, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda A: seen.append(A) or eigh(A))
+    found = lowrank(Matrix(J, block=C), y, variance=VARIANCE, mean=mean, likelihood=Categorical())
+    blocks = [A for A in seen if tuple(A.shape) == (N, C, C)]
+    assert len(blocks) > found.iterations
+    assert all(not torch.equal(a, b) for a, b in pairwise(blocks))
+
+
 # Gaussian noise: closed forms.
 
 

@@ -1005,6 +1005,12 @@ def test_making_a_jacobian_runs_nothing(model, x, monkeypatch):
     assert J.shape == (N * C, 43)
 
 
+def test_the_bytes_of_an_example_are_counted_apart_from_its_label():
+    J = linnet.linearize(nn.Linear(5, 2)).jacobian((torch.randn(7, 5), torch.arange(7)))
+    first = J.passes.chunks.first
+    assert (first.inputs, first.rest) == (5 * 4, 8)
+
+
 def test_many_outputs_are_counted_from_a_few_of_them(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 100)).double()

@@ -426,6 +426,17 @@ def test_few_rows_are_exact_in_a_sketch_and_many_rows_keep_the_leading_direction
         torch.testing.assert_close((Q.T @ H @ Q).diagonal()[-3:], exact[-3:], rtol=1e-2, atol=0)
 
 
+def test_a_sketch_says_the_largest_share_that_it_leaves_out_of_any_group() -> None:
+    d, k = 12, 4
+    side = SketchedSide(2, torch.linalg.qr(normal(d, k))[0], torch.finfo(torch.float64).eps)
+    rows = torch.stack([normal(30, d, seed=1), normal(30, 2, seed=2) @ normal(2, d, seed=3)])  # of rank 12, and of 2
+    side.add(rows)
+    found = side.decompose()
+    left = side.trace - found.values[:, :k].sum(1)
+    assert found.rest == pytest.approx(float(left[0] / side.trace[0]), rel=1e-9) and found.rest > 0.1
+    torch.testing.assert_close(found.values.sum(1), side.trace, rtol=1e-9, atol=0)
+
+
 def test_sides_are_sketched_where_memory_is_short() -> None:
     model, X = double(nn.Linear(400, 2, bias=False)), normal(300, 400)
     lin = linnet.linearize(model)
@@ -546,3 +557,12 @@ def test_a_stream_that_does_not_reach_all_layers_or_is_wrong_is_made_again(
     assert found.factors is not None and whole.factors is not None
     for key, pair in whole.factors.pairs.items():
         torch.testing.assert_close(found.factors.pairs[key].G, pair.G, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_turn_in_float32_where_the_network_runs_in_bf16() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    lin, X = linnet.linearize(model), torch.randn(12, 6)
+    rotation, _ = lin.jacobian(X).kronecker().decomposed()
+    J = lin.jacobian(X, precision="bf16")
+    torch.testing.assert_close(J.rotated(rotation).gram(), J.gram(), rtol=1e-4, atol=1e-4)

@@ -430,3 +430,19 @@ def test_a_transposed_weight_of_a_layer_norm_goes_by_autodiff_and_its_bias_by_th
         J = linnet.linearize(net).jacobian(X)
         assert J.shape == (12, 50)
     torch.testing.assert_close(J.dense(), dense_jacobian(net, X), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_parts_agree_to_the_tolerance_or_to_rounding_of_the_largest_column(dtype):
+    eps, tolerance = torch.finfo(dtype).eps, rule_selection.TOLERANCE[dtype]
+    truth = torch.ones(3, dtype=torch.float64)
+    for error, biggest, wanted in (
+        (0.9 * tolerance, 1.0, True),
+        (1.1 * tolerance, 1.0, False),
+        (0.9 * tolerance * 1e3, 1e6, True),  # a thousandth of the largest column counts
+        (1.9 * eps * 1e20, 1e20, True),
+        (2.0 * tolerance * 1e17, 1e20, False),
+    ):
+        parts = [0.25 * truth, None, 0.75 * truth + error]
+        assert rule_selection._agrees(parts, truth, dtype, biggest) == wanted
+    assert not rule_selection._agrees([None], truth, dtype, 1.0)

@@ -351,7 +351,7 @@ def test_rows_and_moments_of_compositions(of: str) -> None:
         found = op.rows(index)
         assert found is not None and found.block == 3
         close(found.dense(), op.dense()[rows])
-        assert op.fingerprint() == A.fingerprint() != "" and op.checksums() == A.checksums() and op.has_gram
+        assert op.checksums() == A.checksums() != {} and op.has_gram
         for centered in (False, True):
             moments = op.moments(centered=centered)
             assert (moments is None) == (of == "a matrix")
@@ -364,7 +364,7 @@ def test_rows_and_moments_of_compositions(of: str) -> None:
 def test_an_operator_need_not_know_its_rows() -> None:
     op = Streamed(A0)
     assert op.rows(torch.tensor([0])) is None and op.scaled(D).rows(torch.tensor([0])) is None
-    assert (op.fingerprint(), op.checksums(), op.moments(), op.has_gram) == ("", {}, None, True)
+    assert (op.checksums(), op.moments(), op.has_gram) == ({}, None, True)
 
 
 def test_repr_names_the_operator() -> None:

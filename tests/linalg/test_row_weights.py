@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.linalg import as_weight, inner_matrix, weigh, weight_from_root
+from linnet.linalg import ClassBlocks, as_weight, inner_matrix, weigh, weight_from_root
 from tests.support.drawn import normal
 
 N, C = 4, 3
@@ -42,10 +42,23 @@ def test_weights_from_roots() -> None:
     assert as_weight(L) is L
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_the_inner_matrix(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_of_classes_in_float64(weighted: bool) -> None:
+    root = ClassBlocks(normal(N, C).softmax(1).float(), w=normal(N, seed=1).float() if weighted else None)
+    found = root.double()
+    assert found.dtype == torch.float64 and found.form == "root"
+    torch.testing.assert_close(found.dense(), root.dense().double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "blocks", "classes"])
+def test_the_inner_matrix(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("linnet.linalg.row_weights.TEMPORARY", 2 * C * N * C)  # two examples at a time
-    A, root = normal(N * C, 5), normal(N, C, C, seed=1) if blocks else normal(N * C, seed=2)
-    L = torch.block_diag(*root) if blocks else torch.diag(root)
+    A = normal(N * C, 5)
+    if kind == "classes":
+        root = ClassBlocks(normal(N, C, seed=3).softmax(1), w=normal(N, seed=4).abs())
+        L = torch.block_diag(*root.dense())
+    else:
+        root = normal(N * C, seed=2) if kind == "diagonal" else normal(N, C, C, seed=1)
+        L = torch.diag(root) if kind == "diagonal" else torch.block_diag(*root)
     wanted = torch.eye(N * C) + 0.3 * L.T @ A @ A.T @ L
-    torch.testing.assert_close(inner_matrix(A @ A.T, root, scale=0.3), wanted)
+    torch.testing.assert_close(inner_matrix(A @ A.T, root, scale=0.3), wanted, rtol=1e-9, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import linnet
+from linnet._common import distributed
 from linnet.network.copies import is_tensor_parallel, plain_class
+from linnet.network.parameter_guard import address
+from linnet.network.sharded import _keeping_parts
 from tests.support.drawn import normal
 from tests.support.sharded import peft_tower, start, tokens, tower
 
@@ -294,6 +298,34 @@ def test_an_error_of_one_rank_reaches_the_ranks_that_gather_weights(said):
     assert said[1]["one rank fails"].startswith("ZeroDivisionError: division by zero")
     assert "Rank 1 of 2 failed with ZeroDivisionError: division by zero" in said[0]["one rank fails"]
     assert "nothing" not in said[0] and "nothing" not in said[1]  # the ranks go on together
+
+
+class Whole:
+    """Stands for weights in parts, and notes whether an error of a gathering would reach all ranks."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.inside: list[bool] = []
+
+    def gather(self, name: str) -> Tensor:
+        self.inside.append(distributed._inside.get())
+        return self.weight
+
+
+def test_a_backward_pass_in_another_thread_knows_the_block_that_it_is_in():
+    x, weight = normal(2, 3).requires_grad_(), normal(4, 3, seed=1)
+    weights = Whole(weight)
+    token = distributed._inside.set(True)
+    try:
+        with _keeping_parts(weights, {address(weight): "weight"}, (x, weight)):  # type: ignore[arg-type]
+            y = F.linear(x, weight)
+        thread = threading.Thread(target=lambda: y.sum().backward())
+        thread.start()
+        thread.join()
+    finally:
+        distributed._inside.reset(token)
+    assert weights.inside == [True]
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3))
 
 
 class FullyShardedDataParallel(nn.Sequential):

@@ -20,6 +20,7 @@ from linnet.probability import (
     Heteroscedastic,
     Likelihood,
     compute_probabilities,
+    factor_covariance,
     take_expectations,
 )
 from tests.support.drawn import normal
@@ -252,6 +253,20 @@ def test_gaussian_expectations():
     close(found.residual, (y - f) / noise)
     close(found.curvature, (1 / noise).expand(N, C))
     close(take_expectations(likelihood, f, variances, y).log_prob, found.log_prob)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_root_of_the_covariances_serves_as_well(name):
+    likelihood, f, cov = LIKELIHOODS[name], outputs(), covariance()
+    eps = normal(7, N, C, seed=8)
+    given = (f, cov, targets(likelihood), eps)
+    for found, wanted in zip(
+        take_expectations(likelihood, f, factor_covariance(cov, f), *given[2:]),
+        take_expectations(likelihood, *given),
+        strict=True,
+    ):
+        close(found, wanted)
+    assert not bool(factor_covariance(0 * cov, f).T.any())
 
 
 def test_heteroscedastic_expectations():

@@ -101,6 +101,33 @@ def test_spectrum():
         diagnostics.compute_spectrum(build.gather_fit(clf, X, LABELS), rows=5 * C)
 
 
+@pytest.mark.parametrize("kind", [linnet.TangentClassifier, linnet.Laplace])
+def test_curvatures_are_made_of_the_examples_that_are_decomposed(kind, monkeypatch):
+    given = {"structure": "diag"} if kind is linnet.Laplace else {"inference": "laplace"}
+    fitted = kind(network(), prior=0.3, **given).fit(X, LABELS)
+    made, root = [], linnet.likelihoods.Categorical.root
+    fit = build.gather_fit(fitted, X, LABELS)
+    monkeypatch.setattr(linnet.likelihoods.Categorical, "root", lambda self, f: made.append(len(f)) or root(self, f))
+    diagnostics.compute_influence(fit, fitted.lin_.jacobian(Z))
+    diagnostics.compute_spectrum(fit, rows=8 * C)
+    assert made == [8]
+
+
+def test_weights_belong_to_the_data_of_the_fit():
+    weights = torch.linspace(0.5, 2, N, dtype=torch.float64)
+    clf = linnet.TangentClassifier(network(), inference="laplace", prior=0.3).fit(X, LABELS, sample_weight=weights)
+    whole = build.gather_fit(clf, X, LABELS)
+    residual = F.one_hot(LABELS, C) - clf.predict_logits(X)[0].softmax(1)
+    torch.testing.assert_close(whole.residual, weights[:, None] * residual, rtol=1e-8, atol=1e-10)
+    with pytest.raises(ValueError, match=r"fitted to 14 examples with weights .* of their own, and there are 5 inputs"):
+        build.gather_fit(clf, X[:5], LABELS[:5])
+
+
+def test_examples_are_evenly_spaced():
+    assert build._space(1000, 5).tolist() == [0, 249, 499, 749, 999]
+    assert build._space(3, 5).tolist() == [0, 1, 2]
+
+
 def test_spectrum_in_units_of_the_noise():
     y = X[:, :2]
     reg = linnet.TangentRegressor(network(2), prior=0.5, noise=[0.1, 0.4]).fit(X, y)

@@ -47,10 +47,12 @@ def test_a_weight_counts_as_repetitions(solver: str, noise: Any, prior: Any) -> 
     iterative = solver.startswith("cg")
     if iterative and (prior == "layerwise" or noise == "per-output"):
         pytest.skip("several hyperparameters need a dense solver")
-    options = {"noise": noise, "prior": prior, "solver": solver, "tolerance": 1e-9, "preconditioner": "none"}
+    known = not isinstance(noise, str) and prior == 0.3
+    # The evidence may choose little noise, and rounding stops residuals at about eps times the condition number.
+    options = {"tolerance": 1e-9 if known else 1e-7, "preconditioner": "none"}
+    options |= {"noise": noise, "prior": prior, "solver": solver}
     a = TangentRegressor(net(2), **options).fit(X, NUMBERS, sample_weight=W)
     b = TangentRegressor(net(2), **options).fit(repeated(X), repeated(NUMBERS))
-    known = not isinstance(noise, str) and prior == 0.3
     if iterative:
         # Scale and noise come from random probes of rows, of which there are fewer.
         close(a.predict(NEW), b.predict(NEW), rtol=1e-8 if known else 0.2)

@@ -1,9 +1,10 @@
 """Messages, memory, torch settings, ranks, progress, atomic files: knows nothing of the mathematics."""
 
 from linnet._common import files, messages
+from linnet._common.checkpoint import Checkpoint, check_folder, remove_checkpoints
 from linnet._common.checksums import combine_codes, row_codes, tensor_code, text_code
 from linnet._common.deferred import Deferred
-from linnet._common.distributed import ALONE, Ranks, shard, share_out, together
+from linnet._common.distributed import ALONE, Ranks, is_sharded, shard, share_out, together
 from linnet._common.files import atomic_write, sync
 from linnet._common.memory import TEMPORARY, check_fits, find_budget, find_dense_budget, format_bytes, free_memory
 from linnet._common.messages import check_samples, kind, listing
@@ -29,6 +30,7 @@ from linnet._common.versions import MissingExtra, __version__, find_versions, ne
 __all__ = [
     "ALONE",
     "TEMPORARY",
+    "Checkpoint",
     "Deferred",
     "MissingExtra",
     "Precision",
@@ -38,6 +40,7 @@ __all__ = [
     "arithmetic",
     "atomic_write",
     "check_fits",
+    "check_folder",
     "check_precision",
     "check_samples",
     "combine_codes",
@@ -50,6 +53,7 @@ __all__ = [
     "forward_mode",
     "free_memory",
     "full_precision",
+    "is_sharded",
     "kind",
     "listing",
     "messages",
@@ -59,6 +63,7 @@ __all__ = [
     "network_settings",
     "noting_saved_tensors",
     "packing_saved_tensors",
+    "remove_checkpoints",
     "row_codes",
     "saved_tensor_hooks",
     "shard",

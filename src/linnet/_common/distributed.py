@@ -14,6 +14,7 @@ ranks more often than others.
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -127,6 +128,15 @@ class Ranks:
         """Start and stop of this rank's part of n examples."""
         return shard(n, self.rank, self.world)
 
+    def part(self, m: int) -> tuple[int, int]:
+        """Start and stop of this rank's part of m rows, as torch shards a DTensor: the last parts may be shorter.
+
+        >>> Ranks(alone=True).part(10)
+        (0, 10)
+        """
+        size, rank = -(-m // self.world), self.rank
+        return min(m, rank * size), min(m, (rank + 1) * size)
+
     # Exchanges.
 
     def add_up(self, *tensors: Tensor) -> None:
@@ -164,6 +174,24 @@ class Ranks:
             return every
         sizes = [c * (stop - start) for start, stop in (shard(n, rank, world) for rank in range(world))]
         return torch.cat([rows[:size] for rows, size in zip(every.split(most), sizes, strict=True)])
+
+    def gather_parts(self, part: Tensor, m: int) -> Tensor:
+        """All m rows, from each rank's `part` of them."""
+        size, world = -(-m // self.world), self.world
+        if world == 1:
+            return part
+        if len(part) < size:
+            part = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])])
+        every = part.new_empty(world * size, *part.shape[1:])
+        with self.exchange(f"the parts of {m} rows of {_describe(part[:1])}"):
+            self._gather(every, part.contiguous())
+        return every[:m]
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """The ranks as a mesh of one dimension, for DTensors on a kind of device."""
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, device)
 
     def share_results(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Give all ranks each tensor as its owner has it; the tensors have one dtype, and their shapes are known."""
@@ -380,6 +408,12 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 ALONE = Ranks(alone=True)
 """This process, whatever groups there are."""
+
+
+def is_sharded(t: object) -> bool:
+    """Whether a tensor is a DTensor; where nobody has imported DTensor, there is none."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(t, found.DTensor)
 
 
 def together(function: Callable[P, R]) -> Callable[P, R]:

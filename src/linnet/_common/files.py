@@ -1,8 +1,7 @@
 """Files: tensors and JSON in one safetensors file, written whole or not at all, never unpickled.
 
 `save` and `load` serve every object that can be kept, and `describe` says what a file holds; `atomic_write` writes any
-file. `Checkpoint` keeps the state of a long computation, and `fingerprint` says whether the state belongs to the
-computation that asks for it.
+file, and `fingerprint` is a checksum of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,7 +54,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], meta: dict
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"save needs tensors, and tensors[{name!r}] is {messages.kind(x)}; move it to meta.")
-    _check_json(meta, "meta")
+    check_json(meta, "meta")
     apart = _apart(tensors)
     header = {
         "format": FORMAT,
@@ -170,52 +169,6 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} is not a complete safetensors file ({error}). {why}") from None
 
 
-@final
-class Checkpoint:
-    """The saved state of one long computation, for going on after an interruption.
-
-    Args:
-        path: The file; None turns every method into a no-op.
-        kind: What is computed.
-        fingerprint: Identifies the computation's inputs; a file with another fingerprint is refused.
-
-    >>> Checkpoint(None, kind="example", fingerprint="").load() is None
-    True
-    """
-
-    def __init__(self, path: str | os.PathLike[str] | None, *, kind: str, fingerprint: str) -> None:
-        self.path = None if path is None else Path(path)
-        self.kind = f"checkpoint of {kind}"
-        self.fingerprint = fingerprint
-
-    def save(self, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-        """Replace the state, as `linnet._common.files.save` does."""
-        if self.path is not None:
-            _check_json(meta, "meta")
-            save(self.path, tensors, {"fingerprint": self.fingerprint, "state": meta}, kind=self.kind)
-
-    def load(self, *, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last saved state, or None when there is none."""
-        if self.path is None or not self.path.exists():
-            return None
-        tensors, meta = load(self.path, kind=self.kind, device=device)
-        if meta["fingerprint"] != self.fingerprint:
-            raise ValueError(
-                f"{self.path} belongs to another computation: this one has fingerprint {self.fingerprint}, "
-                f"the file has {meta['fingerprint']}. The model, data or settings have changed; remove the "
-                "file or name another."
-            )
-        return tensors, meta["state"]
-
-    def remove(self) -> None:
-        """Remove the file, and what a killed process left half-written beside it."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-            for file in self.path.parent.iterdir() if self.path.parent.is_dir() else ():
-                if file.name.startswith(f".{self.path.name}.") and file.suffix == ".tmp":
-                    file.unlink(missing_ok=True)
-
-
 def fingerprint(tensors: Mapping[str, Tensor], read: Callable[[Tensor], Tensor] = lambda t: t) -> str:
     """The SHA-256 of names, shapes, dtypes and bytes, in order, as 64 hex digits.
 
@@ -288,16 +241,16 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def _check_json(value: object, where: str) -> None:
+def check_json(value: object, where: str) -> None:
     """Raise, naming the place, unless ``value`` survives JSON."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"{where} needs string keys; got {key!r}, {messages.kind(key)}.")
-            _check_json(item, f"{where}[{key!r}]")
+            check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            _check_json(item, f"{where}[{i}]")
+            check_json(item, f"{where}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}, which JSON cannot hold; save None or a finite number instead.")
     elif value is not None and not isinstance(value, str | int | float):

@@ -5,6 +5,7 @@ from linnet._estimator.behavior import draw_inputs
 from linnet._estimator.dtypes import Dtypes, can_copy, make_jacobian, parse_dtype
 from linnet._estimator.ensembles import EnsembleMixin, by_members, is_ensemble, members_of
 from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
+from linnet._estimator.exported import PredictiveModule, make_predictive_module
 from linnet._estimator.files import load
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
@@ -31,6 +32,7 @@ __all__ = [
     "ErrorBarsMixin",
     "HubMixin",
     "Linearity",
+    "PredictiveModule",
     "WithSource",
     "as_targets",
     "behavior",
@@ -52,6 +54,7 @@ __all__ = [
     "list_options",
     "load",
     "make_jacobian",
+    "make_predictive_module",
     "members_of",
     "parse_dtype",
     "shuffle",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from linnet._common import free_memory
-from linnet.network import CannotCast
+from linnet.network import Autocast, CannotCast
 
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian, Linearization
@@ -40,11 +40,13 @@ class Dtypes:
     products: torch.dtype
 
     def apply(self, lin: Linearization) -> Linearization:
-        """The linearization in these dtypes; floating inputs are cast to the network's dtype where it has one."""
+        """The linearization in these dtypes; floating inputs are cast to the network's dtype, or its first layer's."""
         if self.network is not None:
             lin = lin.to(self.network)
         elif len(_floats(lin.given)) == 1:
             lin = lin.with_network(replace(lin.network, cast=lin.model_dtype))
+        else:
+            lin = lin.with_network(replace(lin.network, autocast=Autocast(adapts=True)))
         return lin.with_products(self.products)
 
     def meta(self) -> dict[str, str]:

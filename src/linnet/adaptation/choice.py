@@ -393,12 +393,15 @@ class Trials:
             else:
                 settings = self.given.last_layer(base)
                 head = quietly(lambda: self.given.fit(base, self.given.part, **settings))
-                note(self.given.score(head))
+                note(self.given.score(head), tell_inference(head))
         tuned = self._fine_tune(base)
         self._try_tangent(base)
         name = self._choose()
         estimator = self._fit(name, base if tuned is None or name == HEAD else tuned.network)
-        estimator.selection_ = tuple(replace(trial, chosen=trial.name == name) for trial in self.done)
+        own = next(trial for trial in self.done if trial.name == name)
+        notes = dict.fromkeys(text for text in (own.note, tell_inference(estimator)) if text)
+        chosen = replace(own, chosen=True, note="; ".join(notes))
+        estimator.selection_ = tuple(chosen if trial is own else trial for trial in self.done)
         return estimator
 
     def _score(self, name: str) -> float:
@@ -462,7 +465,8 @@ class Trials:
                 if expected > left:
                     note(None, f"left out: it would take about {expected:.0f} seconds")
                     return
-            note(given.score(quietly(lambda: given.fit(base, given.part))))
+            found = quietly(lambda: given.fit(base, given.part))
+            note(given.score(found), tell_inference(found))
 
     def _expect_seconds(self, base: nn.Module) -> float:
         """Seconds of the tangent, for the trial and for the fit to all examples, from a fit to few of them."""
@@ -507,6 +511,12 @@ class Trials:
         score = None if losses is None else float(losses.mean())
         error = None if losses is None else float(losses.std() / math.sqrt(len(losses)))
         self.done.append(Trial(name, score, error, time.perf_counter() - clock, note=said[0]))
+
+
+def tell_inference(estimator: Estimator) -> str:
+    """That the Gaussian at the mode has taken the place of variational inference, where it has."""
+    laplace = isinstance(estimator, TangentClassifier) and estimator.inference == "laplace"
+    return "by Laplace's approximation: variational inference did not settle" if laplace else ""
 
 
 def quietly(fit: Callable[[], Any]) -> Any:

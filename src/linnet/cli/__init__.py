@@ -58,6 +58,13 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 SEVERAL = _option(list[Path] | None, "State dict, as in embed; several make an ensemble of networks.", None)
 FILE = _option(Path | None, "File for the numbers.", None, "--out")
+# Options of commands that read a run.
+RUN = {
+    "run": _option(Path, "Folder that adapt or uncertainty has written."),
+    "model": _option(str | None, "The network, if it has moved.", None),
+    "weights": _option(list[Path] | None, "The weights, if they have moved; of an ensemble all, in order.", None),
+    "trust": _option(bool, "Import the code that the run names, although another user made the run.", False, "--trust"),
+}
 FIT = "model train out weights random_weights test target task columns drop standardize params top"
 EMBED = "weights random_weights components score kernel target columns drop standardize params top"
 INPUTS = "size gray pixel_mean pixel_std strict max_length device seed"
@@ -159,16 +166,48 @@ def uncertainty() -> None:
 @_command(
     "predict.run",
     "run data out model weights trust device force",
-    run=_option(Path, "Folder that adapt, uncertainty or embed has written."),
-    out=_option(Path, "File for the predictions: .csv, or .npz for an embedding."),
-    model=_option(str | None, "The network, if it has moved.", None),
-    weights=_option(list[Path] | None, "The weights, if they have moved; of an ensemble all, in their order.", None),
-    trust=_option(bool, "Import the code that the run names, although another user made the run.", False, "--trust"),
+    **RUN
+    | {
+        "run": _option(Path, "Folder that adapt, uncertainty or embed has written."),
+        "out": _option(Path, "File for the predictions: .csv, or .npz for an embedding."),
+    },
 )
 def predict() -> None:
     """Predict new data with a run of adapt or uncertainty, with error bars; or compute vectors with a run of embed.
 
     The command imports the code that run.json names. A run that this user did not make needs --trust.
+    """
+
+
+@_command(
+    "select.run",
+    "run data out count method overlap model weights trust device seed force",
+    **RUN,
+    data=_option(Path, "Pool of examples without labels, of the kind that the run has seen."),
+    out=_option(Path, "File for the chosen examples and their scores: .csv."),
+    count=_option(int, "Number of examples to choose.", 20, min=1),
+    method=_option(str, "batchbald, bald, variance, bait or epig.", "batchbald"),
+    overlap=_option(str, "Training examples in the pool: raise, exclude or allow.", "raise"),
+    seed=_option(int, "Seed of what is drawn.", 0, min=0),
+)
+def select() -> None:
+    """Choose the examples of a pool whose labels say most, with a run of adapt or uncertainty.
+
+    Examples are chosen jointly, from the covariances of the run. The command imports the code that run.json names.
+    """
+
+
+@_command(
+    "export.run",
+    "run data out model weights trust device force",
+    **RUN,
+    data=_option(Path, "A few examples of the kind that the run has seen."),
+    out=_option(Path, "File for the network with error bars: .pt2 (torch.export) or .onnx."),
+)
+def export() -> None:
+    """Write a run as a file that gives predictions with error bars without linnet and without the network's code.
+
+    The run must have adapted the last layer alone (--params). The command imports the code that run.json names.
     """
 
 

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet import scores
-from linnet._common import check_precision, find_dense_budget, full_precision, messages, together
+from linnet._common import check_folder, check_precision, find_dense_budget, full_precision, messages, together
 from linnet._estimator import (
     Dtypes,
     HubMixin,
@@ -84,7 +84,8 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         tolerance: Relative error of the eigenvalues to stop at; None for 1e-7 in float64, 1e-5 in float32.
         block: Vectors that a pass multiplies; None for as many as serve.
         passes: Take what so many passes find, converged or not; None for as many as it takes.
-        checkpoint: A file that keeps the state after each pass; a fit that was interrupted goes on from it.
+        checkpoint: A folder that keeps the state after each pass. A fit that was interrupted goes on from the state,
+            also with another number of ranks.
         memory: Bytes that the basis or a dense kernel may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
         seed: Seed of the random start of the method.
@@ -186,7 +187,7 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         messages.check_memory(self.memory)
         messages.check_seed(self.seed)
         if self.checkpoint is not None:
-            messages.check_writable(self.checkpoint, "checkpoint")
+            check_folder(self.checkpoint, "checkpoint")
         score = scores.as_score(self.score)
         self._attach(score)
         source = as_source(check_inputs(self, X, reset=True), self.lin_.module.forward)

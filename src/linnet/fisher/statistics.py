@@ -8,14 +8,13 @@ with means over the examples, and V over the columns that carry information.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from linnet.data import SingleBatch
-from linnet.jacobian import TEMPORARY, DenseBlock, Jacobian, Moments
+from linnet.jacobian import TEMPORARY, DenseBlock, Jacobian, Linearization, Moments, random_signs
 from linnet.linalg import LinearOperator
 from linnet.network import Layout
 
@@ -71,17 +70,16 @@ def fisher_statistics(J: Jacobian, *, centered: bool, stored: Jacobian | None = 
     Sums are in float64 and of squares about the mean, so that nothing cancels. Two kinds of columns are dropped:
     columns of zeros, and columns that would be constant but for rounding, such as the gradient of a bias before a
     normalization. The scale would blow up their noise to the size of everything else. The size of a column does not
-    tell noise from a small signal. So the rows of 16 examples are also made in float64, and E is the distance of J's
-    rows from them:
+    tell noise from a small signal. So the rows of 16 examples are made again with weights that are moved by as much as
+    rounding moves them, four times and at random, and E is the distance of J's rows from them:
 
     .. math:: \text{column } j \text{ is dropped where} \quad
         \sum_i (E_{ij} - \bar E_j)^2 > \tfrac{1}{4} \sum_i (J_{ij} - \bar J_j)^2
 
-    in each half of the examples: there, leaving the column out changes the kernel less than keeping it does. An
-    example that crosses a kink of the network only because of rounding is in one half alone. A column is also kept
-    where ``I_j`` is more than 1 / eps times the mean square of E: then examples outside the 16 carry a signal. Where J
-    is in float64, E is the distance of rows in float32 from J's rows, times the ratio of the two eps, and times 64
-    because this is a forecast.
+    at least once, in each half of the examples: there, leaving the column out changes the kernel less than
+    keeping it does. An example that crosses a kink of the network only because of rounding is in one half alone. A
+    column is also kept where ``I_j`` is more than 1 / eps times the mean square of E: then examples outside the 16
+    carry a signal. The network runs in its own dtype, and its frozen weights are shared.
 
     Args:
         J: The Jacobian of a scalar score, (n, p): over the data, or over samples of the model.
@@ -120,35 +118,34 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
         source = SingleBatch(next(iter(J._source.batches(count, 0, count))), "first examples")
         few, count = J.over(source), source.n  # a loader's own batches may be smaller
     J.lin.check_unchanged(contents=True)
-    finer = J.lin.model_dtype != torch.float64
+    eps = torch.finfo(J.lin.rules.coarsest).eps
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
-    try:
-        judge = J.lin.to(torch.float64 if finer else torch.float32).jacobian(source, progress=False)
-        found = [_squares(few, judge, half, centered=centered) for half in halves]
-    except (RuntimeError, TypeError, ValueError) as error:
-        warnings.warn(
-            f"The model cannot be run in {'float64' if finer else 'float32'} ({error}), so rounding noise cannot be "
-            "told from small signals: no column is left out of the Fisher vectors but those that are zero.",
-            stacklevel=3,
-        )
-        return torch.zeros(J.shape[1], dtype=torch.bool, device=J.device)
-    small, large = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
-    share = 1.0 if finer else (64 * small / large) ** 2
-    noise = count * I <= share * sum(off for _, off in found) / torch.finfo(J.lin.model_dtype).eps
+    judges = [_shaken(J.lin, eps, seed).jacobian(source, progress=False) for seed in range(4)]
+    found = [_squares(few, judges, half, centered=centered) for half in halves]
+    noise = count * I <= sum(off for _, off in found) / eps
     for squares, off in found:
-        noise &= share * off > 0.25 * squares
+        noise &= off > 0.25 * squares
     return noise
 
 
-def _squares(J: Jacobian, judge: Jacobian, index: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
-    """Sums of squares, (p,) each, of the columns of J at some examples and of their distance from the judge's."""
+def _shaken(lin: Linearization, eps: float, seed: int) -> Linearization:
+    """The network around weights that differ from its own by about eps of each, with random signs."""
+    return lin.at({name: t + eps * t * random_signs(*t.shape, seed=seed, like=t) for name, t in lin.theta.items()})
+
+
+def _squares(J: Jacobian, judges: list[Jacobian], index: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
+    """Sums of squares, (p,) each, of the columns of J at some examples, and of their distance from a judge's columns.
+
+    The distance is the largest from any judge: by chance, one may round as J does.
+    """
     p = J.shape[1]
-    own, off = (Moments(p, centered=centered, device=J.device) for _ in range(2))
+    own, *off = (Moments(p, centered=centered, device=J.device) for _ in range(1 + len(judges)))
     for part in index.split(max(1, TEMPORARY // (4 * max(1, p)))):
         A = J.subset(part).dense()
         own.add([DenseBlock([(0, p)], [A[:, None]])], len(part))
-        off.add([DenseBlock([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
-    return own.squares, off.squares
+        for sums, judge in zip(off, judges, strict=True):
+            sums.add([DenseBlock([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
+    return own.squares, torch.stack([sums.squares for sums in off]).amax(0)
 
 
 def check_finite(Z: Tensor, I: Tensor, layout: Layout) -> None:  # noqa: E741

@@ -23,13 +23,14 @@ passes over all rows:
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from linnet._common import find_dense_budget
+from linnet._common import Checkpoint, check_folder, find_dense_budget, tensor_code
 from linnet.inference.iterative_solves import preconditioner_of, probes_of
 from linnet.inference.problem import SolverSettings
 from linnet.jacobian import Jacobian, autodiff_wins, informative_rows
@@ -153,6 +154,7 @@ def posterior_samples(
     probes: int = 0,
     memory: float | str = "auto",
     coarse: Jacobian | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     progress: bool | None = None,
 ) -> Samples:
     """k draws from the posterior, all in one solve.
@@ -186,6 +188,9 @@ def posterior_samples(
             weight space and their preconditioner. Right-hand sides and residuals stay J's, and so does the tolerance.
             None takes the rows that carry the curvature, where they are few
             (`linnet.jacobian.output_combinations.informative_rows`); with probes for the preconditioner only.
+        checkpoint: A folder for the state of the solve in weight space after each iteration. A call with the same
+            arguments goes on from the state, with any number of ranks, all of which must see the folder. The folder is
+            removed at the end.
         progress: None shows a bar on a terminal only, False never, True always.
 
     Raises:
@@ -221,6 +226,9 @@ def posterior_samples(
             f"start needs {k} samples of {len(S)} parameters from seed {seed}, since it is their e and h that make a "
             f"start worth while; got {start.k} of {len(start.Z)} from seed {start.seed}."
         )
+    kept = (
+        checkpoint if isinstance(checkpoint, Checkpoint) else _checkpoint(checkpoint, J, S, settings, k, kind, probes)
+    )
     e = _draws(J.shape[0], k, S, settings.generator(3))
     h = _draws(J.shape[1], k, S, settings.generator(4))
     if (choose_space(J, k, memory) if space == "auto" else space) == "function":
@@ -254,11 +262,14 @@ def posterior_samples(
         iterations=iterations,
         start=first,
         probes=probes,
+        checkpoint=kept,
         progress=progress,
     )
     solution = replace(solution, residual=solution.residual / share, tolerance=tolerance)
     solution.checked("the system of the posterior samples")
     log_det, error = (None, 0.0) if not probes else _log_det(solution, P, J.shape[1])
+    if kept is not None and kept is not checkpoint:
+        kept.remove()
     Z = d[:, None] * solution.value[:, :k]
     return Samples(Z, S, seed, "weight", solution, log_det, error, P, _mean_square(L, J.n))
 
@@ -531,6 +542,27 @@ def _precondition_all_rows(
 
 
 # Checks.
+
+
+def _checkpoint(
+    path: str | os.PathLike[str] | None,
+    J: Jacobian,
+    S: Tensor,
+    settings: SolverSettings,
+    k: int,
+    kind: str,
+    probes: int,
+) -> Checkpoint | None:
+    """The checkpoint of a solve; the root of the curvature is compared by the right-hand sides, to rounding."""
+    if path is None:
+        return None
+    check_folder(path, "checkpoint")
+    said = f"{k} {kind} {settings.rank} {settings.tolerance} {settings.seed} {probes}"
+
+    def identity() -> dict[str, str]:
+        return {"the prior variances": f"{int(tensor_code(S)):x}", **J.identity(said)}
+
+    return Checkpoint(path, kind="posterior samples", identity=identity, ranks=J.ranks)
 
 
 def _kind(preconditioner: Kind | Preconditioner) -> str:

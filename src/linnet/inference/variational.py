@@ -42,7 +42,7 @@ from linnet.inference.mode.line_search import LineSearch
 from linnet.inference.mode.newton import FLOOR
 from linnet.inference.mode.spaces import FunctionSpace, check_concave, check_kind, check_mean, check_operator
 from linnet.linalg import LinearOperator, Solvable, as_weight, cg, cholesky_, log_det_from, solve_lower, weigh
-from linnet.probability import Expected, Likelihood, take_expectations
+from linnet.probability import Expected, FactoredCovariance, Likelihood, factor_covariance, take_expectations
 
 DRAWS = 2**22
 """Numbers that are drawn: so many examples have draws of their own, and the next examples use them again."""
@@ -259,6 +259,7 @@ class _Expectations:
         self.Phi, self.K = J.scaled(self.deviation), K
         self.own = max(1, min(self.n, DRAWS // (samples * self.c)))
         self.eps, self.others = None, None
+        self.last: tuple[Tensor, FactoredCovariance] | None = None  # covariances, and their roots
         if not likelihood.diagonal:
             eps = draws(samples, 2 * self.own, self.c, seed=seed).to(mean)
             self.eps, self.others = eps[:, : self.own], eps[:, self.own :]
@@ -268,11 +269,16 @@ class _Expectations:
         eps = self.others if others else self.eps
         if eps is None:
             return take_expectations(self.likelihood, f, cov, self.y)
-        parts = []
+        if self.last is None or self.last[0] is not cov:
+            self.last = None  # the memory of the last roots first
+            self.last = cov, factor_covariance(cov, f)
+        T, parts = self.last[1].T, []
         for start in range(0, self.n, self.own):
             part = slice(start, min(start + self.own, self.n))
             parts.append(
-                take_expectations(self.likelihood, f[part], cov[part], self.y[part], eps[:, : part.stop - start])
+                take_expectations(
+                    self.likelihood, f[part], FactoredCovariance(T[part]), self.y[part], eps[:, : part.stop - start]
+                )
             )
         return Expected(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

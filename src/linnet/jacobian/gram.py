@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from linnet._common import check_fits, find_budget, show_progress
+from linnet._common import Checkpoint, check_fits, find_budget, shard, show_progress
 from linnet.data import Batch
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Scale, pieces
 from linnet.jacobian.blocks.composite import SumBlock, cut_by_layer
@@ -119,16 +119,17 @@ def compute_gram_blocks(J: Jacobian, scale: Tensor | None) -> Tensor:
     return J.passes.complete(run)
 
 
-def compute_column_norms(J: Jacobian, weight: Tensor | None) -> Tensor:
+def compute_column_norms(J: Jacobian, weight: Tensor | None, checkpoint: Checkpoint | None = None) -> Tensor:
     """The diagonal of ``J^T W J``, (p,)."""
     rows = J.lin.network.row_dtype
 
     def run() -> Tensor:
         total = torch.zeros(J.shape[1], dtype=torch.float64, device=J.device)
-        for piece in J.passes.pieces("squares", 1, "diag J^T W J"):
-            b = piece.batch
-            w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
-            _add_squares(piece.blocks, w, total, rows)
+        for start, stop in _parts(J, {"squares": total}, checkpoint):
+            for piece in J.passes.pieces("squares", 1, "diag J^T W J", start=start, stop=stop):
+                b = piece.batch
+                w = None if weight is None else blocks_of_chunk(weight, b.start, b.start + b.n, J.c).to(rows)
+                _add_squares(piece.blocks, w, total, rows)
         J.ranks.add_up(total)
         return total.to(J.dtype)
 
@@ -184,21 +185,73 @@ def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
     return J.passes.complete(run)
 
 
-def compute_kronecker(J: Jacobian, root: Tensor | ClassBlocks | None) -> Kronecker:
+def compute_kronecker(
+    J: Jacobian, root: Tensor | ClassBlocks | None, checkpoint: Checkpoint | None = None
+) -> Kronecker:
     """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass."""
 
     def run() -> Kronecker:
         found = _empty_kronecker(J)
-        for piece in J.passes.pieces("sides", 1, "Kronecker factors"):
-            b = piece.batch
-            part = None
-            if root is not None:
-                part = blocks_of_chunk(root, b.start, b.start + b.n, J.c).to(J.lin.network.row_dtype)
-            found.add(piece.blocks, part, b.n)
+        for start, stop in _parts(J, found.sums, checkpoint):
+            for piece in J.passes.pieces("sides", 1, "Kronecker factors", start=start, stop=stop):
+                b = piece.batch
+                part = None
+                if root is not None:
+                    part = blocks_of_chunk(root, b.start, b.start + b.n, J.c).to(J.lin.network.row_dtype)
+                found.add(piece.blocks, part, b.n)
+        _count_examples(found, J)
         found.over_ranks(J.ranks)
         return found
 
     return J.passes.complete(run)
+
+
+PARTS = 16
+"""Parts of a pass with a checkpoint: an interruption loses a part, and every part ends with a sum over the ranks and a
+write."""
+
+
+def _parts(J: Jacobian, sums: Mapping[str, Tensor], checkpoint: Checkpoint | None) -> Iterator[tuple[int, int]]:
+    """Start and stop of this rank's examples in each part of a pass; without a checkpoint there is one part.
+
+    All ranks share out each part, and what they have added up is saved after the part. So a pass goes on with any
+    number of ranks.
+
+    Args:
+        J: (n c, p).
+        sums: What the pass adds to: sums over the examples of this rank.
+        checkpoint: Where the sums of all ranks are kept.
+    """
+    if checkpoint is None:
+        yield J.passes.own
+        return
+    ranks, done, found = J.ranks, 0, checkpoint.load(device=J.device)
+    if found is not None:
+        tensors, done = found[0], found[1]["examples"]
+        if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in sums.items()}:
+            raise ValueError(
+                f"{checkpoint.path} holds sums of other shapes than this pass makes: memory decides which factors are "
+                "decomposed whole. Pass the memory= of the first run, or remove the folder."
+            )
+        if ranks.rank == 0:  # the others begin with zero
+            for name, t in sums.items():
+                t.copy_(tensors[name])
+    start, stop = J.passes.own
+    count = int(ranks.smallest(min(PARTS, max(1, (stop - start) // J.passes.chunk_size()))))
+    while done < J.n:
+        end = -(-(done * count // J.n + 1) * J.n // count)
+        first, last = shard(end - done, ranks.rank, ranks.world)
+        yield done + first, done + last
+        done = end
+        total = {name: t if ranks.world == 1 else t.clone() for name, t in sums.items()}
+        ranks.add_up(*total.values())
+        checkpoint.save(total, {"examples": done})
+
+
+def _count_examples(factors: Kronecker, J: Jacobian) -> None:
+    """Let each rank count its share of the examples, whichever rank and run has added them."""
+    start, stop = J.passes.own
+    factors.n = stop - start
 
 
 Form = Literal["kron", "diag"]
@@ -225,7 +278,9 @@ class CurvatureSums:
     squares: Tensor | None = None
 
 
-def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> CurvatureSums:
+def compute_curvature(
+    J: Jacobian, form: Form, root: ByChunk, u: ByChunk, checkpoint: Checkpoint | None = None
+) -> CurvatureSums:
     """Outputs, curvature and gradient in one pass; the root of each chunk comes from the outputs of the chunk.
 
     Args:
@@ -233,6 +288,7 @@ def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> Cur
         form: Which curvature.
         root: Gives L, (n, c) where it is diagonal, or (n, c, m).
         u: Gives the (n, c) that the gradient takes.
+        checkpoint: Keeps the sums after each part of the pass.
     """
 
     rows = J.lin.network.row_dtype
@@ -241,28 +297,39 @@ def compute_curvature(J: Jacobian, form: Form, root: ByChunk, u: ByChunk) -> Cur
         f = torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device)
         gradient, squares = (torch.zeros(J.shape[1], dtype=torch.float64, device=J.device) for _ in range(2))
         factors = _empty_kronecker(J) if form == "kron" else None
-        if factors is not None and streams(J.passes):
-            add_streams(J.passes, J.network_chunks(), factors, f, gradient, root=root, u=u)
-            return finish(f, gradient, factors, squares)
-        for piece in J.passes.pieces("sides" if form == "kron" else "squares", 1, "curvature"):
-            b = replace(piece.batch, f=piece.f)
-            f[b.start : b.start + b.n] = piece.f
-            L = root(b).to(rows)
-            if factors is None:
-                _add_squares(piece.blocks, L.square() if L.ndim == 2 else L @ L.mT, squares, rows)
-            else:
-                factors.add(piece.blocks, L, b.n)
-            part = torch.zeros(J.shape[1], 1, dtype=rows, device=J.device)
-            for block in piece.blocks:
-                block.rmatmul(u(b)[..., None].to(rows), part)
-            gradient += part[:, 0]
-            del piece
+        sums = {"f": f, "gradient": gradient}
+        sums |= {"squares": squares} if factors is None else factors.sums
+        streamed = factors is not None and streams(J.passes)
+        for start, stop in _parts(J, sums, checkpoint):
+            if streamed:
+                assert factors is not None
+                add_streams(J.passes, J.network_chunks(), factors, f, gradient, start, stop, root=root, u=u)
+                continue
+            for piece in J.passes.pieces(
+                "sides" if form == "kron" else "squares", 1, "curvature", start=start, stop=stop
+            ):
+                b = replace(piece.batch, f=piece.f)
+                f[b.start : b.start + b.n] = piece.f
+                L = root(b).to(rows)
+                if factors is None:
+                    _add_squares(piece.blocks, L.square() if L.ndim == 2 else L @ L.mT, squares, rows)
+                else:
+                    factors.add(piece.blocks, L, b.n)
+                part = torch.zeros(J.shape[1], 1, dtype=rows, device=J.device)
+                for block in piece.blocks:
+                    block.rmatmul(u(b)[..., None].to(rows), part)
+                gradient += part[:, 0]
+                del piece
         return finish(f, gradient, factors, squares)
 
     def finish(f: Tensor, gradient: Tensor, factors: Kronecker | None, squares: Tensor) -> CurvatureSums:
         """Put the sums of all ranks together."""
-        J.ranks.share_rows(f, J.n, 1)
+        if checkpoint is None:
+            J.ranks.share_rows(f, J.n, 1)
+        else:  # the examples of a rank are others in each part
+            J.ranks.add_up(f)
         if factors is not None:
+            _count_examples(factors, J)
             factors.over_ranks(J.ranks)
             J.ranks.add_up(gradient)
             return CurvatureSums(f, gradient.to(J.dtype), factors=factors)
@@ -278,7 +345,14 @@ def _empty_kronecker(J: Jacobian) -> Kronecker:
     sample = [prepare(f, "sides", k=1, engine=engine) for f in first.blocks]
     memory = J.passes.settings.memory
     return Kronecker(
-        sample, layout=J.lin.layout, p=J.shape[1], dtype=J.dtype, device=J.device, rows=J.shape[0], memory=memory
+        sample,
+        layout=J.lin.layout,
+        p=J.shape[1],
+        dtype=J.dtype,
+        device=J.device,
+        rows=J.shape[0],
+        memory=memory,
+        rows_dtype=J.lin.network.row_dtype,
     )
 
 
@@ -306,9 +380,81 @@ def _compute_grams(
     """Gram matrices by name, from blocks cut into named parts; every rank makes the same ones in one order."""
     if other is None and J.ranks.world == 1:
         return _symmetric([J], scale, names, parts)
-    grams = _compute_own_grams(J, J if other is None else other, scale, names, parts)
+    if other is None:
+        grams = _compute_shared_grams(J, scale, names, parts)
+    else:
+        grams = _compute_own_grams(J, other, scale, names, parts)
     with J.ranks.telling():
-        return {name: J.ranks.gather_rows(K, J.n, J.c) for name, K in grams.items()}
+        whole = {name: J.ranks.gather_rows(K, J.n, J.c) for name, K in grams.items()}
+    for K in whole.values() if other is None else ():
+        for rank in range(J.ranks.world):
+            for rows, columns in _cells(J.n, rank, J.ranks.world):
+                mine, theirs = (slice(a * J.c, b * J.c) for a, b in (rows, columns))
+                K[theirs, mine] = K[mine, theirs].T
+    return whole
+
+
+def _cells(n: int, rank: int, world: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Which pairs of examples a rank takes beside the pairs among its own: each pair of ranks meets once.
+
+    A rank takes the examples of the ranks behind it, around the circle and half of the way. Of two ranks that are
+    opposite each other, each takes half of the first rank's examples.
+
+    Returns:
+        Start and stop of the rank's own examples, and of those of another rank.
+
+    >>> _cells(8, 0, 2), _cells(8, 1, 2)
+    ([((0, 2), (4, 8))], [((4, 8), (2, 4))])
+    """
+    own = shard(n, rank, world)
+    found = [(own, shard(n, (rank + i) % world, world)) for i in range(1, (world + 1) // 2)]
+    if world % 2 == 0:
+        other = shard(n, (rank + world // 2) % world, world)
+        first = min(own, other, key=lambda r: r[0])
+        middle = (first[0] + first[1]) // 2
+        if rank < world // 2:
+            found.append(((own[0], middle), other))
+        else:
+            found.append((own, (middle, other[1])))
+    return found
+
+
+def _compute_shared_grams(J: Jacobian, scale: Scale, names: Sequence[str], parts: Cut) -> dict[str, Tensor]:
+    """The rows of symmetric Gram matrices that belong to the examples of this rank.
+
+    Only the pairs are filled in that this rank takes (`_cells`), and the pairs of its own examples.
+    """
+
+    def run() -> dict[str, Tensor]:
+        room, (start, stop), c = J.passes.gram_room, J.passes.own, J.c
+        grams = _zeros(J, names, (stop - start) * c, J.shape[0])
+        cells = _cells(J.n, J.ranks.rank, J.ranks.world)
+
+        def meet(rows: slice, columns: slice, a: Piece, b: Piece) -> int:
+            own = slice(rows.start - start * c, rows.stop - start * c)
+            return _meet(a, b, scale, parts, {name: K[own, columns] for name, K in grams.items()})
+
+        with _pairs(J, (stop - start) * c * J.shape[0]) as tick:
+            for group, behind in _groups([J], room):
+                for columns, b in chain(group, _placed([J], room, *behind, stop=stop)):
+                    for rows, a in group:
+                        if rows.start <= columns.start:
+                            tick(2 * meet(rows, columns, a, b))
+                        if rows.start < columns.start:
+                            low = slice(columns.start - start * c, columns.stop - start * c)
+                            high = slice(rows.start - start * c, rows.stop - start * c)
+                            for K in grams.values():
+                                K[low, rows] = K[high, columns].T
+                    del a, b  # before the next ones are formed
+                for (_, last), (first, end) in cells:
+                    for columns, b in _placed([J], room, start=first, stop=end):
+                        for rows, a in group:
+                            if rows.start < last * c:
+                                tick(2 * meet(rows, columns, a, b))
+                        del a, b
+        return grams
+
+    return J.passes.complete(run)
 
 
 def _compute_own_grams(
@@ -493,11 +639,13 @@ def add_streams(
     factors: Kronecker,
     f: Tensor,
     gradient: Tensor,
+    start: int,
+    stop: int,
     *,
     root: Callable[[Batch], Tensor],
     u: Callable[[Batch], Tensor],
 ) -> None:
-    """Add the curvature of all examples of this rank to factors, the outputs and ``J^T u`` to tensors.
+    """Add the curvature of some examples to factors, the outputs and ``J^T u`` to tensors.
 
     Args:
         passes: Goes over the data.
@@ -505,6 +653,8 @@ def add_streams(
         factors: Sums of the curvature.
         f: (n, c), takes the outputs.
         gradient: (p,), takes ``J^T u``.
+        start: First example.
+        stop: End of the examples.
         root: From a chunk with its outputs to L, (n, c) where it is diagonal, or (n, c, m).
         u: From a chunk with its outputs to (n, c).
 
@@ -512,7 +662,6 @@ def add_streams(
         Disproved: Where a layer does not hand over its gradient, or hands over a wrong one.
     """
     s = passes.settings
-    start, stop = passes.own
     size = _stream_size(passes)
     s.used = size
     with show_progress(stop - start, "curvature", progress=s.progress) as tick:

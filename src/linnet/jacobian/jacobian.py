@@ -13,23 +13,26 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common import (
+    Checkpoint,
     Deferred,
     Precision,
     check_fits,
     check_precision,
     files,
+    is_sharded,
     messages,
     show_progress,
 )
 from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
+from linnet.jacobian.blocks import in_parts
 from linnet.jacobian.blocks.base import ColumnBlock
 from linnet.jacobian.blocks.composite import add_rmatmul
 from linnet.jacobian.blocks.convolution import LazyBlock
@@ -138,6 +141,8 @@ class Jacobian(LinearOperator):
     # Products.
 
     def _matmul(self, V: Tensor) -> Tensor:
+        if is_sharded(V):
+            return in_parts.multiply(self, cast(Any, V))
         k, V = V.shape[1], self._aligned(V)
 
         def run() -> Tensor:
@@ -151,6 +156,8 @@ class Jacobian(LinearOperator):
         return self.passes.complete(run)[:, :k]
 
     def _rmatmul(self, U: Tensor) -> Tensor:
+        if is_sharded(U):
+            return in_parts.multiply_adjoint(self, cast(Any, U))
         k, U = U.shape[1], self._aligned(U)
 
         def run() -> Tensor:
@@ -174,6 +181,8 @@ class Jacobian(LinearOperator):
         self, fn: Callable[[Tensor, Piece], Tensor], V: Tensor, *, summed: bool = True
     ) -> tuple[Tensor, Tensor]:
         """``J^T U`` and, if ``summed``, the sums of U over its rows, for ``U = fn(J V)``."""
+        if is_sharded(V):
+            return in_parts.multiply_fused(self, fn, cast(Any, V))
         k, V = V.shape[1], self._aligned(V)
 
         def run() -> tuple[Tensor, Tensor]:
@@ -459,13 +468,10 @@ class Jacobian(LinearOperator):
     def rows(self, index: Tensor) -> Jacobian | None:
         return self.subset(index) if self.by_position else None
 
-    def fingerprint(self) -> str:
-        return files.fingerprint(self.lin.theta)
-
     def checksums(self) -> dict[str, str]:
         source = self._source
         own = source.code(*self.ranks.own(source.n))
-        weights = f"{self.lin.network.code:016x}"
+        weights = f"{self.lin.network.code:016x} {files.fingerprint(self.lin.theta)}"
         return {"the data": self.ranks.add_up_checksums(own), "the weights": weights}
 
     def over(self, source: Source, late: Deferred | None = None) -> Jacobian:
@@ -653,6 +659,16 @@ class Jacobian(LinearOperator):
     def _gram_blocks(self, scale: Tensor | None) -> Tensor:
         return gram.compute_gram_blocks(self, scale)
 
+    def column_norms(self, weight: Tensor | None = None, *, checkpoint: Checkpoint | None = None) -> Tensor:
+        r"""The diagonal of :math:`J^\top W J`, (p,): squared column norms; ``weight`` as in `normal`.
+
+        Args:
+            weight: W.
+            checkpoint: Keeps the sums after each part of the pass, so that a pass that was interrupted goes on.
+        """
+        check_weight(self, weight)
+        return gram.compute_column_norms(self, weight, checkpoint)
+
     def _column_norms(self, weight: Tensor | None) -> Tensor:
         return gram.compute_column_norms(self, weight)
 
@@ -703,24 +719,28 @@ class Jacobian(LinearOperator):
         found = gram.compute_moments(self, centered=centered)
         return found.mean, found.squares / found.count
 
-    def kronecker(self, root: Tensor | ClassBlocks | None = None) -> Kronecker:
+    def kronecker(self, root: Tensor | ClassBlocks | None = None, *, checkpoint: Checkpoint | None = None) -> Kronecker:
         """Kronecker factors of ``J^T L L^T J``, layer by layer, in one pass; see `linnet.jacobian.kronecker`.
 
         Args:
             root: L, None for the identity, (n, c) where it is diagonal, or (n, c, m).
+            checkpoint: Keeps the sums after each part of the pass, so that a pass that was interrupted goes on.
         """
         self._check_kronecker()
         if root is not None and not isinstance(root, ClassBlocks) and tuple(root.shape[:2]) != (self.n, self.c):
             raise ValueError(f"J.kronecker needs a root of shape ({self.n}, {self.c}[, m]); got {tuple(root.shape)}.")
-        return gram.compute_kronecker(self, root)
+        return gram.compute_kronecker(self, root, checkpoint)
 
-    def curvature(self, form: gram.Form, root: gram.ByChunk, u: gram.ByChunk) -> gram.CurvatureSums:
+    def curvature(
+        self, form: gram.Form, root: gram.ByChunk, u: gram.ByChunk, *, checkpoint: Checkpoint | None = None
+    ) -> gram.CurvatureSums:
         """Outputs, ``J^T u`` and the sums of a form of ``J^T L L^T J``, all in one pass.
 
         Args:
             form: "kron" as `kronecker`, or "diag" as `column_norms`.
             root: From a chunk, whose outputs are ``batch.f``, to L, (n, c) where it is diagonal, or (n, c, m).
             u: From a chunk to (n, c).
+            checkpoint: Keeps the sums after each part of the pass, so that a pass that was interrupted goes on.
 
         Example:
             >>> import linnet
@@ -731,7 +751,7 @@ class Jacobian(LinearOperator):
         """
         if form == "kron":
             self._check_kronecker()
-        return gram.compute_curvature(self, form, root, u)
+        return gram.compute_curvature(self, form, root, u, checkpoint)
 
     def _check_kronecker(self) -> None:
         self.network_chunks("keeps rows where they are smaller, which have no Kronecker factors")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from linnet._common import ALONE, TEMPORARY, Ranks, check_fits, find_dense_budget, messages, share_out
+from linnet._common import ALONE, TEMPORARY, Ranks, check_fits, files, find_dense_budget, messages, share_out
 from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
@@ -113,16 +113,16 @@ class SketchedSide(Side):
         groups: Number of sums.
         omega: (d, k), in float64, the same for all sides of a length: layers that read the same input then have the
             same sums.
+        eps: Relative rounding of the rows.
     """
 
-    def __init__(self, groups: int, omega: Tensor) -> None:
+    def __init__(self, groups: int, omega: Tensor, eps: float) -> None:
         self.omega, self.d = omega, len(omega)
         self.product, self.trace = omega.new_zeros(groups, *omega.shape), omega.new_zeros(groups)
-        self.eps = torch.finfo(torch.float64).eps
+        self.eps = eps
         self.sums = (self.product, self.trace)
 
     def add(self, rows: Tensor, weight: float = 1.0) -> None:
-        self.eps = max(self.eps, torch.finfo(rows.dtype).eps)
         self.product.add_((rows.mT @ (rows @ self.omega.to(rows.dtype))).double(), alpha=weight)
         self.trace.add_(rows.square().sum((1, 2)).double(), alpha=weight)
 
@@ -253,6 +253,7 @@ class Kronecker:
         device: Where.
         rows: Rows of J that will be added: examples times outputs; None where that is not known.
         memory: Bytes that the factors may take, or "auto".
+        rows_dtype: Dtype of the rows that will be added.
 
     Attributes:
         pairs: Range of the weight (of the bias where there is none) to its Kronecker factors.
@@ -270,6 +271,7 @@ class Kronecker:
         device: torch.device,
         rows: int | None = None,
         memory: float | str = "auto",
+        rows_dtype: torch.dtype = torch.float64,
     ) -> None:
         self.layout, self.n, self.ranks = layout, 0, ALONE
         self.pairs: dict[Range, Pair] = {}
@@ -287,7 +289,7 @@ class Kronecker:
             if (d, k) not in sketches:
                 random = torch.randn(d, k, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
                 sketches[d, k] = torch.linalg.qr(random)[0].to(device)
-            return SketchedSide(groups, sketches[d, k])
+            return SketchedSide(groups, sketches[d, k], torch.finfo(rows_dtype).eps)
 
         for block, (inputs, gradients) in zip(outer, shapes, strict=True):
             pair = Pair(block.weight, block.bias, block.swapped, empty(*inputs), empty(*gradients))
@@ -300,6 +302,15 @@ class Kronecker:
             if b - a <= EXACT
         ]
         self.exact = {(a, b): like.new_zeros(b - a, b - a) for a, b in small}
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """All sums over the examples, by name."""
+        found = {"squares": self.squares} | {f"exact {r}": block for r, block in self.exact.items()}
+        for r, pair in self.pairs.items():
+            for name, side in (("inputs", pair.inputs), ("gradients", pair.gradients)):
+                found |= {f"{name} {r} {i}": total for i, total in enumerate(side.sums)}
+        return found
 
     def add(self, blocks: Sequence[ColumnBlock], root: Tensor | None, n: int, *, inputs: bool = True) -> None:
         """Take in a chunk.
@@ -346,8 +357,7 @@ class Kronecker:
     def over_ranks(self, ranks: Ranks) -> None:
         """Put the sums of all ranks together, and make the input's side a mean."""
         count = self.squares.new_tensor([self.n])
-        sides = [side for pair in self.pairs.values() for side in (pair.inputs, pair.gradients)]
-        ranks.add_up(count, self.squares, *self.exact.values(), *(t for side in sides for t in side.sums))
+        ranks.add_up(count, *self.sums.values())
         self.n, self.ranks = int(count), ranks
         for pair in self.pairs.values():
             pair.inputs.scale(1 / self.n)
@@ -512,6 +522,12 @@ class Rotation:
 
     def __init__(self, turns: Mapping[Range, Turn], layout: Layout) -> None:
         self.turns, self.layout = dict(turns), layout
+
+    def fingerprint(self) -> str:
+        """Tells these coordinates from others, to the bit."""
+        bases = {f"{r} {i}": Q for r, turn in self.turns.items() for i, Q in enumerate((turn.Qg, turn.Qx)) if Q}
+        tensors = {f"{name} {i}": t for name, Q in bases.items() for i, t in enumerate((Q.V, Q.T)) if t is not None}
+        return files.fingerprint(tensors)
 
     def __call__(self, block: ColumnBlock, *, whole: bool = False) -> ColumnBlock:
         """The same columns in the new coordinates.

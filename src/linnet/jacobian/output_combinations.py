@@ -11,7 +11,7 @@ residuals come from all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -132,19 +132,25 @@ class WeightedRows(LinearOperator):
     Args:
         J: (n c, p).
         root: L, (n, c) where it is diagonal, or (n, c, c).
+        checksums: Gives the checksums of all that J and L are computed from; None for those of J.
     """
 
     symbol = "L^T J"
 
-    def __init__(self, J: LinearOperator, root: Tensor) -> None:
+    def __init__(
+        self, J: LinearOperator, root: Tensor, *, checksums: Callable[[], Mapping[str, str]] | None = None
+    ) -> None:
         super().__init__(J.shape, dtype=J.dtype, device=J.device)
-        self.J, self.L = J, as_weight(root)
+        self.J, self.L, self._checksums = J, as_weight(root), J.checksums if checksums is None else checksums
         self.LT = self.L if self.L.ndim == 1 else self.L.mT
         self.block, self.ranks = J.block, J.ranks
 
     @property
     def eps(self) -> float:
         return self.J.eps
+
+    def checksums(self) -> dict[str, str]:
+        return dict(self._checksums())
 
     def _matmul(self, V: Tensor) -> Tensor:
         return weigh(self.J._matmul(V), self.LT, slice(0, self.shape[0]))

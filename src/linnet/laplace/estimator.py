@@ -6,8 +6,10 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,7 +18,16 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits, check_samples, messages, together
+from linnet._common import (
+    Checkpoint,
+    check_fits,
+    check_folder,
+    check_samples,
+    messages,
+    remove_checkpoints,
+    tensor_code,
+    together,
+)
 from linnet._estimator import (
     Counted,
     Dtypes,
@@ -24,6 +35,7 @@ from linnet._estimator import (
     ErrorBarsMixin,
     HubMixin,
     Linearity,
+    PredictiveModule,
     as_targets,
     by_members,
     check_has_exact,
@@ -36,6 +48,7 @@ from linnet._estimator import (
     leave_out_weightless,
     list_options,
     make_jacobian,
+    make_predictive_module,
     parse_dtype,
 )
 from linnet.data import Batch
@@ -74,12 +87,14 @@ from linnet.laplace.structures import (
     CurvatureStructure,
     DiagonalCurvature,
     FullCurvature,
+    Keep,
     KernelCurvature,
     KroneckerCurvature,
     LowRankCurvature,
     SampledCurvature,
     SubnetworkCurvature,
     kernels_of,
+    no_checkpoint,
     table_bytes,
 )
 from linnet.linalg import blocks_of_chunk
@@ -121,6 +136,9 @@ KEPT = ("full", "function", "lowrank", "samples")
 
 BOUNDED = ("kron", "ekfac", "diag")
 """Structures without correlations, whose effective dimension is too large to tell the noise; see `tune`."""
+
+RESUMED = ("kron", "ekfac", "diag", "lowrank", "samples")
+"""Structures whose fits go on from a checkpoint."""
 
 BY_OUTPUT = ("kron", "ekfac", "diag", "subnetwork")
 """Structures that take a backward pass for each output, so that many outputs are drawn."""
@@ -195,6 +213,9 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             unless a GPU is slow at float64.
         memory: Bytes that dense matrices, and a pass over the data, may take, each; or "auto".
         batch_size: Number of examples per chunk, or "auto".
+        checkpoint: A folder that keeps the state of a long fit: sums over the examples for "kron", "ekfac" and "diag",
+            the basis of "lowrank", the solves of "samples". A fit that was interrupted goes on from the state, also
+            with another number of ranks. All ranks must see the folder. The folder is removed at the end of the fit.
         seed: Seed of all random draws.
         progress: False for no progress bars.
 
@@ -268,6 +289,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         dtype: Any = "auto",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
+        checkpoint: str | os.PathLike[str] | None = None,
         seed: int = 0,
         progress: bool | None = None,
     ) -> None:
@@ -276,7 +298,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         self.output, self.noise, self.rank, self.size = output, noise, rank, size
         self.samples, self.variance, self.draws, self.ignore_index = samples, variance, draws, ignore_index
         self.tolerance, self.weights, self.dtype, self.memory = tolerance, weights, dtype, memory
-        self.batch_size, self.seed, self.progress = batch_size, seed, progress
+        self.batch_size, self.checkpoint, self.seed, self.progress = batch_size, checkpoint, seed, progress
 
     # Fitting.
 
@@ -324,14 +346,17 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if self.structure_ == "samples":
             check_has_exact(self.variance, "structure='samples'", "another structure")
         self.draws_ = self._count_draws(J)
-        sums = self._first_pass(J) if self.structure_ in BOUNDED and self.draws_ is None else None
+        keep = self._checkpoints(J)
+        sums = self._first_pass(J, keep) if self.structure_ in BOUNDED and self.draws_ is None else None
         self._f = f = J.outputs() if sums is None else sums.f
-        self._J = J.cached_if_fits() if self.structure_ in KEPT and self.draws_ is None else J
+        # A checkpoint is of the data itself.
+        cache = self.structure_ in KEPT and self.draws_ is None and keep is no_checkpoint
+        self._J = J.cached_if_fits() if cache else J
         self._prior = self._make_prior(self.prior)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise, unit = 1.0, self._unit
         self._structure = self._fitted(
-            self._root(f, self._y) if sums is None or self.structure_ == "ekfac" else None, sums
+            self._root(f, self._y) if sums is None or self.structure_ == "ekfac" else None, sums, keep
         )
         self._log_det = self._structure.log_det(self._prior)
         self.tune_path_ = ()
@@ -350,7 +375,34 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         self._measure_distance(None if sums is None or self._unit is not unit else sums.gradient / self._noise)
         self._narrow(search.scales)
         self.lin_.check_unchanged(contents=True)
+        self._remove_checkpoints(keep)
         return self
+
+    def _checkpoints(self, J: Jacobian) -> Keep:
+        """Gives the checkpoints of the steps of a fit to the Jacobian of the training data."""
+        folder = self.checkpoint
+        if folder is None or self.structure_ not in RESUMED:
+            return no_checkpoint
+        Path(folder).mkdir(exist_ok=True)
+        given = self.likelihood if isinstance(self.likelihood, str) else describe_likelihood(self.likelihood)
+        options = [one for one in list_options(self) if one[0] not in ("checkpoint", "memory", "batch_size")]
+        targets = f"{int(tensor_code(self._y)):x}"
+
+        def keep(name: str, more: Callable[[], Mapping[str, str]] = dict) -> Checkpoint:
+            def identity() -> dict[str, str]:
+                return {"the options": f"{options} {given}", "the targets": targets, **J.checksums(), **more()}
+
+            return Checkpoint(
+                Path(folder) / name, kind=f"a Laplace approximation ({name})", identity=identity, ranks=J.ranks
+            )
+
+        return keep
+
+    def _remove_checkpoints(self, keep: Keep) -> None:
+        if self.checkpoint is not None and keep is not no_checkpoint:
+            if isinstance(self._structure, SampledCurvature):
+                self._structure.keep = no_checkpoint
+            remove_checkpoints(self.checkpoint, self.lin_.ranks)
 
     def _labeled(self, inputs: Any, J: Jacobian, y: Any) -> tuple[Any, Jacobian, Tensor, Counted]:
         """Inputs, Jacobian and targets of the examples that are not to be ignored, and which these are; J is that of
@@ -418,7 +470,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         )
         return count
 
-    def _first_pass(self, J: Jacobian) -> CurvatureSums:
+    def _first_pass(self, J: Jacobian, keep: Keep) -> CurvatureSums:
         """Outputs, curvature and gradient of the log likelihood at noise one, from one pass over the data."""
         unit = self._unit
 
@@ -432,36 +484,37 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 return torch.ones_like(f)
             return blocks_of_chunk(self._root(f, y), 0, batch.n, J.c)
 
-        return J.curvature(
-            "diag" if self.structure_ == "diag" else "kron", root, lambda batch: unit.residual(*targets(batch))
-        )
+        form: Literal["kron", "diag"] = "diag" if self.structure_ == "diag" else "kron"
+        return J.curvature(form, root, lambda batch: unit.residual(*targets(batch)), checkpoint=keep("factors"))
 
-    def _fitted(self, root: Any, sums: CurvatureSums | None = None) -> CurvatureStructure:
+    def _fitted(self, root: Any, sums: CurvatureSums | None = None, keep: Keep = no_checkpoint) -> CurvatureStructure:
         """The structure for a root of the curvature at noise one, or from what a first pass has found."""
         J, name = self._J, self.structure_
+        options: dict[str, Any]
         if name == "diag" and sums is not None:
             return DiagonalCurvature(J, root, sums=sums)
         if name in ("kron", "ekfac") and sums is not None:
-            return KroneckerCurvature(J, root, corrected=name == "ekfac", sums=sums)
+            return KroneckerCurvature(J, root, corrected=name == "ekfac", sums=sums, keep=keep)
         if self.draws_ is not None:
             J = combine_outputs(J, root)
             J = J.cached_if_fits() if self.structure_ in KEPT else J
             root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
         if name in ("kron", "ekfac"):
-            return KroneckerCurvature(J, root, corrected=name == "ekfac")
+            return KroneckerCurvature(J, root, corrected=name == "ekfac", keep=keep)
         if name == "lowrank":
             memory = self._memory
-            return LowRankCurvature(J, root, rank=self.rank, seed=self.seed, memory=memory, progress=self.progress)
+            options = {"seed": self.seed, "memory": memory, "progress": self.progress}
+            return LowRankCurvature(J, root, rank=self.rank, keep=keep, **options)
         if name == "subnetwork":
             variance = self._prior.variance(self._scales if self._prior.scales else ())
             return SubnetworkCurvature(J, root, size=self.size, variance=variance, t=1 / self._noise)
         if name == "samples":
-            options: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
-            return SampledCurvature(J, root, k=self.samples, memory=self._memory, **options)
+            options = {"tolerance": self.tolerance, "seed": self.seed, "progress": self.progress}
+            return SampledCurvature(J, root, k=self.samples, keep=keep, memory=self._memory, **options)
         simple: dict[str, Callable[[Jacobian, Any], CurvatureStructure]] = {
             "full": FullCurvature,
             "function": KernelCurvature,
-            "diag": DiagonalCurvature,
+            "diag": partial(DiagonalCurvature, keep=keep),
         }
         return simple[name](J, root)
 
@@ -876,7 +929,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 f"{float(g.norm()):.3g}, {self.gradient_ratio_:.1f} times what noise in the targets would make it. Its "
                 "mean is not the linear model's, and error bars around it say little. Train it further, or use "
                 "linnet.TangentClassifier or TangentRegressor, which move the mean.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _measure_width(self) -> None:
@@ -904,7 +957,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 f"and {-with_bars:.3g} with error bars. It has fitted its labels so closely that they say "
                 "little about its weights. Leave narrow=False out, let held-out data choose, with "
                 "tune(validation=(X, y)), or give prior= as a variance.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # Predictions.
@@ -1079,6 +1132,24 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         self.lin_.check_ranks_agree(J._source)
         return J
 
+    def to_module(self) -> PredictiveModule:
+        """What `predict` and `predict_proba` say, as a module of plain torch operations for `torch.export` and ONNX.
+
+        The module returns mean and standard deviation of f for numbers, and probabilities (``link="probit"``) for
+        classes, in the network's own dtype. It is known where ``params`` are those of the last layer.
+        """
+        check_is_fitted(self)
+        inner = self._predictive.inner
+        if self._read.shape or not isinstance(inner, Bernoulli | Categorical | Gaussian | KnownNoise):
+            raise NotImplementedError(
+                "to_module gives numbers with Gaussian noise or classes without an order, one target for each example; "
+                f"the likelihood is {self.likelihood_!r}."
+            )
+        form: Any = "classes" if isinstance(inner, Categorical) else "one logit" if self._one_column else "labels"
+        if isinstance(inner, Gaussian | KnownNoise):
+            form = "one number" if self._one_column else "numbers"
+        return make_predictive_module(self, form, with_network=True, level=None)
+
     @by_members
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
@@ -1116,6 +1187,13 @@ def check_options(la: Laplace) -> None:
         check_has_exact(la.variance, "structure='samples'", "another structure")
     messages.check_memory(la.memory)
     messages.check_seed(la.seed)
+    if la.checkpoint is not None:
+        check_folder(la.checkpoint, "checkpoint")
+        if la.structure not in ("auto", *RESUMED):
+            raise ValueError(
+                f"checkpoint= serves the structures {', '.join(map(repr, RESUMED))}; got {la.structure!r}, whose dense "
+                "matrices take one pass. Leave checkpoint= out."
+            )
     if not la.tolerance > 0:
         raise ValueError(f"tolerance must be positive; got {la.tolerance!r}.")
     parse_dtype(la.dtype)

@@ -59,7 +59,7 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"inputs.{key}": value for key, value in inputs[0].items()}
         form = inputs[1]
     kept, seen = behavior.record(la.lin_, la._probe)
-    apart = ("model", "params", "output", "dtype", "likelihood")
+    apart = ("model", "params", "output", "dtype", "likelihood", "checkpoint")
     meta = {
         "estimator": "Laplace",
         "settings": saved.settings_of(la, apart=apart),

@@ -20,12 +20,13 @@ and noise come afterwards, as often as one likes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from linnet._common import Checkpoint
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
 from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
@@ -47,6 +48,13 @@ from linnet.probability import (
     TurnedPosterior,
     WeightPosterior,
 )
+
+Keep = Callable[..., Checkpoint | None]
+"""From the name of a step, and a function to what else identifies the step, to its checkpoint."""
+
+
+def no_checkpoint(name: str, more: Callable[[], Mapping[str, str]] = dict) -> None:
+    """Keeps nothing."""
 
 
 class CurvatureStructure(ABC):
@@ -144,13 +152,18 @@ class DiagonalCurvature(CurvatureStructure):
         J: Of the training data.
         root: L; None where the pass has been made.
         sums: What a pass over the data has found; None makes the pass.
+        keep: Gives the checkpoint of a pass.
     """
 
     name = "diag"
 
-    def __init__(self, J: Jacobian, root: Any, *, sums: CurvatureSums | None = None) -> None:
-        found = None if sums is None else sums.squares
-        self.values = J.column_norms(weight_from_root(root)) if found is None else found
+    def __init__(
+        self, J: Jacobian, root: Any, *, sums: CurvatureSums | None = None, keep: Keep = no_checkpoint
+    ) -> None:
+        if sums is None or sums.squares is None:
+            self.values = J.column_norms(weight_from_root(root), checkpoint=keep("factors"))
+        else:
+            self.values = sums.squares
 
     def log_det(self, prior: Prior) -> LogDet:
         return _of_diagonal(self.values, prior)
@@ -171,16 +184,27 @@ class KroneckerCurvature(CurvatureStructure):
         root: L; None where the pass for the factors has been made.
         corrected: EKFAC: the exact curvature along the eigenvectors of the factors.
         sums: What a pass over the data has found; None makes the pass.
+        keep: Gives the checkpoint of a pass.
     """
 
-    def __init__(self, J: Jacobian, root: Any, *, corrected: bool = False, sums: CurvatureSums | None = None) -> None:
+    def __init__(
+        self,
+        J: Jacobian,
+        root: Any,
+        *,
+        corrected: bool = False,
+        sums: CurvatureSums | None = None,
+        keep: Keep = no_checkpoint,
+    ) -> None:
         self.name = "ekfac" if corrected else "kron"
         factors = None if sums is None else sums.factors
-        factors = J.kronecker(root) if factors is None else factors
+        factors = J.kronecker(root, checkpoint=keep("factors")) if factors is None else factors
         self.rotation, self.values = factors.decomposed()
         if corrected:
             assert root is not None
-            self.values = J.rotated(self.rotation).column_norms(weight_from_root(root))
+            # Eigenvectors may come out otherwise on another machine: sums along others would mean nothing.
+            checkpoint = keep("squares", lambda: {"the coordinates of the factors": self.rotation.fingerprint()})
+            self.values = J.rotated(self.rotation).column_norms(weight_from_root(root), checkpoint=checkpoint)
 
     def log_det(self, prior: Prior) -> LogDet:
         constant_over(self.rotation.turns, prior.base, self.rotation.layout)
@@ -204,13 +228,16 @@ class LowRankCurvature(CurvatureStructure):
         J: Of the training data.
         root: L.
         rank: Eigenpairs.
+        keep: Gives the checkpoint of the decomposition.
         options: Of `linnet.linalg.svd.truncated.low_rank`.
     """
 
     name = "lowrank"
 
-    def __init__(self, J: Jacobian, root: Any, *, rank: int, **options: Any) -> None:
-        V = WeightedRows(J, root)
+    def __init__(self, J: Jacobian, root: Any, *, rank: int, keep: Keep = no_checkpoint, **options: Any) -> None:
+        kept = keep("basis")
+        V = WeightedRows(J, root, checksums=None if kept is None else lambda: kept.identity)
+        options["checkpoint"] = None if kept is None else kept.path
         try:
             found = low_rank(V, min(rank, *J.shape), **options)
         except ValueError:  # G has no such rank: all of it, then
@@ -283,13 +310,17 @@ class SampledCurvature(CurvatureStructure):
         root: L.
         k: Draws.
         probes: Of the log determinant.
+        keep: Gives the checkpoint of each solve. A search that starts again makes the same solves in the same order.
         options: Of `linnet.sampling.posterior_samples`.
     """
 
     name = "samples"
 
-    def __init__(self, J: Jacobian, root: Any, *, k: int, probes: int = 16, **options: Any) -> None:
+    def __init__(
+        self, J: Jacobian, root: Any, *, k: int, probes: int = 16, keep: Keep = no_checkpoint, **options: Any
+    ) -> None:
         self.J, self.root, self.k, self.probes, self.options = J, root, k, probes, options
+        self.keep, self._solves = keep, 0
         self._last: tuple[float, Samples] | None = None
 
     def samples(self, variance: Tensor, t: float) -> Samples:
@@ -298,9 +329,16 @@ class SampledCurvature(CurvatureStructure):
             return self._last[1]
         start = None if self._last is None else self._last[1]
         found = posterior_samples(
-            self.J, variance, self.root * t**0.5, self.k, start=start, probes=self.probes, **self.options
+            self.J,
+            variance,
+            self.root * t**0.5,
+            self.k,
+            start=start,
+            probes=self.probes,
+            checkpoint=self.keep(f"solve-{self._solves}"),
+            **self.options,
         )
-        self._last = t, found
+        self._last, self._solves = (t, found), self._solves + 1
         return found
 
     def log_det(self, prior: Prior) -> LogDet:

@@ -78,9 +78,6 @@ class Affine(LinearOperator):
         mean = mean if self.z is None else mean - self.z.double()
         return (mean, squares) if centered else (torch.zeros_like(mean), squares + mean.square())
 
-    def fingerprint(self) -> str:
-        return self.base.fingerprint()
-
     def checksums(self) -> dict[str, str]:
         return self.base.checksums()
 

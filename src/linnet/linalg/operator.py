@@ -112,13 +112,17 @@ class LinearOperator(ABC):
         """
         return None
 
-    def fingerprint(self) -> str:
-        """Tells this operator from others to the bit, without a pass; empty where the operator does not know."""
-        return ""
-
     def checksums(self) -> dict[str, str]:
         """Checksums of all that the operator is computed from, by name, for comparing with another run."""
         return {}
+
+    def identity(self, settings: str) -> dict[str, str]:
+        """What tells a computation with this operator from others, by name, for `linnet._common.Checkpoint`.
+
+        Args:
+            settings: The settings of the computation, in words.
+        """
+        return {"the settings": f"{settings} {tuple(self.shape)} {self.dtype}", **self.checksums()}
 
     # Products.
 

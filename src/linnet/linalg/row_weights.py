@@ -192,15 +192,13 @@ def inner_matrix(K: Tensor, root: Any, *, scale: float = 1.0) -> Tensor:
 
     Args:
         K: (n c, n c).
-        root: L, (n c,) or (n, c, c).
+        root: L, (n c,), (n, c, c) or `ClassBlocks`.
         scale: Factor of K.
 
     >>> inner_matrix(torch.ones(2, 2), torch.tensor([1.0, 2.0]))
     tensor([[2., 2.],
             [2., 5.]])
     """
-    if isinstance(root, ClassBlocks):  # K has as many numbers as the blocks, or more
-        root = root.dense()
     if root.ndim == 1:
         M = (K * (scale * root)).mul_(root[:, None])
     else:
@@ -208,7 +206,10 @@ def inner_matrix(K: Tensor, root: Any, *, scale: float = 1.0) -> Tensor:
         step = max(1, TEMPORARY // (c * len(K)))
         for start in range(0, n, step):
             rows = slice(c * start, c * min(start + step, n))
-            right = torch.einsum("anc,ncd->and", K[rows].reshape(-1, n, c), root).reshape(-1, len(K))
+            if isinstance(root, ClassBlocks):
+                right = weigh(K[rows].T, root, transpose=True).T  # (L^T K)^T, of a symmetric K
+            else:
+                right = torch.einsum("anc,ncd->and", K[rows].reshape(-1, n, c), root).reshape(-1, len(K))
             M[rows] = scale * weigh(right, root, rows, transpose=True)
     M.diagonal().add_(1)
     return M

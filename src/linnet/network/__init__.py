@@ -14,13 +14,14 @@ from linnet.network.checks import (
 from linnet.network.copies import Forward, copy_sharing_parameters, with_forward
 from linnet.network.depth import block_names, has_fitted_head, top_blocks
 from linnet.network.flat_output import FlatOutput, unflattened
-from linnet.network.functional_model import FunctionalModel, Output, Watch, as_dtype, output_matrix
+from linnet.network.functional_model import Autocast, FunctionalModel, Output, Watch, as_dtype, output_matrix
 from linnet.network.parameter_guard import READERS, CallGuard, address, coarser
 from linnet.network.parameters import Layout, Params, select
 from linnet.network.sharded import check_whole, lies_in_parts, whole
 
 __all__ = [
     "READERS",
+    "Autocast",
     "CallGuard",
     "CannotCast",
     "FlatOutput",

@@ -243,7 +243,8 @@ def explain_forward(error: Exception, inputs: Iterable[tuple[str, Any]], theta: 
     dtypes = {t.dtype for t in theta.values()}
     inputs = list(inputs)
     for name, leaf in inputs:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in dtypes:
+        other = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != parameter.dtype
+        if other and (leaf.dtype not in dtypes or is_about_floating_dtypes(error)):
             error.add_note(
                 f"linnet: {name} are {leaf.dtype} and the model's parameters {parameter.dtype} ({first!r}); nothing is "
                 f"cast in silence. Convert the data with .to({parameter.dtype}), or the model."

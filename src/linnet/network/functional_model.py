@@ -40,15 +40,19 @@ Named = tuple[tuple[str, Tensor], ...]
 
 @dataclass
 class Autocast:
-    """Whether a network runs only under autocast.
+    """Whether a network of several dtypes runs only under autocast, and which inputs the network takes.
 
     Attributes:
         dtype: The dtype of autocast; None for a network that runs without.
         tried: Whether that has been tried.
+        adapts: Whether floating inputs may be cast to a dtype of the network.
+        inputs: The dtype that floating inputs are cast to; None leaves inputs as they are.
     """
 
     dtype: torch.dtype | None = None
     tried: bool = False
+    adapts: bool = False
+    inputs: torch.dtype | None = None
 
 
 @final
@@ -185,7 +189,7 @@ class FunctionalModel:
 
     def forward(self, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Outputs (n, c) of a batch with some parameters replaced."""
-        batch = batch.with_inputs(partial(_copied, dtype=self.cast))  # the network may write into its inputs
+        batch = self._with_own_inputs(batch)
         full = {place: theta.get(name, self.theta[name]) for place, name in self.places.items()}
         try:
             with module_lock(self.module), self._gathering():
@@ -196,6 +200,11 @@ class FunctionalModel:
             checks.explain_forward(error, leaves((batch.args, batch.kwargs), "the inputs"), self.theta)
             raise
         return self._matrix(raw, batch.n)
+
+    def _with_own_inputs(self, batch: Batch) -> Batch:
+        """The batch with inputs in the dtype that the network takes, and copied: the network may write into them."""
+        dtype = self.autocast.inputs if self.cast is None else self.cast
+        return batch.with_inputs(partial(_copied, dtype=dtype))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns with its own parameters."""
@@ -234,14 +243,23 @@ class FunctionalModel:
             yield
 
     def find_autocast(self, batch: Batch) -> None:
-        """Find out, on a few examples, whether a network of several dtypes runs only under autocast, and say so."""
-        found, dtypes = self.autocast, {t.dtype for t in self.module.parameters() if t.is_floating_point()}
-        half = dtypes & {torch.bfloat16, torch.float16}
-        if found.tried or self.cast is not None or len(half) != 1 or dtypes == half:
+        """Find out, on a few examples, whether a network of several dtypes runs only under autocast, and say so.
+
+        Where inputs may be cast, find out too which floating inputs the network takes: as they come, or in which of its
+        dtypes, that of the first layer first.
+        """
+        found = self.autocast
+        dtypes = dict.fromkeys(t.dtype for t in self.module.parameters() if t.is_floating_point())
+        half = [dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
+        trials: list[tuple[torch.dtype | None, torch.dtype | None]] = [(None, None)]
+        if len(half) == 1 and len(dtypes) > 1:
+            trials.append((half[0], None))
+        if found.adapts:
+            trials.extend((None, dtype) for dtype in dtypes)
+        if found.tried or self.cast is not None or len(trials) == 1:
             return
         found.tried = True
-        for dtype in (None, *half):
-            found.dtype = dtype
+        for found.dtype, found.inputs in trials:
             try:
                 with torch.no_grad(), self.in_precision("highest"):
                     self.as_at_first().forward({}, batch)
@@ -251,10 +269,13 @@ class FunctionalModel:
                 continue
             except Exception:  # the first pass says what it is
                 break
-            if dtype is not None:
-                checks.warn_of_autocast(dtype, dtypes)
+            if found.dtype is not None:
+                checks.warn_of_autocast(found.dtype, dtypes)
+            given = {t.dtype for _, t in leaves((batch.args, batch.kwargs), "") if is_floating(t)}
+            if found.adapts and found.inputs is None and len(given) == 1:
+                found.inputs = given.pop()  # later inputs are cast to what the network is known to take
             return
-        found.dtype = None
+        found.dtype = found.inputs = None
 
     def convolves_exactly(self, precision: Precision) -> bool:
         """Whether a network that runs in this precision convolves in float32 on a GPU."""
@@ -268,7 +289,7 @@ class FunctionalModel:
         if not self._as_given:
             return None
         fresh = self.as_at_first()
-        batch = batch.with_inputs(partial(_copied, dtype=self.cast))
+        batch = self._with_own_inputs(batch)
         return fresh._matrix(fresh.run(*batch.args, **batch.kwargs), batch.n)
 
     def uncast_outputs(self, batch: Batch) -> Tensor | None:
@@ -476,6 +497,11 @@ def _copied(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A copy of a tensor, in a dtype if one is given."""
     cast = t if dtype is None else as_dtype(t, dtype)
     return t.clone() if cast is t else cast
+
+
+def is_floating(t: object) -> bool:
+    """Whether an input is a tensor of floating numbers."""
+    return isinstance(t, Tensor) and t.is_floating_point()
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:

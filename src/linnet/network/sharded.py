@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -26,6 +27,7 @@ from linnet._common import (
     Ranks,
     format_bytes,
     free_memory,
+    is_sharded,
     packing_saved_tensors,
     saved_tensor_hooks,
     without_transforms,
@@ -41,12 +43,6 @@ QUESTIONS = frozenset(
     for name in ("size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "is_floating_point")
 ) | {Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.storage_offset}
 """Functions that ask for a shape or a dtype: a weight need not be gathered for them."""
-
-
-def is_sharded(t: object) -> bool:
-    """Whether a tensor is a DTensor; where nobody has imported DTensor, there is none."""
-    found = sys.modules.get("torch.distributed.tensor")
-    return found is not None and isinstance(t, found.DTensor)
 
 
 def weights_in_parts(model: nn.Module) -> dict[str, Tensor]:
@@ -268,6 +264,7 @@ def _keeping_parts(weights: ShardedWeights, live: Mapping[int, str], arguments: 
         yield
         return
     outer_pack, outer_unpack = saved_tensor_hooks()
+    context = copy_context()
     others = {address(t): t.detach() for t in _tensors(arguments) if t.requires_grad and address(t) not in live}
 
     def pack(t: Tensor) -> _Saved | _Given:
@@ -279,7 +276,8 @@ def _keeping_parts(weights: ShardedWeights, live: Mapping[int, str], arguments: 
 
     def unpack(kept: _Saved | _Given) -> Tensor:
         if isinstance(kept, _Saved):
-            return weights.gather(kept.name).as_strided(kept.size, kept.stride, kept.offset)
+            # On a GPU the backward pass runs in another thread. The thread has to know in which block of `Ranks` it is.
+            return context.copy().run(weights.gather, kept.name).as_strided(kept.size, kept.stride, kept.offset)
         if kept.argument is not None and kept.argument._version != kept.version:
             raise checks.overwritten_argument()
         return outer_unpack(kept.packed)

@@ -6,6 +6,7 @@ from linnet.probability.expectations import (
     FactoredCovariance,
     PredictedTarget,
     compute_probabilities,
+    factor_covariance,
     log_predictive,
     predict_target,
     take_expectations,
@@ -47,6 +48,7 @@ from linnet.probability.posteriors import (
     TurnedPosterior,
     WeightPosterior,
     posterior_from,
+    square_root,
 )
 from linnet.probability.priors import (
     NAMES,
@@ -98,6 +100,7 @@ __all__ = [
     "check_prior",
     "compute_probabilities",
     "describe_likelihood",
+    "factor_covariance",
     "layer_sums",
     "likelihood_for",
     "log_predictive",
@@ -109,6 +112,7 @@ __all__ = [
     "restore_likelihood",
     "row_curvature",
     "row_root",
+    "square_root",
     "take_expectations",
     "without_weights",
 ]

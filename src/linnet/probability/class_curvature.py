@@ -13,34 +13,35 @@ from linnet.probability.likelihoods import Categorical, Likelihood, Weighted, wi
 from linnet.probability.per_site import Sites
 
 
-def row_root(likelihood: Likelihood, f: Tensor, y: Tensor | None = None) -> Any:
+def row_root(likelihood: Likelihood, f: Tensor, y: Tensor | None = None, *, most: int | None = None) -> Any:
     """A root L of the curvature at outputs f (n, c), as operators take it: (n c,), (n, c, c), or `ClassBlocks`.
 
-    The curvature is that of the targets y; without y it is the Fisher information.
+    The curvature is that of the targets y; without y it is the Fisher information. Blocks of classes with more than
+    ``most`` numbers, or than a temporary may have, are `ClassBlocks`.
 
     >>> row_root(Categorical(), torch.zeros(5, 2)).shape, type(row_root(Categorical(), torch.zeros(1, 5000))).__name__
     (torch.Size([5, 2, 2]), 'ClassBlocks')
     """
-    found = _class_blocks(likelihood, f, y)
+    found = _class_blocks(likelihood, f, y, most)
     if found is None:
         return as_weight(likelihood.root(f) if y is None else likelihood.observed_root(f, y))
     return found
 
 
-def row_curvature(likelihood: Likelihood, f: Tensor, y: Tensor | None = None) -> Any:
+def row_curvature(likelihood: Likelihood, f: Tensor, y: Tensor | None = None, *, most: int | None = None) -> Any:
     """The curvature B = L L^T, in the same form."""
-    found = _class_blocks(likelihood, f, y)
+    found = _class_blocks(likelihood, f, y, most)
     if found is None:
         return as_weight(likelihood.curvature(f) if y is None else likelihood.observed_curvature(f, y))
     return found.as_form("curvature")
 
 
-def _class_blocks(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> ClassBlocks | None:
+def _class_blocks(likelihood: Likelihood, f: Tensor, y: Tensor | None, most: int | None) -> ClassBlocks | None:
     """The root by formula, for classes whose blocks would hold many numbers."""
     sites = without_weights(likelihood)
     inner = sites.inner if isinstance(sites, Sites) else sites
     n, c = f.shape
-    if not isinstance(inner, Categorical) or n * c * c <= TEMPORARY:
+    if not isinstance(inner, Categorical) or n * c * c <= (TEMPORARY if most is None else most):
         return None
     logits = sites.split(f).flatten(0, 1) if isinstance(sites, Sites) else f
     found = ClassBlocks(torch.softmax(logits, -1))

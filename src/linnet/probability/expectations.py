@@ -46,6 +46,10 @@ class FactoredCovariance:
     T: Tensor
 
 
+Covariance = Tensor | FactoredCovariance
+"""Covariances (n, c, c), variances (n, c), or factors."""
+
+
 class Expected(NamedTuple):
     """Expectations of a likelihood over Gaussian outputs.
 
@@ -61,7 +65,7 @@ class Expected(NamedTuple):
 
 
 def take_expectations(
-    likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None = None
+    likelihood: Likelihood, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None = None
 ) -> Expected:
     r"""Expectations of log p, residual and curvature over f ~ N(mean, cov), example by example.
 
@@ -75,7 +79,8 @@ def take_expectations(
     Args:
         likelihood: Any of `linnet.likelihoods`.
         mean: (n, c).
-        cov: (n, c, c), or (n, c) for variances of independent outputs.
+        cov: (n, c, c), or (n, c) for variances of independent outputs; or `factor_covariance` of them, which is made
+            once for many means.
         y: Targets, as `Likelihood.targets` gives them.
         eps: Standard normal draws (s, n, c), or (s, 1, c) for the same ones at every example; only likelihoods that
             are not diagonal need them.
@@ -92,7 +97,7 @@ def take_expectations(
 def compute_probabilities(
     likelihood: Likelihood,
     mean: Tensor,
-    cov: Tensor | FactoredCovariance,
+    cov: Covariance,
     *,
     link: str = "probit",
     samples: int = 1000,
@@ -159,7 +164,7 @@ def _ordinal_probabilities(likelihood: Ordinal, mean: Tensor, v: Tensor) -> Tens
     return edges.diff(dim=1).clamp(min=0)  # below zero only by rounding
 
 
-def _centered(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance) -> tuple[Tensor, Tensor]:
+def _centered(likelihood: Likelihood, mean: Tensor, cov: Covariance) -> tuple[Tensor, Tensor]:
     """Logits less their average over the classes, and their variances; logits of labels on or off have no average."""
     if not isinstance(likelihood, Categorical):
         return mean, _marginal(cov, mean)
@@ -168,7 +173,7 @@ def _centered(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovari
     return mean - mean.mean(-1, keepdim=True), _nonnegative(v, "variance")
 
 
-def _sums(cov: Tensor | FactoredCovariance) -> tuple[Tensor, Tensor]:
+def _sums(cov: Covariance) -> tuple[Tensor, Tensor]:
     """The covariance of each output with the sum of all outputs, (n, c), and the variance of that sum, (n, 1)."""
     if isinstance(cov, FactoredCovariance):
         along = cov.T.sum(1, keepdim=True)
@@ -177,7 +182,7 @@ def _sums(cov: Tensor | FactoredCovariance) -> tuple[Tensor, Tensor]:
     return sums, sums.sum(-1, keepdim=True)
 
 
-def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovariance) -> Tensor:
+def _bridge(likelihood: Likelihood, mean: Tensor, cov: Covariance) -> Tensor:
     """Dirichlet parameters ``(1 - 2 / c + exp(m) sum exp(-m) / c^2) / v``, for f given that its entries add up to 0."""
     if not isinstance(likelihood, Categorical):
         raise TypeError(f"link='bridge' is for several classes; got {likelihood!r}. Use 'probit' or 'mc'.")
@@ -196,7 +201,7 @@ def _bridge(likelihood: Likelihood, mean: Tensor, cov: Tensor | FactoredCovarian
 
 
 @singledispatch
-def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _expected(likelihood: Likelihood, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     """See `take_expectations`; the moments are checked."""
     if not isinstance(likelihood, Likelihood):
         raise TypeError(f"Expectations are over the density of a linnet.likelihoods.Likelihood; got {likelihood!r}.")
@@ -221,7 +226,7 @@ def _expected(likelihood: Likelihood, mean: Tensor, cov: Tensor, y: Tensor, eps:
 
 
 @_expected.register
-def _weighted(likelihood: Weighted, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _weighted(likelihood: Weighted, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     y, w = likelihood.split(y)
     found = _expected(likelihood.inner, mean, cov, y, eps)
     blocks = w[:, None] if likelihood.diagonal else w[:, None, None]
@@ -229,13 +234,13 @@ def _weighted(likelihood: Weighted, mean: Tensor, cov: Tensor, y: Tensor, eps: T
 
 
 @_expected.register
-def _poisson(likelihood: Poisson, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _poisson(likelihood: Poisson, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     rate = (mean + 0.5 * _marginal(cov, mean)).exp()
     return Expected((y * mean - rate - torch.lgamma(y + 1)).sum(-1), y - rate, rate)
 
 
 @_expected.register
-def _weibull(likelihood: Weibull, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _weibull(likelihood: Weibull, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     k, (time, seen) = likelihood.k, (y[:, :1], y[:, 1:])
     z = k * (time.log() - mean)
     hazard = (z + 0.5 * k**2 * _marginal(cov, mean)).exp()
@@ -245,7 +250,7 @@ def _weibull(likelihood: Weibull, mean: Tensor, cov: Tensor, y: Tensor, eps: Ten
 
 @_expected.register
 def _negative_binomial(
-    likelihood: NegativeBinomial, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None
+    likelihood: NegativeBinomial, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None
 ) -> Expected:
     std, r, g = _marginal(cov, mean).sqrt(), 1 / likelihood.alpha, likelihood.shift(mean)
     up, miss, curvature = _logistic(g, std)
@@ -255,7 +260,7 @@ def _negative_binomial(
 
 
 @_expected.register
-def _ordinal(likelihood: Ordinal, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _ordinal(likelihood: Ordinal, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     below, above, share = likelihood.bounds(mean, y)
     std = _marginal(cov, mean).sqrt()
     parts = []
@@ -267,25 +272,30 @@ def _ordinal(likelihood: Ordinal, mean: Tensor, cov: Tensor, y: Tensor, eps: Ten
 
 
 @_expected.register
-def _known_noise(likelihood: KnownNoise, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _known_noise(likelihood: KnownNoise, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     curvature = likelihood.observed_curvature(mean, y)
     spread = 0.5 * (_marginal(cov, mean) * curvature).sum(-1)
     return Expected(likelihood.log_prob(mean, y) - spread, likelihood.residual(mean, y), curvature)
 
 
 @_expected.register
-def _gaussian(likelihood: Gaussian, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _gaussian(likelihood: Gaussian, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     curvature = likelihood.curvature(mean)
     spread = 0.5 * (_marginal(cov, mean) * curvature).sum(-1)
     return Expected(likelihood.log_prob(mean, y) - spread, likelihood.residual(mean, y), curvature)
 
 
 @_expected.register
-def _heteroscedastic(likelihood: Heteroscedastic, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _heteroscedastic(
+    likelihood: Heteroscedastic, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None
+) -> Expected:
     # E[g(m) exp(-s)] = E[exp(-s)] E[g(m - cov(m, s))]: weighting a Gaussian by exp(-s) only shifts its mean.
     (m, s), (v, w) = likelihood.split(mean), likelihood.split(_marginal(cov, mean))
     d = m.shape[-1]
-    cross = cov[:, :d, d:].diagonal(dim1=-2, dim2=-1) if cov.ndim == 3 else torch.zeros_like(m)
+    if isinstance(cov, FactoredCovariance):
+        cross = (cov.T[:, :d] * cov.T[:, d:]).sum(-1)
+    else:
+        cross = cov[:, :d, d:].diagonal(dim1=-2, dim2=-1) if cov.ndim == 3 else torch.zeros_like(m)
     precision = (0.5 * w - s).exp()
     error = y - m + cross
     squares = precision * (error.square() + v)
@@ -297,14 +307,14 @@ def _heteroscedastic(likelihood: Heteroscedastic, mean: Tensor, cov: Tensor, y: 
 
 
 @_expected.register
-def _bernoulli(likelihood: Bernoulli, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _bernoulli(likelihood: Bernoulli, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     sign = 2 * y - 1
     log_prob, miss, curvature = _logistic(sign * mean, _marginal(cov, mean).sqrt())
     return Expected(log_prob.sum(-1), sign * miss, curvature)
 
 
 @_expected.register
-def _categorical(likelihood: Categorical, mean: Tensor, cov: Tensor, y: Tensor, eps: Tensor | None) -> Expected:
+def _categorical(likelihood: Categorical, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     _check_draws(likelihood, eps, mean)
     assert eps is not None
     f = mean + _times(_square_root(cov, mean), eps)
@@ -397,7 +407,7 @@ def log_predictive(likelihood: Likelihood, mean: Tensor, variance: Tensor, y: Te
 # Gaussian outputs.
 
 
-def _check_moments(mean: Tensor, cov: Tensor | FactoredCovariance) -> None:
+def _check_moments(mean: Tensor, cov: Covariance) -> None:
     n, c = mean.shape
     if isinstance(cov, FactoredCovariance):
         if tuple(cov.T.shape[:2]) != (n, c) or cov.T.ndim != 3:
@@ -411,7 +421,7 @@ def _check_moments(mean: Tensor, cov: Tensor | FactoredCovariance) -> None:
         )
 
 
-def _marginal(cov: Tensor | FactoredCovariance, mean: Tensor) -> Tensor:
+def _marginal(cov: Covariance, mean: Tensor) -> Tensor:
     """Variances (n, c)."""
     if isinstance(cov, FactoredCovariance):
         return cov.T.square().sum(-1)
@@ -434,12 +444,23 @@ def _nonnegative(values: Tensor, what: str) -> Tensor:
     return values.clamp(min=0)
 
 
-def _square_root(cov: Tensor | FactoredCovariance, mean: Tensor) -> Tensor:
+def factor_covariance(cov: Tensor, mean: Tensor) -> FactoredCovariance:
+    """Covariances (n, c, c) by their symmetric roots, for expectations at many means.
+
+    >>> factor_covariance(torch.tensor([[[4.0]]]), torch.zeros(1, 1)).T
+    tensor([[[2.]]])
+    """
+    return FactoredCovariance(_square_root(cov, mean))
+
+
+def _square_root(cov: Covariance, mean: Tensor) -> Tensor:
     """The symmetric square root of each block, or of each variance; blocks may be singular. A factor is a root."""
     if isinstance(cov, FactoredCovariance):
         return cov.T
     if cov.ndim == 2:
         return _marginal(cov, mean).sqrt()
+    if not bool(cov.any()):
+        return cov
     values, vectors = torch.linalg.eigh(cov)
     return (vectors * _nonnegative(values, "eigenvalue").sqrt()[..., None, :]) @ vectors.mT
 

@@ -505,7 +505,11 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
             rows = estimator._fit_.noise_rows.view(-1, J.c)
             precision = 1 / (_of_all(rows, J.n) if own else estimator._noise_at(f, X))
             residual = precision * (estimator._targets(y, J).view(J.n, J.c) - f)
-            return Fit(J, estimator.posterior_, estimator.prior_variance_, precision.sqrt().flatten(), residual)
+
+            def root(index: Tensor) -> Tensor:
+                return precision[index].sqrt().flatten()
+
+            return Fit(J, estimator.posterior_, estimator.prior_variance_, root, residual)
         if isinstance(estimator, TangentClassifier):
             targets = estimator._encode(as_labels(y, J.n), J, estimator.classes_, estimator.likelihood_)
         else:
@@ -513,9 +517,12 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
     likelihood = estimator.likelihood_
     if estimator._weight is not None:
         likelihood, targets = Weighted.pack(likelihood, targets, _of_all(estimator._weight, J.n).to(f))
-    root = likelihood.observed_root(f, targets)
-    root = root.flatten() if root.ndim == 2 else root
-    return Fit(J, estimator.posterior_, estimator.prior_variance_, root, likelihood.residual(f, targets))
+
+    def observed_root(index: Tensor) -> Tensor:
+        L = likelihood.observed_root(f[index], targets[index])
+        return L.flatten() if L.ndim == 2 else L
+
+    return Fit(J, estimator.posterior_, estimator.prior_variance_, observed_root, likelihood.residual(f, targets))
 
 
 def _of_all(values: Tensor, n: int) -> Tensor:

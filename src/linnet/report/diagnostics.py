@@ -6,6 +6,7 @@ Every estimator has a Gaussian posterior over the displacement, and training dat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ class Fit:
     J: Jacobian  # jacobian of the training data
     posterior: Posterior  # posterior over the displacement
     variance: Tensor  # prior variances S, (p,)
-    root: Tensor  # L at the posterior mean, (n c,) or (n, c, c)
+    root: Callable[[Tensor], Tensor]  # from the positions of m examples to L at the posterior mean, (m c,) or (m, c, c)
     residual: Tensor  # gradient of log p(y | f) at the posterior mean, (n, c)
 
 
@@ -59,17 +60,15 @@ def compute_spectrum(fit: Fit, *, rows: int = 1000) -> tuple[np.ndarray, int]:
         fit: A fit whose training data can be read by position.
         rows: Largest number of rows (examples times outputs) of the kernel that is decomposed.
     """
-    J, root, fewest = fit.J, fit.root, 8
+    J, fewest = fit.J, 8
     few = min(J.n, rows // J.c)
     if few < min(fewest, J.n):
         raise ValueError(
             f"With {J.c:,} outputs, the kernel of only {few} examples can be decomposed, but at least {fewest} are "
             "needed."
         )
-    if few < J.n:
-        index = torch.linspace(0, J.n - 1, few).long()
-        J = J.subset(index)
-        root = root.view(fit.J.n, -1)[index].flatten() if root.ndim == 1 else root[index]
+    index = torch.linspace(0, J.n - 1, few).long() if few < J.n else torch.arange(J.n)
+    J, root = J.subset(index) if few < J.n else J, fit.root(index)
     half = weigh(J.gram(scale=fit.variance), root, transpose=True)
     M = weigh(half.T.contiguous(), root, transpose=True)
     values = torch.linalg.eigvalsh(0.5 * (M + M.T).double()).flip(0)

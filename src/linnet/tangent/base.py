@@ -20,6 +20,7 @@ from linnet._estimator import (
     by_members,
     check_inputs,
     make_jacobian,
+    make_predictive_module,
     parse_dtype,
 )
 from linnet.data import Batch, SingleBatch, as_source
@@ -283,12 +284,28 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         total = sum(parts.values())
         return {layer: part / total if total > 0 else 0.0 for layer, part in parts.items()}
 
-    def to_module(self) -> LinearizedModule:
-        """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero)."""
+    def to_module(self, *, error_bars: bool = False) -> nn.Module:
+        """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero).
+
+        Args:
+            error_bars: Whether the module returns what `predict` says with error bars, in the network's own dtype: mean
+                and standard deviation of f, or class probabilities. The module is made of plain torch operations, which
+                `torch.export` and ONNX take. It is known where ``params`` are those of the last layer.
+        """
         check_is_fitted(self)
+        if error_bars:
+            options: dict[str, Any] = {"with_network": self.mean_ == "network", "level": self._level}
+            return make_predictive_module(self, self._exported_form(), **options)
         self.lin_.check_unchanged(contents=True)
         network = self.mean_ == "network"
         return LinearizedModule(self.lin_, self.posterior_.delta, with_network=network, level=self._level)
+
+    def _exported_form(self) -> Any:
+        """What a module with error bars returns."""
+        raise NotImplementedError(
+            "to_module(error_bars=True) gives numbers with Gaussian noise or class probabilities; "
+            f"{type(self).__name__} has neither. Use to_module() for the mean of the outputs."
+        )
 
     def apply(self) -> nn.Module:
         """A copy of the network with ``theta0 + delta`` written in; the model given is untouched.
@@ -361,7 +378,6 @@ class LinearizedModule(nn.Module):
 
     def _by_reverse(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same with a graph to the inputs: J delta is the derivative of delta^T J^T u in u."""
-        self.lin.check_unchanged()
         theta = {name: t.detach().requires_grad_() for name, t in self.lin.theta.items()}
         # The kernels that forward mode takes are also those that can be differentiated twice.
         with self.lin.network.in_precision("highest"), forward_mode(self.lin.module):

@@ -224,7 +224,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "
             "with mean='zero' all inputs then have the same probabilities: the features tell no classes apart, or the "
             "labels are too few. Use mean='network', more labels, or a variance of your own as prior=.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     @by_members
@@ -396,6 +396,16 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         if self.inference == "map" or self.link == "probit":
             return "none" if self.inference == "map" else "variance"
         return "factor" if self.variance_ == "samples" else "blocks"
+
+    def _exported_form(self) -> Any:
+        if self.link != "probit" or not isinstance(self.likelihood_, Bernoulli | Categorical):
+            raise NotImplementedError(
+                "to_module(error_bars=True) gives probabilities of classes without an order by link='probit'; the fit "
+                f"has {self.likelihood_!r} and link={self.link!r}."
+            )
+        if isinstance(self.likelihood_, Categorical):
+            return "classes"
+        return "labels" if self.multilabel_ else "one logit"
 
     @by_members
     def _probabilities(self, X: Any) -> Tensor:

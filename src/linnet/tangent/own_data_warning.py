@@ -60,13 +60,12 @@ def _ranks(x: Tensor) -> Tensor:
     return (last - (counts + 1) / 2)[group].to(x)
 
 
-def warn_of_own_data(tasks: Sequence[Task], base: Tensor, stacklevel: int = 5) -> None:
+def warn_of_own_data(tasks: Sequence[Task], base: Tensor) -> None:
     """Warn, on behalf of the caller of an estimator's method, where a network has seen a task's data.
 
     Args:
         tasks: Residuals with their Jacobians.
         base: Prior variances (p,), up to a scale.
-        stacklevel: How far above is the line that the warning names, as for `warnings.warn`.
     """
     for task in tasks:
         if own_data_score(task, base) < OWN_DATA:
@@ -75,6 +74,6 @@ def warn_of_own_data(tasks: Sequence[Task], base: Tensor, stacklevel: int = 5) -
                 "been trained on them: they are smaller than its errors on new data, and with mean='network' the error "
                 "bars will be too. For the error bars of a network on its own training data use linnet.Laplace; to "
                 "adapt it, use data that the network has not seen.",
-                stacklevel=stacklevel,
+                stacklevel=6,
             )
             return

@@ -311,7 +311,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         else:
             fits = closed_form.condition(tasks, self.prior_, settings)
         if self.mean_ == "network":
-            warn_of_own_data(tasks, self.prior_.base, stacklevel=6)
+            warn_of_own_data(tasks, self.prior_.base)
         if self._needs_float64(model, first, tasks, fits):
             return self._fit_all(data, "float64", source)
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
@@ -345,10 +345,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             except CannotCast:
                 self._attach(model, own)
             else:
-                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=5)
+                warnings.warn(f"{reason}. The fit is made again with a copy of the network in float64.", stacklevel=6)
                 return True
         if moved > 1:
-            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=5)
+            warnings.warn(f"{reason}. Give more noise, or run the network with more digits (dtype=).", stacklevel=6)
         return False
 
     def _network(self, X: Any, y: Any, weight: Tensor | None) -> nn.Module:
@@ -709,6 +709,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             (fit,) = closed_form.condition([task], Prior("given", self.prior_variance_), settings)
             self._kept["point"] = fit
         return self._kept["point"]
+
+    def _exported_form(self) -> Any:
+        return "one number" if self._one_column else "numbers"
 
     # Shapes and noise.
 

@@ -43,6 +43,20 @@ def test_vectors_of_images_have_the_names_of_their_files(tmp_path, nets):
         assert file["embedding"].shape == (len(file["names"]), 2)
 
 
+def test_data_that_the_network_does_not_take(tmp_path, nets):
+    train, test = digits(tmp_path)
+    with np.load(test) as file:
+        np.savez(tmp_path / "wrong.npz", x=file["x"][:, :10])
+    line = ("embed", "--model", f"{nets}:digits", "--components", "2")
+    done(*line, "--data", train, "--out", tmp_path / "run")
+    for refusal in (
+        refused(*line, "--data", tmp_path / "wrong.npz", "--out", tmp_path / "no"),
+        refused("predict", "--run", tmp_path / "run", "--data", tmp_path / "wrong.npz", "--out", tmp_path / "e.npz"),
+    ):
+        assert "The network does not take these data" in refusal
+    assert not (tmp_path / "no").exists() and not (tmp_path / "e.npz").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -187,6 +187,15 @@ def test_a_floor_that_matters_is_said() -> None:
         choose_by_kernels([problem], start=Choice((1.0,), (1.0,), math.nan))
 
 
+def test_one_noise_of_several_that_stops_at_its_floor_is_said() -> None:
+    Phi, output = normal(40, 3, seed=1), torch.arange(40) % 2
+    r = Phi @ normal(3, seed=2) + output * normal(40, seed=3)
+    task = KernelTask({"a": (Phi @ Phi.T).float()}, r.float(), output)
+    with pytest.warns(UserWarning, match="less noise than can be told from none"):
+        found = choose_by_kernels([task], scales=(1.0,), start=Choice((1.0,), (1.0, 1.0), math.nan))
+    assert found.noise[0] < 1e-2 and found.noise[1] > 0.1
+
+
 def test_the_floor_grows_with_the_rows() -> None:
     eps = torch.finfo(torch.float32).eps
     assert dense_floor(300, torch.float32) == 4 * 300 * eps

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from linnet import linearize
 from linnet.inference.mode import spaces
 from linnet.inference.mode.line_search import LineSearch
-from linnet.inference.mode.newton import function_space, pass_space, weight_space
+from linnet.inference.mode.newton import FORMULA, function_space, pass_space, weight_space
 from linnet.inference.mode.spaces import Solve
-from linnet.linalg import LowRankPreconditioner, Matrix, inner_matrix
+from linnet.linalg import LowRankPreconditioner, Matrix
 from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood
 from tests.support.counted import Counted
 from tests.support.drawn import double, normal
@@ -38,6 +38,7 @@ CASES = [
     pytest.param(Bernoulli(), 1, id="binary"),
     pytest.param(Bernoulli(), 3, id="multilabel"),
     pytest.param(Categorical(), 3, id="categorical"),
+    pytest.param(Categorical(), FORMULA + 1, id="many classes"),
     pytest.param(Gaussian(torch.tensor([0.3, 1.0, 0.1], dtype=torch.float64)), 3, id="gaussian"),
 ]
 
@@ -324,16 +325,6 @@ def test_evidence_factor_and_root_belong_together(likelihood: Likelihood, c: int
     assert a.log_det == pytest.approx(float(torch.linalg.slogdet(eye + K @ B).logabsdet), rel=1e-9)
     assert b.log_evidence == pytest.approx(a.log_evidence, rel=1e-9)
     assert function_space(K, y, mean=mean, likelihood=likelihood, factor=False).factor is None
-
-
-def test_inner_matrix_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    Phi, mean, _ = problem(Categorical())
-    K, root = Phi @ Phi.T, Categorical().root(mean)
-    whole = inner_matrix(K, root, scale=0.3)
-    L = torch.block_diag(*root)
-    torch.testing.assert_close(whole, torch.eye(N * C).double() + 0.3 * L.T @ K @ L, rtol=1e-12, atol=1e-12)
-    monkeypatch.setattr(spaces, "BLOCK", 5 * C * N * C)  # blocks of 5, 5 and 2 examples
-    torch.testing.assert_close(inner_matrix(K, root, scale=0.3), whole, rtol=1e-14, atol=1e-14)
 
 
 # Errors.

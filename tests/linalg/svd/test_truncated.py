@@ -26,7 +26,14 @@ from linnet.fisher import fisher_statistics
 from linnet.linalg import Decomposition, LinearOperator, LowRank, Matrix, Stack, low_rank, orthonormalize
 from linnet.linalg.float64 import orthonormality
 from linnet.linalg.svd import block_krylov, truncated
-from linnet.linalg.svd.block_krylov import KrylovSpace, combine, expected_error, multiply_both, shared_inner
+from linnet.linalg.svd.block_krylov import (
+    KrylovSpace,
+    combine,
+    expected_error,
+    grow_krylov_space,
+    multiply_both,
+    shared_inner,
+)
 from linnet.linalg.svd.truncated import (
     choose_method,
     landmark_block,
@@ -293,6 +300,16 @@ def test_restarted_residuals_are_right():
     P = Q @ found.Y
     residuals = (A.T @ (A @ P) - P * found.theta).norm(dim=0)
     assert float((residuals - found.residuals).abs().max()) < 1e-9 * float(found.theta[0])
+
+
+@pytest.mark.parametrize(("rank", "converged"), [(5, True), (25, False)])
+def test_a_space_that_cannot_grow_has_converged_and_a_space_that_was_stopped_has_not(rank, converged):
+    A = with_values(torch.linspace(1, 2, rank, dtype=torch.float64), 30, 40)
+    state = KrylovSpace.start(orthonormalize(A.T @ normal(30, 8)))
+    given = {"tolerance": 1e-9, "limit": 2, "capacity": 100, "after": lambda *_: None}
+    found, wanted, enough = grow_krylov_space(Matrix(A), state, lambda theta: None, **given)
+    assert (enough, wanted) == (converged, len(found.theta))
+    assert (state.X.shape[1] == 0) == converged
 
 
 def test_memory_that_no_basis_fits_in():
@@ -818,7 +835,7 @@ def test_a_file_of_another_computation_is_refused(tmp_path):
     assert file.exists()
     with pytest.raises(ValueError, match=r"belongs to another computation.*settings have changed"):
         run(x, seed=1)
-    with pytest.raises(ValueError, match=r"belongs to another computation.*settings have changed"):
+    with pytest.raises(ValueError, match=r"belongs to another computation: .*the weights have changed"):
         run(x, weights=1)
     other = x.clone()
     other[20] += 0.1

@@ -405,6 +405,12 @@ def test_likelihoods_of_users_that_cannot_serve() -> None:
     with pytest.raises(TypeError, match="log_prob must be made of torch functions of f"):
         Constant().residual(f, y)
     close(Linear().observed_curvature(f, y), torch.zeros_like(f))
+
+    class Rounded(Likelihood):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return -0.5 * f[:, 0].square() + 0.5e-12 * f[:, 1].square()
+
+    assert Rounded().observed_curvature(f, y).tolist() == [[1.0, 0.0]] * 3
     for name, call in (("mean", "mean"), ("Fisher information", "curvature"), ("variance", "variance")):
         with pytest.raises(NotImplementedError, match=f"Linear does not say what its {name} is"):
             getattr(Linear(), call)(f)
@@ -419,8 +425,8 @@ def test_counts_that_are_none(law: Likelihood) -> None:
     for wrong in (-1.0, 0.5):
         with pytest.raises(ValueError, match=rf"needs counts, whole numbers .*; example 1 has \[{wrong}\]"):
             law.targets([[1.0], [wrong]], 2, 1)
-    with pytest.raises(ValueError, match="targets that are finite"):
-        law.targets([[1.0], [math.nan]], 2, 1)
+    with pytest.raises(ValueError, match=r"targets that are finite; 2 of 3 .* the first is example 1: \[nan\]"):
+        law.targets([[1.0], [math.nan], [math.inf]], 3, 1)
 
 
 def test_ordered_labels_that_are_none() -> None:

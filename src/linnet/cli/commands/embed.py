@@ -129,6 +129,7 @@ def _prepare(
         with terminal.blame_input("The network does not take these data: "):
             embedding._attach(scores.as_score(embedding.score))
             J = embedding.lin_.jacobian(data.X, progress=False)
+            _ = J.c  # the first examples
         print_plan(printer, model, J)
     return embedding, data, reading
 

@@ -23,24 +23,14 @@ from linnet.report import to_array
 
 def run(options: Mapping[str, Any]) -> None:
     """Load a run, read new data as the run did, and write predictions with error bars, or vectors of an embedding."""
-    folder, data, out, model, weights = (options[name] for name in ("run", "data", "out", "model", "weights"))
+    folder, data, out = (options[name] for name in ("run", "data", "out"))
     device, kept = choose_device(options["device"]), run_folder.read(folder)
     ending = ".npz" if kept.command == "embed" else ".csv"
     if out.suffix != ending:
         raise UsageError(f"The run was made by linnet {kept.command}, so --out must be a {ending} file; got {out}.")
-    if model is None:
-        run_folder.check_trusted(folder, kept, trusted=options["trust"])
     with join_processes(device), publishing.publish_file(out, force=options["force"]):
         printer = Printer()
-        if model is None:
-            printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
-        found = read(data, kept.reading, labeled=False)
-        network = run_folder.load_network(folder, kept, found, model=model, weights=weights or (), device=device)
-        found = cast_for_network(found, network[0] if isinstance(network, list) else network)
-        estimator = run_folder.load_estimator(folder, kept, network)
-        printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
-        with blame_input("The network does not take these data: "):
-            members_of(estimator)[0].lin_.jacobian(found.X, progress=False)
+        estimator, found = load_run(options, kept, device, printer)
         if kept.command == "embed":
             E = torch.as_tensor(estimator.transform(found.X)).cpu().numpy()
             named = {"names": np.array(found.names)} if found.names else {}
@@ -53,6 +43,25 @@ def run(options: Mapping[str, Any]) -> None:
             if is_first_process():
                 write_csv(out, told.columns)
         printer.print_written(out.parent, [out.name])
+
+
+def load_run(
+    options: Mapping[str, Any], kept: run_folder.Run, device: torch.device, printer: Printer
+) -> tuple[Any, Examples]:
+    """The estimator of the run in --run, and the examples of --data, read as the run read its own."""
+    folder, data, model = (options[name] for name in ("run", "data", "model"))
+    if model is None:
+        run_folder.check_trusted(folder, kept, trusted=options["trust"])
+        printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
+    found = read(data, kept.reading, labeled=False)
+    weights = options["weights"] or ()
+    network = run_folder.load_network(folder, kept, found, model=model, weights=weights, device=device)
+    found = cast_for_network(found, network[0] if isinstance(network, list) else network)
+    estimator = run_folder.load_estimator(folder, kept, network)
+    printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
+    with blame_input("The network does not take these data: "):
+        _ = members_of(estimator)[0].lin_.jacobian(found.X, progress=False).c  # the first examples
+    return estimator, found
 
 
 def _can_score(y: np.ndarray, kept: run_folder.Run) -> bool:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
@@ -62,6 +62,9 @@ more steps and fewer preconditioners."""
 PAIRS = 60
 """Steps whose gradients correct the preconditioner, or a third of them where all would take more than 4 GiB:
 more take more memory, fewer take more steps. Without a preconditioner 60 take half of the passes that 20 take."""
+
+FORMULA = 64
+"""Outputs from which on a formula of the curvature of classes is faster than products with its blocks."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,9 @@ def _find_dense(
     held.clear()
     if not factor:
         return found
-    last = space.factor(found.root)
+    n, c = mean.shape
+    y = likelihood.targets(y, n, c, dtype=mean.dtype, device=mean.device)
+    last = space.factor(row_root(likelihood, found.f, y, most=_most_numbers(c)))
     return replace(found, factor=last, log_det=float(log_det_from(last)))
 
 
@@ -310,11 +315,9 @@ def _minimize(
         return likelihood.residual(mean[part] + shift.view(-1, c), y[part]).flatten()
 
     def terms(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f, y)
+        return likelihood.log_prob(f, y), likelihood.residual(f, y), row_curvature(likelihood, f, y, most=most)
 
-    def root_of(f: Tensor) -> Any:
-        # Matrices of the dense spaces are larger than the blocks of all examples.
-        return row_root(likelihood, f, y) if isinstance(space, PassSpace) else as_weight(likelihood.observed_root(f, y))
+    most = _most_numbers(c)
 
     evaluate = partial(space.evaluate, residual=residual)
     x, shift, r, g = evaluate(space.vector(mean.new_zeros(space.size)))
@@ -333,7 +336,7 @@ def _minimize(
             break
         lags = not flat and len(norms) >= PATIENCE and norm > LAG * norms[-PATIENCE]
         if corrected is None or lags or length > space.longest:
-            fresh = make(root_of(f))
+            fresh = make(row_root(likelihood, f, y, most=most))
             if fresh is not None:
                 corrected, norms, length = _CorrectedSolve(space, fresh), [], 1.0
         assert corrected is not None
@@ -368,9 +371,15 @@ def _minimize(
         iterations=steps,
         passes=0,
         converged=norm <= tolerance,
-        root=root_of(f),
+        # Matrices of the dense spaces are larger than the blocks of all examples.
+        root=row_root(likelihood, f, y) if isinstance(space, PassSpace) else as_weight(likelihood.observed_root(f, y)),
         factor=None,
     )
+
+
+def _most_numbers(c: int) -> int | None:
+    """How many numbers blocks of c outputs may have, for `row_root`; classes in more have a formula."""
+    return None if c <= FORMULA else 0
 
 
 def _norm(space: Space, g: Tensor) -> float:

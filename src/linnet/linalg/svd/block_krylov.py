@@ -57,17 +57,17 @@ def multiply_both(V: LinearOperator, X: Tensor) -> tuple[Tensor, Tensor]:
 
 def own_rows(m: int, ranks: Ranks) -> slice:
     """The share of m rows that this rank takes where all ranks have the same tensors."""
-    return slice(*ranks.own(m))
+    return slice(*ranks.part(m))
 
 
 def gather_rows(X: Tensor, m: int, ranks: Ranks) -> Tensor:
     """All m rows, from the rows of each rank."""
-    if ranks.world == 1:
-        return X
-    out = X.new_empty(m, X.shape[1])
-    out[own_rows(m, ranks)] = X
-    ranks.share_rows(out, m)
-    return out
+    return ranks.gather_parts(X, m) if X.shape[1] else X.new_empty(m, 0)
+
+
+def _own(X: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's rows of a tensor that all ranks have, in memory of their own."""
+    return X if ranks.world == 1 else X[own_rows(len(X), ranks)].clone()
 
 
 def shared_inner(A: Tensor, B: Tensor, ranks: Ranks) -> Tensor:
@@ -226,8 +226,8 @@ class KrylovSpace:
 
     Attributes:
         X: The next block (p, b); no columns once the space is invariant.
-        Q: Blocks of the basis.
-        U: ``V Q``, block by block.
+        Q: Blocks of the basis; each rank has its rows of them.
+        U: ``V Q``, block by block; each rank has its rows of them.
         T: ``U^T U`` in float64.
         passes: Number of passes made so far.
         coarse: Whether products are still made in a cheaper precision.
@@ -258,13 +258,12 @@ class KrylovSpace:
         U, R = multiply_both(V, X)
         noise = 0.5 * ROUNDING * eps * float(torch.linalg.vector_norm(R, dim=0).max())
         self.passes += 1
-        self.Q.append(X)
-        self.U.append(U)
-        side = torch.cat([shared_inner(block, U, ranks) for block in self.U])
+        self.Q.append(_own(X, ranks))
+        self.U.append(_own(U, ranks))
+        side = torch.cat([_inner(block, self.U[-1], ranks) for block in self.U])
         self.T = F.pad(self.T, (0, len(side) - m, 0, len(side) - m))
         self.T[:, m:], self.T[m:] = side, side.T
-        rows = own_rows(len(R), ranks)
-        basis, R = [block[rows] for block in self.Q], R[rows]
+        basis, R = self.Q, _own(R, ranks)
         for _ in range(2):  # one projection leaves rounding of the part that it subtracts
             _project_out(R, basis, ranks)
         # Later blocks have smaller eigenvalues than earlier ones; of a first block, only the last eigenvalue is small.
@@ -288,7 +287,7 @@ class KrylovSpace:
 
         The first pass of the new space does the work of two: it multiplies the old vectors again, and the next block.
         """
-        X = torch.cat([combine(self.Q, found.Y[:, :keep]), self.X], 1)
+        X = torch.cat([gather_rows(combine(self.Q, found.Y[:, :keep]), len(self.X), ranks), self.X], 1)
         rest = float(found.theta[keep]) if keep < len(found.theta) else 0.0
         return replace(KrylovSpace.start(orthonormalize(X, ranks=ranks), passes=self.passes), rest=rest)
 

@@ -24,11 +24,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from linnet._common import find_dense_budget, full_precision, messages, show_progress
+from linnet._common import check_folder, find_dense_budget, full_precision, messages, show_progress
 from linnet.linalg.float64 import eigh, find_resolved
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.preconditioners.nystrom import draw_landmarks
-from linnet.linalg.svd.block_krylov import KrylovSpace, RitzPairs, combine, grow_krylov_space, orthonormalize
+from linnet.linalg.svd.block_krylov import (
+    KrylovSpace,
+    RitzPairs,
+    combine,
+    gather_rows,
+    grow_krylov_space,
+    orthonormalize,
+)
 from linnet.linalg.svd.checkpoint import Resumable
 
 Method = Literal["auto", "krylov", "power", "nystrom", "exact"]
@@ -165,9 +172,9 @@ def low_rank(
             passes as it takes, and an error if that is more than 12; for power 12, its 10 iterations and a product
             before and after.
         seed: Seed of the first block: of its random columns, and of the examples that it is made from.
-        checkpoint: A file for the state after each pass of krylov and power. A call with the same arguments goes on
-            from the file. The file is removed at the end, but stays where krylov gives up, so that a call with a larger
-            tolerance or more passes can go on, too. With several ranks, all must see the file.
+        checkpoint: A folder for the state after each pass of krylov and power. A call with the same arguments goes on
+            from the state, with any number of ranks. The folder is removed at the end, but stays where krylov gives up,
+            so that a call with a larger tolerance or more passes can go on, too. All ranks must see the folder.
         progress: As in `linnet.Linearization.jacobian`.
         trace: ``||V||_F^2`` where it is known, as for Fisher vectors (`linnet.fisher.statistics.Statistics.trace`);
             otherwise it takes one more pass.
@@ -194,7 +201,7 @@ def low_rank(
     """
     messages.check_seed(seed)
     if checkpoint is not None:
-        messages.check_writable(checkpoint, "checkpoint")
+        check_folder(checkpoint, "checkpoint")
     _check(V, k, method, tolerance, block, passes, trace, coarse)
     count, share = (int(k), None) if _whole(k) else (None, float(k))
     limit = int(V.ranks.smallest(find_dense_budget(memory, V.device)))
@@ -237,9 +244,9 @@ def _result(V: LinearOperator, found: _Found, method: str, s: _Settings, more: i
     assert trace is not None
     Y, theta = found.ritz.Y[:, :wanted], found.ritz.theta[:wanted]
     return Decomposition(
-        U=combine(found.U, Y),
+        U=gather_rows(combine(found.U, Y), V.shape[0], V.ranks),
         s=theta.sqrt().to(V.dtype),
-        P=combine(found.Q, Y),
+        P=gather_rows(combine(found.Q, Y), V.shape[1], V.ranks),
         eigenvalues=theta.to(V.dtype),
         passes=found.passes + more,
         converged=found.converged,
@@ -309,17 +316,21 @@ def _more_columns(k: int, block: int, coarse: bool) -> int:
 
 
 def _capacity(V: LinearOperator, s: _Settings, coarse: bool) -> int:
-    """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result."""
+    """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result.
+
+    Each rank holds its rows of the basis, and all rows of the others.
+    """
     fits = _columns_in(V, s.memory)
     result = s.block if s.k is None else s.k
     block = s.block + _more_columns(result, s.block, coarse)
     least = result + 2 * block
-    capacity = fits - 3 * block - result
+    capacity = (fits - 3 * block - result) * V.ranks.world
     if capacity < least:
+        needed = -(-least // V.ranks.world) + 3 * block + result
         raise MemoryError(
-            f"A Krylov basis of {V.name} {V.shape} needs room for {least + 3 * block + result} columns of "
-            f"{sum(V.shape):,} numbers, and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer "
-            "components, a smaller block=, fewer parameters with params=, or allow more with memory=."
+            f"A Krylov basis of {V.name} {V.shape} needs room for {needed} columns of {sum(V.shape):,} numbers, "
+            f"and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer components, a smaller "
+            "block=, fewer parameters with params=, or allow more with memory=."
         )
     return capacity
 

@@ -128,7 +128,11 @@ class Scale:
 
 
 def make_share_scale(title: str, low: float = 0.0, high: float = 1.0) -> Scale:
-    """An axis of shares."""
+    """An axis of shares, with a decimal where the axis is short.
+
+    >>> [make_share_scale("", 0.0, high).text(0.012) for high in (1.0, 0.04)]
+    ['1 %', '1.2 %']
+    """
     return Scale(low, high, title, lambda x: percent(x, 1 if high - low < 0.05 else 0))
 
 
