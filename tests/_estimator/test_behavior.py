@@ -104,7 +104,7 @@ def test_a_file_that_an_older_version_wrote(kind: str) -> None:
     assert "behavior" not in files.describe(path).meta
     found = linnet.load(path, model)
     if kind == "regressor":
-        again: Any = linnet.TangentRegressor(model, noise=0.125, **quiet).fit(inputs, y)
+        again: Any = linnet.TangentRegressor(model, mean="network", noise=0.125, **quiet).fit(inputs, y)
     elif kind == "classifier":
         again = linnet.TangentClassifier(model, inference="map", **quiet).fit(inputs, (y > 0).long())
     elif kind == "laplace":

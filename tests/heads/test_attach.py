@@ -320,7 +320,7 @@ def test_padding_does_not_matter() -> None:
 def test_the_three_lines_for_an_encoder() -> None:
     model, data, y = bert()
     new = attach_head(model, data, y)
-    clf = linnet.TangentClassifier(new, top=1, inference="map", prior="ntk").fit(data, y)
+    clf = linnet.TangentClassifier(new, top=1, inference="map", mean="network", prior="ntk").fit(data, y)
     assert {name.partition(".")[0] for name in clf.delta_} == {"backbone", "head"}
     before = (new(**data)[:, 0] > 0).long()
     assert int((clf.predict(data) == y).sum()) >= int((before == y).sum())
@@ -490,7 +490,7 @@ def test_activation_and_gradient_features_together(features: str | None) -> None
     y = labels(X)
     new = attach_head(model, X, y, features=features, penalty=1.0)
     params = top_blocks(new, 1)
-    clf = linnet.TangentClassifier(new, params, inference="map", prior="ntk").fit(X, y)
+    clf = linnet.TangentClassifier(new, params, inference="map", mean="network", prior="ntk").fit(X, y)
     lin = linnet.linearize(new, params)
     names = list(lin.theta)
     assert {name.split(".")[-2] for name in names} == ({"2", "4"} if features is None else {"2", "head"})

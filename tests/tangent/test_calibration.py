@@ -30,7 +30,8 @@ def test_intervals_cover_what_they_promise_on_data_from_the_model() -> None:
     new = linearize(model).jacobian(Z).cached()
 
     def covered(regs: list[TangentRegressor], values: Tensor, *, noisy: bool) -> float:
-        mean = g + torch.stack([reg.posterior_.shift(new)[:, 0] for reg in regs])
+        bases = [g if reg.mean_ == "network" else 0 * g for reg in regs]
+        mean = torch.stack([base + reg.posterior_.shift(new)[:, 0] for base, reg in zip(bases, regs, strict=True)])
         variance = torch.stack([reg.posterior_.variance(new)[:, 0] + noisy * reg.noise_ for reg in regs])
         return float(((values - mean).abs() < 1.96 * variance.sqrt()).double().mean())
 
@@ -53,7 +54,11 @@ def test_intervals_cover_with_five_observations_where_prior_and_noise_are_given(
     y = f + w @ J.T + noise**0.5 * normal(draws, 5, seed=2)
     truth = g + w @ N.T
     observed = truth + noise**0.5 * normal(draws, 20, seed=3)
-    tasks = TangentRegressor(model, prior=scale, noise=noise).fit_tasks([(X, targets) for targets in y]).tasks_
+    tasks = (
+        TangentRegressor(model, mean="network", prior=scale, noise=noise)
+        .fit_tasks([(X, targets) for targets in y])
+        .tasks_
+    )
     new = linearize(model).jacobian(Z).cached()
     mean = g + torch.stack([reg.posterior_.shift(new)[:, 0] for reg in tasks])
     variance = torch.stack([reg.posterior_.variance(new)[:, 0] for reg in tasks])

@@ -265,7 +265,7 @@ def test_bad_labels(y: np.ndarray, match: str) -> None:
         ({"family": "diagonal"}, "'auto', 'full', 'lowrank' or 'meanfield'"),
         ({"prior": "wide"}, "prior must be one of"),
         ({"solver": "lu"}, "solver must be one of"),
-        ({"mean": "one"}, "'network' or 'zero'"),
+        ({"mean": "one"}, "'network', 'zero'"),
         ({"dtype": "half"}, "'float32' or 'float64'"),
         ({"classes": [1, 2]}, "as many different labels"),
         ({"classes": [5, 6, 7]}, "not among classes"),

@@ -89,9 +89,7 @@ def test_priors_and_noises(prior: Any, noise: Any, solver: str) -> None:
     model = mlp(3)
     X, y, Z = problem(model, 20)
     lin = linearize(model)
-    reg = TangentRegressor(
-        model, average=False, prior=prior, noise=noise, solver=solver, dtype="float64", tolerance=1e-8
-    )
+    reg = TangentRegressor(model, None, "network", prior, noise, solver, average=False, dtype="float64", tolerance=1e-8)
     found = reg.fit(X, y).predict(Z)
     if prior == "ntk":
         variance = ntk_variances(lin) * reg.scales_["all"]
@@ -125,7 +123,8 @@ def test_weight_space_is_function_space(prior: str, noise: str, n: int) -> None:
     by_name = {name: s if s > 1e-9 else 1e-9 for name, s in chosen.scales_.items()}
     given: Any = by_name if prior == "layerwise" else float(chosen.scales_["all"])
     one, other = (
-        TangentRegressor(model, prior=given, noise=chosen.noise_, solver=solver).fit(X, y) for solver in DENSE
+        TangentRegressor(model, mean=chosen.mean_, prior=given, noise=chosen.noise_, solver=solver).fit(X, y)
+        for solver in DENSE
     )
     for a, b in zip(one.predict(Z, return_cov=True), other.predict(Z, return_cov=True), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * float(b.abs().max()))
@@ -337,12 +336,13 @@ def test_tasks_share_hyperparameters(prior: str, noise: str, solver: str) -> Non
     model = mlp(2)
     data = [problem(model, n, seed=100 * n)[:2] for n in (8, 20, 13)]
     Z = normal(4, 3, seed=1)
-    reg = TangentRegressor(model, average=False, prior=prior, noise=noise, solver=solver).fit_tasks(data)
+    how: Any = {"mean": "network", "average": False, "solver": solver}
+    reg = TangentRegressor(model, prior=prior, noise=noise, **how).fit_tasks(data)
     assert len(reg.tasks_) == 3 and reg.tasks_[0] is reg
     given: Any = reg.scales_["all"] if prior == "shared" else reg.scales_
     total = sum(task.log_evidence_ for task in reg.tasks_)
     for task, (X, y) in zip(reg.tasks_, data, strict=True):
-        single = TangentRegressor(model, average=False, prior=given, noise=reg.noise_, solver=solver).fit(X, y)
+        single = TangentRegressor(model, prior=given, noise=reg.noise_, **how).fit(X, y)
         for a, b in zip(task.predict(Z, return_cov=True), single.predict(Z, return_cov=True), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
         assert task.log_evidence_ == pytest.approx(single.log_evidence_, rel=1e-9)
@@ -352,10 +352,7 @@ def test_tasks_share_hyperparameters(prior: str, noise: str, solver: str) -> Non
             s = {k: v * (factor if changed == "scale" else 1) for k, v in reg.scales_.items()}
             v = np.asarray(reg.noise_) * (factor if changed == "noise" else 1)
             prior_given: Any = s["all"] if prior == "shared" else s
-            fits = [
-                TangentRegressor(model, average=False, prior=prior_given, noise=v, solver=solver).fit(X, y)
-                for X, y in data
-            ]
+            fits = [TangentRegressor(model, prior=prior_given, noise=v, **how).fit(X, y) for X, y in data]
             assert sum(fit.log_evidence_ for fit in fits) < total
 
 
@@ -455,7 +452,7 @@ def test_apply_writes_the_weights_into_a_copy() -> None:
     model = mlp()
     X, y, Z = problem(model, 20)
     before = copy.deepcopy(model.state_dict())
-    reg = TangentRegressor(model, params=["2.*"]).fit(X, y)
+    reg = TangentRegressor(model, params=["2.*"], mean="network").fit(X, y)
     changed = reg.apply()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
@@ -472,7 +469,7 @@ def test_apply_warns_of_weights_that_move_too_far() -> None:
     model = mlp()
     X, y, _ = problem(model, 20)
     y = model(X)[:, 0].detach() + 5 * normal(20, seed=4)
-    reg = TangentRegressor(model, params=["0.*"], prior=1e3, noise=1e-3).fit(X, y)
+    reg = TangentRegressor(model, params=["0.*"], mean="network", prior=1e3, noise=1e-3).fit(X, y)
     with pytest.warns(UserWarning, match=r"worse than the network that was given: .* was (\S+)\. The weights") as found:
         changed = reg.apply()
     assert found[0].filename == __file__

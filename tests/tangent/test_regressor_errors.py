@@ -54,7 +54,7 @@ def fit(model: nn.Module | None = None, n: int = 10, *, y: Any = None, **given: 
         ({"noise": [0.1, 0.2]}, r"noise for each of 10 observations needs shape \(10,\); got \(2,\)"),
         ({"solver": "lu"}, r"solver must be one of 'auto', 'function', 'weight', 'cg-function', 'cg-weight'; got 'lu'"),
         ({"preconditioner": "jacobi"}, "preconditioner must be one of 'auto', 'nystrom', 'pivoted-cholesky', 'none'"),
-        ({"mean": "median"}, "mean must be 'network' or 'zero'; got 'median'"),
+        ({"mean": "median"}, "mean must be one of 'auto', 'network', 'zero'; got 'median'"),
         ({"dtype": "float16"}, "dtype must be 'auto', 'float32' or 'float64'; got 'float16'"),
         ({"tolerance": 0}, "tolerance must be positive; got 0"),
         ({"iterations": 0}, "iterations must be a positive number; got 0"),
@@ -405,7 +405,7 @@ def test_conjugate_gradients_that_do_not_converge(solver: str) -> None:
 @pytest.mark.parametrize("solver", ITERATIVE)
 def test_preconditioners_change_the_work_and_not_the_answer(solver: str, preconditioner: str) -> None:
     model, X, y, Z = mlp(), normal(60, 3), normal(60, seed=1), normal(5, 3, seed=4)
-    want = TangentRegressor(model, prior=1.0, noise=0.1).fit(X, y)
+    want = TangentRegressor(model, mean="network", prior=1.0, noise=0.1).fit(X, y)
     reg = TangentRegressor(
         model,
         prior=1.0,
@@ -435,7 +435,8 @@ def test_a_kernel_of_zero() -> None:
     for solver in DENSE:
         with pytest.raises(ValueError, match="no selected parameter moves the outputs"):
             TangentRegressor(model, params=["b.*"], solver=solver).fit(normal(10, 3), normal(10, seed=1))
-        reg = TangentRegressor(model, params=["b.*"], prior=1.0, solver=solver).fit(normal(10, 3), normal(10, seed=1))
+        reg = TangentRegressor(model, params=["b.*"], mean="network", prior=1.0, solver=solver)
+        reg.fit(normal(10, 3), normal(10, seed=1))
         r = normal(10, seed=1) - model(normal(10, 3)).detach()[:, 0]
         assert reg.noise_ == pytest.approx((1 + reg.noise_floor / 10) * float(r.square().mean()))
 

@@ -74,7 +74,9 @@ def test_a_weight_counts_as_repetitions(solver: str, noise: Any, prior: Any) -> 
 def test_the_evidence_of_weights_is_the_integral_of_the_weighted_density(solver: str) -> None:
     """log of the integral of prod p(y | f)^w over the prior, in dense algebra, for weights that are not whole."""
     model, noise, s = net(2), 0.2, 0.4
-    reg = TangentRegressor(model, noise=noise, prior=s, solver=solver, tolerance=1e-11).fit(X, NUMBERS, HALVES)
+    reg = TangentRegressor(model, mean="network", noise=noise, prior=s, solver=solver, tolerance=1e-11).fit(
+        X, NUMBERS, HALVES
+    )
     J = linnet.linearize(model).jacobian(X)
     Phi, r, w = s**0.5 * J.dense(), (NUMBERS - J.outputs()).flatten(), HALVES.repeat_interleave(2)
     H = torch.eye(Phi.shape[1]).double() + Phi.T @ (w[:, None] / noise * Phi)
@@ -113,7 +115,7 @@ def test_leave_one_out_influence_and_path_with_weights() -> None:
 
 @pytest.mark.parametrize("solver", ["function", "weight"])
 def test_condition_and_refit_take_weights(solver: str) -> None:
-    given: dict[str, Any] = {"noise": 0.1, "prior": 0.5, "solver": solver}
+    given: dict[str, Any] = {"mean": "network", "noise": 0.1, "prior": 0.5, "solver": solver}
     whole = TangentRegressor(net(2), **given).fit(X, NUMBERS, sample_weight=HALVES)
     first = TangentRegressor(net(2), **given).fit(X[:9], NUMBERS[:9], sample_weight=HALVES[:9])
     grown = first.condition(X[9:], NUMBERS[9:], sample_weight=HALVES[9:])
@@ -127,8 +129,10 @@ def test_condition_and_refit_take_weights(solver: str) -> None:
 
 
 def test_tasks_and_top_blocks_take_weights() -> None:
-    a = TangentRegressor(net(2)).fit_tasks([(X, NUMBERS), (X[:9], NUMBERS[:9])], sample_weight=[W, None])
-    b = TangentRegressor(net(2)).fit_tasks([(repeated(X), repeated(NUMBERS)), (X[:9], NUMBERS[:9])])
+    a = TangentRegressor(net(2), mean="network").fit_tasks(
+        [(X, NUMBERS), (X[:9], NUMBERS[:9])], sample_weight=[W, None]
+    )
+    b = TangentRegressor(net(2), mean="network").fit_tasks([(repeated(X), repeated(NUMBERS)), (X[:9], NUMBERS[:9])])
     for one, other in zip(a.tasks_, b.tasks_, strict=True):
         close(one.log_evidence_, other.log_evidence_, rtol=1e-8)
     with pytest.raises(ValueError, match="There are 1 tasks, so sample_weight needs the weights of as many; got 2"):
@@ -166,7 +170,7 @@ def test_streams_take_weights(kind: str) -> None:
 def test_noise_of_each_observation(solver: str, shape: str) -> None:
     v = 0.05 + (normal(N, seed=3) if shape == "n" else normal(N, 2, seed=3)).square()
     model = net(2)
-    reg = TangentRegressor(model, noise=v, prior=0.5, solver=solver, tolerance=1e-11).fit(X, NUMBERS)
+    reg = TangentRegressor(model, mean="network", noise=v, prior=0.5, solver=solver, tolerance=1e-11).fit(X, NUMBERS)
     J, S = linnet.linearize(model).jacobian(X), 0.5
     rows = (v if v.ndim == 2 else v[:, None].expand(N, 2)).flatten()
     K = S * J.dense() @ J.dense().T + torch.diag(rows)

@@ -221,7 +221,7 @@ class Examples:
 
     def estimator(self, network: nn.Module, **settings: Any) -> Estimator:
         """An estimator of the task's kind."""
-        how: dict[str, Any] = {"seed": self.seed, "progress": self.progress} | settings
+        how: dict[str, Any] = {"mean": "network", "seed": self.seed, "progress": self.progress} | settings
         if self.task == "regression":
             return TangentRegressor(network, **how)
         classes = None if self.classes is None else self.classes.tolist()

@@ -139,7 +139,7 @@ def demo() -> None:
     top=_option(str | None, "Instead of --params: number of blocks from the top, or evidence.", None),
     prior=(OPTIONS["prior"][0], "balanced"),
     inference=_option(str, "For classes: auto, vi, laplace or map.", "auto"),
-    mean=_option(str, "auto, network, or zero (for the network's own training data).", "auto"),
+    mean=_option(str, "auto (by evidence and leave-one-out, for numbers), network, or zero.", "auto"),
     head=_option(str, "auto (a new head if the outputs do not match the targets), new, or keep.", "auto"),
     features=_option(str | None, "Module that a new head reads, by name; or output.", None),
 )

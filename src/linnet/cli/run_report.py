@@ -132,7 +132,7 @@ def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str
     if isinstance(found, linnet.Laplace):
         facts |= {"structure": found.structure_, "effective parameters": number(found.effective_dimension_)}
     else:
-        facts |= {"mean function": found.mean, "solver": found.solver_}
+        facts |= {"mean function": found.mean_, "solver": found.solver_}
         if isinstance(found, linnet.TangentClassifier):
             facts["inference"] = found.inference
     if noise is not None:

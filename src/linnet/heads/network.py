@@ -48,6 +48,8 @@ class Head(nn.Linear):
         features_: Where the features come from, as `attach_head` takes it.
     """
 
+    fitted_to_labels = True  # which `linnet.network.has_fitted_head` looks for
+
     def __init__(self, readout: Readout, features: str, *, dtype: torch.dtype, device: torch.device) -> None:
         c, d = readout.weight.shape
         super().__init__(d, c, dtype=dtype, device=device)

@@ -122,7 +122,7 @@ class TangentModel(Model):
         c = regressor._train.base.shape[1]
 
         def mean(x: Tensor) -> Tensor:
-            f = features.outputs(x) if regressor._mean == "network" else _zeros(x, c, features.lin)
+            f = features.outputs(x) if regressor.mean_ == "network" else _zeros(x, c, features.lin)
             return f if level is None else f + level
 
         scale = _check_noise(regressor.noise_, c).to(features.lin.device, features.lin.dtype)

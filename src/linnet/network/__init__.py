@@ -12,7 +12,7 @@ from linnet.network.checks import (
     output_tensor,
 )
 from linnet.network.copies import Forward, copy_sharing_parameters, with_forward
-from linnet.network.depth import block_names, top_blocks
+from linnet.network.depth import block_names, has_fitted_head, top_blocks
 from linnet.network.flat_output import FlatOutput, unflattened
 from linnet.network.functional_model import Autocast, FunctionalModel, Output, Watch, as_dtype, output_matrix
 from linnet.network.parameter_guard import READERS, CallGuard, address, coarser
@@ -45,6 +45,7 @@ __all__ = [
     "copy_sharing_parameters",
     "examples_interact",
     "fold_batchnorm",
+    "has_fitted_head",
     "lies_in_parts",
     "output_matrix",
     "output_tensor",

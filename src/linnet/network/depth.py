@@ -17,6 +17,11 @@ from linnet.network.checks import check_module
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
+def has_fitted_head(model: nn.Module) -> bool:
+    """Whether a part of the network was fitted to labels by `linnet.attach_head`: its module says so itself."""
+    return any(getattr(module, "fitted_to_labels", False) is True for module in model.modules())
+
+
 @dataclass(frozen=True)
 class Block:
     """A module of a stack, or a layer; start and stop are the places of its first and last modules with parameters."""

@@ -360,7 +360,7 @@ def _space(n: int, most: int) -> np.ndarray:
 
 def _compare_adapted(estimator: Tangent, found: Linearity, index: np.ndarray, outcome: Any) -> Linear:
     step, real = (to_array(f - found.before) for f in (found.linear, found.network))
-    whole = estimator._mean == "network"  # otherwise the model is the step alone, without the network's outputs
+    whole = estimator.mean_ == "network"  # otherwise the model is the step alone, without the network's outputs
     scores: dict[str, Mapping[str, float]] = {}
     if whole and isinstance(outcome, Classes):
         y = outcome.labels[index]
@@ -579,4 +579,5 @@ def find_evidence(estimator: Any) -> Evidence:
         dict(estimator.top_path_ or {}),
         estimator.top_,
         scales,
+        estimator.selection_ or (),
     )

@@ -121,6 +121,7 @@ class Evidence:
     blocks: Mapping[int, float] = field(default_factory=dict)
     chosen: int | None = None  # the chosen number of blocks
     scales: Mapping[str, float] = field(default_factory=dict)  # prior scales by name
+    selection: Sequence[Any] = ()  # rows of what else was compared, such as mean functions; dataclasses of one kind
 
 
 @dataclass(frozen=True)

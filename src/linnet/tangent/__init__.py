@@ -3,11 +3,13 @@
 from linnet.tangent.base import LinearizedModule, Tangent
 from linnet.tangent.classifier import TangentClassifier, as_labels, name_classes
 from linnet.tangent.glm import TangentGLM
+from linnet.tangent.mean_choice import MeanTrial
 from linnet.tangent.regressor import LeaveOneOut, TangentRegressor
 
 __all__ = [
     "LeaveOneOut",
     "LinearizedModule",
+    "MeanTrial",
     "Tangent",
     "TangentClassifier",
     "TangentGLM",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from sklearn.base import BaseEstimator
@@ -26,11 +26,11 @@ from linnet._estimator import (
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
-from linnet.network import block_names, check_whole, select, top_blocks
+from linnet.network import block_names, check_whole, has_fitted_head, select, top_blocks
 from linnet.probability import Posterior, Spread, layer_sums
 from linnet.tangent import files
 
-Mean = Literal["network", "zero"]
+Mean = Literal["auto", "network", "zero"]
 
 
 class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
@@ -40,6 +40,9 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         lin_: The linearization.
         posterior_: Over the displacement of the parameters.
         prior_variance_: (p,).
+        mean_: The mean function, "network" or "zero".
+        selection_: Rows of what was compared, one of them chosen: the mean functions, or the ways of `linnet.adapt`;
+            None where nothing was.
     """
 
     model: Any
@@ -63,6 +66,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _dtypes: Dtypes
     posterior_: Posterior
     prior_variance_: Tensor
+    mean_: str
     scales_: dict[str, float]
     log_evidence_: float | None
     log_evidence_error_: float
@@ -76,12 +80,12 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _level: Tensor | None = None
     _source: range | None = None
     _made: dict[str, Any] | None = None  # how `linnet.adapt` made the network from that of the user
-    selection_: Any = None  # what `linnet.adapt` has compared
+    selection_: tuple[Any, ...] | None = None
 
     _SHARED: ClassVar[tuple[str, ...]] = (
         *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
-        *("scales_", "_level", "_source"),  # of the prior and the mean function
+        *("scales_", "mean_", "selection_", "_level", "_source"),  # of the prior and the mean function
     )
     """Attributes that an estimator has in common with one that it makes for other data."""
 
@@ -184,12 +188,12 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
 
     def _mean_function(self, f: Tensor) -> Tensor:
         """The mean function, (n, c), where the network's outputs are f."""
-        base = f if self._mean == "network" else torch.zeros_like(f)
+        base = f if self.mean_ == "network" else torch.zeros_like(f)
         return base if self._level is None else base + self._level
 
     def _base(self, J: Jacobian) -> Tensor:
         """The mean function at the inputs of J, (n, c)."""
-        known = self._mean == "network"
+        known = self.mean_ == "network"
         return self._mean_function(J.outputs() if known else torch.zeros(J.n, J.c, dtype=J.dtype, device=J.device))
 
     def _predict(self, X: Any, spread: Spread = "none") -> tuple[Tensor, Any]:
@@ -215,12 +219,13 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         J = J.cached_if_fits()
         return self._base(J) + self.posterior_.sample(J, k, generator=generator)
 
-    @property
-    def _mean(self) -> str:
-        if self.mean not in ("network", "zero"):
-            raise ValueError(f"mean must be 'network' or 'zero'; got {self.mean!r}.")
-        # The network has fitted its source data, and its residuals there say nothing.
-        return "zero" if self.model is None or self._source is not None else self.mean
+    def _known_mean(self, network: nn.Module) -> str:
+        """The mean function as far as it is known before any data: "auto" where they may choose."""
+        if self.mean not in get_args(Mean):
+            raise ValueError(f"mean must be one of {', '.join(map(repr, get_args(Mean)))}; got {self.mean!r}.")
+        # Where a network, or its head, has fitted the data already, its residuals there say nothing.
+        fitted = self._source is not None or (self.mean == "auto" and has_fitted_head(network))
+        return "zero" if self.model is None or fitted else self.mean
 
     def _settings(self, eps: float = 0.0, **given: Any) -> SolverSettings:
         """Of the solvers, for passes with a relative rounding of ``eps``; ``given`` instead of the estimator's own."""
@@ -289,10 +294,10 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """
         check_is_fitted(self)
         if error_bars:
-            options: dict[str, Any] = {"with_network": self._mean == "network", "level": self._level}
+            options: dict[str, Any] = {"with_network": self.mean_ == "network", "level": self._level}
             return make_predictive_module(self, self._exported_form(), **options)
         self.lin_.check_unchanged(contents=True)
-        network = self._mean == "network"
+        network = self.mean_ == "network"
         return LinearizedModule(self.lin_, self.posterior_.delta, with_network=network, level=self._level)
 
     def _exported_form(self) -> Any:

@@ -67,7 +67,8 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         inference: "vi" (the best Gaussian, which is close to the exact posterior), "map" (the mode alone: sharper, and
             no error bars) or "laplace" (a Gaussian at the mode). With few labels the mode is far from the mean and its
             curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.variational`).
-        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
+        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone). "auto" is "zero" for a
+            network with a head of `linnet.attach_head`, which has seen the labels, and else "network".
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
         solver: "auto", "function", "weight" or "cg-weight"; see `linnet.inference.gaussian.closed_form`. With
             ``inference="map"`` also "adam", on minibatches, for a Dataset whose examples change every time they are
@@ -106,6 +107,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
     Attributes:
         classes_: The label of each output (for one logit: of 0 and 1).
         likelihood_: The likelihood, with thresholds where classes are in an order.
+        mean_: The mean function, "network" or "zero".
         scales_: Prior scales by name.
         log_evidence_: Of the Laplace approximation (with weights: of each example as many times as its weight says),
             whatever the inference, with a dense solver; by conjugate gradients
@@ -136,7 +138,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
         model: nn.Module | Sequence[nn.Module] | None = None,
         params: Params = None,
         inference: Inference = "vi",
-        mean: Mean = "network",
+        mean: Mean = "auto",
         prior: PriorSpec = "balanced",
         solver: str = "auto",
         *,
@@ -216,7 +218,7 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
 
     def _warn_of_nothing(self) -> None:
         """Where the evidence has shrunk the prior until nothing is left of a mean of zero."""
-        if not self.scales_ or self._mean != "zero" or self.mode_ is None or float(self.mode_.f.abs().max()) > NOTHING:
+        if not self.scales_ or self.mean_ != "zero" or self.mode_ is None or float(self.mode_.f.abs().max()) > NOTHING:
             return
         warnings.warn(
             f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "

@@ -26,6 +26,8 @@ ESTIMATORS = {
     "TangentClassifier": "linnet.tangent.classifier",
     "TangentGLM": "linnet.tangent.glm",
 }
+SELECTIONS = {"Trial": "linnet.adaptation", "MeanTrial": "linnet.tangent.mean_choice"}
+"""Rows of ``selection_``, and where they are."""
 
 
 def save(estimator: Tangent, path: str | os.PathLike[str]) -> None:
@@ -50,6 +52,7 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "solver": estimator.solver_,
         "variance": estimator.variance_,
         "n_features_in": getattr(estimator, "n_features_in_", None),
+        "mean": estimator.mean_,
         "top": estimator.top_,
         "top_path": None if estimator.top_path_ is None else list(estimator.top_path_.items()),
     }
@@ -85,7 +88,8 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "own": own,
         "behavior": seen,
         "made": estimator._made,
-        "selection": None if estimator.selection_ is None else [asdict(trial) for trial in estimator.selection_],
+        "selection": None if estimator.selection_ is None else [asdict(row) for row in estimator.selection_],
+        "selection_of": None if estimator.selection_ is None else type(estimator.selection_[0]).__name__,
     }
     if hasattr(estimator, "likelihood_"):
         given = estimator.likelihood
@@ -149,10 +153,12 @@ def read(
     estimator.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=layout)
     estimator._made = meta.get("made")
     if meta.get("selection") is not None:
-        trial = import_module("linnet.adaptation").Trial
-        estimator.selection_ = tuple(trial(**row) for row in meta["selection"])
+        name = meta.get("selection_of", "Trial")
+        row_of = getattr(import_module(SELECTIONS[name]), name)
+        estimator.selection_ = tuple(row_of(**row) for row in meta["selection"])
     estimator.variance_ = state.get("variance", "samples" if estimator.posterior_.known_from_samples else "exact")
     estimator._set_state(meta["own"], saved.strip("own.", tensors), J)
+    estimator.mean_ = state.get("mean") or estimator._known_mean(network)  # earlier files have that of the settings
     return estimator
 
 

@@ -94,6 +94,8 @@ class Generalized(Tangent):
             both = WithSource.join(self, inputs, y, weight, source)
             inputs, y, weight, self._source = both.inputs, both.y, both.weight, range(both.start, both.stop)
         model = self._network(inputs, y, weight)
+        known = self._known_mean(model)
+        self.mean_, self.selection_ = "network" if known == "auto" else known, None
         self._choose(model, inputs)
         J = self._attached_jacobian(model, inputs, self.dtype)
         fit = self._condition(inputs, y, J=J, weight=weight)
@@ -179,7 +181,7 @@ class Generalized(Tangent):
         if weight is not None:
             likelihood, targets = Weighted.pack(likelihood, targets, weight.to(J.device, J.dtype))
         if training is not None:
-            network = self._mean == "network"
+            network = self.mean_ == "network"
             fit = any_likelihood.train(J, targets, prior, likelihood, how.settings, network=network, training=training)
         else:
             fit = any_likelihood.condition(Observations(J, targets, self._base(J), likelihood), prior, how, solver)

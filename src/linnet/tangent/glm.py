@@ -46,7 +46,7 @@ class TangentGLM(HubMixin, Generalized):
         params: Which parameters adapt; see `linnet.linearize`.
         inference: "vi" (the best Gaussian), "laplace" (a Gaussian at the mode) or "map" (the mode alone: no error
             bars).
-        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
+        mean: "network", "zero" or "auto", as for `TangentClassifier`.
         prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
         solver: "auto", "function", "weight" or "cg-weight", and with ``inference="map"`` also "adam"; as for
             `TangentClassifier`.
@@ -70,6 +70,7 @@ class TangentGLM(HubMixin, Generalized):
 
     Attributes:
         likelihood_: The likelihood, with the parameters that were found.
+        mean_: The mean function, "network" or "zero".
         scales_: Prior scales by name.
         log_evidence_: Of the Laplace approximation, as for `TangentClassifier`.
         elbo_: The bound of the log evidence that VI reached.
@@ -94,7 +95,7 @@ class TangentGLM(HubMixin, Generalized):
         likelihood: str | Likelihood = "poisson",
         params: Params = None,
         inference: Inference = "vi",
-        mean: Mean = "network",
+        mean: Mean = "auto",
         prior: PriorSpec = "balanced",
         solver: str = "auto",
         *,

@@ -32,7 +32,7 @@ from linnet._estimator import (
     leave_out_weightless,
     list_options,
 )
-from linnet.inference import LOG_2PI, Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
+from linnet.inference import Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
 from linnet.inference.gaussian import closed_form, updates
 from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.linalg import Stack
@@ -40,6 +40,7 @@ from linnet.network import CannotCast, Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, as_variances, check_prior, make_prior
 from linnet.tangent import files
 from linnet.tangent.base import Mean, Tangent
+from linnet.tangent.mean_choice import choose_mean
 from linnet.tangent.own_data_warning import warn_of_own_data
 
 COARSE = 1e-3
@@ -80,7 +81,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         params: Which parameters adapt; see `linnet.linearize`.
         top: Instead, how many blocks adapt, from the top, with all that comes after them; see
             `linnet.network.top_blocks`. "evidence" takes one block more while the evidence rises.
-        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone).
+        mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone). "auto" fits both and takes
+            the one with the larger sum of log evidence and leave-one-out log densities; kernels and their eigenvectors
+            are made once for both. "auto" is "zero" for a network with a head of `linnet.attach_head`, which has seen
+            the targets. "auto" is "network" for two observations or fewer, for iterative solvers, and where the matrix
+            to decompose has more than 4,096 rows (12,288 on a GPU).
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.probability.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
@@ -121,6 +126,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     Attributes:
         noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's; for
             a noise of each observation, what was given.
+        mean_: The mean function, "network" or "zero"; that of `fit` also in `refit` and `condition`.
+        selection_: What "auto" compared, a row for each mean function with its log evidence and its leave-one-out log
+            densities; None where nothing was compared.
         source_noise_: The same of the source data, where `fit` was given them.
         noise_floored_: Whether half the noise would have more evidence, so that ``noise_`` comes from ``noise_floor``
             rather than from the observations; for "per-output" one for each.
@@ -153,7 +161,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
         params: Params = None,
-        mean: Mean = "network",
+        mean: Mean = "auto",
         prior: PriorSpec = "balanced",
         noise: Any = "evidence",
         solver: str = "auto",
@@ -250,6 +258,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             inputs[0], ys[0], weights[0] = both.inputs, both.y, both.weight
             self._source = range(both.start, both.stop)
         model = self._network(inputs[0], data[0][1], weights[0])
+        known_mean = self._known_mean(model)
+        self.mean_, self.selection_ = "network" if known_mean == "auto" else known_mean, None
         self._choose(model, inputs[0])
         first = self._attached_jacobian(model, inputs[0], self.dtype if dtype is None else dtype)
         lin = self.lin_
@@ -291,10 +301,17 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             )
         whole = jacobians[0] if len(jacobians) == 1 else Stack(jacobians)
         self.prior_ = make_prior(lin, self.prior, J=whole, weight=_row_weights(tasks))
-        if self._mean == "network":
-            warn_of_own_data(tasks, self.prior_.base)
         settings = self._settings(_rounding(jacobians[0], solver), solver=solver, average=bool(self.average))
-        fits = closed_form.condition(tasks, self.prior_, settings)
+        if known_mean == "auto" and closed_form.decomposes(solver, rows, lin.p, lin.device) and _can_compare(targets):
+            pairs = zip(tasks, targets, strict=True)
+            zero = [replace(task, r=y.flatten(), base=torch.zeros_like(task.base)) for task, y in pairs]
+            options = {"network": tasks, "zero": zero}
+            self.mean_, fits, self.selection_ = choose_mean(options, self.prior_, settings)
+            tasks = options[self.mean_]
+        else:
+            fits = closed_form.condition(tasks, self.prior_, settings)
+        if self.mean_ == "network":
+            warn_of_own_data(tasks, self.prior_.base)
         if self._needs_float64(model, first, tasks, fits):
             return self._fit_all(data, "float64", source)
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
@@ -480,11 +497,16 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             for theta in (None, self.lin_.move_theta(self.posterior_.delta))
         )
         if after > before:
+            why = (
+                "The weights move too far for the network to be linear in them. Use predict or to_module(), which are "
+                "linear, or adapt fewer parameters (params=, top=)."
+                if self.mean_ == "network"
+                else "The mean function is zero, so that the model has no part of the network's outputs, and the "
+                "network with other weights has. Use predict or to_module(), or fit with mean='network'."
+            )
             warnings.warn(
                 "The network with the adapted weights is worse than the network that was given: on the training data "
-                f"its mean squared error is {after:.3g}, and was {before:.3g}. The weights move too far for the "
-                "network to be linear in them. Use predict or to_module(), which are linear, or adapt fewer parameters "
-                "(params=, top=).",
+                f"its mean squared error is {after:.3g}, and was {before:.3g}. {why}",
                 stacklevel=4,
             )
 
@@ -555,7 +577,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         task, X, y = self._new_task(X, y, sample_weight, noise, cached=True)
         J, choice = task.J, self._fit_.choice
         task = replace(task, noise=replace(task.noise, value=choice.noise))
-        if self._mean == "network":
+        if self.mean_ == "network":
             warn_of_own_data([task], self.prior_variance_)
         prior = Prior("given", self.prior_variance_)
         rows, p = J.shape
@@ -642,22 +664,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """
         check_is_fitted(self)
         if "loo" not in self._kept:
-            P = self._precisions()
-            n, c = len(P), P.shape[1]
-            step = torch.linalg.solve(P, self._point_fit().alpha.view(n, c, 1))[..., 0]  # y - mean without the example
-            y = self._train.base + self._train.r.view(n, c)
-            C = torch.linalg.inv(P)  # of all w observations' average
-            if self._train.noise.weight is not None:
-                more = (self._train.noise.weight - 1) * self._fit_.noise_rows
-                C = C + torch.diag_embed(more.view(n, c))
-                P = torch.linalg.inv(C)
-            std = C.diagonal(dim1=1, dim2=2).sqrt()
-            fit = (step * (P @ step[..., None])[..., 0]).sum(1)
-            score = 0.5 * (torch.linalg.slogdet(P)[1] - fit - c * LOG_2PI)
-            index = self._task_examples(n)
-            self._kept["loo"] = LeaveOneOut(
-                *(x[index].cpu().numpy() for x in (self._shaped(y - step), self._shaped(std), score))
-            )
+            found = updates.leave_one_out(self._train, self._point_fit(), self._precisions())
+            y = self._train.base + self._train.r.view_as(self._train.base)
+            index = self._task_examples(len(y))
+            columns = self._shaped(y - found.step), self._shaped(found.variance.sqrt()), found.score
+            self._kept["loo"] = LeaveOneOut(*(x[index].cpu().numpy() for x in columns))
         return self._kept["loo"]
 
     @by_members
@@ -742,6 +753,11 @@ class _Half:
             )
         d = out.shape[1] // 2
         return out[:, d:] if self.second else out[:, :d]
+
+
+def _can_compare(targets: Sequence[Tensor]) -> bool:
+    """Whether targets tell mean functions apart: more than two of them, which are not all zero."""
+    return sum(y.numel() for y in targets) > 2 and any(bool(y.any()) for y in targets)
 
 
 def _row_weights(tasks: Sequence[Task]) -> Tensor | None:

@@ -117,21 +117,18 @@ def _check_head(options: FitOptions, data: FitData, *, adapts: bool) -> None:
 
 def _resolve_auto(options: FitOptions, data: FitData, printer: Printer) -> FitOptions:
     """Replace "auto" by its meaning for these data."""
-    task, mean, inference = data.task, options.mean, options.inference
-    if mean == "auto":
-        # A new head has seen the labels, so its residuals say next to nothing (linnet.attach_head).
-        mean = "zero" if task.new_head else "network"
+    task, inference = data.task, options.inference
     if task.kind == "regression":
         if inference != "auto":
             raise UsageError(f"--inference {inference} is for classes. Regression is exact: leave --inference out.")
-        printer.say(f"mean function: {mean}; prior: {options.prior}")
-        return replace(options, mean=mean)
+        printer.say(f"mean function: {options.mean}; prior: {options.prior}")
+        return options
     if inference == "auto":
         count = len(task.classes)
         outputs = (count if count > 2 else 1) if task.new_head else task.outputs
         inference = "vi" if data.train.n * outputs <= MANY else "laplace"
-    printer.say(f"inference: {inference}; mean function: {mean}; prior: {options.prior}")
-    return replace(options, mean=mean, inference=inference)
+    printer.say(f"inference: {inference}; mean function: {options.mean}; prior: {options.prior}")
+    return replace(options, inference=inference)
 
 
 def _outline(options: FitOptions, data: FitData) -> nn.Module:
@@ -186,12 +183,15 @@ def _print_ensemble(printer: Printer, found: Any) -> None:
     if found.log_evidence_ is not None:
         printer.say(f"log evidence {found.log_evidence_:.1f} of {len(found.members_)} networks together")
     _print_noise(printer, found)
+    if not isinstance(found, linnet.Laplace):
+        printer.say(f"mean functions: {', '.join(member.mean_ for member in found.members_)}")
     printer.say(f"weights of the networks: {', '.join(f'{w:.3g}' for w in found.weights_)}")
 
 
 def _print_adaptation(printer: Printer, found: Any) -> None:
     if found.log_evidence_ is not None:
         printer.say(f"log evidence {found.log_evidence_:.1f}, by solver {found.solver_!r}")
+    printer.say(f"mean function: {found.mean_}")
     if found.top_path_:
         path = ", ".join(f"{k}: {value:.1f}" for k, value in found.top_path_.items())
         printer.say(f"blocks from the top: {found.top_} (log evidence {path})")

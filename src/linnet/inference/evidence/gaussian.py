@@ -146,6 +146,10 @@ class Eigenpairs(NamedTuple):
     vectors: Tensor
     along: Tensor
 
+    def with_vector(self, b: Tensor) -> Eigenpairs:
+        """The same matrix with another vector b (k,)."""
+        return self._replace(along=self.vectors.T @ b)
+
 
 def decompose(A: Tensor, b: Tensor) -> Eigenpairs:
     """The eigenpairs of A (k, k), and b (k,) along them."""

@@ -22,10 +22,11 @@ for in the same block, and the log determinant by stochastic Lanczos quadrature 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +43,23 @@ if TYPE_CHECKING:
     from linnet.probability import Posterior
 
 
-def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
+def condition(
+    tasks: Sequence[Task],
+    prior: Prior,
+    settings: SolverSettings,
+    *,
+    choice: Choice | None = None,
+    shared: dict[Any, Any] | None = None,
+) -> list[Fit]:
     """The posterior of every task, with hyperparameters that all tasks share.
 
     Args:
         tasks: One or more; their Jacobians belong to the same network.
         prior: Of the displacement of each task.
         settings: How to solve.
+        choice: The hyperparameters, for a dense solver, where they are known; None to choose them.
+        shared: Where fits of the same rows, prior and known noise to other residuals find what they have in common: the
+            kernels and their eigenvectors. The dense solvers fill an empty dict. None for one fit.
     """
     first = tasks[0].J
     rows = max(task.J.shape[0] for task in tasks)
@@ -64,34 +75,56 @@ def condition(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
             "of the data and pass what it found."
         )
     if solver == "function":
-        return _function(tasks, prior, settings)
+        return _function(tasks, prior, settings, choice, shared)
     if solver == "weight":
-        return _weight(tasks, prior, settings)
+        return _weight(tasks, prior, settings, choice, shared)
+    assert choice is None
     return iterative.condition(tasks, prior, settings, space="weight" if solver == "cg-weight" else "function")
+
+
+def decomposes(solver: str, rows: int, p: int, device: torch.device) -> bool:
+    """Whether a solver is a dense one that has the eigenvectors of a matrix of up to `EXACT_ROWS` rows."""
+    size = {"function": rows, "weight": p}.get(solver, math.inf)
+    return size <= EXACT_ROWS[device.type]
+
+
+def _keep(shared: dict[Any, Any] | None, key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, made once for all fits that share."""
+    if shared is None:
+        return make()
+    if key not in shared:
+        shared[key] = make()
+    return shared[key]
 
 
 # Dense function space.
 
 
-def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
+def _function(
+    tasks: Sequence[Task],
+    prior: Prior,
+    settings: SolverSettings,
+    choice: Choice | None,
+    shared: dict[Any, Any] | None,
+) -> list[Fit]:
     # The parts of a stack, which later data leave, are cached.
-    tasks = [task if isinstance(task.J, Stack) else replace(task, J=task.J.cached()) for task in tasks]
+    tasks = [
+        task if isinstance(task.J, Stack) else replace(task, J=_keep(shared, ("J", i), task.J.cached))
+        for i, task in enumerate(tasks)
+    ]
     several = len(prior.scales) > 1 or tasks[0].noise.count > 1
-    kernels: list[dict[str, Tensor]] = []
-    for task in tasks:
-        parts = task.J.layer_grams() if len(prior.scales) > 1 else {"all": task.J.gram(scale=prior.base)}
-        for K in parts.values():
-            _whiten_(K, task.noise.base)
-        kernels.append(parts)
+    kernels: list[dict[str, Tensor]] = [
+        _keep(shared, ("kernels", i), partial(_make_kernels, task, prior)) for i, task in enumerate(tasks)
+    ]
     residuals = [task.r * task.noise.base.rsqrt() for task in tasks]
 
     known_spectra: list[_Decomposed] = []
 
-    def find_spectrum(K: Tensor, r: Tensor, noise: Noise) -> gaussian.KernelSpectrum:
+    def find_spectrum(i: int, K: Tensor, r: Tensor, noise: Noise) -> gaussian.KernelSpectrum:
         repeats = sum(noise.count_repeats())
         if not several and len(r) > EXACT_ROWS[r.device.type]:
             return lanczos_spectrum(lambda V: K @ V, r, settings).with_repeats(repeats)
-        pairs = gaussian.decompose(K, r)
+        pairs = _keep(shared, ("pairs", i), partial(gaussian.decompose, K, r)).with_vector(r)
         spectrum = gaussian.kernel_spectrum(pairs).with_repeats(repeats)
         known_spectra.append(_Decomposed(pairs, spectrum))
         return spectrum
@@ -99,20 +132,26 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
     known = [(parts, r, task.noise) for parts, r, task in zip(kernels, residuals, tasks, strict=True)]
     problems = [gaussian.KernelTask(parts, r, noise.group, noise.count_repeats()) for parts, r, noise in known]
     floor = gaussian.dense_floor(sum(map(len, residuals)), residuals[0].dtype)
-    choice = choose(
-        tasks,
-        prior,
-        (find_spectrum(reduce(torch.add, parts.values()), r, noise) for parts, r, noise in known),
-        floor=floor,
-        refine=partial(gaussian.choose_by_kernels, problems),
-    )
-    points = _points(tasks, prior, settings, known_spectra, floor)
+    points = None
+    if choice is None:
+        choice = choose(
+            tasks,
+            prior,
+            (
+                find_spectrum(i, reduce(torch.add, parts.values()), r, noise)
+                for i, (parts, r, noise) in enumerate(known)
+            ),
+            floor=floor,
+            refine=partial(gaussian.choose_by_kernels, problems),
+        )
+        points = _points(tasks, prior, settings, known_spectra, floor)
     if points is not None:
         pairs = zip(tasks, known_spectra, strict=True)
         return [_averaged_function(task, found, prior, choice, points) for task, found in pairs]
     fits = []
     for task, parts, whitened in zip(tasks, kernels, residuals, strict=True):
         variance = prior.variance(choice.scales if prior.scales else ())
+        parts = parts if shared is None else {name: K.clone() for name, K in parts.items()}
         M, scales = _combined_(parts, choice.scales), task.r.new_tensor(choice.noise)[task.noise.group]
         _whiten_(M, scales)
         M.diagonal().add_(1)
@@ -128,6 +167,14 @@ def _function(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> 
         posterior = FunctionPosterior(task.J, variance, delta, root=root, factor=C)
         fits.append(Fit(posterior, choice, variance, root**-2, alpha, value, 0.0, "function"))
     return fits
+
+
+def _make_kernels(task: Task, prior: Prior) -> dict[str, Tensor]:
+    """The whitened kernel of each scale of the prior."""
+    parts = task.J.layer_grams() if len(prior.scales) > 1 else {"all": task.J.gram(scale=prior.base)}
+    for K in parts.values():
+        _whiten_(K, task.noise.base)
+    return parts
 
 
 def _whiten_(K: Tensor, variance: Tensor) -> None:
@@ -153,26 +200,36 @@ EXACT_ROWS = {"cpu": 4096, "cuda": 12_288}
 # Dense weight space.
 
 
-def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> list[Fit]:
-    tasks = [task if isinstance(task.J, Stack) else replace(task, J=task.J.cached_if_fits()) for task in tasks]
+def _weight(
+    tasks: Sequence[Task],
+    prior: Prior,
+    settings: SolverSettings,
+    choice: Choice | None,
+    shared: dict[Any, Any] | None,
+) -> list[Fit]:
+    tasks = [
+        task if isinstance(task.J, Stack) else replace(task, J=_keep(shared, ("J", i), task.J.cached_if_fits))
+        for i, task in enumerate(tasks)
+    ]
     noise = tasks[0].noise
     d = prior.base.sqrt()
     moments = []
-    for task in tasks:
+    for i, task in enumerate(tasks):
         found, counts = [], task.noise.count_rows().tolist()
         for g in range(noise.count):
             weight = torch.where(task.noise.group == g, 1 / task.noise.base, 0.0)
-            # d on both sides: Phi^T W Phi.
-            G = d[:, None] * task.J.normal_matrix(weight) * d
+            G = _keep(shared, ("moments", i, g), partial(_make_moments, task, d, weight))
             b = d * (task.J.T @ (weight * task.r))
-            found.append((0.5 * (G + G.T), b, float((weight * task.r.square()).sum()), counts[g]))
+            found.append((G, b, float((weight * task.r.square()).sum()), counts[g]))
         moments.append(found)
     decomposed: list[_Decomposed] = []
     floor = gaussian.dense_floor(
         max(len(d), math.ceil(sum(m for found in moments for *_, m in found))), prior.base.dtype
     )
-    choice = _weight_choice(tasks, moments, prior, decomposed, floor)
-    points = _points(tasks, prior, settings, decomposed, floor)
+    points = None
+    if choice is None:
+        choice = _weight_choice(tasks, moments, prior, decomposed, floor, shared)
+        points = _points(tasks, prior, settings, decomposed, floor)
     if points is not None:
         pairs = zip(tasks, decomposed, strict=True)
         return [_averaged_weight(task, found, prior, choice, points) for task, found in pairs]
@@ -203,24 +260,31 @@ def _weight(tasks: Sequence[Task], prior: Prior, settings: SolverSettings) -> li
     return fits
 
 
+def _make_moments(task: Task, d: Tensor, weight: Tensor) -> Tensor:
+    """``Phi^T W Phi`` (p, p): d on both sides."""
+    G = d[:, None] * task.J.normal_matrix(weight) * d
+    return 0.5 * (G + G.T)
+
+
 def _weight_choice(
     tasks: Sequence[Task],
     moments: list[list[gaussian.Moments]],
     prior: Prior,
     decomposed: list[_Decomposed],
     floor: float,
+    shared: dict[Any, Any] | None,
 ) -> Choice:
     """The choice; ``decomposed`` receives what was decomposed for it."""
 
-    def find_spectrum(found: list[gaussian.Moments]) -> gaussian.KernelSpectrum:
+    def find_spectrum(i: int, found: list[gaussian.Moments]) -> gaussian.KernelSpectrum:
         G, b, norm2, m = (sum(column) for column in zip(*found, strict=True))  # as if all outputs had one noise
-        pairs = gaussian.decompose(G, b)
+        pairs = _keep(shared, ("pairs", i), partial(gaussian.decompose, G, b)).with_vector(b)
         spectrum = gaussian.weight_spectrum(pairs, norm2=norm2, m=m)
         decomposed.append(_Decomposed(pairs, spectrum))
         return spectrum
 
     refine = partial(gaussian.choose_by_moments, moments, prior.group)
-    return choose(tasks, prior, map(find_spectrum, moments), floor=floor, refine=refine)
+    return choose(tasks, prior, starmap(find_spectrum, enumerate(moments)), floor=floor, refine=refine)
 
 
 # The average over scale and noise.

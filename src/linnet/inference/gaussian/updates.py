@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,36 @@ def precisions(task: Task, fit: Fit) -> Tensor:
     """The diagonal blocks of ``(K + noise)^-1``, one for each example, (n, c, c)."""
     _check_factored("Leave-one-out predictions and influence", fit)
     return fit.posterior.precisions(task.J, fit.noise_rows, task.base.shape[1])
+
+
+class LeftOut(NamedTuple):
+    """Each example as all others predict it.
+
+    Attributes:
+        step: (n, c), the targets less their predictions.
+        variance: (n, c), of an observation.
+        score: (n,), the log density of the targets.
+    """
+
+    step: Tensor
+    variance: Tensor
+    score: Tensor
+
+
+def leave_one_out(task: Task, fit: Fit, P: Tensor) -> LeftOut:
+    """Predictions of each example from all others, in closed form; P are the `precisions`.
+
+    An example of weight w is left out w times, and its target is one observation.
+    """
+    n, c = P.shape[:2]
+    step = torch.linalg.solve(P, fit.alpha.view(n, c, 1))[..., 0]
+    C = torch.linalg.inv(P)  # of all w observations' average
+    if task.noise.weight is not None:
+        C = C + torch.diag_embed(((task.noise.weight - 1) * fit.noise_rows).view(n, c))
+        P = torch.linalg.inv(C)
+    energy = (step * (P @ step[..., None])[..., 0]).sum(1)
+    score = 0.5 * (torch.linalg.slogdet(P)[1] - energy - c * LOG_2PI)
+    return LeftOut(step, C.diagonal(dim1=1, dim2=2), score)
 
 
 def smoother(task: Task, fit: Fit, J: Jacobian) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -238,6 +240,8 @@ def _write_inside(report: Report) -> Markup | None:
             ]
             blocks = _make_table(["blocks from the top", "log evidence"], rows, right=(1,))
             drawn.append(h("figure", h("h3", "How many blocks adapt"), blocks, h("figcaption", caption)))
+        if found.selection:
+            drawn.append(_show_selection(found.selection))
         facts: dict[str, Child] = {} if found.value is None else {"log evidence": nats(found.value)}
         if len(found.path) > 1 and not drawn_path:
             facts["log evidence by step"] = ", ".join(nats(value) for value in found.path)
@@ -247,6 +251,22 @@ def _write_inside(report: Report) -> Markup | None:
         return None
     title = "What the embedding sees" if isinstance(report.outcome, Points) else "What the model has learned"
     return _make_section("inside", title, h("div", drawn, class_="figures") if drawn else None, left)
+
+
+def _show_selection(rows: Sequence[Any]) -> Markup:
+    """A table of what was compared, with the chosen row in bold."""
+    titles = [x.name for x in dataclasses.fields(rows[0]) if x.name != "chosen"]
+    right = [j for j, title in enumerate(titles) if any(isinstance(getattr(row, title), float) for row in rows)]
+
+    def show(row: Any, title: str) -> Child:
+        value = getattr(row, title)
+        text = "" if value is None else number(value) if isinstance(value, float) else str(value)
+        return h("b", f"{text} (chosen)") if title == "name" and row.chosen else text
+
+    cells = [[show(row, title) for title in titles] for row in rows]
+    table = _make_table([title.replace("_", " ") for title in titles], cells, right=right)
+    caption = "The same data were fitted in each way, and one way was chosen."
+    return h("figure", h("h3", "What was compared"), table, h("figcaption", caption))
 
 
 def _write_record(report: Report) -> Markup:
