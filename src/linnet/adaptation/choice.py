@@ -382,8 +382,8 @@ class Trials:
         if len(self.given.held) == 0:
             clock = time.perf_counter()
             estimator = self._fit(TANGENT, self.given.model)
-            note = f"the one way that was fitted: {len(self.given.y)} examples are too few to hold some of them out"
-            estimator.selection_ = (Trial(TANGENT, None, None, time.perf_counter() - clock, True, note),)
+            why = f"the one way that was fitted: {len(self.given.y)} examples are too few to hold some of them out"
+            estimator.selection_ = (Trial(TANGENT, None, None, time.perf_counter() - clock, True, why),)
             return estimator
         base = self.given.base(self.given.part)
         if not self.given.new_head:
