@@ -67,7 +67,7 @@ def fit_linnet(task: Task, model: Any) -> Tensor:
     if task.own:
         fitted = linnet.Laplace(model, progress=False, seed=task.seed).fit(X, y).tune()
     else:
-        fitted = linnet.TangentClassifier(model, progress=False, seed=task.seed, **task.given).fit(X, y)
+        fitted = linnet.TangentClassifier(model, progress=False, seed=task.seed).fit(X, y)
     return predict(fitted, task)
 
 

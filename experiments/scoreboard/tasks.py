@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,6 @@ class Task:
     start: Callable[[int, Labeled], nn.Module] | None = None
     bare: nn.Module | None = None  # the first network without the head that has seen the labels
     held: Labeled | None = None  # examples for a temperature alone, where the others are the networks' own
-    given: Mapping[str, Any] = field(default_factory=dict)  # settings of linnet that the kind of task asks for
 
 
 @dataclass(frozen=True)
@@ -279,8 +278,7 @@ def with_heads(networks: Sequence[nn.Module], train: Labeled, test: Labeled, cla
     def start(member: int, data: Labeled) -> nn.Module:
         return attach(networks[member], data, penalties[member])
 
-    # With the network's mean the head has seen the labels, and nothing is left to learn (see `attach_head`).
-    return Task(headed, train, test, classes, seed=seed, start=start, bare=networks[0], given={"mean": "zero"})
+    return Task(headed, train, test, classes, seed=seed, start=start, bare=networks[0])
 
 
 def rotate(networks: Sequence[nn.Module], seed: int) -> list[nn.Module]:
