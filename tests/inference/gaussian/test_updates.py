@@ -16,7 +16,7 @@ from linnet.testing import dense_jacobian
 from tests.support.drawn import double, normal
 
 DENSE = ["function", "weight"]
-GIVEN: dict[str, Any] = {"prior": 0.6, "noise": 0.2}
+GIVEN: dict[str, Any] = {"mean": "network", "prior": 0.6, "noise": 0.2}
 
 
 def mlp(outputs: int = 2, seed: int = 0) -> nn.Sequential:
@@ -87,9 +87,7 @@ def test_more_data_with_the_networks_own_noise(solver: str) -> None:
     model = mlp(2)
     X, y = problem(mlp(1), 14)
     Z = normal(4, 3, seed=9)
-    first = TangentRegressor(model, average=False, prior=0.5, noise="heteroscedastic", solver=solver).fit(
-        X[:9], y[:9, 0]
-    )
+    first = TangentRegressor(model, None, "network", 0.5, "heteroscedastic", solver, average=False).fit(X[:9], y[:9, 0])
     more = first.condition(X[9:], y[9:, 0])
     J = dense_jacobian(model, X, output=lambda raw: raw[:, :1])
     out = model(X).detach()
@@ -330,7 +328,7 @@ def test_the_adapted_module_where_forward_mode_is_not_to_be_had(mean: str, monke
     model = mlp()
     X, y = problem(model, 12)
     Z = normal(4, 3, seed=9)
-    reg = TangentRegressor(model, mean=mean, **GIVEN).fit(X, y)
+    reg = TangentRegressor(model, **GIVEN | {"mean": mean}).fit(X, y)
     module = reg.to_module()
     torch.testing.assert_close(module(Z), reg.predict(Z), rtol=1e-9, atol=1e-10)
     monkeypatch.setattr(type(reg.lin_.rules), "can", lambda *given, **more: False)
