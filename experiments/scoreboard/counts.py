@@ -61,7 +61,7 @@ def place(seeds: Seeds, mine: str) -> dict[str, Any] | None:
     rivals = rivals_of(names, mine)
     if has_failed(seeds, mine):
         return {"verdict": "behind", "ahead": rivals, "failed": True}
-    if mine not in names:
+    if mine not in names or not rivals:
         return None
     means = {name: average([found[name]["nll"] for found in seeds.values()])["mean"] for name in (*rivals, mine)}
     best = min(rivals, key=lambda name: means[name])

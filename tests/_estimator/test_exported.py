@@ -53,6 +53,7 @@ def test_laplace(structure: Any, outputs: int) -> None:
 
 FITTED: dict[str, tuple[Any, Any]] = {
     "function": (lambda: TangentRegressor(net(1), params=HEAD, noise=0.3).fit(X, NUMBERS[:, 0]), numbers),
+    "averaged": (lambda: TangentRegressor(net(1), params=HEAD, solver="function").fit(X, NUMBERS[:, 0]), numbers),
     "weight": (lambda: TangentRegressor(net(2), params=HEAD, noise=0.3, solver="weight").fit(X, NUMBERS), numbers),
     "zero": (lambda: TangentRegressor(net(2), params=HEAD, noise=0.3, mean="zero").fit(X, NUMBERS), numbers),
     "weights alone": (lambda: TangentRegressor(net(2), params="2.weight", noise=0.3).fit(X, NUMBERS), numbers),

@@ -27,6 +27,7 @@ from linnet.network import check_whole, checks
 from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
+    KernelPosterior,
     LowRankPosterior,
     Posterior,
     SubnetworkPosterior,
@@ -202,6 +203,10 @@ def find_root(posterior: Posterior, memory: float | str) -> tuple[Tensor | None,
         change = P @ (square_root(posterior.C) - eye) @ P.T
         change.diagonal().add_(1)
         return posterior.prior_variance.sqrt()[:, None] * change, None
+    if isinstance(posterior, KernelPosterior):
+        A = posterior.prior_variance[:, None] * (posterior.J.T @ posterior.R)
+        C = torch.diag(posterior.prior_variance) + (posterior.signs * A) @ A.T
+        return square_root(C, float(posterior.prior_variance.sum())), None
     assert isinstance(posterior, FunctionPosterior)
     S, eye = posterior.prior_variance, torch.eye(len(posterior.factor)).to(posterior.factor)
     # K_*X L C^-T = J* A with C C^T = M.

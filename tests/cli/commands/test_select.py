@@ -22,7 +22,7 @@ def test_the_command_writes_what_select_chooses(made: Path, tmp_path: Path, meth
     run = run_folder.read(folder)
     examples = read(pool, run.reading, labeled=False)
     cpu = torch.device("cpu")
-    network = run_folder.load_network(folder, run, examples, model=None, weights=None, device=cpu)
+    network = run_folder.load_network(folder, run, examples, model=None, weights=(), device=cpu)
     estimator = linnet.load(folder / run.file, network)
     expected = linnet.select(estimator, cast_for_network(examples, network).X, 4, method)
     found = read_table(out)
