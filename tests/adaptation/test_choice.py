@@ -277,3 +277,13 @@ def test_of_few_examples_none_are_held_out():
     alone = linnet.TangentRegressor(network(1), mean="network", progress=False).fit(X, X[:, 0].sin())
     torch.testing.assert_close(found.predict(X), alone.predict(X), rtol=1e-9, atol=0)
     assert linnet.adapt(network(3), X, classes_of(X), progress=False).predict_proba(X).shape == (9, 3)
+
+
+def test_a_refit_is_saved_with_its_network(tmp_path):
+    X = points(40)
+    model = network(3)
+    found = linnet.adapt(model, X, classes_of(X), rates=(), progress=False)
+    again = found.refit(X[:20], classes_of(X[:20]))
+    again.save(tmp_path / "refit")
+    loaded = linnet.load(tmp_path / "refit", model)
+    torch.testing.assert_close(loaded.predict_proba(X), again.predict_proba(X), rtol=1e-9, atol=1e-12)

@@ -83,7 +83,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     selection_: tuple[Any, ...] | None = None
 
     _SHARED: ClassVar[tuple[str, ...]] = (
-        *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe"),  # of the network
+        *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe", "_made"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
         *("scales_", "mean_", "selection_", "_level", "_source"),  # of the prior and the mean function
     )
