@@ -87,9 +87,11 @@ def _compare_to_guess(report: Report) -> Check | None:
         old = _lose(told, told.before)
         if old.mean() > guess.mean() and _is_clear(old - guess):
             why += f" The network alone is worse than that guess, with {shown(old)}: check its weights and its scales."
+    better = guess.mean() > new.mean()
     if not _is_clear(guess - new):
-        return Check(question, "bad", "Not clearly", f"{why} With {count(len(new), told.what)}, this can be chance.")
-    return Check(question, "good", "Yes", why) if guess.mean() > new.mean() else Check(question, "bad", "No", why)
+        why += f" With {count(len(new), told.what)}, this can be chance."
+        return Check(question, "fair" if better else "bad", "Not clearly", why)
+    return Check(question, "good", "Yes", why) if better else Check(question, "bad", "No", why)
 
 
 def _compare_to_network(report: Report) -> Check | None:
