@@ -133,6 +133,7 @@ class _Trial:
         K = J @ J.T
         weights = torch.linalg.solve(K + noise * torch.eye(len(K), dtype=K.dtype), (y - f).flatten())
         options: Any = {"prior": 1.0, "noise": noise, "output": case.output, "batch_size": 4, "progress": False}
+        options["mean"] = "network"
         with self._check_unchanged() as (model, data):
             self._compare(
                 "TangentRegressor.predict",
