@@ -289,3 +289,22 @@ def test_a_refit_is_saved_with_its_network(tmp_path):
     again.save(tmp_path / "refit")
     loaded = linnet.load(tmp_path / "refit", model)
     torch.testing.assert_close(loaded.predict_proba(X), again.predict_proba(X), rtol=1e-9, atol=1e-12)
+
+
+def test_few_labels_that_are_new_to_the_network_get_a_head():
+    X = points(40)
+    torch.manual_seed(0)
+    model = network(3)
+    with torch.no_grad():
+        model[-1].weight.zero_()
+        model[-1].bias.zero_()  # says nothing about any class
+    found = linnet.adapt(model, X, classes_of(X), progress=False)
+    assert linnet.network.has_fitted_head(found.model) and found.mean_ == "zero"
+    assert len(found.selection_) == 1
+    knowing = network(3)
+    opt = torch.optim.Adam(knowing.parameters(), 1e-2)
+    for _ in range(200):
+        opt.zero_grad()
+        nn.functional.cross_entropy(knowing(points(200, 5)), classes_of(points(200, 5))).backward()
+        opt.step()
+    assert linnet.adapt(knowing, X, classes_of(X), progress=False).mean_ == "network"

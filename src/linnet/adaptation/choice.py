@@ -190,10 +190,17 @@ class Examples:
 
     @property
     def constant_loss(self) -> float:
-        """The mean loss of the frequencies of the classes, for the examples that are held out."""
+        """The mean loss of the frequencies of the classes, for the examples that are held out, or for all."""
         codes = self.codes.long().flatten()
         counts = torch.bincount(codes[self.part], minlength=int(codes.max()) + 1).double() + 1
-        return -float((counts / counts.sum()).log()[codes[self.held]].mean())
+        judged = codes[self.held] if len(self.held) else codes
+        return -float((counts / counts.sum()).log()[judged].mean())
+
+    @property
+    def network_loss(self) -> float:
+        """The mean loss of the network, with its best temperature, for all examples: all of them are new to it."""
+        f = evaluate(self.base(None), self.source).cpu()
+        return -float(self.likelihood.log_prob(f, self.codes).mean())
 
     def with_new_head(self) -> Examples:
         """The same for a network that gets a new head, for the classes that there are."""
@@ -383,6 +390,13 @@ class Trials:
         """Try all ways, and fit the best. Of few examples none are held out: the tangent is fitted to all of them."""
         if len(self.given.held) == 0:
             clock = time.perf_counter()
+            given = self.given
+            if (
+                given.task == "classification"
+                and not given.new_head
+                and given.network_loss > KNOWN * given.constant_loss
+            ):
+                self._renew_head(given.model)
             estimator = self._fit(TANGENT, self.given.model)
             why = f"the one way that was fitted: {len(self.given.y)} examples are too few to hold some of them out"
             estimator.selection_ = (Trial(TANGENT, None, None, time.perf_counter() - clock, True, why),)
