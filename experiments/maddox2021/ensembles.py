@@ -74,7 +74,11 @@ def predictions(data: uci.Split, *, search: Search, seed: int, members: int) -> 
         start, found = time.perf_counter(), []
         for i in range(s):
             models: Any = networks[i] if name in (FIVE, BY_EVIDENCE, BOTH) else networks[i][0]
-            settings = {"weights": "evidence"} if name == BY_EVIDENCE else {}
+            settings: Any = {
+                "mean": "network",
+                "average": False,
+            }  # with a source the mean is zero
+            settings |= {"weights": "evidence"} if name == BY_EVIDENCE else {}
             source = (data.X[i, :half], data.y[i, :half]) if name in (SOURCE, BOTH) else None
             with common.expect(common.OWN):
                 reg = linnet.TangentRegressor(models, **settings).fit(data.X[i, half:], data.y[i, half:], source=source)

@@ -112,7 +112,8 @@ class Case:
         return {**self.scores(mean, std.square()), **clock.seconds}
 
     def fitted(self, **settings: Any) -> linnet.TangentRegressor:
-        given: dict[str, Any] = {"noise": "heteroscedastic", "average": False, "progress": False, "seed": self.seed}
+        given: dict[str, Any] = {"noise": "heteroscedastic", "mean": "network", "average": False}  # as the paper
+        given |= {"progress": False, "seed": self.seed}
         return linnet.TangentRegressor(self.model, **given | settings).fit(self.adapt.X[0], self.adapt.y)
 
     def process(self, *, residuals: bool) -> dict[str, Any]:

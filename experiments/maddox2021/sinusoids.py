@@ -118,7 +118,9 @@ class Tangent:
         self.model, self.source = model, source
 
     def make(self, **settings: Any) -> linnet.TangentRegressor:
-        return linnet.TangentRegressor(self.model, **{"prior": "shared", "average": False, **settings})  # as the paper
+        return linnet.TangentRegressor(
+            self.model, **{"prior": "shared", "mean": "network", "average": False, **settings}
+        )
 
     def published(self, X: Tensor, y: Tensor, at: Tensor) -> Prediction:
         with torch.no_grad():

@@ -61,7 +61,8 @@ def test_contenders_leave_the_network_alone_and_score_in_units():
 
 def test_the_linearized_network_is_the_regressor_with_the_networks_noise():
     one = case()
-    reg = linnet.TangentRegressor(one.model, noise="heteroscedastic", progress=False).fit(one.adapt.X[0], one.adapt.y)
+    given = {"noise": "heteroscedastic", "mean": "network", "average": False, "progress": False}
+    reg = linnet.TangentRegressor(one.model, **given).fit(one.adapt.X[0], one.adapt.y)
     mean = reg.predict(one.test.X[0])
     rmse = float((mean - one.test.y.double()).square().mean().sqrt())
     assert one.tangent()["rmse"] == pytest.approx(rmse, rel=1e-9)
