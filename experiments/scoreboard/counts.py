@@ -9,7 +9,7 @@ from experiments.common.statistics import average
 from experiments.scoreboard.methods import ADAPT, AS_IS, FINE, FIVE, LINNET, LINNET_ENSEMBLE, METHODS, OURS
 
 Seeds = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Of a cell: seed to method to scores."""
+"""The scores of a cell, by seed and by method."""
 
 
 def measured(seeds: Seeds) -> list[str]:

@@ -76,7 +76,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where data and kept networks lie, and how large everything is."""
+    """The folders of data and of kept networks, and the size of the run."""
 
     data: Path  # folder of data sets
     cache: Path | None  # folder of kept networks; None keeps none

@@ -79,7 +79,7 @@ class Checkpoint:
 
     Args:
         path: The folder; None turns every method into a no-op.
-        kind: What is computed.
+        kind: Name of the computation.
         identity: Gives what identifies the inputs of the computation, by name. Checkpoints with others are refused.
             All ranks call it together.
         ranks: The ranks that compute together.
