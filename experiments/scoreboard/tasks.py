@@ -237,7 +237,7 @@ def malaria_task(setting: Setting, year: str, size: int, seeds: tuple[int, ...],
 IMAGE = 20
 """Images of 28 x 28 or 64 x 64 pixels are made so large."""
 CHANNELS, UNITS = (4, 8), 16
-"""Of a small LeNet: 1,610 parameters with ten outputs."""
+"""The widths of a small LeNet, which has 1,610 parameters with ten outputs."""
 LABELS = 10
 
 

@@ -12,7 +12,7 @@ from linnet.cli import app
 def main() -> None:
     """Run the command as the program of this process.
 
-    Threads of torch.distributed may outlive their group. They abort about one process in ten that takes itself down in
+    Threads of torch.distributed may outlive their group. They abort some of the processes that take themselves down in
     the usual way, and the launcher then ends the others. So one of several processes leaves at once, when all is done.
     """
     try:

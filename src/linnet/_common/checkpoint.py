@@ -102,7 +102,7 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """What identifies the inputs of the computation. All ranks ask for it together."""
+        """Codes that identify the inputs of the computation. All ranks ask for the codes together."""
         return dict(self._find_identity())
 
     def save(

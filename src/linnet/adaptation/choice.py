@@ -29,9 +29,8 @@ from linnet.tangent import TangentClassifier, TangentRegressor, name_classes
 NETWORK, HEAD, TANGENT, TUNED = "network", "last layer", "tangent", "fine-tuning"
 
 FEWEST = 10
-"""Held-out examples below which they say too little: the tangent is fitted to all examples then. Against the choice by
-fewer, the tangent was better on sinusoids, malaria and LeNet with 5 to 30 labels (`python -m experiments scoreboard`,
-development half)."""
+"""Number of held-out examples below which the tangent is fitted to all examples. A choice by fewer examples is often
+chance; a choice that would have been right is lost. Other numbers were not tried."""
 
 BEYOND = 1.0
 """Standard errors by which a way must be better than the tangent, or than the network as it stands: gains that are
