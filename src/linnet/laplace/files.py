@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
+from linnet.laplace.carried import pack_earlier, restore_earlier
 from linnet.laplace.search import Step
 from linnet.probability import (
     Gaussian,
@@ -59,10 +60,16 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"inputs.{key}": value for key, value in inputs[0].items()}
         form = inputs[1]
     kept, seen = behavior.record(la.lin_, la._probe)
-    apart = ("model", "params", "output", "dtype", "likelihood", "checkpoint")
+    apart: tuple[str, ...] = ("model", "params", "output", "dtype", "likelihood", "checkpoint")
+    carried = None
+    if la._earlier is not None:
+        apart = (*apart, "prior")
+        more, carried = pack_earlier(la._earlier)
+        tensors |= more
     meta = {
         "estimator": "Laplace",
         "settings": saved.settings_of(la, apart=apart),
+        "earlier": carried,
         "needs_output": la.output is not None,
         "parameters": list(la.lin_.theta),
         **la._dtypes.meta(),
@@ -131,6 +138,9 @@ def read(
     if "noise_each" in tensors:
         la._noise_each = tensors["noise_each"]
         la.noise_ = la._noise_each.cpu().numpy()
+    la.theta_ = la.lin_.flat_theta.detach().clone()
+    if meta.get("earlier") is not None:
+        la.prior = la._prior = restore_earlier(meta["earlier"], saved.strip("earlier.", tensors), la.lin_)
     state = meta["state"]
     la.structure_, la.scales_, la.prior_variance_ = state["structure"], state["scales"], tensors["prior_variance"]
     la.effective_dimension_ = state["effective_dimension"]

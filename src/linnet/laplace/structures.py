@@ -39,10 +39,14 @@ from linnet.linalg import (
     weight_from_root,
 )
 from linnet.probability import (
+    DensePrecision,
     DiagonalPosterior,
+    DiagonalPrecision,
     FunctionPosterior,
     LowRankPosterior,
+    LowRankPrecision,
     Posterior,
+    Precision,
     Prior,
     SubnetworkPosterior,
     TurnedPosterior,
@@ -85,6 +89,10 @@ class CurvatureStructure(ABC):
         """(k,), the parameters that are random; None for all."""
         return None
 
+    def as_precision(self) -> Precision:
+        """G in a form that is added to other precisions."""
+        raise NotImplementedError(f"structure={self.name!r} does not know its curvature as a matrix.")
+
 
 @final
 class FullCurvature(CurvatureStructure):
@@ -102,6 +110,9 @@ class FullCurvature(CurvatureStructure):
 
     def posterior(self, variance: Tensor, t: float) -> Posterior:
         return WeightPosterior(variance, torch.zeros_like(variance), factor=_precision(self.G, variance, t))
+
+    def as_precision(self) -> Precision:
+        return DensePrecision(self.G)
 
 
 @final
@@ -174,6 +185,9 @@ class DiagonalCurvature(CurvatureStructure):
     def variance_by_factor(self, J: Jacobian, variance: Tensor, t: float) -> Callable[[float], Tensor]:
         return _diagonal_by_factor(J, self.values, variance, t)
 
+    def as_precision(self) -> Precision:
+        return DiagonalPrecision(self.values)
+
 
 @final
 class KroneckerCurvature(CurvatureStructure):
@@ -219,6 +233,9 @@ class KroneckerCurvature(CurvatureStructure):
     def variance_by_factor(self, J: Jacobian, variance: Tensor, t: float) -> Callable[[float], Tensor]:
         return _diagonal_by_factor(J.rotated(self.rotation), self.values, variance, t)
 
+    def as_precision(self) -> Precision:
+        return DiagonalPrecision(self.values, self.rotation)
+
 
 @final
 class LowRankCurvature(CurvatureStructure):
@@ -262,6 +279,10 @@ class LowRankCurvature(CurvatureStructure):
             basis = Q @ U
         C = torch.diag(1 / (1 + s.square()))
         return LowRankPosterior(variance, torch.zeros_like(variance), basis=basis, C=C)
+
+    def as_precision(self) -> Precision:
+        V = self.basis * self.s
+        return LowRankPrecision(V.new_zeros(len(V)), V, torch.ones_like(self.s))
 
 
 @final
