@@ -11,79 +11,27 @@ structures "kron" and "ekfac" keep the diagonal of both terms in one set of Kron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from linnet.inference import LogDet, Separable
-from linnet.laplace.structures import CurvatureStructure
 from linnet.probability import (
     DensePrecision,
     DiagonalPrecision,
     EarlierPosterior,
     LowRankPrecision,
-    Posterior,
     Precision,
-    Prior,
-    add_precisions,
-    precision_from,
     precision_of,
 )
 
 if TYPE_CHECKING:
-    from linnet.jacobian import Linearization, Rotation
+    from linnet.jacobian import Linearization
     from linnet.laplace.estimator import Laplace
 
 CARRIED = ("full", "diag", "kron", "ekfac", "lowrank")
 """Structures that take an earlier posterior as their prior."""
-
-
-@final
-class CarriedCurvature(CurvatureStructure):
-    """The curvature of new data, with an earlier posterior as the prior; see the module.
-
-    A prior variance is that of the earlier posterior times one factor, by which its precision is divided.
-
-    Args:
-        prior: The earlier posterior.
-        curvature: Of the new data, at noise one.
-        name: As users write the structure.
-        t: One over the noise for which common coordinates are chosen.
-        along: From coordinates to the diagonal of the exact curvature in these; None for that of ``curvature``.
-    """
-
-    def __init__(
-        self,
-        prior: EarlierPosterior,
-        curvature: Precision,
-        *,
-        name: str,
-        t: float = 1.0,
-        along: Callable[[Rotation | None], Tensor] | None = None,
-    ) -> None:
-        self.name, self.base = name, prior.base
-        P: Precision = prior.precision
-        if isinstance(P, DiagonalPrecision) and isinstance(curvature, DiagonalPrecision):
-            together = add_precisions([(1.0, P), (t, curvature)])
-            assert isinstance(together, DiagonalPrecision)
-            rotation = together.rotation
-            P = P.along(rotation)
-            exact = None if along is None else along(rotation)
-            curvature = curvature.along(rotation) if exact is None else DiagonalPrecision(exact, rotation)
-        elif isinstance(P, DiagonalPrecision) and isinstance(curvature, LowRankPrecision):
-            P = LowRankPrecision(P.values, curvature.V[:, :0], curvature.signs[:0])
-        elif isinstance(curvature, DensePrecision) and not isinstance(P, DensePrecision):
-            P = DensePrecision(P.dense())
-        self.P, self.curvature = P, curvature
-
-    def log_det(self, prior: Prior) -> LogDet:
-        return Separable(self.P.relative_eigenvalues(self.curvature))
-
-    def posterior(self, variance: Tensor, t: float) -> Posterior:
-        factor = float((variance / self.base).max())
-        return add_precisions([(1 / factor, self.P), (t, self.curvature)]).posterior(variance.new_zeros(len(variance)))
 
 
 # From a fitted approximation to a prior.
@@ -132,9 +80,8 @@ def find_earlier(la: Laplace, lin: Linearization) -> EarlierPosterior:
     if not isinstance(given, EarlierPosterior):
         mean, P = mean_and_precision(given)
         found = EarlierPosterior.of(mean, P, lin.layout)
-    tensors = {name: t.to(lin.device, lin.dtype) for name, t in found.precision.tensors().items()}
-    P = precision_from(type(found.precision).__name__, tensors, layout=lin.layout)
-    return EarlierPosterior.of(found.mean.to(lin.device, lin.dtype), P, lin.layout)
+    like = lin.flat_theta
+    return EarlierPosterior.of(found.mean.to(like), found.precision.to(like), lin.layout)
 
 
 def choose_structure(la: Laplace, prior: EarlierPosterior) -> str:
@@ -165,17 +112,3 @@ def choose_structure(la: Laplace, prior: EarlierPosterior) -> str:
 
 def _shape(shapes: Mapping[str, Any], name: str) -> str:
     return str(tuple(shapes[name])) if name in shapes else "nothing"
-
-
-# Files.
-
-
-def pack_earlier(prior: EarlierPosterior) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A prior as named tensors and JSON."""
-    tensors = {f"earlier.{name}": t for name, t in prior.precision.tensors().items()}
-    return tensors | {"earlier.mean": prior.mean}, {"form": type(prior.precision).__name__}
-
-
-def restore_earlier(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], lin: Linearization) -> EarlierPosterior:
-    """The inverse of `pack_earlier`, of tensors without their prefix."""
-    return EarlierPosterior.of(tensors["mean"], precision_from(meta["form"], tensors, layout=lin.layout), lin.layout)

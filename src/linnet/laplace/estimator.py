@@ -65,7 +65,6 @@ from linnet.jacobian import CurvatureSums, Jacobian, Linearization, Rotation, co
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
 from linnet.laplace.carried import (
-    CarriedCurvature,
     check_earlier,
     choose_structure,
     find_earlier,
@@ -93,6 +92,7 @@ from linnet.laplace.predictive import (
 )
 from linnet.laplace.search import Method, Search, Step
 from linnet.laplace.structures import (
+    CarriedCurvature,
     CurvatureStructure,
     DiagonalCurvature,
     FullCurvature,
@@ -131,6 +131,7 @@ from linnet.probability import (
     describe_likelihood,
     likelihood_for,
     make_prior,
+    precision_of,
     predict_target,
     row_root,
     without_weights,
@@ -240,7 +241,8 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         scales_: Prior scales by name.
         noise_: Noise variance: one, (c,), or that of each observation; None without.
         effective_dimension_: How many parameters the data determine.
-        gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode.
+        gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode. It is not known (NaN)
+            for what `linnet.merge` makes.
         gradient_ratio_: The gradient of the log likelihood, in units of what noise in the labels alone would make it.
         tune_path_: Steps of the last search: log evidence, scales, noise, effective dimension.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
@@ -1252,6 +1254,26 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """
         mean, precision = mean_and_precision(self)
         return QuadraticPenalty(self.lin_.layout, mean, precision, weight=weight, dtype=self.lin_.model_dtype)
+
+    def _without_examples(self, network: nn.Module, posterior: Posterior, log_evidence: float) -> Laplace:
+        """This approximation with another network and posterior, and without anything that is made of examples."""
+        other = type(self)(**self.get_params(deep=False) | {"model": network})
+        other._attach(network, self._dtypes)
+        other._read.shape = self._read.shape
+        for name in ("likelihood_", "structure_", "prior_variance_", "scales_", "noise_", "variance_", "draws_"):
+            setattr(other, name, getattr(self, name))
+        for name in ("_noise_base", "_noise", "_one_column", "_noise_each", "n_features_in_", "_prior"):
+            if hasattr(self, name):
+                setattr(other, name, getattr(self, name))
+        other._unit, other._probe, other._weight = without_weights(self._unit), None, None
+        other.posterior_, other._known_evidence = posterior, log_evidence
+        other.theta_ = other.lin_.flat_theta.detach().clone()
+        other.tune_path_, other.narrowed_ = (), 1.0
+        other.gradient_norm_ = other.gradient_ratio_ = other.effective_dimension_ = math.nan
+        if self._earlier is None:
+            shrunk = precision_of(posterior, memory=self.memory).variances() / self.prior_variance_
+            other.effective_dimension_ = float((1 - shrunk).sum())
+        return other
 
     def __sklearn_clone__(self) -> Laplace:
         """A clone with the same earlier posterior: an earlier fit is data, not a setting."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from linnet._common import Checkpoint
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over, estimate_column_norms
+from linnet.jacobian import CurvatureSums, Jacobian, Rotation, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -42,6 +42,7 @@ from linnet.probability import (
     DensePrecision,
     DiagonalPosterior,
     DiagonalPrecision,
+    EarlierPosterior,
     FunctionPosterior,
     LowRankPosterior,
     LowRankPrecision,
@@ -51,6 +52,7 @@ from linnet.probability import (
     SubnetworkPosterior,
     TurnedPosterior,
     WeightPosterior,
+    add_precisions,
 )
 
 Keep = Callable[..., Checkpoint | None]
@@ -390,6 +392,52 @@ class _SampledLogDet(LogDet):
     def traces(self) -> list[float]:
         values = estimate_column_norms(self.structure.J, self.structure.root)
         return _of_diagonal(values, self.prior).traces()
+
+
+@final
+class CarriedCurvature(CurvatureStructure):
+    """The curvature of new data, with an earlier posterior as the prior; see `linnet.laplace.carried`.
+
+    A prior variance is that of the earlier posterior times one factor, by which its precision is divided.
+
+    Args:
+        prior: The earlier posterior.
+        curvature: Of the new data, at noise one.
+        name: As users write the structure.
+        t: One over the noise for which common coordinates are chosen.
+        along: From coordinates to the diagonal of the exact curvature in these; None for that of ``curvature``.
+    """
+
+    def __init__(
+        self,
+        prior: EarlierPosterior,
+        curvature: Precision,
+        *,
+        name: str,
+        t: float = 1.0,
+        along: Callable[[Rotation | None], Tensor] | None = None,
+    ) -> None:
+        self.name, self.base = name, prior.base
+        P: Precision = prior.precision
+        if isinstance(P, DiagonalPrecision) and isinstance(curvature, DiagonalPrecision):
+            together = add_precisions([(1.0, P), (t, curvature)])
+            assert isinstance(together, DiagonalPrecision)
+            rotation = together.rotation
+            P = P.along(rotation)
+            exact = None if along is None else along(rotation)
+            curvature = curvature.along(rotation) if exact is None else DiagonalPrecision(exact, rotation)
+        elif isinstance(P, DiagonalPrecision) and isinstance(curvature, LowRankPrecision):
+            P = LowRankPrecision(P.values, curvature.V[:, :0], curvature.signs[:0])
+        elif isinstance(curvature, DensePrecision) and not isinstance(P, DensePrecision):
+            P = DensePrecision(P.dense())
+        self.P, self.curvature = P, curvature
+
+    def log_det(self, prior: Prior) -> LogDet:
+        return Separable(self.P.relative_eigenvalues(self.curvature))
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        factor = float((variance / self.base).max())
+        return add_precisions([(1 / factor, self.P), (t, self.curvature)]).posterior(variance.new_zeros(len(variance)))
 
 
 # Matrices.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from linnet._common import check_fits
 from linnet.jacobian import Jacobian, Rotation
-from linnet.linalg import cholesky_solve, log_det_from, solve_lower, weight_from_root
+from linnet.linalg import Stack, cholesky_solve, log_det_from, solve_lower, weight_from_root
 from linnet.probability.common_coordinates import join_coordinates, project_diagonal
 from linnet.probability.posteriors import (
     DiagonalPosterior,
@@ -85,9 +85,13 @@ class Precision(ABC):
     def posterior(self, delta: Tensor) -> Posterior:
         """The Gaussian over the displacement with this precision and the mean delta (p,)."""
 
+    @abstractmethod
+    def to(self, like: Tensor) -> Precision:
+        """P on the device and in the dtype of a tensor."""
+
+    @abstractmethod
     def check_definite(self) -> None:
         """Raise unless P is positive definite."""
-        self.variances()
 
     def tensors(self) -> dict[str, Tensor]:
         """P as named tensors; `precision_from` is the inverse."""
@@ -151,6 +155,13 @@ class DiagonalPrecision(Precision):
         if not bool((self.values > 0).all()):
             raise _not_definite(float(self.values.min()))
 
+    def to(self, like: Tensor) -> DiagonalPrecision:
+        rotation = self.rotation
+        if rotation is not None and (self.values.dtype, self.values.device) != (like.dtype, like.device):
+            turns = {name: t.to(like) for name, t in rotation.tensors().items()}
+            rotation = Rotation.from_tensors(turns, rotation.layout)
+        return DiagonalPrecision(self.values.to(like), rotation)
+
     def relative_eigenvalues(self, G: Precision) -> Tensor:
         assert isinstance(G, DiagonalPrecision) and G.rotation is self.rotation
         return G.values / self.values
@@ -209,6 +220,12 @@ class DensePrecision(Precision):
         half = solve_lower(self.factor, G.dense())
         M = solve_lower(self.factor, half.T.contiguous())
         return torch.linalg.eigvalsh(0.5 * (M + M.T)).clamp_min(0)
+
+    def check_definite(self) -> None:
+        _ = self.factor
+
+    def to(self, like: Tensor) -> DensePrecision:
+        return DensePrecision(self.matrix.to(like))
 
     def posterior(self, delta: Tensor) -> Posterior:
         # H = P in units of one: the form of `WeightPosterior` with a prior variance of one.
@@ -273,6 +290,12 @@ class LowRankPrecision(Precision):
         M = W.T @ W + along.T @ (C @ along - along)
         return torch.linalg.eigvalsh(0.5 * (M + M.T)).clamp_min(0)
 
+    def check_definite(self) -> None:
+        _ = self._core
+
+    def to(self, like: Tensor) -> LowRankPrecision:
+        return LowRankPrecision(self.values.to(like), self.V.to(like), self.signs.to(like))
+
     def posterior(self, delta: Tensor) -> Posterior:
         Q, C = self._core
         return LowRankPosterior(1 / self.values, delta, basis=Q, C=C)
@@ -320,7 +343,7 @@ def precision_of(posterior: Posterior, *, memory: float | str = "auto") -> Preci
         left = 1 / values - 1
         V = posterior.prior_variance.rsqrt()[:, None] * (posterior.basis @ (U * left.abs().sqrt()))
         return LowRankPrecision(1 / posterior.prior_variance, V, torch.where(left < 0, -1.0, 1.0).to(V))
-    if isinstance(posterior, FunctionPosterior) and isinstance(posterior.J, Jacobian):
+    if isinstance(posterior, FunctionPosterior):
         J = posterior.J
         check_fits(
             4 * J.shape[1] ** 2 * J.dtype.itemsize,
@@ -329,7 +352,13 @@ def precision_of(posterior: Posterior, *, memory: float | str = "auto") -> Preci
             what=f"The precision of {J.shape[1]:,} parameters, from a posterior in function space",
             instead="Use another structure, such as 'kron', 'diag' or 'lowrank', or fewer parameters (params=)",
         )
-        G = J.normal_matrix(weight_from_root(posterior.root))
+        weight, start = weight_from_root(posterior.root), 0
+        G = posterior.prior_variance.new_zeros(J.shape[1], J.shape[1])
+        for part in J.parts if isinstance(J, Stack) else [J]:
+            assert isinstance(part, Jacobian)
+            size = part.shape[0] // (1 if weight.ndim == 1 else weight.shape[-1])
+            G += part.normal_matrix(weight[start : start + size])
+            start += size
         G = 0.5 * (G + G.T)
         G.diagonal().add_(1 / posterior.prior_variance)
         return DensePrecision(G)

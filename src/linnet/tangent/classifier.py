@@ -267,6 +267,10 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
         return self._encode(labels, J, self.classes_, self.likelihood_)
 
+    def _forget_examples(self, first: TangentClassifier) -> None:
+        super()._forget_examples(first)
+        self._tensors = first._tensors
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta, tensors = super()._state()
         meta |= {
