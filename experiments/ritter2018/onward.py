@@ -347,7 +347,7 @@ def figure(table: Mapping[str, Any]) -> Figure:
     for ax, (name, methods) in zip(panels[0], table.items(), strict=True):
         for method, one in methods.items():
             at = [i + 1 for i in range(TASKS)]
-            style = {"ls": "--", "lw": 1.0} if method in (JOINT, FINE) else {}
+            style = {"fmt": "o--"} if method in (JOINT, FINE) else {}
             plots.draw_means(ax, at, one["after each task"], factor=100, color=COLORS[method], label=method, **style)
         ax.set(title=name, xlabel="tasks so far", ylabel="average accuracy (%)", xticks=range(1, TASKS + 1))
     plots.legend_below(picture, panels[0][0], 4, fontsize=9)
