@@ -19,10 +19,12 @@ from linnet._estimator import (
     Linearity,
     by_members,
     check_inputs,
+    is_ensemble,
     make_jacobian,
     make_predictive_module,
     parse_dtype,
 )
+from linnet._estimator import files as saved
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
@@ -176,6 +178,30 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 f"{what} needs the training data, and an estimator of linnet.merge holds none. Ask the estimators that "
                 "were merged, or fit all data together."
             )
+
+    def _carry_on(self, earlier: Tangent, X: Any, y: Any, sample_weight: Any) -> None:
+        """Take over the posterior of an earlier estimator that has seen (X, y) too."""
+        check_is_fitted(earlier)
+        kind = type(self).__name__
+        if type(earlier) is not type(self):
+            raise TypeError(f"source= of a {kind} is data, or a fitted {kind}; got a {type(earlier).__name__}.")
+        condition = getattr(earlier, "condition", None)
+        if condition is None:
+            raise NotImplementedError(
+                f"A fitted {kind} takes no more examples. Give the data themselves as source=(X0, y0), or fit both and "
+                "use linnet.merge."
+            )
+        if self.model is None or is_ensemble(self) or is_ensemble(earlier):
+            raise ValueError("source= with a fitted estimator is for one network, which both have as model=.")
+        self._choose(self.model, X)
+        names, known = list(select(self.model, self._selected)), list(earlier.lin_.theta)
+        if names != known or saved.checksum(self.model) != saved.base_of(earlier):
+            raise ValueError(
+                f"source= was fitted around other weights, or over other parameters: {len(known)} tensors there and "
+                f"{len(names)} here. Both need the same network and the same params=."
+            )
+        given = self.get_params(deep=False)
+        self.__dict__.update(condition(X, y, sample_weight).__dict__ | given)
 
     # From the user's data to Jacobians and back.
 

@@ -206,9 +206,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                 they give is the prior of the new task. The mean function is then zero, whatever ``mean`` says: what
                 the network knew comes from its data, and not from outputs that have fitted them. The evidence chooses
                 a noise of the source data of their own, ``source_noise_``; an iterative solver has one for both.
-                ``loo_`` and `influence` are about the examples of X.
+                ``loo_`` and `influence` are about the examples of X. Or an earlier fitted regressor of the same
+                network, in the place of its data: its posterior is the prior, with its prior scales, noise and mean
+                function, which go before those of this one. That is what `condition` does.
         """
         self.top_path_ = None
+        if isinstance(source, Tangent):
+            self._carry_on(source, X, y, sample_weight)
+            return self
         if self.top == "evidence":
             self._fit_by_evidence(X, y, sample_weight, source)
         else:
