@@ -326,7 +326,7 @@ def rows(table: Mapping[str, Any], parts: Mapping[str, Any]) -> list[common.Row]
             found.append(
                 common.Row(
                     f"{name}, {method}: average accuracy of {TASKS} tasks after the last, and forgetting, in %",
-                    "Kronecker factors are ahead of the diagonal (figures 1 and 3)",
+                    "Kronecker factors are ahead of the diagonal (Ritter et al. 2018)",
                     f"{show_value(scaled(value), 1)}; {show_value(scaled(lost), 1)}; less EWC "
                     f"{show_interval(one['less EWC'], factor=100)}{chosen}",
                     f"{count(name, sizes):,} images a task, {value['count']} seeds, 95 % intervals; weights "

@@ -356,7 +356,8 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             targets = as_continuous("regression", targets, J.n, J.c, J.dtype, J.device)
             targets = KnownNoise.pack(targets, known)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
-        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y)
+        known = {} if self._earlier is None else {"earlier": self._earlier.mean, "variances": self._earlier.base}
+        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y, **known)
         self._train_inputs = inputs
         if self._unit.is_open:
             self._unit = self._unit.fitted(J.outputs(), self._y, weight)
