@@ -205,8 +205,12 @@ def test_errors_of_priors() -> None:
             Laplace(net(3, 1), prior=known).fit(X, y)
 
 
-def test_a_clone_keeps_the_earlier_posterior() -> None:
+def test_a_clone_keeps_the_earlier_posterior_and_a_new_fit_may_have_another_prior() -> None:
     earlier, la = pair("softmax", "diag")
+    again = clone(la).fit(X, CASES["softmax"][3]).set_params(prior=0.7).fit(X, CASES["softmax"][3])
+    check_close(
+        again.log_evidence(), Laplace(net(3, 1), structure="diag", prior=0.7).fit(X, CASES["softmax"][3]).log_evidence()
+    )
     assert clone(la).prior is earlier and not hasattr(clone(la), "posterior_")
     assert clone(earlier).prior == 0.7
 

@@ -341,6 +341,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             if is_earlier(self.prior):
                 self._prior = find_earlier(self, self.lin_)
             else:
+                self.__dict__.pop("_prior", None)  # of a fit before
                 check_prior(self.prior, self.lin_)
             return self._jacobian(inputs)
 
@@ -356,8 +357,8 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             targets = as_continuous("regression", targets, J.n, J.c, J.dtype, J.device)
             targets = KnownNoise.pack(targets, known)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
-        known = {} if self._earlier is None else {"earlier": self._earlier.mean, "variances": self._earlier.base}
-        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y, **known)
+        earlier = None if self._earlier is None else torch.stack([self._earlier.mean, self._earlier.base])
+        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y, earlier=earlier)
         self._train_inputs = inputs
         if self._unit.is_open:
             self._unit = self._unit.fitted(J.outputs(), self._y, weight)
