@@ -172,15 +172,44 @@ def proofs(device: str) -> str:
 
 
 def scale() -> str:
-    """Today's models beside a training step."""
+    """Today's models beside a training step: time and memory of passes, and the time of estimators."""
     found = _read("scale-cuda.json")
     rows = []
     for one in found["passes"]:
-        precision = "bf16" if "llama" in one["network"] else {"high": "tf32", "highest": "float32"}[one["precision"]]
         ratios = [f"{one['ratios'][key]:.2f}" for key in ("pass", "column", "gram")]
-        rows.append([one["network"], precision, _ms(one["ms"]["step"]), *ratios])
+        memory = [f"{one['memory_gib'][key] / one['memory_gib']['step']:.1f}" for key in ("pass", "column", "gram")]
+        rows.append([one["network"], _scale_precision(one), _ms(one["ms"]["step"]), *ratios, *memory])
     heads = ["network", "precision", "step, ms", "`J.normal(V)`, k = 16", "k = 1", "`J.gram()`"]
-    return _with_machine(found["machine"], _table(heads, rows))
+    heads += ["memory, k = 16", "k = 1", "`J.gram()`"]
+    parts = []
+    for one in found["again"]:
+        cells = [f"{one['ratios']['pass']:.2f}, {one['memory_gib']['pass'] / one['memory_gib']['step']:.1f}"]
+        cells += [f"{part['time / step']:.2f}, {part['memory / step']:.1f}" for part in one["pass in parts"]]
+        theirs = one["curvlinops column"] or {}
+        ratio = f"{theirs['ms'] / one['ms']['column']:.1f}" if "ms" in theirs else "does not run"
+        parts.append([one["network"], _scale_precision(one), *cells, ratio])
+    titles = [
+        "network",
+        "precision",
+        "whole",
+        *(f"{part['parts']} parts" for part in found["again"][0]["pass in parts"]),
+    ]
+    titles += ["curvlinops / linnet, k = 1"]
+    step = found["adapters"]["step_s"]
+    doors = [
+        [name, f"{t:.1f}", f"{t / step:.0f}"] for name, t in found["adapters"].items() if name not in ("n", "step_s")
+    ]
+    return _with_machine(
+        found["machine"],
+        f"{_table(heads, rows)}\n\nA pass with k = 16 whose chunks hold a part of the examples, in a later run: time and "
+        f"memory, each beside a training step.\n\n{_table(titles, parts)}\n\nFit and prediction together, on the "
+        f"adapters of the 1.1 B model, {found['adapters']['n']} sequences of 64 tokens:\n\n"
+        f"{_table(['estimator', 'seconds', 'training steps'], doors)}",
+    )
+
+
+def _scale_precision(one: dict[str, Any]) -> str:
+    return "bf16" if "llama" in one["network"] else {"high": "tf32", "highest": "float32"}[one["precision"]]
 
 
 def sampling_times() -> str:
