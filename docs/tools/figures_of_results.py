@@ -188,24 +188,35 @@ def scale() -> str:
         theirs = one["curvlinops column"] or {}
         ratio = f"{theirs['ms'] / one['ms']['column']:.1f}" if "ms" in theirs else "does not run"
         parts.append([one["network"], _scale_precision(one), *cells, ratio])
-    titles = [
-        "network",
-        "precision",
-        "whole",
-        *(f"{part['parts']} parts" for part in found["again"][0]["pass in parts"]),
+    counts = (f"{part['parts']} parts" for part in found["again"][0]["pass in parts"])
+    titles = ["network", "precision", "whole", *counts, "curvlinops / linnet, k = 1"]
+    made = found["adapters"]
+    times = {name: t for name, t in made.items() if name not in ("n", "step_s")}
+    doors = [[name, f"{t:.1f}", f"{t / made['step_s']:.0f}"] for name, t in times.items()]
+    texts = [
+        _table(heads, rows),
+        "A pass with k = 16 whose chunks hold a part of the examples, from a later run: time and memory, each beside a "
+        "training step. That run did not play a record of the whole chunk of ResNet-50.",
+        _table(titles, parts),
+        f"Fit and prediction together, on the adapters of the 1.1 B model, {made['n']} sequences of 64 tokens:",
+        _table(["estimator", "seconds", "training steps"], doors),
+        "`Laplace` with its defaults on ResNet-20 with ten outputs: fit to 4,096 images, probabilities of 512.",
+        _table(
+            ["structure", "fit, s", "predict, s", "laplace-torch: fit", "predict"], _scale_laplace(found["laplace"])
+        ),
     ]
-    titles += ["curvlinops / linnet, k = 1"]
-    step = found["adapters"]["step_s"]
-    doors = [
-        [name, f"{t:.1f}", f"{t / step:.0f}"] for name, t in found["adapters"].items() if name not in ("n", "step_s")
-    ]
-    return _with_machine(
-        found["machine"],
-        f"{_table(heads, rows)}\n\nA pass with k = 16 whose chunks hold a part of the examples, in a later run: time and "
-        f"memory, each beside a training step.\n\n{_table(titles, parts)}\n\nFit and prediction together, on the "
-        f"adapters of the 1.1 B model, {found['adapters']['n']} sequences of 64 tokens:\n\n"
-        f"{_table(['estimator', 'seconds', 'training steps'], doors)}",
-    )
+    return _with_machine(found["machine"], "\n\n".join(texts))
+
+
+def _scale_laplace(found: list[dict[str, Any]]) -> list[list[str]]:
+    rows = []
+    for one in found:
+        theirs = ["takes no batch norms", ""]
+        if "laplace_torch_fit_s" in one:
+            batch = f" (batches of {one['laplace_torch_batch']}; 64 do not fit memory)"
+            theirs = [f"{one['laplace_torch_fit_s']:.1f}{batch}", f"{one['laplace_torch_predict_s']:.2f}"]
+        rows.append([one["structure"], f"{one['fit_s']:.1f}", f"{one['predict_s']:.2f}", *theirs])
+    return rows
 
 
 def _scale_precision(one: dict[str, Any]) -> str:
