@@ -7,6 +7,8 @@ first is a sum and loses no digits. The second is a difference, and raises where
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ def _take_lower(L: Tensor, gone: Tensor) -> Tensor:
     """The lower triangle of L without some rows and columns: copies of whole blocks between them, which are fast."""
     ends = [-1, *gone.tolist(), len(L)]
     # From each stretch of rows that stay its first and last row in L, and its first row in the result.
-    stretches = [(a + 1, b, a + 1 - i) for i, (a, b) in enumerate(zip(ends[:-1], ends[1:], strict=True)) if a + 1 < b]
+    stretches = [(a + 1, b, a + 1 - i) for i, (a, b) in enumerate(pairwise(ends)) if a + 1 < b]
     out = L.new_zeros(len(L) - len(gone), len(L) - len(gone))
     for i, (start, stop, to) in enumerate(stretches):
         rows = slice(to, to + stop - start)

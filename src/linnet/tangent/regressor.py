@@ -529,9 +529,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
-        An iterative solver makes one solve more, as wide as there are new targets, or all solves again where these are
-        more than its samples. Where the posterior is an average over scales and noises, it is one Gaussian, and that Gaussian is conditioned
-        with ``noise_``. ``log_evidence_`` grows by the log density of the new observations. This one stays as it is.
+        Where the posterior is an average over scales and noises, it is one Gaussian, and that Gaussian is conditioned
+        with ``noise_``. ``log_evidence_`` grows by the log density of the new observations. An iterative solver makes
+        one solve more, as wide as there are new targets, or all solves again where these are more than its samples.
+        This one stays as it is.
 
         Args:
             X: Inputs.
