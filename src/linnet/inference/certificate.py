@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHOSEN = "prior variances, noise and mean function were chosen with the examples that are forgotten"
+CHOSEN = (
+    "prior variances, noise, mean function and parameters of the likelihood that fit has chosen were chosen with the "
+    "examples that are forgotten"
+)
 STANDARD = "the network standardizes its inputs, and the mean function has its level, from all examples of the fit"
 TRAINED = (
     "the weights of the network were trained with whatever they were trained with: forgetting changes the error bars "
@@ -26,7 +29,8 @@ class Certificate:
         mean: Bound of the difference of the mean of f at any input from that of the refit, in units of the prior
             standard deviation of f there; None where there is no bound.
         variance: Bound of the difference of the variance of f at any input, in units of the prior variance there; None
-            where there is no bound, as for samples.
+            where there is no bound: for samples, for likelihoods without a closed form, and for structures of
+            `linnet.Laplace` that were made again, which are those of the refit itself.
         remains: What still depends on the examples that were forgotten, in words: no bound covers it.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
+from linnet.laplace import forgetting
 from linnet.laplace.search import Step
 from linnet.probability import (
     Gaussian,
@@ -45,6 +47,9 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["weight"] = la._weight
     if isinstance(inner, KnownNoise):
         tensors["noise_each"] = la._noise_each
+    seen = _codes_of_examples(la)
+    if seen is not None:
+        tensors["seen"] = seen
     described = describe_likelihood(inner)
     if isinstance(inner, Gaussian):
         described["settings"] = {}  # its noise is a tensor
@@ -78,11 +83,13 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "structure": la.structure_,
             "scales": {key: float(value) for key, value in la.scales_.items()},
             "effective_dimension": la.effective_dimension_,
-            "gradient_norm": la.gradient_norm_,
-            "gradient_ratio": la.gradient_ratio_,
+            "gradient_norm": _finite(la.gradient_norm_),
+            "gradient_ratio": _finite(la.gradient_ratio_),
             "narrowed": la.narrowed_,
             "variance": la.variance_,
             "draws": la.draws_,
+            "forgotten": la._forgotten,
+            "lost": la._lost,
             "log_evidence": la.log_evidence(),
             "path": [[step.log_evidence, list(step.scales), step.noise, step.dimension] for step in la.tune_path_],
             "n_features_in": getattr(la, "n_features_in_", None),
@@ -134,7 +141,8 @@ def read(
     state = meta["state"]
     la.structure_, la.scales_, la.prior_variance_ = state["structure"], state["scales"], tensors["prior_variance"]
     la.effective_dimension_ = state["effective_dimension"]
-    la.gradient_norm_, la.gradient_ratio_ = state["gradient_norm"], state["gradient_ratio"]
+    distances = (state["gradient_norm"], state["gradient_ratio"])
+    la.gradient_norm_, la.gradient_ratio_ = (math.nan if value is None else value for value in distances)
     la.tune_path_ = tuple(Step(value, tuple(scales), v, d) for value, scales, v, d in state["path"])
     la.narrowed_ = state.get("narrowed", 1.0)
     la._known_evidence = state["log_evidence"]
@@ -149,4 +157,19 @@ def read(
     la.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=la.lin_.layout)
     la.variance_ = state.get("variance", "samples" if la.posterior_.known_from_samples else "exact")
     la.draws_ = state.get("draws", la.draws)
+    la._seen, la._forgotten, la._lost = tensors.get("seen"), state.get("forgotten", 0), state.get("lost", 0.0)
     return la
+
+
+def _finite(value: float) -> float | None:
+    """A number as JSON can hold it: one that is not known is None."""
+    return value if math.isfinite(value) else None
+
+
+def _codes_of_examples(la: Laplace) -> Tensor | None:
+    """Checksums by which `Laplace.forget` tells what the approximation has seen; None for data not in memory."""
+    if not hasattr(la, "_structure"):
+        return la._seen
+    if saved.flatten_inputs(la._train_inputs) is None:
+        return None
+    return forgetting.codes_of(la, la._train_inputs, forgetting.plain_targets(la, la._y))

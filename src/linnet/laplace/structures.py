@@ -88,12 +88,20 @@ class CurvatureStructure(ABC):
 
 @final
 class FullCurvature(CurvatureStructure):
-    """See the module."""
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L.
+        G: (p, p), where it is known; None makes the pass.
+    """
 
     name = "full"
 
-    def __init__(self, J: Jacobian, root: Any) -> None:
-        G = J.normal_matrix(weight_from_root(root))
+    def __init__(self, J: Jacobian | None, root: Any, *, G: Tensor | None = None) -> None:
+        if G is None:
+            assert J is not None
+            G = J.normal_matrix(weight_from_root(root))
         self.G = 0.5 * (G + G.T)
 
     def log_det(self, prior: Prior) -> LogDet:
@@ -153,14 +161,24 @@ class DiagonalCurvature(CurvatureStructure):
         root: L; None where the pass has been made.
         sums: What a pass over the data has found; None makes the pass.
         keep: Gives the checkpoint of a pass.
+        values: (p,), the diagonal, where it is known; None for what J or the sums say.
     """
 
     name = "diag"
 
     def __init__(
-        self, J: Jacobian, root: Any, *, sums: CurvatureSums | None = None, keep: Keep = no_checkpoint
+        self,
+        J: Jacobian | None,
+        root: Any,
+        *,
+        sums: CurvatureSums | None = None,
+        keep: Keep = no_checkpoint,
+        values: Tensor | None = None,
     ) -> None:
-        if sums is None or sums.squares is None:
+        if values is not None:
+            self.values = values
+        elif sums is None or sums.squares is None:
+            assert J is not None
             self.values = J.column_norms(weight_from_root(root), checkpoint=keep("factors"))
         else:
             self.values = sums.squares
