@@ -47,9 +47,8 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["weight"] = la._weight
     if isinstance(inner, KnownNoise):
         tensors["noise_each"] = la._noise_each
-    seen = _codes_of_examples(la)
-    if seen is not None:
-        tensors["seen"] = seen
+    codes = _codes_of_examples(la)
+    tensors |= {} if codes is None else {"seen": codes}
     described = describe_likelihood(inner)
     if isinstance(inner, Gaussian):
         described["settings"] = {}  # its noise is a tensor

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -98,7 +99,7 @@ def forget(la: Laplace, examples: Any, y: Any) -> Laplace:
     _set_examples(other, rest, la._y[there], None if la._weight is None else la._weight[kept])
     if la._y_is_known_noise:
         other._noise_each = la._noise_each[kept]
-        other.noise = other._noise_each.cpu().numpy()
+        other.noise = other._noise_each
     if la.structure_ not in SUMS or la.draws_ is not None:
         _make_again(other, other._jacobian(rest), start=la)
         return other
@@ -141,11 +142,12 @@ def condition(la: Laplace, X: Any, y: Any, sample_weight: Any) -> Laplace:
     f = J.outputs()
     other._f, other._J = torch.cat([la._f, f]), whole
     root, y = other._root(f, ys[-J.n :]), ys[-J.n :]
-    structure = type(la._structure)(J, root)
-    if isinstance(structure, FullCurvature) and isinstance(la._structure, FullCurvature):
-        structure.G += la._structure.G
-    elif isinstance(structure, DiagonalCurvature) and isinstance(la._structure, DiagonalCurvature):
-        structure.values = structure.values + la._structure.values
+    structure: CurvatureStructure
+    if isinstance(la._structure, FullCurvature):
+        structure = FullCurvature(None, None, G=la._structure.G + FullCurvature(J, root).G)
+    else:
+        assert isinstance(la._structure, DiagonalCurvature)
+        structure = DiagonalCurvature(None, None, values=la._structure.values + DiagonalCurvature(J, root).values)
     _accept(other, structure, structure.posterior(la.prior_variance_, 1 / la._noise), la)
     residual = other._with_noise(la._noise).residual(f, y)
     other._measure_distance(la._gradient + J.T @ residual.flatten())
@@ -291,14 +293,12 @@ class KnownLogDet(LogDet):
     ) -> None:
         self.structure, self.prior, self.at = structure, prior, (tuple(scales), t)
         self.factor = getattr(posterior, "factor", None) if len(scales) == 1 else None
-        self.count, self._made = max(1, len(prior.scales)), None
+        self.count = max(1, len(prior.scales))
 
-    @property
+    @cached_property
     def whole(self) -> LogDet:
         """That of the structure."""
-        if self._made is None:
-            self._made: LogDet | None = self.structure.log_det(self.prior)
-        return self._made
+        return self.structure.log_det(self.prior)
 
     def __call__(self, scales: Sequence[float], t: float) -> tuple[float, list[float]]:
         if self.factor is None or (tuple(scales), t) != self.at:
@@ -359,7 +359,7 @@ def _forget_in_file(la: Laplace, X: Any, y: Any) -> Laplace:
     other._seen, other._weight = la._seen[rest], None if la._weight is None else la._weight[rest]
     if la._y_is_known_noise:
         other._noise_each = la._noise_each[rest]
-        other.noise = other.noise_ = other._noise_each.cpu().numpy()
+        other.noise, other.noise_ = other._noise_each, other._noise_each.cpu().numpy()
     before, variance = _structure_of(la), la.prior_variance_
     if la.structure_ == "function":
         (other._train_inputs,) = take_parts([la._train_inputs], rest, la.lin_.module.forward)

@@ -25,7 +25,7 @@ from linnet._estimator import (
     parse_dtype,
 )
 from linnet.data import Batch, SingleBatch, as_source
-from linnet.inference import CHOSEN, STANDARD, Certificate, SolverSettings
+from linnet.inference import CHOSEN, HEAD, STANDARD, Certificate, SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
 from linnet.network import block_names, check_whole, has_fitted_head, select, top_blocks
 from linnet.probability import Posterior, Spread, layer_sums
@@ -198,8 +198,10 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """
         check_is_fitted(self)
         if "certificate" not in self._kept:
-            remains = () if not self._forgotten else (CHOSEN,) if self.model is not None else (CHOSEN, STANDARD)
-            self._kept["certificate"] = Certificate(self._forgotten, *self._bound_errors(), remains)
+            remains = [CHOSEN] if self._forgotten else []
+            remains += [STANDARD] if self._forgotten and self.model is None else []
+            remains += [HEAD] if self._forgotten and has_fitted_head(self.lin_.given) else []
+            self._kept["certificate"] = Certificate(self._forgotten, *self._bound_errors(), tuple(remains))
         return self._kept["certificate"]
 
     def _seen_targets(self) -> Tensor:

@@ -186,7 +186,7 @@ class Generalized(Tangent):
     def _go_on(self, other: Self, inputs: Any, targets: Tensor, weight: Tensor | None) -> Self:
         """``other`` with the posterior of some examples, whose mode is searched from the mode here."""
         if "_tensors" in vars(self):  # whether labels are tensors
-            vars(other)["_tensors"] = vars(self)["_tensors"]
+            setattr(other, "_tensors", vars(self)["_tensors"])  # noqa: B010
         given = Prior("given", self.prior_variance_)
         other._condition(inputs, None, given, weight=weight, observed=targets, start=self.posterior_.delta)
         return other

@@ -51,7 +51,8 @@ def take(task: Task, examples: Tensor) -> Task:
 
 
 def _take_parts(J: Any, examples: Tensor, n: int) -> LinearOperator:
-    parts, start = [], 0
+    parts, start = list[Jacobian](), 0
+    part: Any
     for part in J.parts if isinstance(J, Stack) else [J]:
         index = examples[(examples >= start) & (examples < start + part.n)].cpu() - start
         if len(index):
@@ -101,6 +102,7 @@ def _reduce_average(fit: Fit, posterior: KernelPosterior, rest: Task) -> tuple[T
     found = KernelPosterior(first.J, posterior.prior_variance, average.delta, R=R, signs=signs)
     noise, value = first.noise.rows(fit.choice.noise), average.log_evidence
     fit = replace(fit, posterior=found, noise_rows=noise, alpha=average.alpha, log_evidence=value)
+    part: Any
     for part in rest.J.parts[1:] if isinstance(rest.J, Stack) else ():
         first, fit = extend(first, fit, take(rest, torch.arange(start, start + part.n)))
         start += part.n
