@@ -8,9 +8,6 @@ from tests.support.command_cases import run as invoke
 
 HEAVY = ("matplotlib", "gpytorch", "linnet.cli.commands")
 COMMANDS = (
-    *("demo", "adapt", "uncertainty", "predict", "select", "forget", "export"),
-    *("embed", "spectrum", "similarity", "info"),
-)
     "demo",
     "adapt",
     "uncertainty",

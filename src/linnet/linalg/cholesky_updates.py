@@ -43,7 +43,7 @@ def remove_rows(L: Tensor, kept: Tensor) -> Tensor:
     factor = _take_lower(L, gone)
     if len(gone) == 0 or len(kept) == 0:
         return factor
-    beside = L[kept[:, None], gone] * (kept[:, None] > gone)
+    beside = torch.where(kept[:, None] > gone, L[kept[:, None], gone], 0.0)
     _add_outer_products_(factor, beside, int((kept < gone[0]).sum()))
     return factor
 

@@ -867,7 +867,7 @@ def sum_normal_matrices(J: Any, weight: Tensor) -> Tensor:
     """``J^T W J`` (p, p), of a Jacobian or of a stack of Jacobians."""
     if not isinstance(J, Stack):
         return J.normal_matrix(weight)
-    parts = [part.normal_matrix(weight[rows]) for part, rows in J.placed()]
+    parts = [sum_normal_matrices(part, weight[rows]) for part, rows in J.placed()]
     return sum(parts[1:], start=parts[0])
 
 

@@ -52,14 +52,18 @@ def take(task: Task, examples: Tensor) -> Task:
 
 def _take_parts(J: Any, examples: Tensor, n: int) -> LinearOperator:
     parts, start = list[Jacobian](), 0
-    part: Any
-    for part in J.parts if isinstance(J, Stack) else [J]:
+    for part in _list_parts(J):
         index = examples[(examples >= start) & (examples < start + part.n)].cpu() - start
         if len(index):
             parts.append(part if len(index) == part.n else part.subset(index))
         start += part.n
     assert start == n
     return parts[0] if len(parts) == 1 else Stack(parts)
+
+
+def _list_parts(J: Any) -> list[Any]:
+    """The Jacobians of a stack, of which parts may be stacks."""
+    return [one for part in J.parts for one in _list_parts(part)] if isinstance(J, Stack) else [J]
 
 
 def reduce(task: Task, fit: Fit, kept: Tensor) -> tuple[Task, Fit]:
