@@ -220,6 +220,14 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """Bounds of the error of mean and variance, as `Certificate` has them."""
         raise NotImplementedError
 
+    def _check_has_inputs(self, what: str) -> None:
+        """Raise where an estimator from a file has not kept its training inputs."""
+        if not self._train_inputs:
+            raise ValueError(
+                f"{what} needs the training inputs here, which a file holds only where they were tensors or arrays. "
+                "Fit again with the data that count."
+            )
+
     def _without_history(self, kept: Tensor, n: int) -> Self:
         """As `_without_data`, without what only tells how earlier fits to n examples went."""
         other = self._without_data()

@@ -168,13 +168,6 @@ class Generalized(Tangent):
     def _encode_targets(self, X: Any, y: Any) -> Tensor:
         return self._without_data()._observe(y, self._jacobian(X), refit=True)
 
-    def _check_has_inputs(self, what: str) -> None:
-        if not self._train_inputs:
-            raise ValueError(
-                f"{what} needs the training inputs, which a file holds only where they were tensors or arrays. Fit "
-                "again with the data that count."
-            )
-
     def _without(self, kept: Tensor, n: int) -> Self:
         self._check_has_inputs("forget")
         (inputs,) = take_parts(self._train_inputs, kept, self.lin_.module.forward)

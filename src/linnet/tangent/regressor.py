@@ -569,13 +569,6 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         kept = replace(fit.choice, scales=choice.scales, noise=choice.noise, floored=choice.floored)
         return replace(fit, choice=kept)
 
-    def _check_has_inputs(self, what: str) -> None:
-        if not self._train_inputs:
-            raise ValueError(
-                f"{what} needs the training inputs here, which a file holds only where they were tensors or arrays. "
-                "Fit again with the data that count."
-            )
-
     # Without some examples.
 
     def _seen_targets(self) -> Tensor:
