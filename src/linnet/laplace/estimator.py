@@ -1019,6 +1019,9 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         check_is_fitted(self)
         return forgetting.certify(self)
 
+    def _codes_of_examples(self) -> Tensor | None:
+        return forgetting.codes_of_examples(self)
+
     @property
     def _y_is_known_noise(self) -> bool:
         return isinstance(self._inner, KnownNoise)

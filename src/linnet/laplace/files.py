@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
-from linnet.laplace import forgetting
 from linnet.laplace.search import Step
 from linnet.probability import (
     Gaussian,
@@ -47,7 +46,7 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["weight"] = la._weight
     if isinstance(inner, KnownNoise):
         tensors["noise_each"] = la._noise_each
-    codes = _codes_of_examples(la)
+    codes = la._codes_of_examples()
     tensors |= {} if codes is None else {"seen": codes}
     described = describe_likelihood(inner)
     if isinstance(inner, Gaussian):
@@ -163,12 +162,3 @@ def read(
 def _finite(value: float) -> float | None:
     """A number as JSON can hold it: one that is not known is None."""
     return value if math.isfinite(value) else None
-
-
-def _codes_of_examples(la: Laplace) -> Tensor | None:
-    """Checksums by which `Laplace.forget` tells what the approximation has seen; None for data not in memory."""
-    if not hasattr(la, "_structure"):
-        return la._seen
-    if saved.flatten_inputs(la._train_inputs) is None:
-        return None
-    return forgetting.codes_of(la, la._train_inputs, forgetting.plain_targets(la, la._y))

@@ -31,6 +31,7 @@ from linnet._estimator import (
     check_inputs,
     draw_inputs,
     example_codes,
+    files,
     find_kept,
     join_inputs,
     leave_out_weightless,
@@ -163,6 +164,15 @@ def certify(la: Laplace) -> Certificate:
     if isinstance(posterior, DiagonalPosterior):
         return Certificate(la._forgotten, 0.0, la._lost, remains)
     return Certificate(la._forgotten, 0.0, None, remains)  # the structure was made again
+
+
+def codes_of_examples(la: Laplace) -> Tensor | None:
+    """What a file keeps to tell which examples an approximation has seen; None for data not in memory."""
+    if not hasattr(la, "_structure"):
+        return la._seen
+    if files.flatten_inputs(la._train_inputs) is None:
+        return None
+    return codes_of(la, la._train_inputs, plain_targets(la, la._y))
 
 
 def codes_of(la: Laplace, X: Any, y: Tensor) -> Tensor:
