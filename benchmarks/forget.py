@@ -64,7 +64,7 @@ CASES = {
     "regressor, function, small network": Case(lambda m: regressor(m, solver="function"), by_refit, (10, 128, 128, 1)),
     "regressor, defaults": Case(lambda m: linnet.TangentRegressor(m, progress=False), by_refit, (10, 1000, 500, 1)),
     "regressor, weight": Case(lambda m: regressor(m, solver="weight"), by_refit, (10, 24, 16, 1)),
-    "regressor, cg-weight": Case(lambda m: regressor(m, solver="cg-weight"), by_refit, (10, 128, 128, 1)),
+    "regressor, cg-weight": Case(lambda m: regressor(m, solver="cg-weight"), by_refit, (10, 24, 16, 1)),
     "classifier, function": Case(lambda m: classifier(m, solver="function"), by_refit, (10, 128, 128, 2), True),
     "classifier, weight": Case(lambda m: classifier(m, solver="weight"), by_refit, (10, 24, 16, 2), True),
     "Laplace, full": Case(laplace("full"), by_fit, (10, 24, 16, 1)),
