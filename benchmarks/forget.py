@@ -62,11 +62,11 @@ def classifier(model: nn.Module, **given: Any) -> linnet.TangentClassifier:
 CASES = {
     "regressor, function": Case(lambda m: regressor(m, solver="function"), by_refit, (10, 1000, 500, 1)),
     "regressor, function, small network": Case(lambda m: regressor(m, solver="function"), by_refit, (10, 128, 128, 1)),
-    "regressor, defaults": Case(lambda m: linnet.TangentRegressor(m, progress=False), by_refit, (10, 1000, 500, 1)),
+    "regressor, defaults": Case(lambda m: linnet.TangentRegressor(m, progress=False), by_refit, (10, 128, 128, 1)),
     "regressor, weight": Case(lambda m: regressor(m, solver="weight"), by_refit, (10, 24, 16, 1)),
     "regressor, cg-weight": Case(lambda m: regressor(m, solver="cg-weight"), by_refit, (10, 24, 16, 1)),
-    "classifier, function": Case(lambda m: classifier(m, solver="function"), by_refit, (10, 128, 128, 2), True),
-    "classifier, weight": Case(lambda m: classifier(m, solver="weight"), by_refit, (10, 24, 16, 2), True),
+    "classifier, function": Case(lambda m: classifier(m, solver="function"), by_refit, (10, 128, 128, 1), True),
+    "classifier, weight": Case(lambda m: classifier(m, solver="weight"), by_refit, (10, 24, 16, 1), True),
     "Laplace, full": Case(laplace("full"), by_fit, (10, 24, 16, 1)),
     "Laplace, function": Case(laplace("function"), by_fit, (10, 128, 128, 1)),
     "Laplace, diag": Case(laplace("diag"), by_fit, (10, 128, 128, 1)),
@@ -87,7 +87,7 @@ def data(model: nn.Module, *, classes: bool) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
         f = model(X)
     noise = 0.1 * torch.randn(f.shape, dtype=torch.float64, generator=generator)
-    y = (f + noise).argmax(1) if classes else (f + noise)[:, 0] + 0.1 * torch.sin(X[:, 0])
+    y = (f + noise > f.mean()).long()[:, 0] if classes else (f + noise)[:, 0] + 0.1 * torch.sin(X[:, 0])
     return X, y, new
 
 
