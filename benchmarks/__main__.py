@@ -1,4 +1,4 @@
-"""python -m benchmarks NAME: a name of `python -m benchmarks --help`, such as passes, adapt, scale or precision."""
+"""python -m benchmarks NAME: a name of `python -m benchmarks --help`, such as passes, adapt, forget or precision."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks import (
     adapt,
     command,
+    forget,
     heads,
     laplace,
     passes,
@@ -103,6 +104,10 @@ def main() -> None:
     ten.add_argument("--rounds", type=int, default=5)
     ten.add_argument("--only", default="all", help="passes, a network, estimators, laplace, outputs, adapters or kron")
     ten.add_argument("--profile", default=None, choices=("pass", "column", "gram", "step"), help="a table of kernels")
+    less = commands.add_parser("forget", help="forgetting examples beside a refit: differences, and how long")
+    less.add_argument("--out", type=Path, default=None, help="JSON file (default: results/forget-cpu.json)")
+    less.add_argument("--only", default="all", choices=("all", *forget.CASES))
+    less.add_argument("--rounds", type=int, default=3)
     parts = commands.add_parser("sharded", help="peak memory of a rank with sharded weights, beside one process")
     parts.add_argument("--out", type=Path, default=None, help="JSON file (default: results/sharded-cpu.json)")
     parts.add_argument("--width", type=int, default=1024, help="of the layers")
@@ -114,6 +119,9 @@ def main() -> None:
     several.add_argument("--rounds", type=int, default=5)
     several.add_argument("--n", type=int, default=2048, help="examples; Gram matrices take an eighth of them")
     args = parser.parse_args()
+    if args.command == "forget":
+        forget.run(args.out or Path(__file__).parent / "results" / "forget-cpu.json", args.only, args.rounds)
+        return
     if args.command == "sharded":
         sharded.run(args.out or Path(__file__).parent / "results" / "sharded-cpu.json", args.width, args.depth)
         return

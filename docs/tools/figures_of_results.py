@@ -147,6 +147,18 @@ def convolutions() -> str:
     return _with_machine(found["machine"], _table(["how", "seconds", "times linnet's"], rows))
 
 
+def forgetting() -> str:
+    """Forgetting examples beside a refit without them."""
+    found = _read("forget-cpu.json")
+    rows = []
+    for one in found["rows"]:
+        differences = [f"{one[what]:.0e}" for what in ("mean", "variance", "evidence")]
+        times = [_ms(one["forget"]), _ms(one["refit"]), f"{one['share']:.2f}"]
+        rows.append([one["case"], str(one["forgotten"]), *differences, *times])
+    titles = ["estimator", "forgotten", "mean", "variance", "log evidence", "forget", "refit", "share"]
+    return _with_machine(f"{found['machine']}; {found['n']:,} examples", _table(titles, rows))
+
+
 def padding() -> str:
     """A pass over padded sentences, with and without what pads them."""
     found = _read("padding-cpu.json")

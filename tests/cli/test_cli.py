@@ -7,7 +7,19 @@ import linnet
 from tests.support.command_cases import run as invoke
 
 HEAVY = ("matplotlib", "gpytorch", "linnet.cli.commands")
-COMMANDS = ("demo", "adapt", "uncertainty", "predict", "select", "export", "embed", "spectrum", "similarity", "info")
+COMMANDS = (
+    "demo",
+    "adapt",
+    "uncertainty",
+    "predict",
+    "select",
+    "forget",
+    "export",
+    "embed",
+    "spectrum",
+    "similarity",
+    "info",
+)
 
 
 def test_version():

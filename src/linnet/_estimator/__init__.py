@@ -7,6 +7,7 @@ from linnet._estimator.ensembles import EnsembleMixin, by_members, is_ensemble, 
 from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
 from linnet._estimator.exported import PredictiveModule, make_predictive_module
 from linnet._estimator.files import load
+from linnet._estimator.forgetting import example_codes, find_kept, take_parts
 from linnet._estimator.hub import HubMixin
 from linnet._estimator.inputs import (
     Counted,
@@ -23,7 +24,7 @@ from linnet._estimator.inputs import (
 )
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
-from linnet._estimator.source_data import WithSource
+from linnet._estimator.source_data import WithSource, join_inputs
 
 __all__ = [
     "Counted",
@@ -45,10 +46,13 @@ __all__ = [
     "default_network",
     "draw_inputs",
     "epoch",
+    "example_codes",
     "files",
+    "find_kept",
     "find_labeled",
     "has_targets_in_memory",
     "is_ensemble",
+    "join_inputs",
     "leave_out_ignored",
     "leave_out_weightless",
     "list_options",
@@ -59,4 +63,5 @@ __all__ = [
     "parse_dtype",
     "shuffle",
     "take_examples",
+    "take_parts",
 ]

@@ -135,6 +135,14 @@ class Mixture:
         """An ensemble of the members, each of which has seen more data."""
         return self._of([member.condition(*args, **given) for member in self._fitted])
 
+    def forget(self, *args: Any, **given: Any) -> Any:
+        """An ensemble of the members, each of which goes on without some examples."""
+        return self._of([member.forget(*args, **given) for member in self._fitted])
+
+    def certificate_(self) -> tuple[Any, ...]:
+        """The certificate of each member."""
+        return tuple(member.certificate_ for member in self._fitted)
+
     def tune(self, *args: Any, **given: Any) -> Any:
         """Choose the scales of each member anew."""
         return self._keep([member.tune(*args, **given) for member in self._fitted])

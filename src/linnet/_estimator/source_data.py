@@ -60,8 +60,7 @@ class WithSource:
         targets = _join_targets(_targets(y, task, "X"), _targets(y0, before, "the source"))
         if weight is not None:
             weight = torch.cat([weight, torch.ones(before.n, dtype=weight.dtype, device=weight.device)])
-        inputs = _join_inputs(X, X0)
-        inputs = Joined([task, before]) if inputs is None else inputs
+        inputs = join_inputs(X, X0, forward)
         return cls(inputs, targets, weight, task.n, task.n + before.n)
 
 
@@ -102,6 +101,12 @@ def _join_targets(y: Tensor | np.ndarray, y0: Tensor | np.ndarray) -> Tensor | n
         return np.concatenate([y, y0])
     device = y.device if isinstance(y, Tensor) else "cpu"
     return torch.cat([torch.as_tensor(part).to(device) for part in (y, y0)])
+
+
+def join_inputs(X: Any, X0: Any, forward: Any) -> Any:
+    """Inputs X, followed by X0; of ``forward`` both are arguments."""
+    found = _join_inputs(X, X0)
+    return Joined([as_source(X, forward), as_source(X0, forward)]) if found is None else found
 
 
 def _join_inputs(X: Any, X0: Any) -> Any:

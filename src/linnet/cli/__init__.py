@@ -198,6 +198,21 @@ def select() -> None:
 
 
 @_command(
+    "forget.run",
+    "run rows out model weights trust device seed force",
+    **RUN,
+    rows=_option(Path, "Examples to forget with their targets, as the run read its training data."),
+    out=_option(Path, "Folder for the run without the examples."),
+)
+def forget() -> None:
+    """Remove examples from a run of adapt or uncertainty, as if it had not seen them. Prior and noise stay.
+
+    A new run is written: report.html, the estimator, metrics.json with a certificate, and run.json. Delete the old run.
+    The network's own weights stay: the error bars of uncertainty forget, and its predictions do not.
+    """
+
+
+@_command(
     "export.run",
     "run data out model weights trust device force",
     **RUN,

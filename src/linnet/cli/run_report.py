@@ -211,6 +211,34 @@ def report_embedding(
     return _attempt(printer, make)
 
 
+def report_forgetting(
+    printer: Printer,
+    certificate: Mapping[str, Any],
+    data: Examples,
+    run: Path,
+    *,
+    seed: int,
+    device: torch.device,
+) -> Report | None:
+    """The report of `linnet forget`, which shows nothing of the examples; None, with a note, if it cannot be made."""
+
+    def make() -> Report:
+        bounds = {
+            f"largest distance of a {what} from a refit": "no bound is known"
+            if certificate[what] is None
+            else f"{certificate[what]:.1e} prior {unit}"
+            for what, unit in (("mean", "standard deviations"), ("variance", "variances"))
+        }
+        remains = {f"what remains ({i})": text for i, text in enumerate(certificate["remains"], 1)}
+        facts = {"forgotten by now": count(certificate["forgotten"], "example")} | bounds | remains
+        lede = f"linnet removed {count(data.n, 'example')} from {run}. The prior and the noise of that run were kept."
+        return Report(
+            "linnet forget", "A run without some of its examples", lede, facts=facts, record=_make_record(seed, device)
+        )
+
+    return _attempt(printer, make)
+
+
 def _find_extremes(Z: torch.Tensor, inputs: Inputs, labels: list[str] | None) -> list[Group]:
     """The six examples with the largest values on each of the three leading components."""
     top, groups = probes.top_projections(Z, min(6, len(Z))), []

@@ -1,6 +1,7 @@
 """Data, prior and likelihood to posterior and evidence."""
 
 from linnet.inference.any_likelihood import Inference, InferenceOptions, ModeFit, Observations
+from linnet.inference.certificate import CHOSEN, HEAD, STANDARD, TRAINED, Certificate, bound_distance, bound_rounding
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.evidence.laplace import add_kernels, scale_slopes
 from linnet.inference.evidence.log_determinants import Cost, Coupled, Dense, LogDet, Separable, eigenvalues_of
@@ -10,6 +11,7 @@ from linnet.inference.mode.adam import Training, check_only_map
 from linnet.inference.mode.by_passes import mode_by_passes
 from linnet.inference.mode.newton import Mode
 from linnet.inference.problem import (
+    Average,
     Fit,
     Noise,
     SolverSettings,
@@ -23,7 +25,13 @@ from linnet.inference.problem import (
 from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples
 
 __all__ = [
+    "CHOSEN",
+    "HEAD",
     "LOG_2PI",
+    "STANDARD",
+    "TRAINED",
+    "Average",
+    "Certificate",
     "Choice",
     "Cost",
     "Coupled",
@@ -43,6 +51,8 @@ __all__ = [
     "Task",
     "Training",
     "add_kernels",
+    "bound_distance",
+    "bound_rounding",
     "check_covariance_fits",
     "check_only_map",
     "check_outputs_fit",

@@ -96,12 +96,19 @@ class Observations:
         y: Targets, as the likelihood takes them.
         mean: m, (n, c).
         likelihood: Likelihood of the targets.
+        start: A displacement (p,) that is near the mode, such as the mode for nearly the same data; None for zero.
     """
 
     J: Jacobian
     y: Tensor
     mean: Tensor
     likelihood: Likelihood
+    start: Tensor | None = None
+
+    def start_in_whitened_weights(self, variance: Tensor) -> Tensor | None:
+        """u of the start, (p,)."""
+        d = variance.sqrt()
+        return None if self.start is None else torch.where(d > 0, self.start / torch.where(d > 0, d, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,14 @@ def condition(data: Observations, prior: Prior, how: InferenceOptions, solver: s
 def _function(data: Observations, prior: Prior, how: InferenceOptions) -> ModeFit:
     J = data.J
     K, choice, start = _kernel(data, prior)
+    near = None
+    if data.start is not None and not prior.scales:
+        f = data.mean + (J @ data.start).view_as(data.mean)
+        near = newton.step_in_function_space(K, data.y, f=f, mean=data.mean, likelihood=data.likelihood)
+        start = near.alpha
     variance = prior.variance(choice.scales if prior.scales else ())
     given: dict[str, Any] = {"mean": data.mean, "likelihood": data.likelihood, "tolerance": _goal(how.settings)}
-    mode = newton.function_space(K, data.y, start=start, **given).checked()
+    mode = newton.function_space(K, data.y, start=start, near=near, **given).checked()
     delta = variance * (J.T @ mode.alpha)
     posterior: Posterior = PointPosterior(delta)
     best = None
@@ -203,6 +215,8 @@ def _features(data: Observations, prior: Prior, settings: SolverSettings) -> tup
     if prior.scales:
         choice, found = choose_scale(Phi, data.y, space="weight", **given)  # type: ignore[arg-type]
         start = found.u
+    else:
+        start = data.start_in_whitened_weights(prior.base)
     mode = newton.weight_space(
         Phi,
         data.y,
@@ -232,6 +246,7 @@ def _by_passes(data: Observations, variance: Tensor, settings: SolverSettings) -
         likelihood=data.likelihood,
         settings=settings,
         tolerance=_goal(settings),
+        start=data.start_in_whitened_weights(variance),
     )
 
 

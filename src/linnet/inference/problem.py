@@ -147,6 +147,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Average:
+    """What an average over scale and noise was before later observations came.
+
+    Attributes:
+        rows: Rows of the task that the average is over, which come first.
+        delta: Its mean, (p,).
+        alpha: As that of a `Fit`, (rows,).
+        log_evidence: As that of a `Fit`.
+    """
+
+    rows: int
+    delta: Tensor
+    alpha: Tensor
+    log_evidence: float
+
+
+@dataclass(frozen=True)
 class Fit:
     """A posterior and how it was found.
 
@@ -160,6 +177,7 @@ class Fit:
         error: Its standard error; 0 where exact.
         solver: The one that was used.
         solution: Convergence of an iterative solver; None for a dense one.
+        average: For an average, what it was before later observations; else None.
     """
 
     posterior: Posterior
@@ -171,6 +189,7 @@ class Fit:
     error: float
     solver: str
     solution: Solution | None = field(default=None, repr=False)
+    average: Average | None = field(default=None, repr=False)
 
 
 def assumed_noise(tasks: Sequence[Task]) -> tuple[float, ...]:

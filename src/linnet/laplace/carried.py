@@ -11,23 +11,29 @@ structures "kron" and "ekfac" keep the diagonal of both terms in one set of Kron
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
 
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from linnet.inference import LogDet, Separable
+from linnet.laplace.structures import CurvatureStructure
 from linnet.probability import (
+    PRECISIONS,
     DensePrecision,
     DiagonalPrecision,
     EarlierPosterior,
     LowRankPrecision,
+    Posterior,
     Precision,
+    Prior,
+    add_precisions,
     precision_of,
 )
 
 if TYPE_CHECKING:
-    from linnet.jacobian import Linearization
+    from linnet.jacobian import Linearization, Rotation
     from linnet.laplace.estimator import Laplace
 
 CARRIED = ("full", "diag", "kron", "ekfac", "lowrank")
@@ -112,3 +118,54 @@ def choose_structure(la: Laplace, prior: EarlierPosterior) -> str:
 
 def _shape(shapes: Mapping[str, Any], name: str) -> str:
     return str(tuple(shapes[name])) if name in shapes else "nothing"
+
+
+# The structure of a fit with an earlier posterior.
+
+
+@final
+class CarriedCurvature(CurvatureStructure):
+    """The curvature of new data, with an earlier posterior as the prior; see the module.
+
+    A prior variance is that of the earlier posterior times one factor, by which its precision is divided.
+
+    Args:
+        prior: The earlier posterior.
+        fitted: The structure of the new data alone.
+        name: As users write the structure.
+        t: One over the noise for which common coordinates are chosen.
+        along: From coordinates to the diagonal of the exact curvature in these; None for that of ``fitted``.
+    """
+
+    def __init__(
+        self,
+        prior: EarlierPosterior,
+        fitted: CurvatureStructure,
+        *,
+        name: str,
+        t: float = 1.0,
+        along: Callable[[Rotation | None], Tensor] | None = None,
+    ) -> None:
+        self.name, self.base = name, prior.base
+        P: Precision = prior.precision
+        form, arguments = fitted.as_parts()
+        curvature: Precision = PRECISIONS[form](**arguments)
+        if isinstance(P, DiagonalPrecision) and isinstance(curvature, DiagonalPrecision):
+            together = add_precisions([(1.0, P), (t, curvature)])
+            assert isinstance(together, DiagonalPrecision)
+            rotation = together.rotation
+            P = P.along(rotation)
+            exact = None if along is None else along(rotation)
+            curvature = curvature.along(rotation) if exact is None else DiagonalPrecision(exact, rotation)
+        elif isinstance(P, DiagonalPrecision) and isinstance(curvature, LowRankPrecision):
+            P = LowRankPrecision(P.values, curvature.V[:, :0], curvature.signs[:0])
+        elif isinstance(curvature, DensePrecision) and not isinstance(P, DensePrecision):
+            P = DensePrecision(P.dense())
+        self.P, self.curvature = P, curvature
+
+    def log_det(self, prior: Prior) -> LogDet:
+        return Separable(self.P.relative_eigenvalues(self.curvature))
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        factor = float((variance / self.base).max())
+        return add_precisions([(1 / factor, self.P), (t, self.curvature)]).posterior(variance.new_zeros(len(variance)))

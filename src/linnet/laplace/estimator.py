@@ -53,6 +53,7 @@ from linnet._estimator import (
 )
 from linnet.data import Batch
 from linnet.inference import (
+    Certificate,
     LogDet,
     Slope,
     SolverSettings,
@@ -62,9 +63,10 @@ from linnet.inference import (
     maximize,
 )
 from linnet.jacobian import CurvatureSums, Jacobian, Linearization, Rotation, combine_outputs, linearize
-from linnet.laplace import files
+from linnet.laplace import files, forgetting
 from linnet.laplace import search as laplace_search
 from linnet.laplace.carried import (
+    CarriedCurvature,
     check_earlier,
     choose_structure,
     find_earlier,
@@ -92,7 +94,6 @@ from linnet.laplace.predictive import (
 )
 from linnet.laplace.search import Method, Search, Step
 from linnet.laplace.structures import (
-    CarriedCurvature,
     CurvatureStructure,
     DiagonalCurvature,
     FullCurvature,
@@ -283,6 +284,10 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _noise_base: Tensor | None
     _noise_each: Tensor
     _weight: Tensor | None = None
+    _gradient: Tensor  # of the log likelihood, (p,)
+    _forgotten: int = 0  # examples
+    _lost: float = 0.0  # what rounding did to variances where examples were forgotten
+    _seen: Tensor | None = None  # checksums of the training examples, in what was loaded from a file
     _one_column: bool
     _probe: Batch | None
 
@@ -374,16 +379,12 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             check_has_exact(self.variance, "structure='samples'", "another structure")
         self.draws_ = self._count_draws(J)
         keep = self._checkpoints(J)
-        sums = self._first_pass(J, keep) if self.structure_ in BOUNDED and self.draws_ is None else None
-        self._f = f = J.outputs() if sums is None else sums.f
-        # A checkpoint is of the data itself.
-        cache = self.structure_ in KEPT and self.draws_ is None and keep is no_checkpoint
-        self._J = J.cached_if_fits() if cache else J
+        sums = self._pass_over(J, keep)
         self._prior = self._prior if is_earlier(self.prior) else self._make_prior(self.prior)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise, unit = 1.0, self._unit
         self._structure = self._fitted(
-            self._root(f, self._y) if sums is None or self.structure_ == "ekfac" else None, sums, keep
+            self._root(self._f, self._y) if sums is None or self.structure_ == "ekfac" else None, sums, keep
         )
         self._log_det = self._structure.log_det(self._prior)
         self.tune_path_ = ()
@@ -509,6 +510,15 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         )
         return count
 
+    def _pass_over(self, J: Jacobian, keep: Keep = no_checkpoint) -> CurvatureSums | None:
+        """Read the outputs at the training data, with the sums of structures that are known from one pass."""
+        sums = self._first_pass(J, keep) if self.structure_ in BOUNDED and self.draws_ is None else None
+        self._f = J.outputs() if sums is None else sums.f
+        # A checkpoint is of the data itself.
+        cache = self.structure_ in KEPT and self.draws_ is None and keep is no_checkpoint
+        self._J = J.cached_if_fits() if cache else J
+        return sums
+
     def _first_pass(self, J: Jacobian, keep: Keep) -> CurvatureSums:
         """Outputs, curvature and gradient of the log likelihood at noise one, from one pass over the data."""
         unit = self._unit
@@ -539,7 +549,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             along = partial(self._squares_along, J, weight_from_root(root))
         # The noise of largest evidence is not known yet where it is free: that of the residuals alone.
         noise = self._energy(self._f) / self._rows if self._noise_free and self._noise_base is not None else 1.0
-        return CarriedCurvature(earlier, found.as_precision(), name=name, t=1 / noise, along=along)
+        return CarriedCurvature(earlier, found, name=name, t=1 / noise, along=along)
 
     @staticmethod
     def _squares_along(J: Jacobian, weight: Any, rotation: Rotation | None) -> Tensor:
@@ -990,6 +1000,7 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if g is None:
             residual = self._with_noise(self._noise).residual(self._f, self._y)
             g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
+        self._gradient = g
         theta, earlier = self.lin_.flat_theta, self._earlier
         if earlier is None:
             inner = torch.where(S > 0, g - theta / S, 0.0)
@@ -1042,6 +1053,61 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
                 "tune(validation=(X, y)), or give prior= as a variance.",
                 stacklevel=5,
             )
+
+    # More and fewer examples.
+
+    @by_members
+    @together
+    def condition(self, X: Any, y: Any = None, sample_weight: Any = None) -> Laplace:
+        """An approximation that has also seen (X, y), around the same weights, with the same prior and noise.
+
+        It equals a fit to all examples with this prior and this noise. The structures "full" and "diag" read the new
+        examples alone; the others are made again, without the search for prior and noise. The weights of the network
+        stay: an example that the network was not trained on makes the error bars narrower, and moves no mean. This one
+        stays as it is.
+
+        Args:
+            X: Inputs.
+            y: Targets; None where they come with the inputs.
+            sample_weight: How many times each example counts, as for `fit`.
+        """
+        check_is_fitted(self)
+        return forgetting.condition(self, X, y, sample_weight)
+
+    @by_members
+    @together
+    def forget(self, examples: Any, y: Any = None) -> Laplace:
+        """An approximation without some examples, around the same weights, with the same prior and noise.
+
+        It equals a fit to the examples that stay with this prior and this noise. **The network itself was trained on
+        the examples, and its weights stay**: the error bars forget, and the mean, which is the network, does not. To
+        remove an example from the network, train the network without it; `certificate_` says so too. `TangentRegressor`
+        and `TangentClassifier` forget what they have learned from an example altogether.
+
+        "full", "function" and "diag" cost what the forgotten examples cost; `linnet.laplace.forgetting` has a table.
+        This one stays as it is.
+
+        Args:
+            examples: Positions of the examples, or their inputs, as for `TangentRegressor.forget`. What was loaded from
+                a file takes inputs and targets.
+            y: The targets of the examples, where inputs are given that do not carry them.
+        """
+        check_is_fitted(self)
+        return forgetting.forget(self, examples, y)
+
+    @property
+    @by_members
+    def certificate_(self) -> Certificate:
+        """How far the error bars can be from those of a fit to the examples that stay."""
+        check_is_fitted(self)
+        return forgetting.certify(self)
+
+    def _codes_of_examples(self) -> Tensor | None:
+        return forgetting.codes_of_examples(self)
+
+    @property
+    def _y_is_known_noise(self) -> bool:
+        return isinstance(self._inner, KnownNoise)
 
     # Predictions.
 

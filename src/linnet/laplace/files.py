@@ -50,6 +50,8 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["weight"] = la._weight
     if isinstance(inner, KnownNoise):
         tensors["noise_each"] = la._noise_each
+    codes = la._codes_of_examples()
+    tensors |= {} if codes is None else {"seen": codes}
     described = describe_likelihood(inner)
     if isinstance(inner, Gaussian):
         described["settings"] = {}  # its noise is a tensor
@@ -94,6 +96,8 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "narrowed": la.narrowed_,
             "variance": la.variance_,
             "draws": la.draws_,
+            "forgotten": la._forgotten,
+            "lost": la._lost,
             "log_evidence": la.log_evidence(),
             "path": [[step.log_evidence, list(step.scales), step.noise, step.dimension] for step in la.tune_path_],
             "n_features_in": getattr(la, "n_features_in_", None),
@@ -164,6 +168,7 @@ def read(
     la.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=la.lin_.layout)
     la.variance_ = state.get("variance", "samples" if la.posterior_.known_from_samples else "exact")
     la.draws_ = state.get("draws", la.draws)
+    la._seen, la._forgotten, la._lost = tensors.get("seen"), state.get("forgotten", 0), state.get("lost", 0.0)
     return la
 
 

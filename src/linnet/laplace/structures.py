@@ -28,7 +28,7 @@ from torch import Tensor
 
 from linnet._common import Checkpoint
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import CurvatureSums, Jacobian, Rotation, WeightedRows, constant_over, estimate_column_norms
+from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -39,20 +39,14 @@ from linnet.linalg import (
     weight_from_root,
 )
 from linnet.probability import (
-    DensePrecision,
     DiagonalPosterior,
-    DiagonalPrecision,
-    EarlierPosterior,
     FunctionPosterior,
     LowRankPosterior,
-    LowRankPrecision,
     Posterior,
-    Precision,
     Prior,
     SubnetworkPosterior,
     TurnedPosterior,
     WeightPosterior,
-    add_precisions,
 )
 
 Keep = Callable[..., Checkpoint | None]
@@ -91,19 +85,27 @@ class CurvatureStructure(ABC):
         """(k,), the parameters that are random; None for all."""
         return None
 
-    def as_precision(self) -> Precision:
-        """G in a form that is added to other precisions."""
+    def as_parts(self) -> tuple[str, dict[str, Any]]:
+        """G as the name of a `linnet.probability.Precision` and its arguments."""
         raise NotImplementedError(f"structure={self.name!r} does not know its curvature as a matrix.")
 
 
 @final
 class FullCurvature(CurvatureStructure):
-    """See the module."""
+    """See the module.
+
+    Args:
+        J: Of the training data.
+        root: L.
+        G: (p, p), where it is known; None makes the pass.
+    """
 
     name = "full"
 
-    def __init__(self, J: Jacobian, root: Any) -> None:
-        G = J.normal_matrix(weight_from_root(root))
+    def __init__(self, J: Jacobian | None, root: Any, *, G: Tensor | None = None) -> None:
+        if G is None:
+            assert J is not None
+            G = J.normal_matrix(weight_from_root(root))
         self.G = 0.5 * (G + G.T)
 
     def log_det(self, prior: Prior) -> LogDet:
@@ -113,8 +115,8 @@ class FullCurvature(CurvatureStructure):
     def posterior(self, variance: Tensor, t: float) -> Posterior:
         return WeightPosterior(variance, torch.zeros_like(variance), factor=_precision(self.G, variance, t))
 
-    def as_precision(self) -> Precision:
-        return DensePrecision(self.G)
+    def as_parts(self) -> tuple[str, dict[str, Any]]:
+        return "DensePrecision", {"matrix": self.G}
 
 
 @final
@@ -166,14 +168,24 @@ class DiagonalCurvature(CurvatureStructure):
         root: L; None where the pass has been made.
         sums: What a pass over the data has found; None makes the pass.
         keep: Gives the checkpoint of a pass.
+        values: (p,), the diagonal, where it is known; None for what J or the sums say.
     """
 
     name = "diag"
 
     def __init__(
-        self, J: Jacobian, root: Any, *, sums: CurvatureSums | None = None, keep: Keep = no_checkpoint
+        self,
+        J: Jacobian | None,
+        root: Any,
+        *,
+        sums: CurvatureSums | None = None,
+        keep: Keep = no_checkpoint,
+        values: Tensor | None = None,
     ) -> None:
-        if sums is None or sums.squares is None:
+        if values is not None:
+            self.values = values
+        elif sums is None or sums.squares is None:
+            assert J is not None
             self.values = J.column_norms(weight_from_root(root), checkpoint=keep("factors"))
         else:
             self.values = sums.squares
@@ -187,8 +199,8 @@ class DiagonalCurvature(CurvatureStructure):
     def variance_by_factor(self, J: Jacobian, variance: Tensor, t: float) -> Callable[[float], Tensor]:
         return _diagonal_by_factor(J, self.values, variance, t)
 
-    def as_precision(self) -> Precision:
-        return DiagonalPrecision(self.values)
+    def as_parts(self) -> tuple[str, dict[str, Any]]:
+        return "DiagonalPrecision", {"values": self.values}
 
 
 @final
@@ -235,8 +247,8 @@ class KroneckerCurvature(CurvatureStructure):
     def variance_by_factor(self, J: Jacobian, variance: Tensor, t: float) -> Callable[[float], Tensor]:
         return _diagonal_by_factor(J.rotated(self.rotation), self.values, variance, t)
 
-    def as_precision(self) -> Precision:
-        return DiagonalPrecision(self.values, self.rotation)
+    def as_parts(self) -> tuple[str, dict[str, Any]]:
+        return "DiagonalPrecision", {"values": self.values, "rotation": self.rotation}
 
 
 @final
@@ -282,9 +294,9 @@ class LowRankCurvature(CurvatureStructure):
         C = torch.diag(1 / (1 + s.square()))
         return LowRankPosterior(variance, torch.zeros_like(variance), basis=basis, C=C)
 
-    def as_precision(self) -> Precision:
+    def as_parts(self) -> tuple[str, dict[str, Any]]:
         V = self.basis * self.s
-        return LowRankPrecision(V.new_zeros(len(V)), V, torch.ones_like(self.s))
+        return "LowRankPrecision", {"values": V.new_zeros(len(V)), "V": V, "signs": torch.ones_like(self.s)}
 
 
 @final
@@ -392,52 +404,6 @@ class _SampledLogDet(LogDet):
     def traces(self) -> list[float]:
         values = estimate_column_norms(self.structure.J, self.structure.root)
         return _of_diagonal(values, self.prior).traces()
-
-
-@final
-class CarriedCurvature(CurvatureStructure):
-    """The curvature of new data, with an earlier posterior as the prior; see `linnet.laplace.carried`.
-
-    A prior variance is that of the earlier posterior times one factor, by which its precision is divided.
-
-    Args:
-        prior: The earlier posterior.
-        curvature: Of the new data, at noise one.
-        name: As users write the structure.
-        t: One over the noise for which common coordinates are chosen.
-        along: From coordinates to the diagonal of the exact curvature in these; None for that of ``curvature``.
-    """
-
-    def __init__(
-        self,
-        prior: EarlierPosterior,
-        curvature: Precision,
-        *,
-        name: str,
-        t: float = 1.0,
-        along: Callable[[Rotation | None], Tensor] | None = None,
-    ) -> None:
-        self.name, self.base = name, prior.base
-        P: Precision = prior.precision
-        if isinstance(P, DiagonalPrecision) and isinstance(curvature, DiagonalPrecision):
-            together = add_precisions([(1.0, P), (t, curvature)])
-            assert isinstance(together, DiagonalPrecision)
-            rotation = together.rotation
-            P = P.along(rotation)
-            exact = None if along is None else along(rotation)
-            curvature = curvature.along(rotation) if exact is None else DiagonalPrecision(exact, rotation)
-        elif isinstance(P, DiagonalPrecision) and isinstance(curvature, LowRankPrecision):
-            P = LowRankPrecision(P.values, curvature.V[:, :0], curvature.signs[:0])
-        elif isinstance(curvature, DensePrecision) and not isinstance(P, DensePrecision):
-            P = DensePrecision(P.dense())
-        self.P, self.curvature = P, curvature
-
-    def log_det(self, prior: Prior) -> LogDet:
-        return Separable(self.P.relative_eigenvalues(self.curvature))
-
-    def posterior(self, variance: Tensor, t: float) -> Posterior:
-        factor = float((variance / self.base).max())
-        return add_precisions([(1 / factor, self.P), (t, self.curvature)]).posterior(variance.new_zeros(len(variance)))
 
 
 # Matrices.

@@ -1,6 +1,7 @@
 """Operators and their algebra, solves, preconditioners, singular vectors: knows no network and no data."""
 
 from linnet.linalg.cholesky import check_conditioning, cholesky_, cholesky_solve, log_det_from, solve_lower, solve_upper
+from linnet.linalg.cholesky_updates import remove_rows, subtract_outer_products
 from linnet.linalg.conjugate_gradients import Product, Solution, Solvable, cg
 from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
 from linnet.linalg.matrices import LowRank, Matrix, RowParts, Stack
@@ -61,10 +62,12 @@ __all__ = [
     "mirror_",
     "nystrom_preconditioner",
     "orthonormalize",
+    "remove_rows",
     "sketch",
     "solve_lower",
     "solve_upper",
     "square_sums",
+    "subtract_outer_products",
     "weigh",
     "weight_from_root",
     "woodbury_preconditioner",

@@ -37,9 +37,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet._common import check_fits, messages, row_codes, show_progress, text_code, together
-from linnet._estimator import check_inputs, convert_like
-from linnet.data import Source, as_source, leaves
+from linnet._common import check_fits, messages, show_progress, together
+from linnet._estimator import check_inputs, convert_like, example_codes
+from linnet.data import Source, as_source
 from linnet.jacobian import Jacobian
 from linnet.laplace import Laplace
 from linnet.probability import Bernoulli, Categorical, KnownNoise, Likelihood, Ordinal, Posterior, Sites
@@ -422,8 +422,8 @@ def _find_allowed(estimator: Any, pool: Source, overlap: Overlap) -> Tensor:
     if overlap == "allow" or not seen:
         return allowed
     forward = estimator.lin_.module.forward
-    known = torch.cat([_example_codes(as_source(X, forward)) for X in seen])
-    allowed = ~torch.isin(_example_codes(pool), known)
+    known = torch.cat([example_codes(as_source(X, forward)) for X in seen])
+    allowed = ~torch.isin(example_codes(pool), known)
     if overlap == "raise" and not bool(allowed.all()):
         first = (~allowed).nonzero()[:, 0]
         raise ValueError(
@@ -432,21 +432,6 @@ def _find_allowed(estimator: Any, pool: Source, overlap: Overlap) -> Tensor:
             "overlap='allow' is for targets that can be measured again."
         )
     return allowed
-
-
-def _example_codes(source: Source) -> Tensor:
-    """A checksum of the inputs of each example, (n,); floating numbers count as float32."""
-    found = []
-    for batch in source.batches(1024):
-        total = torch.zeros(batch.n, dtype=torch.int64)
-        for number, (_, leaf) in enumerate(leaves((batch.args, batch.kwargs))):
-            if isinstance(leaf, Tensor):
-                codes = row_codes(leaf.float() if leaf.is_floating_point() else leaf).cpu()
-            else:
-                codes = torch.tensor([text_code(text) for text in leaf])
-            total += (2 * number + 1) * codes
-        found.append(total)
-    return torch.cat(found)
 
 
 def _selection(pool: Any, indices: Tensor, scores: Tensor) -> Selection:

@@ -51,6 +51,7 @@ from linnet.probability.posteriors import (
     square_root,
 )
 from linnet.probability.precisions import (
+    PRECISIONS,
     DensePrecision,
     DiagonalPrecision,
     EarlierPosterior,
@@ -75,6 +76,7 @@ __all__ = [
     "LIKELIHOODS",
     "NAMES",
     "POSTERIORS",
+    "PRECISIONS",
     "Bernoulli",
     "Categorical",
     "DensePrecision",

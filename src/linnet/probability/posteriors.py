@@ -42,8 +42,10 @@ from linnet.linalg import (
     check_conditioning,
     cholesky_,
     cholesky_solve,
+    remove_rows,
     solve_lower,
     solve_upper,
+    subtract_outer_products,
     weigh,
 )
 from linnet.probability.expectations import FactoredCovariance
@@ -258,16 +260,29 @@ class Posterior(ABC):
         """
         raise NotImplementedError
 
+    def reduced(self, J: LinearOperator, kept: Tensor, gone: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        """The posterior without some observations.
+
+        Args:
+            J: Of the training data that stay.
+            kept: Rows of the training data that stay, in rising order.
+            gone: Of the training data that go.
+            r: Targets less the mean function, of all training data, (n c,).
+            noise: Variances of the observations, (n c,).
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Extension:
-    """A posterior with more observations.
+    """A posterior with more observations, or with fewer.
 
     Attributes:
-        posterior: Of all observations.
-        J: Of all inputs.
+        posterior: Of all observations that count.
+        J: Of their inputs.
         alpha: ``(K + noise)^-1 r``.
-        energy: Twice the negative log density of the new observations given the old ones, without the constant.
+        energy: Twice the negative log density of the observations that came, or went, given the others, without the
+            constant.
     """
 
     posterior: Posterior
@@ -521,6 +536,16 @@ class FunctionPosterior(Posterior):
         found = FunctionPosterior(whole, S, S * (whole.T @ alpha), root=roots, factor=C)
         return Extension(found, whole, alpha, energy)
 
+    def reduced(self, J: LinearOperator, kept: Tensor, gone: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        C, root, S = remove_rows(self.factor, kept), self.root[kept], self.prior_variance
+        half = solve_lower(C, (root * r[kept])[:, None])
+        alpha = root * solve_upper(C, half)[:, 0]
+        before = solve_lower(self.factor, (self.root * r)[:, None])
+        energy = float(before.square().sum()) - float(half.square().sum())
+        energy += 2 * float(self.factor.diagonal().log().sum() - self.root.log().sum())
+        energy -= 2 * float(C.diagonal().log().sum() - root.log().sum())
+        return Extension(FunctionPosterior(J, S, S * (J.T @ alpha), root=root, factor=C), J, alpha, energy)
+
 
 @final
 class KernelPosterior(Posterior):
@@ -660,6 +685,22 @@ class WeightPosterior(Posterior):
         energy = float((weight * left.square()).sum() + noise[m:].log().sum() - half.square().sum())
         energy += 2 * float(C.diagonal().log().sum() - old.diagonal().log().sum())
         return Extension(WeightPosterior(self.prior_variance, delta, factor=C), whole, alpha, energy)
+
+    def reduced(self, J: LinearOperator, kept: Tensor, gone: Jacobian, r: Tensor, noise: Tensor) -> Extension:
+        d, old = self.prior_variance.sqrt(), self.factor
+        out = torch.ones(len(r), dtype=torch.bool, device=r.device)
+        out[kept] = False
+        weight, left = 1 / noise[out], r[out] - gone @ self.delta
+        X = d[:, None] * gone.dense().T * weight.sqrt()
+        C, _ = subtract_outer_products(old, X)
+        step = cholesky_solve(C, X @ (weight.sqrt() * left))
+        delta = self.delta - d * step
+        alpha = (r[kept] - J @ delta) / noise[kept]
+        left = r[out] - gone @ delta
+        half = solve_lower(old, (X @ (weight.sqrt() * left))[:, None])
+        energy = float((weight * left.square()).sum() + noise[out].log().sum() - half.square().sum())
+        energy += 2 * float(old.diagonal().log().sum() - C.diagonal().log().sum())
+        return Extension(WeightPosterior(self.prior_variance, delta, factor=C), J, alpha, energy)
 
 
 POSTERIORS: dict[str, type[Any]] = {

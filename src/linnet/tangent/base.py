@@ -19,6 +19,7 @@ from linnet._estimator import (
     Linearity,
     by_members,
     check_inputs,
+    find_kept,
     is_ensemble,
     make_jacobian,
     make_predictive_module,
@@ -26,7 +27,7 @@ from linnet._estimator import (
 )
 from linnet._estimator import files as saved
 from linnet.data import Batch, SingleBatch, as_source
-from linnet.inference import SolverSettings
+from linnet.inference import CHOSEN, HEAD, STANDARD, Certificate, SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
 from linnet.network import block_names, check_whole, has_fitted_head, select, top_blocks
 from linnet.probability import Posterior, Spread, layer_sums
@@ -83,13 +84,15 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _chosen: list[str] | None = None
     _level: Tensor | None = None
     _source: range | None = None
+    _forgotten: int = 0  # examples
     _made: dict[str, Any] | None = None  # how `linnet.adapt` made the network from that of the user
     selection_: tuple[Any, ...] | None = None
+    _kept: dict[str, Any]
 
     _SHARED: ClassVar[tuple[str, ...]] = (
         *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe", "_made", "merged_"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
-        *("scales_", "mean_", "selection_", "_level", "_source"),  # of the prior and the mean function
+        *("scales_", "mean_", "selection_", "_level", "_source", "_forgotten"),  # of the prior and the mean function
     )
     """Attributes that an estimator has in common with one that it makes for other data."""
 
@@ -202,6 +205,90 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             )
         given = self.get_params(deep=False)
         self.__dict__.update(condition(X, y, sample_weight).__dict__ | given)
+
+    # Without some examples.
+
+    @by_members
+    @together
+    def forget(self, examples: Any, y: Any = None) -> Self:
+        """An estimator that goes on without some examples, with the same prior, noise and mean function.
+
+        It equals ``refit`` on the examples that stay: the prior scales, the noise and the mean function are kept, and
+        nothing else of the forgotten examples is in it, in its predictions or in its file. `certificate_` says how far
+        from such a refit it can be, and what still depends on the forgotten examples. To choose scales and noise anew,
+        fit again. This one stays as it is.
+
+        Args:
+            examples: Positions of the examples among those that the posterior has seen, as whole numbers or as a mask:
+                in the order in which `fit` and ``condition`` were given them, without examples of weight zero and
+                examples whose label is ignored. Or the inputs of the examples, as `fit` takes them.
+            y: The targets of the examples, where inputs are given that do not carry them.
+
+        Example:
+            >>> from linnet import TangentRegressor
+            >>> X = torch.linspace(-2, 2, 20)[:, None]
+            >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+            >>> reg = TangentRegressor(model).fit(X, torch.sin(2 * X[:, 0]))
+            >>> less = reg.forget([3, 4])
+            >>> less.certificate_.forgotten, less.certificate_.mean < 1e-6
+            (2, True)
+        """
+        check_is_fitted(self)
+        self._check_examples("forget")
+        targets, encode = self._seen_targets(), self._encode_targets
+        return self._without(
+            find_kept(self, examples, y, seen=self._train_inputs, targets=targets, encode=encode), len(targets)
+        )
+
+    @property
+    @by_members
+    def certificate_(self) -> Certificate:
+        """How far the posterior can be from a `refit` on the examples that it has seen and not forgotten.
+
+        It is measured when it is asked for, by products with the Jacobian of these examples.
+        """
+        check_is_fitted(self)
+        self._check_examples("certificate_")
+        if "certificate" not in self._kept:
+            remains = [CHOSEN] if self._forgotten else []
+            remains += [STANDARD] if self._forgotten and self.model is None else []
+            remains += [HEAD] if self._forgotten and has_fitted_head(self.lin_.given) else []
+            self._kept["certificate"] = Certificate(self._forgotten, *self._bound_errors(), tuple(remains))
+        return self._kept["certificate"]
+
+    def _seen_targets(self) -> Tensor:
+        """The targets of the training examples, (n, ...)."""
+        raise NotImplementedError
+
+    def _encode_targets(self, X: Any, y: Any) -> Tensor:
+        """Targets of the user as `_seen_targets` has them."""
+        raise NotImplementedError
+
+    def _without(self, kept: Tensor, n: int) -> Self:
+        """An estimator for the examples that stay, (m,), of n."""
+        raise NotImplementedError
+
+    def _bound_errors(self) -> tuple[float | None, float | None]:
+        """Bounds of the error of mean and variance, as `Certificate` has them."""
+        raise NotImplementedError
+
+    def _check_has_inputs(self, what: str) -> None:
+        """Raise where an estimator from a file has not kept its training inputs."""
+        if not self._train_inputs:
+            raise ValueError(
+                f"{what} needs the training inputs here, which a file holds only where they were tensors or arrays. "
+                "Fit again with the data that count."
+            )
+
+    def _without_history(self, kept: Tensor, n: int) -> Self:
+        """As `_without_data`, without what only tells how earlier fits to n examples went."""
+        other = self._without_data()
+        other.selection_, other.top_path_, other._forgotten = None, None, self._forgotten + n - len(kept)
+        if self._source is not None:
+            start = int((kept < self._source.start).sum())
+            stays = (kept >= self._source.start) & (kept < self._source.stop)
+            other._source = range(start, start + int(stays.sum()))
+        return other
 
     # From the user's data to Jacobians and back.
 

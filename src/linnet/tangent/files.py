@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linnet._estimator import Dtypes, behavior, default_network
 from linnet._estimator import files as saved
-from linnet.inference import Choice, Fit, Noise, Task
+from linnet.inference import Average, Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
 from linnet.probability import POSTERIORS, describe_likelihood, posterior_from, restore_likelihood
 
@@ -189,6 +189,9 @@ def task_state(task: Task, fit: Fit) -> tuple[dict[str, Any], dict[str, Tensor]]
         "floored": list(fit.choice.floored or (False,) * len(fit.choice.noise)),
         "averaged": fit.choice.averaged,
     }
+    if fit.average is not None and fit.average.rows < len(task.r):
+        tensors |= {"average.delta": fit.average.delta, "average.alpha": fit.average.alpha}
+        meta["average"] = {"rows": fit.average.rows, "log_evidence": fit.average.log_evidence}
     return meta, tensors
 
 
@@ -213,5 +216,14 @@ def task_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], J: Any, es
         estimator.log_evidence_,
         estimator.log_evidence_error_,
         estimator.solver_,
+        average=_average_from(meta, tensors, estimator) if averaged else None,
     )
     return Task(J, tensors["r"], noise, tensors["base"]), fit
+
+
+def _average_from(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], estimator: Any) -> Average:
+    """The average before later observations; the posterior itself where there are none, and in earlier files."""
+    if "average" not in meta:
+        return Average(len(tensors["r"]), estimator.posterior_.delta, tensors["alpha"], estimator.log_evidence_)
+    known = meta["average"]
+    return Average(known["rows"], tensors["average.delta"], tensors["average.alpha"], known["log_evidence"])

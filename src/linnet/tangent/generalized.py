@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from linnet._common import check_fits
+from linnet._common import check_fits, together
 from linnet._estimator import (
     Counted,
     Dtypes,
     WithSource,
+    by_members,
     check_has_exact,
     draw_inputs,
     has_targets_in_memory,
+    join_inputs,
     leave_out_weightless,
     list_options,
+    take_parts,
 )
 from linnet.data import as_source
 from linnet.inference import (
@@ -27,6 +31,7 @@ from linnet.inference import (
     Observations,
     Training,
     any_likelihood,
+    bound_distance,
     check_only_map,
     check_outputs_fit,
     choose_likelihood_solver,
@@ -57,6 +62,7 @@ class Generalized(Tangent):
     likelihood_: Likelihood
     mode_: Mode | None
     _weight: Tensor | None = None
+    _observed: Tensor | None = None  # the targets of the training examples, as the likelihood takes them
 
     _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_")
 
@@ -117,6 +123,89 @@ class Generalized(Tangent):
         other._condition(inputs, kept.take(y), Prior("given", self.prior_variance_), weight=weight)
         return other
 
+    # More and fewer examples.
+
+    @by_members
+    @together
+    def condition(self, X: Any, y: Any = None, sample_weight: Any = None) -> Self:
+        """An estimator that has also seen (X, y), with the same prior and likelihood.
+
+        It equals `refit` on all examples together. The search for the mode begins at the old mode. This one stays as it
+        is.
+
+        Args:
+            X: Inputs.
+            y: Targets.
+            sample_weight: How many times each example counts, as for `fit`.
+        """
+        check_is_fitted(self)
+        self._check_examples("condition")
+        seen = self._seen_targets()
+        forward = self.lin_.module.forward
+        X, weight, counted = leave_out_weightless(self._inputs(X, reset=False), sample_weight, forward)
+        y, other = counted.take(y), self._without_data()
+        J = self._jacobian(X)
+        fewer = self._without_ignored(X, y, J)
+        if fewer is not None:
+            X, y, weight = fewer[0], fewer[1], fewer[2].take(weight)
+            J = self._jacobian(X)
+        targets = torch.cat([seen, other._observe(y, J, refit=True).to(seen)])
+        weights = _join_weights(self._weight, len(seen), weight, J.n)
+        self._check_has_inputs("condition")
+        return self._go_on(other, join_inputs(self._train_inputs[0], X, forward), targets, weights)
+
+    def _seen_targets(self) -> Tensor:
+        if self.solver_ == "adam":
+            raise NotImplementedError(
+                "solver='adam' stops short of the mode, and may have seen other examples in every epoch: the posterior "
+                "cannot go on from there. Fit again with the data that count, or use another solver."
+            )
+        if self._observed is None:
+            raise ValueError(
+                "The file was written by an earlier version of linnet, and holds no targets. Fit again with the data "
+                "that count."
+            )
+        return self._observed
+
+    def _encode_targets(self, X: Any, y: Any) -> Tensor:
+        return self._without_data()._observe(y, self._jacobian(X), refit=True)
+
+    def _without(self, kept: Tensor, n: int) -> Self:
+        self._check_has_inputs("forget")
+        (inputs,) = take_parts(self._train_inputs, kept, self.lin_.module.forward)
+        weight = None if self._weight is None else self._weight[kept.to(self._weight.device)]
+        weight = None if weight is None or bool((weight == 1).all()) else weight
+        targets = self._seen_targets()
+        return self._go_on(self._without_history(kept, n), inputs, targets[kept.to(targets.device)], weight)
+
+    def _go_on(self, other: Self, inputs: Any, targets: Tensor, weight: Tensor | None) -> Self:
+        """``other`` with the posterior of some examples, whose mode is searched from the mode here."""
+        if "_tensors" in vars(self):  # whether labels are tensors
+            setattr(other, "_tensors", vars(self)["_tensors"])  # noqa: B010
+        given = Prior("given", self.prior_variance_)
+        other._condition(inputs, None, given, weight=weight, observed=targets, start=self.posterior_.delta)
+        return other
+
+    def _bound_errors(self) -> tuple[float | None, float | None]:
+        self._check_has_inputs("certificate_")
+        if self.inference == "vi":
+            return None, None
+        y, likelihood = self._seen_targets(), self.likelihood_
+        J = self._jacobian(self._train_inputs[0]).cached_if_fits()
+        if self._weight is not None:
+            likelihood, y = Weighted.pack(likelihood, y, self._weight.to(J.device, J.dtype))
+        base = self._base(J)
+
+        def residual(shift: Tensor) -> Tensor:
+            return likelihood.residual(base + shift.view_as(base), y).flatten()
+
+        def size(shift: Tensor) -> Tensor:
+            step, here = 1e-6, residual(shift)
+            moved = likelihood.residual((1 + step) * (base + shift.view_as(base)), y).flatten()
+            return here.abs() + (moved - here).abs() / step
+
+        return bound_distance(J, self.prior_variance_, self.posterior_.delta, residual, size), None
+
     def _condition(
         self,
         inputs: Any,
@@ -125,6 +214,8 @@ class Generalized(Tangent):
         *,
         J: Jacobian | None = None,
         weight: Tensor | None = None,
+        observed: Tensor | None = None,
+        start: Tensor | None = None,
     ) -> ModeFit:
         """Find the posterior.
 
@@ -134,6 +225,8 @@ class Generalized(Tangent):
             prior: The prior, where it is known; None for the one that was asked for.
             J: The Jacobian of the inputs, where it is there.
             weight: How many times each example counts, (n,); None for once.
+            observed: The targets as the likelihood takes them, where they are known, in place of y.
+            start: A displacement near the mode, (p,); None for zero.
         """
         lin, refit = self.lin_, prior is not None
         how, training = self._how(torch.finfo(lin.dtype).eps)
@@ -142,7 +235,7 @@ class Generalized(Tangent):
         self._probe = draw_inputs(source)
         check_prior(self.prior, lin)
         J = self._jacobian(source) if J is None or training is not None else J
-        early = has_targets_in_memory(y, J)  # targets at hand are checked before any pass
+        early = observed is None and has_targets_in_memory(y, J)  # targets at hand are checked before any pass
         if early:
             fewer = self._without_ignored(inputs, y, J)
             if fewer is not None:
@@ -165,7 +258,7 @@ class Generalized(Tangent):
                 )
             if solver == "cg-weight" and self.inference == "laplace":
                 check_has_exact(self.variance, f"inference='laplace' with solver={solver!r}", "inference='vi'")
-        targets = self._observe(y, J, refit=refit) if early else None
+        targets = self._observe(y, J, refit=refit) if early else observed
         J = J if source.changes else J.cached_if_fits()
         if targets is None:
             fewer = self._without_ignored(inputs, y, J)
@@ -178,6 +271,7 @@ class Generalized(Tangent):
             prior = make_prior(lin, self.prior, J=J, weight=rows)
         if not refit:
             self.likelihood_ = self._fit_parameters(J, targets, weight)
+        self._observed = targets
         likelihood: Likelihood = self.likelihood_
         if weight is not None:
             likelihood, targets = Weighted.pack(likelihood, targets, weight.to(J.device, J.dtype))
@@ -185,7 +279,9 @@ class Generalized(Tangent):
             network = self.mean_ == "network"
             fit = any_likelihood.train(J, targets, prior, likelihood, how.settings, network=network, training=training)
         else:
-            fit = any_likelihood.condition(Observations(J, targets, self._base(J), likelihood), prior, how, solver)
+            fit = any_likelihood.condition(
+                Observations(J, targets, self._base(J), likelihood, start), prior, how, solver
+            )
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         self._settle_variance(J)
@@ -194,7 +290,7 @@ class Generalized(Tangent):
         self.elbo_ = None if fit.best is None else fit.best.elbo
         self.solver_, self.solution_, self._train_inputs = fit.solver, fit.solution, [inputs]
         self.passes_, self.objective_path_ = fit.passes, fit.path
-        self.evidence_path_, self._weight = fit.choice.path, weight
+        self.evidence_path_, self._weight, self._kept = fit.choice.path, weight, {}
         return fit
 
     def _fit_parameters(self, J: Jacobian, targets: Tensor, weight: Tensor | None) -> Likelihood:
@@ -215,10 +311,21 @@ class Generalized(Tangent):
         meta: dict[str, Any] = {"elbo": self.elbo_, "scale_examples": self.scale_examples_, "passes": self.passes_}
         meta |= {"merged": True} if self.merged_ else {}
         meta |= {} if self._source is None else {"source": [self._source.start, self._source.stop]}
-        return meta, {} if self._weight is None else {"weight": self._weight}
+        meta |= {"forgotten": self._forgotten} if self._forgotten else {}
+        tensors = {} if self._weight is None else {"weight": self._weight}
+        return meta, tensors | ({} if self._observed is None else {"targets": self._observed})
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
         self.mode_, self._weight, self.merged_ = None, tensors.get("weight"), meta.get("merged", False)
         self._source = range(*meta["source"]) if "source" in meta else None
+        self._observed, self._forgotten, self._kept = tensors.get("targets"), meta.get("forgotten", 0), {}
+
+
+def _join_weights(first: Tensor | None, n: int, second: Tensor | None, m: int) -> Tensor | None:
+    """The weights of n examples and m others; None where each counts once."""
+    if first is None and second is None:
+        return None
+    both = [torch.ones(k) if w is None else w.cpu() for w, k in ((first, n), (second, m))]
+    return torch.cat([w.double() for w in both])

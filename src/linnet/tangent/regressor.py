@@ -29,11 +29,23 @@ from linnet._estimator import (
     default_network,
     draw_inputs,
     has_targets_in_memory,
+    join_inputs,
     leave_out_weightless,
     list_options,
+    take_parts,
 )
-from linnet.inference import Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
-from linnet.inference.gaussian import closed_form, updates
+from linnet.data import as_source
+from linnet.inference import (
+    Fit,
+    Noise,
+    Task,
+    bound_distance,
+    bound_rounding,
+    check_covariance_fits,
+    check_outputs_fit,
+    choose_solver,
+)
+from linnet.inference.gaussian import closed_form, extend_by_solves, reduce_by_solves, updates
 from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.linalg import Matrix, Stack
 from linnet.network import CannotCast, Params, check_module, checks
@@ -488,6 +500,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             "noise_": _as_json(self.noise_),
             "noise_each": self._noise_each,
         }
+        if self._forgotten:
+            meta["forgotten"] = self._forgotten
         if self._source is not None:
             known = {"start": self._source.start, "stop": self._source.stop, "noise": _as_json(self.source_noise_)}
             meta["source"] = known
@@ -496,6 +510,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self._one_column, self._level = meta["one_column"], tensors.get("level")
         self._noise_each, self.merged_ = meta.get("noise_each", False), meta.get("merged", False)
+        self._forgotten = meta.get("forgotten", 0)
         if self.merged_:
             before = Matrix(self.prior_variance_.new_zeros(0, self.lin_.p))
             J = before if J is None else Stack([before, J])
@@ -539,7 +554,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """A regressor that has also seen (X, y), with the same prior and noise; the old factorization is extended.
 
         Where the posterior is an average over scales and noises, it is one Gaussian, and that Gaussian is conditioned
-        with ``noise_``. ``log_evidence_`` grows by the log density of the new observations. This one stays as it is.
+        with ``noise_``. ``log_evidence_`` grows by the log density of the new observations. An iterative solver makes
+        one solve more, as wide as there are new targets, or all solves again where these are more than its samples.
+        This one stays as it is.
 
         Args:
             X: Inputs.
@@ -549,8 +566,91 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """
         check_is_fitted(self)
         task, X, _ = self._new_task(X, y, sample_weight, noise)
-        whole, fit = updates.extend(self._train, self._fit_, task)
-        return self._with_task(whole, fit, [*self._train_inputs, X])
+        if self._fit_.posterior.factored:
+            whole, fit = updates.extend(self._train, self._fit_, task)
+            return self._with_task(whole, fit, [*self._train_inputs, X])
+        self._check_has_inputs("condition")
+        both = join_inputs(self._train_inputs[0], X, self.lin_.module.forward)
+        J = self._jacobian(both)
+        J = J.cached_if_fits() if self._train.J.in_memory else J
+        whole = replace(updates.join(self._train, task, self._fit_), J=J)
+        settings = self._solver_settings()
+        if len(task.r) > settings.samples + settings.probes:
+            fit = self._solve_again(whole)
+        else:
+            fit = extend_by_solves(self._train, self._fit_, task, whole, settings)
+        return self._with_task(whole, fit, [both])
+
+    def _solver_settings(self) -> Any:
+        """Those of the fit, for more solves of the same kind."""
+        return self._settings(_rounding(self._train.J, self.solver_), solver=self.solver_)
+
+    def _solve_again(self, task: Task) -> Fit:
+        """The fit of observations with the prior and the noise found here."""
+        choice = self._fit_.choice
+        prior = Prior("given", self.prior_variance_)
+        (fit,) = closed_form.condition([task], prior, self._solver_settings())
+        kept = replace(fit.choice, scales=choice.scales, noise=choice.noise, floored=choice.floored)
+        return replace(fit, choice=kept)
+
+    # Without some examples.
+
+    def _seen_targets(self) -> Tensor:
+        return self._train.base + self._train.r.view_as(self._train.base)
+
+    def _encode_targets(self, X: Any, y: Any) -> Tensor:
+        y = torch.as_tensor(y if isinstance(y, Tensor) else np.asarray(y))
+        c = self._train.base.shape[1]
+        if y.shape[1:] not in ((), (c,)) or (y.ndim == 1 and c != 1):
+            raise ValueError(f"The targets of the fit have {c} columns; got targets of shape {tuple(y.shape)}.")
+        return y.reshape(len(y), c)
+
+    def _without(self, kept: Tensor, n: int) -> TangentRegressor:
+        self._check_has_inputs("forget")
+        self.lin_.check_unchanged(contents=True)
+        inputs = take_parts(self._train_inputs, kept, self.lin_.module.forward)
+        task, fit, c = self._train, self._fit_, self._train.base.shape[1]
+        if fit.average is not None and int((kept * c < fit.average.rows).sum()) * c < fit.average.rows:
+            fit = self._point_fit()  # the weights of the average have seen the examples
+        if fit.posterior.factored:
+            rest, fit = updates.reduce(task, fit, kept)
+        else:
+            out = torch.ones(n, dtype=torch.bool)
+            out[kept] = False
+            rest, gone = updates.take(task, kept), updates.take(task, out.nonzero()[:, 0])
+            rest = replace(rest, noise=replace(rest.noise, value=fit.choice.noise))
+            settings = self._solver_settings()
+            if len(gone.r) > settings.samples + settings.probes:
+                fit = self._solve_again(rest)
+            else:
+                fit = reduce_by_solves(fit, rest, gone, settings)
+        other = self._without_history(kept, n)
+        if self._noise_each:
+            rows = rest.noise.base if rest.noise.weight is None else rest.noise.base * rest.noise.weight
+            other.noise = self._shaped(rows.view(-1, c)).cpu().numpy()
+        other._set(rest, replace(fit, choice=replace(fit.choice, path=())), inputs)
+        other._probe = draw_inputs(as_source(inputs[0], self.lin_.module.forward))
+        return other
+
+    def _bound_errors(self) -> tuple[float | None, float | None]:
+        self._check_has_inputs("certificate_")
+        task, fit = self._train, self._fit_
+        if fit.average is not None:  # which is no refit
+            return None, None
+        r, noise, delta = task.r, fit.noise_rows, fit.posterior.delta
+        mean = bound_distance(
+            task.J, fit.variance, delta, lambda f: (r - f) / noise, lambda f: (r.abs() + f.abs()) / noise
+        )
+        factor = getattr(fit.posterior, "factor", None)
+        if factor is None:
+            return mean, None
+        rounding = bound_rounding(factor)
+        if self.solver_ == "weight":
+            d = fit.variance.sqrt()
+            H = d[:, None] * sum_normal_matrices(task.J, 1 / noise) * d
+            H.diagonal().add_(1)
+            rounding += float((H - factor.tril() @ factor.tril().T).norm())
+        return mean, rounding
 
     def _new_task(
         self, X: Any, y: Any, sample_weight: Any, noise: Any, *, cached: bool = False
@@ -734,7 +834,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             task = replace(self._train, noise=replace(self._train.noise, value=self._fit_.choice.noise))
             settings = self._settings(solver=self.solver_)
             (fit,) = closed_form.condition([task], Prior("given", self.prior_variance_), settings)
-            self._kept["point"] = fit
+            choice = replace(fit.choice, scales=self._fit_.choice.scales, floored=self._fit_.choice.floored)
+            self._kept["point"] = replace(fit, choice=choice)
         return self._kept["point"]
 
     def _exported_form(self) -> Any:
@@ -780,6 +881,14 @@ class _Half:
             )
         d = out.shape[1] // 2
         return out[:, d:] if self.second else out[:, :d]
+
+
+def sum_normal_matrices(J: Any, weight: Tensor) -> Tensor:
+    """``J^T W J`` (p, p), of a Jacobian or of a stack of Jacobians."""
+    if not isinstance(J, Stack):
+        return J.normal_matrix(weight)
+    parts = [sum_normal_matrices(part, weight[rows]) for part, rows in J.placed()]
+    return sum(parts[1:], start=parts[0])
 
 
 def _can_compare(targets: Sequence[Tensor]) -> bool:

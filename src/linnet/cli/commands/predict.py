@@ -49,11 +49,18 @@ def load_run(
     options: Mapping[str, Any], kept: run_folder.Run, device: torch.device, printer: Printer
 ) -> tuple[Any, Examples]:
     """The estimator of the run in --run, and the examples of --data, read as the run read its own."""
+    return load_estimator_and_network(options, kept, device, printer, labeled=False)[:2]
+
+
+def load_estimator_and_network(
+    options: Mapping[str, Any], kept: run_folder.Run, device: torch.device, printer: Printer, *, labeled: bool
+) -> tuple[Any, Examples, Any]:
+    """As `load_run`, with the network, or the networks of an ensemble; ``labeled`` data have targets."""
     folder, data, model = (options[name] for name in ("run", "data", "model"))
     if model is None:
         run_folder.check_trusted(folder, kept, trusted=options["trust"])
         printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
-    found = read(data, kept.reading, labeled=False)
+    found = read(data, kept.reading, labeled=labeled)
     weights = options["weights"] or ()
     network = run_folder.load_network(folder, kept, found, model=model, weights=weights, device=device)
     found = cast_for_network(found, network[0] if isinstance(network, list) else network)
@@ -61,7 +68,7 @@ def load_run(
     printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
     with blame_input("The network does not take these data: "):
         _ = members_of(estimator)[0].lin_.jacobian(found.X, progress=False).c  # the first examples
-    return estimator, found
+    return estimator, found, network
 
 
 def _can_score(y: np.ndarray, kept: run_folder.Run) -> bool:

@@ -35,7 +35,7 @@ from linnet.inference.evidence import average, gaussian
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.gaussian import iterative
 from linnet.inference.gaussian.iterative import choose, lanczos_spectrum
-from linnet.inference.problem import Fit, Noise, SolverSettings, Task, assumed_noise, choose_solver
+from linnet.inference.problem import Average, Fit, Noise, SolverSettings, Task, assumed_noise, choose_solver
 from linnet.linalg import Stack, check_conditioning, cholesky_, cholesky_solve, solve_lower, solve_upper
 from linnet.probability import FunctionPosterior, KernelPosterior, Prior, WeightPosterior
 
@@ -375,4 +375,5 @@ def _averaged(
     known = 0.5 * float((w * (task.noise.base * w).log()).sum())
     value = found.spectrum.log_evidence(choice.scales[0], choice.noise[0]) - known
     kept = replace(choice, scales=(points.scale,), noise=(points.noise,), averaged=True)
-    return Fit(posterior, kept, variance, task.noise.rows(kept.noise), alpha, value, 0.0, solver)
+    rows, before = task.noise.rows(kept.noise), Average(len(alpha), posterior.delta, alpha, value)
+    return Fit(posterior, kept, variance, rows, alpha, value, 0.0, solver, average=before)

@@ -1,4 +1,4 @@
-"""Questions to a fit that come later: more data, leave-one-out, influence, the path of gradient flow."""
+"""Questions to a fit that come later: more data, less data, leave-one-out, influence, the path of gradient flow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from torch import Tensor
 from linnet.inference.evidence.gaussian import LOG_2PI
 from linnet.inference.problem import Fit, Noise, Task
 from linnet.jacobian import Jacobian
+from linnet.linalg import LinearOperator, Stack
+from linnet.probability import KernelPosterior
 
 
 def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:
-    """The task and fit with more observations, hyperparameters kept."""
-    if not fit.posterior.factored:
-        raise NotImplementedError(
-            f"condition extends a factorization, and the solver {fit.solver!r} has none. Fit again with all the data, "
-            "or use solver='function' or 'weight'."
-        )
+    """The task and fit with more observations, hyperparameters kept; for a fit by a dense solver."""
+    whole = join(task, new, fit)
+    rows = whole.noise.rows(fit.choice.noise)
+    grown = fit.posterior.extended(task.J, new.J, whole.r, rows)
+    value = fit.log_evidence - 0.5 * (grown.energy + len(new.r) * LOG_2PI) + new.noise.repeat_evidence(fit.choice.noise)
+    found = replace(fit, posterior=grown.posterior, noise_rows=rows, alpha=grown.alpha, log_evidence=value)
+    return replace(whole, J=grown.J), found
+
+
+def join(task: Task, new: Task, fit: Fit) -> Task:
+    """Both tasks as one, with the noise that was found."""
     noise = Noise(
         torch.cat([task.noise.base, new.noise.base]),
         torch.cat([task.noise.group, new.noise.group]),
@@ -27,11 +34,83 @@ def extend(task: Task, fit: Fit, new: Task) -> tuple[Task, Fit]:
         fit.choice.noise,
         weight=_join_weights(task.noise, new.noise),
     )
-    r, rows = torch.cat([task.r, new.r]), noise.rows(fit.choice.noise)
-    grown = fit.posterior.extended(task.J, new.J, r, rows)
-    value = fit.log_evidence - 0.5 * (grown.energy + len(new.r) * LOG_2PI) + new.noise.repeat_evidence(fit.choice.noise)
-    whole = Task(grown.J, r, noise, torch.cat([task.base, new.base]))
-    return whole, replace(fit, posterior=grown.posterior, noise_rows=rows, alpha=grown.alpha, log_evidence=value)
+    whole = Stack([*(task.J.parts if isinstance(task.J, Stack) else [task.J]), new.J])
+    return Task(whole, torch.cat([task.r, new.r]), noise, torch.cat([task.base, new.base]))
+
+
+def take(task: Task, examples: Tensor) -> Task:
+    """The task of some examples (m,), in rising order."""
+    n, c = task.base.shape
+    at = examples.to(task.r.device)
+    rows = (at[:, None] * c + torch.arange(c, device=at.device)).flatten()
+    noise, weight = task.noise, task.noise.weight
+    weight = None if weight is None else weight[rows]
+    weight = None if weight is None or bool((weight == 1).all()) else weight
+    noise = replace(noise, base=noise.base[rows], group=noise.group[rows], weight=weight)
+    return Task(_take_parts(task.J, examples, n), task.r[rows], noise, task.base[at])
+
+
+def _take_parts(J: Any, examples: Tensor, n: int) -> LinearOperator:
+    parts, start = list[Jacobian](), 0
+    for part in _list_parts(J):
+        index = examples[(examples >= start) & (examples < start + part.n)].cpu() - start
+        if len(index):
+            parts.append(part if len(index) == part.n else part.subset(index))
+        start += part.n
+    assert start == n
+    return parts[0] if len(parts) == 1 else Stack(parts)
+
+
+def _list_parts(J: Any) -> list[Any]:
+    """The Jacobians of a stack, of which parts may be stacks."""
+    return [one for part in J.parts for one in _list_parts(part)] if isinstance(J, Stack) else [J]
+
+
+def reduce(task: Task, fit: Fit, kept: Tensor) -> tuple[Task, Fit]:
+    """The task and fit without some observations, hyperparameters kept; for a fit by a dense solver.
+
+    Args:
+        task: The observations.
+        fit: Their fit. A fit that averages stays an average where only later observations go.
+        kept: The examples that stay, (m,), in rising order.
+    """
+    n, c = task.base.shape
+    out = torch.ones(n, dtype=torch.bool)
+    out[kept.cpu()] = False
+    rest, gone = take(task, kept), take(task, out.nonzero()[:, 0])
+    if isinstance(fit.posterior, KernelPosterior):
+        return _reduce_average(fit, fit.posterior, rest)
+    rows = (kept.to(task.r.device)[:, None] * c + torch.arange(c, device=task.r.device)).flatten()
+    left = fit.posterior.reduced(rest.J, rows, gone.J, task.r, fit.noise_rows)
+    value = fit.log_evidence + 0.5 * (left.energy + len(gone.r) * LOG_2PI)
+    value -= gone.noise.repeat_evidence(fit.choice.noise)
+    found = replace(
+        fit, posterior=left.posterior, noise_rows=fit.noise_rows[rows], alpha=left.alpha, log_evidence=value
+    )
+    return replace(rest, noise=replace(rest.noise, value=fit.choice.noise)), found
+
+
+def _reduce_average(fit: Fit, posterior: KernelPosterior, rest: Task) -> tuple[Task, Fit]:
+    """Back to the average, and then on with the later observations that stay.
+
+    The columns of the later observations come after those of the average, which are zero in the later rows: the average
+    stands in the first rows and columns as it was.
+    """
+    average = fit.average
+    assert average is not None
+    c, rows = rest.base.shape[1], average.rows
+    start, k = rows // c, posterior.R.shape[1] - (len(posterior.R) - rows)
+    first = take(rest, torch.arange(start))
+    first = replace(first, noise=replace(first.noise, value=fit.choice.noise))
+    R, signs = posterior.R[:rows, :k].clone(), posterior.signs[:k].clone()
+    found = KernelPosterior(first.J, posterior.prior_variance, average.delta, R=R, signs=signs)
+    noise, value = first.noise.rows(fit.choice.noise), average.log_evidence
+    fit = replace(fit, posterior=found, noise_rows=noise, alpha=average.alpha, log_evidence=value)
+    part: Any
+    for part in rest.J.parts[1:] if isinstance(rest.J, Stack) else ():
+        first, fit = extend(first, fit, take(rest, torch.arange(start, start + part.n)))
+        start += part.n
+    return first, fit
 
 
 def _join_weights(first: Noise, second: Noise) -> Tensor | None:

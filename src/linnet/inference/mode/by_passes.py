@@ -40,6 +40,7 @@ def mode_by_passes(
     likelihood: Likelihood,
     settings: SolverSettings,
     tolerance: float | None = None,
+    start: Tensor | None = None,
 ) -> tuple[Mode, Preconditioner | None]:
     """The mode, and its last preconditioner. The passes of the mode include those that preconditioners took.
 
@@ -51,6 +52,7 @@ def mode_by_passes(
         likelihood: Likelihood of the targets given f.
         settings: Settings of the solver. A preconditioner or a rank that they name is the only one.
         tolerance: Largest relative gradient; None for 1e-6, or for what the rounding of J's products allows.
+        start: u to begin with, (p,); None for zero.
 
     Raises:
         ArithmeticError: The mode was not found.
@@ -76,6 +78,7 @@ def mode_by_passes(
         likelihood=likelihood,
         solve=None if first is None else first.solve,
         make=maker.make if settings.preconditioner == "auto" and settings.rank == "auto" else None,
+        start=start,
         tolerance=max(1e-6, 1e3 * J.eps) if tolerance is None else tolerance,
         iterations=settings.iterations,
     ).checked()

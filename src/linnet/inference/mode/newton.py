@@ -49,7 +49,7 @@ from linnet.inference.mode.spaces import (
     check_mean,
     check_operator,
 )
-from linnet.linalg import LinearOperator, as_weight, log_det_from
+from linnet.linalg import LinearOperator, as_weight, cholesky_solve, log_det_from, weigh
 from linnet.probability import Gaussian, Likelihood, row_curvature, row_root
 
 FLOOR = 1e-3
@@ -170,6 +170,35 @@ def function_space(
         raise ValueError(f"mean has shape {tuple(mean.shape)}, so K needs shape ({m}, {m}); got {tuple(K.shape)}.")
     check_kind("K", K, mean)
     return _find_dense(FunctionSpace(K, scale), y, mean, likelihood, start, near, tolerance, iterations, factor)
+
+
+def step_in_function_space(K: Tensor, y: Tensor, *, f: Tensor, mean: Tensor, likelihood: Likelihood) -> Mode:
+    r"""One Newton step from any outputs f, (n, c), that need not be ``m + K alpha``; the factor is that at f.
+
+    .. math:: \alpha = b - L M^{-1} L^\top K b, \qquad b = B (f - m) + \mathrm{residual}(f)
+
+    (Rasmussen and Williams, algorithm 3.1.) The result serves `function_space` as ``near``, and its alpha as ``start``.
+    The other arguments are those of `function_space`.
+    """
+    n, c = mean.shape
+    space, root = FunctionSpace(K, 1.0), row_root(likelihood, f, y, most=_most_numbers(c))
+    factor, residual = space.factor(root), likelihood.residual(f, y).flatten()
+    b = weigh(weigh((f - mean).flatten(), root, transpose=True), root) + residual
+    alpha = b - weigh(cholesky_solve(factor, weigh(K @ b, root, transpose=True)), root)
+    return Mode(
+        f=mean + (K @ alpha).view(n, c),
+        alpha=alpha,
+        u=None,
+        log_likelihood=math.nan,
+        penalty=math.nan,
+        log_det=None,
+        gradient=math.nan,
+        iterations=1,
+        passes=0,
+        converged=False,
+        root=root,
+        factor=factor,
+    )
 
 
 def weight_space(
