@@ -28,6 +28,10 @@ class Watch:
 
         self.tests, self.hits = dict[str, dict[str, Any]](), hits
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            self.tests = {item.nodeid: {} for item in session.items}
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.hits[:] = bytes(len(self.hits))
 
