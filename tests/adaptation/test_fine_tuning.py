@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,11 @@ from linnet.adaptation.fine_tuning import Runner, Tuning, _judge, fine_tune, mea
 from linnet.adaptation.network import ScaledNetwork, divide_outputs, find_temperature
 from linnet.data import as_source
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
+
+
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x - x * x  # not a number where the square overflows
 
 
 def tuning(n: int = 60) -> tuple[nn.Module, Tuning]:
@@ -52,6 +58,13 @@ def test_rates_that_diverge_are_given_up():
     found = fine_tune(model, given, rates=(1e300, 1e-2))
     assert found is not None and found.rate == 1e-2
     assert fine_tune(model, given, rates=(1e300,)) is None
+    model, given = tuning()
+    X = next(iter(given.source.batches(60))).args[0].clone()
+    X[-1] = 1e200  # held out: the outputs of this one example are no numbers
+    model.insert(0, nn.Linear(3, 3, bias=False).double())
+    model.insert(1, Square())
+    given = replace(given, source=as_source(X, model.forward))
+    assert Runner(model, 1e-2, 0).run(given) is False
 
 
 @pytest.mark.parametrize(("n", "steps"), [(10, 16), (1000, 32), (5000, 64)])
