@@ -73,6 +73,17 @@ def test_fine_tuning_is_found_where_linear_ways_are_not_enough():
     assert (reg.predict(new) - new[:, 0].abs()).square().mean() < 0.2 * new[:, 0].abs().var()
 
 
+def test_the_last_layer_is_judged_after_its_fit_and_numbers_may_need_a_new_head():
+    model, X = network(1), points(60)
+    y = 5 + 3 * model(X)[:, 0].detach() + 0.01 * points(60, 1)[:, 0]  # another last layer, and nothing else
+    reg = linnet.adapt(model, X, y, rates=(), progress=False)
+    scores = {trial.name: trial.score for trial in reg.selection_}
+    assert scores[HEAD] < scores[NETWORK] - 3
+    reg = linnet.adapt(network(3), X, y, rates=(), progress=False)
+    assert [trial.name for trial in reg.selection_] == [HEAD, TUNED, TANGENT]
+    assert float((reg.predict(X) - y).square().mean()) < 0.1 * float(y.var())
+
+
 def test_labels_that_are_new_get_a_head():
     model, X = network(7), points(80)
     labels = np.array(["low", "middle", "high"])[classes_of(X).numpy()]
