@@ -268,6 +268,9 @@ def test_whole_numbers_as_inputs_and_labels_that_other_calls_ignore():
     clf = linnet.adapt(model, X, labels, classes=[-100, 7], rates=(), progress=False)
     assert clf.classes_.tolist() == [-100, 7]
     assert float((clf.predict(X) == labels).double().mean()) > 0.9
+    given = read_examples(model, X, labels, task="auto", classes=[-100, 7], share=0.2, seed=0, progress=False)
+    alone = given.condition(model, given.part, mean="zero", prior=1.0)
+    assert float((alone.predict(X) == labels).double().mean()) > 0.9
 
 
 def test_classes_that_fit():

@@ -64,7 +64,8 @@ def test_rates_that_diverge_are_given_up():
     model.insert(0, nn.Linear(3, 3, bias=False).double())
     model.insert(1, Square())
     given = replace(given, source=as_source(X, model.forward))
-    assert Runner(model, 1e-2, 0).run(given) is False
+    assert Runner(copy.deepcopy(model), 1e-2, 0).run(given) is False
+    assert fine_tune(model, given, rates=(1e-2,)) is None
 
 
 @pytest.mark.parametrize(("n", "steps"), [(10, 16), (1000, 32), (5000, 64)])
