@@ -165,6 +165,14 @@ def test_ranks_in_whole_numbers(n: int, percent: int) -> None:
         assert find_rank(n, level) == exact
 
 
+def test_calibration_and_predictions_of_each_seed_draw_for_themselves() -> None:
+    estimator, _ = fitted("classifier")
+    p = torch.full((50, 3), 1 / 3)
+    drawn = [Conformal(estimator, seed=seed)._draw_shares(p, stream) for seed in (0, 1) for stream in (0, 1)]
+    assert len({tuple(shares.tolist()) for shares in drawn}) == 4
+    assert all(bool(((shares >= 0) & (shares < 1)).all()) for shares in drawn)
+
+
 def test_too_few_examples() -> None:
     estimator, draw = fitted("regressor")
     conformal = Conformal(estimator).calibrate(*draw(20, 1))

@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,40 @@ gc.freeze()  # what is shared is not searched again in every process
 
 
 class Watch:
-    """Plugin of pytest. Probed sources write into `hits`, one byte a line (`mutants.probed`)."""
+    """Plugin of pytest. Probed sources write into `hits`, one byte a line (`mutants.probed`).
+
+    What a fixture of several tests executes counts for each of them, though the fixture runs before the first one only.
+    """
 
     def __init__(self) -> None:
         from line_hits import hits  # of the tree
 
         self.tests, self.hits = dict[str, dict[str, Any]](), hits
+        self.shared = defaultdict[int, set[int]](set)
+
+    def lines(self) -> set[int]:
+        return set(np.frombuffer(self.hits[:], np.uint8).nonzero()[0].tolist())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        before = self.lines()
+        self.hits[:] = bytes(len(self.hits))
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                self.shared[id(fixturedef)] |= self.lines()
+            for line in before:
+                self.hits[line] = 1
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        for fixture in (f for found in item._fixtureinfo.name2fixturedefs.values() for f in found):
+            for line in self.shared.get(id(fixture), ()):
+                self.hits[line] = 1
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            self.tests = {item.nodeid: {} for item in session.items}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.hits[:] = bytes(len(self.hits))
@@ -38,7 +68,7 @@ class Watch:
         seen["seconds"] += report.duration
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.tests[nodeid]["lines"] = np.frombuffer(self.hits[:], np.uint8).nonzero()[0].tolist()
+        self.tests[nodeid]["lines"] = sorted(self.lines())
 
 
 def run(tree: Path, arguments: list[str], environment: dict[str, str], memory: int) -> None:

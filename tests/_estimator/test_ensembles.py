@@ -83,6 +83,9 @@ def test_evidence_weights_are_posterior_probabilities_of_the_members() -> None:
     logs = np.array([one.log_evidence_ for one in reg.members_])
     np.testing.assert_allclose(reg.weights_, np.exp(logs - np.logaddexp.reduce(logs)), rtol=1e-9)
     assert reg.log_evidence_ == pytest.approx(np.logaddexp.reduce(logs) - math.log(3))
+    small = linnet.TangentRegressor(make_networks(), weights="evidence", mean="zero").fit(X, 1e-15 * y)
+    assert small.log_evidence_ > 710  # whose exponential is no number
+    assert small.weights_.sum() == pytest.approx(1) and bool((small.weights_ > 0).any())
     clf = linnet.TangentClassifier(make_networks(3), inference="map", solver="cg-weight", weights="evidence")
     with pytest.raises(ValueError, match="weights='evidence' needs the log evidence of each member"):
         clf.fit(*make_labels())

@@ -138,6 +138,10 @@ def test_errors() -> None:
     changed = double(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), 0)
     with pytest.raises(NotImplementedError, match="not the last of the network"):
         TangentRegressor(changed, noise=0.3).fit(X, NUMBERS).to_module(error_bars=True)
+    la = Laplace(model := net(2), "regression", "full", params=HEAD, prior=0.7, noise=0.3).fit(X, NUMBERS)
+    model[0].weight.data.mul_(1.5)  # leaves no trace but the numbers
+    with pytest.raises(RuntimeError, match="has changed"):
+        la.to_module()
     first = TangentRegressor(net(2), params="0.*", noise=0.3).fit(X, NUMBERS)
     with pytest.raises(NotImplementedError, match="not the last of the network"):
         first.to_module(error_bars=True)

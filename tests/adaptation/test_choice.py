@@ -73,6 +73,17 @@ def test_fine_tuning_is_found_where_linear_ways_are_not_enough():
     assert (reg.predict(new) - new[:, 0].abs()).square().mean() < 0.2 * new[:, 0].abs().var()
 
 
+def test_the_last_layer_is_judged_after_its_fit_and_numbers_may_need_a_new_head():
+    model, X = network(1), points(60)
+    y = 5 + 3 * model(X)[:, 0].detach() + 0.01 * points(60, 1)[:, 0]  # another last layer, and nothing else
+    reg = linnet.adapt(model, X, y, rates=(), progress=False)
+    scores = {trial.name: trial.score for trial in reg.selection_}
+    assert scores[HEAD] < scores[NETWORK] - 3
+    reg = linnet.adapt(network(3), X, y, rates=(), progress=False)
+    assert [trial.name for trial in reg.selection_] == [HEAD, TUNED, TANGENT]
+    assert float((reg.predict(X) - y).square().mean()) < 0.1 * float(y.var())
+
+
 def test_labels_that_are_new_get_a_head():
     model, X = network(7), points(80)
     labels = np.array(["low", "middle", "high"])[classes_of(X).numpy()]
@@ -197,6 +208,69 @@ def test_classes_are_split_evenly_and_keep_an_example():
     assert torch.bincount(labels[held], minlength=3).tolist() == [10, 2, 0]
     part, held = split(None, 50, 0.2, 3)
     assert (len(part), len(held)) == (40, 10)
+    part, held = split(torch.tensor([0] * 48 + [1] * 2), 50, 0.2, 3)  # a fifth of two is less than one half
+    assert torch.bincount((held >= 48).long(), minlength=2).tolist() == [10, 0]
+
+
+def read(model: nn.Module, X: torch.Tensor, y: object, task: str = "auto") -> choice.Examples:
+    return read_examples(model, X, y, task=task, classes=None, share=0.2, seed=0, progress=False)
+
+
+def test_scores_are_densities_of_the_examples_held_out():
+    X = points(60)
+    Y = torch.stack([X[:, 0].sin(), X[:, 1]], 1)
+    given = read(network(2), X, Y)
+    reg = linnet.TangentRegressor(network(2), noise=0.1, prior=0.5).fit(X[given.part], Y[given.part])
+    mean, std = reg.predict(X[given.held], return_std=True, noise=True)
+    expected = -torch.distributions.Normal(mean, std).log_prob(Y[given.held]).sum(1)
+    torch.testing.assert_close(given.score(reg), expected, rtol=1e-9, atol=1e-12)
+    f = network(2)(X).detach()
+    noise = (f - Y)[given.part].square().mean().sqrt()
+    expected = -torch.distributions.Normal(f, noise).log_prob(Y)[given.held].sum(1)
+    torch.testing.assert_close(given.score_network(network(2)), expected, rtol=1e-9, atol=1e-12)
+    y = classes_of(X)
+    given = read(network(3), X, y)
+    clf = linnet.TangentClassifier(network(3), inference="laplace", prior=0.5).fit(X, y)
+    expected = -clf.predict_proba(X)[torch.arange(60), y].log()[given.held]
+    torch.testing.assert_close(given.score(clf), expected, rtol=1e-9, atol=1e-12)
+    counts = torch.bincount(y[given.part], minlength=3).double() + 1
+    expected = -(counts / counts.sum()).log()[y[given.held]].mean()
+    assert given.constant_loss == pytest.approx(float(expected), rel=1e-12)
+    several = (X > 0).long()
+    given = read(network(2), X, several, "multilabel")
+    clf = linnet.TangentClassifier(network(2), inference="laplace", prior=0.5).fit(X, several)
+    expected = -torch.distributions.Bernoulli(clf.predict_proba(X)).log_prob(several.double()).sum(1)[given.held]
+    torch.testing.assert_close(given.score(clf), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_error_of_a_score_is_that_of_a_mean():
+    X = points(60)
+    trials, losses = Trials(read(network(1), X, X[:, 0]), None, ()), points(25)[:, 0]
+    with trials._trial("name") as note:
+        note(losses, "a note")
+    (found,) = trials.done
+    assert found.score == pytest.approx(float(losses.mean())) and found.note == "a note"
+    assert found.error == pytest.approx(float(losses.std()) / 5)
+
+
+def test_fine_tuned_networks_are_conditioned_on_what_is_new_to_them(monkeypatch):
+    let_win(monkeypatch, TUNED)
+    X = points(60)
+    reg = linnet.adapt(network(1), X, torch.sin(X[:, 0]), rates=(1e-2,), progress=False)
+    assert len(reg.loo_.mean) == 12
+
+
+def test_whole_numbers_as_inputs_and_labels_that_other_calls_ignore():
+    torch.manual_seed(0)
+    X = torch.randint(5, (60, 2))
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 2)).double()
+    labels = torch.where(X[:, 0] > 1, -100, 7)
+    clf = linnet.adapt(model, X, labels, classes=[-100, 7], rates=(), progress=False)
+    assert clf.classes_.tolist() == [-100, 7]
+    assert float((clf.predict(X) == labels).double().mean()) > 0.9
+    given = read_examples(model, X, labels, task="auto", classes=[-100, 7], share=0.2, seed=0, progress=False)
+    alone = given.condition(model, given.part, mean="zero", prior=1.0)
+    assert float((alone.predict(X) == labels).double().mean()) > 0.9
 
 
 def test_classes_that_fit():

@@ -3,15 +3,21 @@
 import copy
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from linnet.adaptation.fine_tuning import Tuning, _judge, fine_tune, measure_losses
+from linnet.adaptation.fine_tuning import Runner, Tuning, _judge, fine_tune, measure_losses
 from linnet.adaptation.network import ScaledNetwork, divide_outputs, find_temperature
 from linnet.data import as_source
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
+
+
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x - x * x  # not a number where the square overflows
 
 
 def tuning(n: int = 60) -> tuple[nn.Module, Tuning]:
@@ -51,6 +57,28 @@ def test_rates_that_diverge_are_given_up():
     model, given = tuning()
     found = fine_tune(model, given, rates=(1e300, 1e-2))
     assert found is not None and found.rate == 1e-2
+    assert fine_tune(model, given, rates=(1e300,)) is None
+    model, given = tuning()
+    X = next(iter(given.source.batches(60))).args[0].clone()
+    X[-1] = 1e200  # held out: the outputs of this one example are no numbers
+    model.insert(0, nn.Linear(3, 3, bias=False).double())
+    model.insert(1, Square())
+    given = replace(given, source=as_source(X, model.forward))
+    assert Runner(copy.deepcopy(model), 1e-2, 0).run(given) is False
+    assert fine_tune(model, given, rates=(1e-2,)) is None
+
+
+@pytest.mark.parametrize(("n", "steps"), [(10, 16), (1000, 32), (5000, 64)])
+def test_a_round_sees_few_examples_several_times_and_many_in_large_batches(n, steps):
+    model, given = tuning(n + 20)
+    runner, count = Runner(copy.deepcopy(model), 1e-4, 0), [0]
+
+    def note(*_: object) -> None:
+        count[0] += 1
+
+    runner.optimizer.register_step_post_hook(note)
+    assert runner.run(given) and (runner.rounds, runner.at) == (1, 1)
+    assert count[0] == steps
 
 
 def test_half_of_the_examples_chooses_for_the_other_half():

@@ -96,6 +96,21 @@ def test_says_what_it_is(model, x):
     assert repr(lin.jacobian(x)) == "Jacobian(shape=(21, 43), dtype=torch.float64, device=cpu)"
 
 
+def test_a_rank_without_examples_adds_nothing(model, x, monkeypatch):
+    """Its sums start from memory that holds anything: here, from what is not a number."""
+    J = linnet.linearize(model).jacobian(x)
+    U, V = normal(N * C, 2), normal(J.shape[1], 2)
+    monkeypatch.setattr(type(J.passes), "pieces", lambda *given, **options: iter(()))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        found = [J.T @ U, J.normal(V), J.pullback(lambda batch: batch.f)]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(bool((t == 0).all()) for t in found)
+
+
 # Fused products.
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet import Laplace
 from linnet.inference.mode.newton import function_space
+from linnet.laplace import estimator
 from linnet.laplace.estimator import LOOKED_AT
 from linnet.laplace.search import Search, choose, choose_factor, find_largest_factor
 from linnet.probability import Categorical, Gaussian, Likelihood
@@ -296,6 +297,27 @@ def test_the_bounded_noise_is_close_to_that_of_the_exact_evidence(steps: int) ->
         assert la.effective_dimension_ > exact.effective_dimension_
         assert bounded < apart(error)
         assert 3 * bounded < apart(la.tune(narrow=False).noise_)
+
+
+def test_the_best_noise_counts_where_another_was_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = NUMBERS + torch.tensor([0.1, 0.6]) * normal(N, 2, seed=8)
+
+    def tuned() -> Laplace:
+        return Laplace(net(2), "regression", "full", "shared", noise="per-output").fit(X, targets).tune(narrow=False)
+
+    plain, search = tuned(), estimator.maximize
+
+    def go_on(objective: Any, *given: Any, **options: Any) -> Any:
+        found = search(objective, *given, **options)
+        objective([t + 1 for t in found.x])
+        return found
+
+    monkeypatch.setattr(estimator, "maximize", go_on)
+    found = tuned()
+    torch.testing.assert_close(found.noise_, plain.noise_, rtol=1e-9, atol=0)
+    assert found.log_evidence() == pytest.approx(plain.log_evidence(), rel=1e-9)
+    for mine, other in zip(found.predict(NEW, return_std=True), plain.predict(NEW, return_std=True), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("structure", ["full", "function"])

@@ -238,6 +238,8 @@ def test_more_outputs_than_samples() -> None:
     la = find("softmax, samples")
     with pytest.warns(UserWarning, match="15 examples with 3 outputs .* posterior of 8 samples"):
         linnet.select(Laplace(**la.get_params() | {"samples": 8}).fit(X, CLASSES), POOL, 15)
+    full = linnet.select(Laplace(**la.get_params() | {"samples": 9}).fit(X, CLASSES), POOL, 3)  # as many, no warning
+    assert len(full.indices) == 3
 
 
 def test_many_targets_are_drawn_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

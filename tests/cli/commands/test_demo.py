@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from dataclasses import replace
 
 import matplotlib
@@ -24,10 +25,15 @@ def quick(tmp_path_factory):
     (folder / "notes.txt").write_text("mine")
     torch.manual_seed(5)
     before = torch.get_rng_state()
+    clock = time.perf_counter()
     result = invoke("demo", "--quick", "--seed", 3, "--out", folder)
+    longest = time.perf_counter() - clock
     assert result.exit_code == 0, result.output
     assert torch.equal(torch.get_rng_state(), before)
-    return folder, result.output, json.loads((folder / demo.METRICS).read_text())
+    found = json.loads((folder / demo.METRICS).read_text())
+    # The adaptations are a part of the run.
+    assert 0 < sum(scores["seconds"][0] for scores in found["methods"].values()) < longest
+    return folder, result.output, found
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def test_demo_prints_each_step_and_method(quick):
     _, output, found = quick
     for i in range(1, 4):
         assert f"{i}/3" in output
-    assert f"{found['upright_accuracy'][0]:.1%}" in output
+    assert f"accuracy on 200 other upright digits: {found['upright_accuracy'][0]:.1%}" in output
     for method, scores in found["methods"].items():
         (line,) = (line for line in output.splitlines() if line.strip().startswith(method))
         accuracy, nll, ece, seconds = line.removeprefix(f"  {method}").split()
@@ -124,9 +130,15 @@ def test_figures_of_several_splits(few_digits):
             results[method] = (p, scores, {})
         splits.append(replace(few_digits, results=results))
     before = dict(matplotlib.rcParams)
-    for draw in (demo.draw_adaptation, demo.draw_confidence):
-        check_picture(draw(splits))
+    pictures = [draw(splits) for draw in (demo.draw_adaptation, demo.draw_confidence)]
+    for picture in pictures:
+        check_picture(picture)
     assert dict(matplotlib.rcParams) == before
+    # The picture of the adaptations shows the scores of each method.
+    p, scores, details = splits[1].results[demo.LAST]
+    for name in demo.SCORES:
+        other = {**splits[1].results, demo.LAST: (p, {**scores, name: 0.5 * scores[name]}, details)}
+        assert demo.draw_adaptation([splits[0], replace(splits[1], results=other)]) != pictures[0]
 
 
 def test_no_digit_is_used_twice():

@@ -76,6 +76,33 @@ def test_no_pass_keeps_what_the_next_chunk_overwrites(monkeypatch, name):
     assert len(count) > 20
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_pass_inside_a_pass_and_chunks_without_a_record_are_right(monkeypatch, recorded):
+    """A record that is lent is not played again; a chunk that cannot be recorded is made as before."""
+
+    class Maybe(Overwriting):
+        @classmethod
+        def record(cls, batch, make, alike):
+            return super().record(batch, make, alike) if recorded else None
+
+    monkeypatch.setattr(replay, "_Replay", Maybe)
+    monkeypatch.setattr(chunk, "can_record", lambda device: True)
+    monkeypatch.setattr(chunk, "try_unwatched", lambda make: make())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: 0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    X = torch.randn(8, 3, dtype=torch.float64)
+    dense = linnet.testing.dense_jacobian(model, X)
+    J = linnet.linearize(model).jacobian(X, 4)
+    V = torch.randn(J.shape[1], 3, dtype=torch.float64)
+
+    def weighted(JV: torch.Tensor, batch) -> torch.Tensor:
+        J.normal(V)  # makes the same kind of chunks, of other examples
+        return 2 * JV
+
+    for _ in range(4):
+        torch.testing.assert_close(J.fused(weighted, V), 2 * dense.T @ (dense @ V), rtol=1e-9, atol=1e-11)
+
+
 class Net(nn.Module):
     """Embedding with padding, convolution, norm, attention and a linear head."""
 

@@ -140,6 +140,17 @@ def test_mean_and_variance_are_those_of_draws(name: str) -> None:
     torch.testing.assert_close(y.var(0), likelihood.variance(f), rtol=0.03, atol=0.0)
 
 
+@pytest.mark.parametrize("name", ["poisson", "negative-binomial", "ordinal", "weibull"])
+def test_draws_without_a_generator_are_those_of_the_seed(name: str) -> None:
+    likelihood, c = OBSERVED[name]
+    f, drawn = normal(20, c), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(likelihood.sample(f))
+    assert torch.equal(*drawn) and len(drawn[0].unique()) > 1
+    assert torch.equal(likelihood.targets(drawn[0], 20, c, dtype=f.dtype), drawn[0])
+
+
 # Averages over Gaussian outputs.
 
 
@@ -310,6 +321,10 @@ def test_known_noise_is_gaussian_noise_of_each_observation() -> None:
     packed = KnownNoise().targets(KnownNoise.pack(y, v), N, 2)
     close(KnownNoise().log_prob(f, packed), torch.distributions.Normal(f, v.sqrt()).log_prob(y).sum(1))
     close(blocks(KnownNoise().observed_curvature(f, packed), True), hessian(KnownNoise(), f, packed))
+    many = normal(3, N, 2, seed=3)  # several outputs of an example
+    for name in ("log_prob", "residual", "observed_curvature"):
+        found = getattr(KnownNoise(), name)(many, packed.expand(3, N, 4))
+        close(found[1], getattr(KnownNoise(), name)(many[1], packed))
     same = KnownNoise.pack(y, torch.full_like(y, 0.3))
     cov = torch.full_like(f, 0.4)
     for a, b in zip(
