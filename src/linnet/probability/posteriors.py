@@ -110,6 +110,10 @@ class Posterior(ABC):
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         """k samples of the displacement, (p, k): one product with J makes them joint samples at any inputs."""
 
+    @abstractmethod
+    def multiply(self, V: Tensor) -> Tensor:
+        """The covariance of the displacement times V, (p, k)."""
+
     # Moments at the inputs of J, which is a Jacobian or rows with a graph to the inputs.
 
     def predict(self, J: Jacobian, spread: Spread = "none") -> PredictiveMoments:
@@ -291,6 +295,9 @@ class PointPosterior(Posterior):
     def __init__(self, delta: Tensor) -> None:
         self.delta = delta
 
+    def multiply(self, V: Tensor) -> Tensor:
+        return torch.zeros_like(V)
+
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None].expand(-1, k)
 
@@ -310,6 +317,9 @@ class DiagonalPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor) -> None:
         self.delta = delta
         self.D = self.variances = variances
+
+    def multiply(self, V: Tensor) -> Tensor:
+        return self.variances[:, None] * V
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None] + self.variances.sqrt()[:, None] * self._normal(len(self.delta), k, generator)
@@ -331,6 +341,10 @@ class TurnedPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor, *, rotation: Rotation) -> None:
         self.delta, self.rotation = delta, rotation
         self.D = self.variances = variances
+
+    def multiply(self, V: Tensor) -> Tensor:
+        assert self.rotation is not None
+        return self.rotation.back(self.variances[:, None] * self.rotation.rows(V.T).T)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         assert self.rotation is not None
@@ -355,6 +369,11 @@ class SubnetworkPosterior(Posterior):
 
     def features(self, J: Any) -> Tensor:
         return J.columns(self.index) @ self.W
+
+    def multiply(self, V: Tensor) -> Tensor:
+        out = torch.zeros_like(V)
+        out[self.index] = self.W @ (self.W.T @ V[self.index])
+        return out
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         z = self.W @ self._normal(len(self.index), k, generator)
@@ -386,6 +405,9 @@ class SamplePosterior(Posterior):
 
     def features(self, J: Any) -> Tensor:
         return J @ self.samples
+
+    def multiply(self, V: Tensor) -> Tensor:
+        return self.weights * (self.samples @ (self.samples.T @ V))
 
     def _first(self, k: int) -> Tensor:
         if k > self.samples.shape[1]:
@@ -432,6 +454,12 @@ class LowRankPosterior(Posterior):
     def features(self, J: Any) -> Tensor:
         return (J @ (self.prior_variance.sqrt()[:, None] * self.basis)) @ self._root
 
+    def multiply(self, V: Tensor) -> Tensor:
+        d, P = self.prior_variance.sqrt()[:, None], self.basis
+        X = d * V
+        along = P.T @ X
+        return d * (X + P @ (self.C @ along - along))
+
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         z, P = self._normal(len(self.delta), k, generator), self.basis
         along = P.T @ z
@@ -475,6 +503,12 @@ class FunctionPosterior(Posterior):
         # From M^-1 for J alone, so that the training data may be the others at no second solve.
         T = weigh(solve_upper(self.factor, self.half(J)), self.root)
         return J.gram(other, scale=self.prior_variance) - T.T @ self.J.gram(other, scale=self.prior_variance)
+
+    def multiply(self, V: Tensor) -> Tensor:
+        S = self.prior_variance[:, None]
+        X = S * V
+        left = cholesky_solve(self.factor, weigh(self.J @ X, self.root, transpose=True))
+        return X - S * (self.J.T @ weigh(left, self.root))
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
@@ -552,6 +586,11 @@ class KernelPosterior(Posterior):
         T = (self.signs * self.features(J)) @ self.R.T
         return J.gram(other, scale=self.prior_variance) + T @ self.J.gram(other, scale=self.prior_variance)
 
+    def multiply(self, V: Tensor) -> Tensor:
+        S = self.prior_variance[:, None]
+        X = S * V
+        return X + S * (self.J.T @ (self.R @ (self.signs[:, None] * (self.R.T @ (self.J @ X)))))
+
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         # With A = Phi^T R, the symmetric root of I + A diag(signs) A^T is I + A X A^T.
         d, X = self.prior_variance.sqrt()[:, None], self._root
@@ -628,6 +667,9 @@ class WeightPosterior(Posterior):
         if J.shape[0] > other.shape[0]:
             return self.cross(other, J).T
         return (other @ (self.W @ (J @ self.W).T)).T
+
+    def multiply(self, V: Tensor) -> Tensor:
+        return self.W @ (self.W.T @ V)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None] + self.W @ self._normal(len(self.delta), k, generator)

@@ -57,6 +57,7 @@ class Generalized(Tangent):
     likelihood_: Likelihood
     mode_: Mode | None
     _weight: Tensor | None = None
+    _y: Tensor | None = None  # targets of the training examples; None in what was loaded from a file
 
     _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_")
 
@@ -73,6 +74,11 @@ class Generalized(Tangent):
     def _observe(self, y: Any, J: Jacobian, *, refit: bool) -> Tensor:
         """Targets as the likelihood takes them; sets ``likelihood_``, unless an earlier fit has found it."""
         raise NotImplementedError
+
+    def _new_targets(self, y: Any, J: Jacobian) -> Tensor:
+        """Targets of new examples, as the likelihood takes them; None where they come with the inputs."""
+        y = J.targets() if y is None else y
+        return self.likelihood_.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
 
     # The posterior.
 
@@ -178,6 +184,7 @@ class Generalized(Tangent):
         if not refit:
             self.likelihood_ = self._fit_parameters(J, targets, weight)
         likelihood: Likelihood = self.likelihood_
+        self._y = targets
         if weight is not None:
             likelihood, targets = Weighted.pack(likelihood, targets, weight.to(J.device, J.dtype))
         if training is not None:
