@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common import check_fits, find_dense_budget, show_progress, together
@@ -160,7 +161,7 @@ def attribution(
         )
         collect = _Matrix(count, rows, numbers)
     else:
-        collect = _Best(count, min(top, rows), numbers, rank)
+        collect = _Best(count, min(top, rows), rank)
     columns = _columns_at_once(estimator, J)
     with show_progress(numbers, "numbers to explain", progress=estimator.progress) as tick:
         for place, G in _blocks(J, gradients, columns):
@@ -301,6 +302,12 @@ class _Fitted:
     def training(self, data: Any, *, change: Change, by: str | None) -> list[_Part]:
         """The training examples, with what their rows of J are to be combined by."""
         e = self.estimator
+        sites = None if isinstance(e, TangentRegressor) else self.likelihood()
+        if by == "site" and not isinstance(sites, Sites):
+            raise ValueError(
+                "by='site' is for networks with a label for each site (token, pixel) of an example: outputs of three "
+                "or more axes. Leave by= out."
+            )
         if isinstance(e, TangentRegressor) and data is None:
             return self._regressor_parts(change)
         examples = self._own() if data is None else self._given(data)
@@ -430,11 +437,6 @@ class _Fitted:
     ) -> Tensor:
         """U (n, c, s)."""
         sites = likelihood if isinstance(likelihood, Sites) and by == "site" else None
-        if by == "site" and sites is None:
-            raise ValueError(
-                "by='site' is for networks with a label for each site (token, pixel) of an example: outputs of three "
-                "or more axes. Leave by= out."
-            )
         if change == "up-weight":
             return r[..., None] if sites is None else _by_site(sites, r)
         r = r if w is None else w[:, None] * r
@@ -584,51 +586,44 @@ class _Matrix(_Collector):
 class _Best(_Collector):
     """The changes that come first, in the memory of as many."""
 
-    def __init__(self, layers: int, top: int, numbers: int, rank: Rank) -> None:
-        self.shape, self.rank = (layers, top, numbers), rank
-        self.values: Tensor | None = None
-        self.rows: Tensor | None = None
+    def __init__(self, layers: int, top: int, rank: Rank) -> None:
+        self.layers, self.top, self.rank = layers, top, rank
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # changes and rows (layers, k, some), by the first number
 
     def state(self, place: slice) -> Any:
-        if self.values is None or self.rows is None:
-            return None
-        return self.values[..., place], self.rows[..., place]
+        return self.kept.get(place.start)
 
-    def _order(self, changes: Tensor) -> Tensor:
+    def choose(self, changes: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that come first, and their rows; rows below zero are none."""
         key = {"absolute": changes.abs(), "highest": changes, "lowest": -changes}[self.rank]
-        return key.topk(min(self.shape[1], changes.shape[1]), dim=1).indices
+        order = key.masked_fill(rows < 0, -torch.inf).topk(min(self.top, changes.shape[1]), dim=1).indices
+        return changes.gather(1, order), rows.gather(1, order)
 
     def take(self, state: Any, changes: Tensor, rows: slice, place: slice) -> Any:
-        order = self._order(changes)
-        values, index = changes.gather(1, order), order + rows.start
+        index = torch.arange(rows.start, rows.stop, device=changes.device)[:, None].expand(changes.shape)
         if state is None:
-            missing = self.shape[1] - values.shape[1]
-            worst = {"absolute": 0.0, "highest": -torch.inf, "lowest": torch.inf}[self.rank]
-            more = values.new_full((values.shape[0], missing, values.shape[2]), worst)
-            return torch.cat([values, more], 1), torch.cat([index, torch.full_like(more, -1, dtype=index.dtype)], 1)
-        values, index = torch.cat([state[0], values], 1), torch.cat([state[1], index], 1)
-        order = self._order(values)
-        return values.gather(1, order), index.gather(1, order)
+            return self.choose(changes, index)
+        first = self.choose(changes, index)
+        return self.choose(*(torch.cat(pair, 1) for pair in zip(state, first, strict=True)))
 
     def keep(self, state: Any, place: slice, part: _Part, *, rows: slice) -> None:
         if state is None:  # this rank has none of the examples
-            none = torch.zeros(self.shape[0], 0, place.stop - place.start)
-            state = self.take(None, none.to(part.rows.device, part.rows.dtype), rows, place)
-        if self.values is None or self.rows is None:
-            self.values = state[0].new_zeros(self.shape)
-            self.rows = torch.full(self.shape, -1, dtype=torch.long, device=state[0].device)
-        self.values[..., place], self.rows[..., place] = state
+            none = torch.zeros(self.layers, 0, place.stop - place.start, device=part.rows.device)
+            state = none.to(part.rows.dtype), none.long()
+        self.kept[place.start] = state
 
     def found(self, ranks: Any) -> list[Any]:
-        values, rows = self.values, self.rows
-        assert values is not None and rows is not None
-        if ranks.world > 1:
-            layers, k, numbers = self.shape
-            parts = [ranks.gather_parts(t.movedim(1, 0).contiguous(), ranks.world * k) for t in (values, rows)]
-            values, rows = (t.movedim(0, 1) for t in parts)
-            order = self._order(torch.where(rows < 0, 0.0 if self.rank == "absolute" else values, values))
-            values, rows = values.gather(1, order), rows.gather(1, order)
-        return [(r.T, v.T) for r, v in zip(rows, values, strict=True)]
+        pairs = [self._of_all_ranks(*self.kept[start], ranks) for start in sorted(self.kept)]
+        changes, rows = (torch.cat(column, 2) for column in zip(*pairs, strict=True))
+        return [(r.T, v.T) for r, v in zip(rows, changes, strict=True)]
+
+    def _of_all_ranks(self, changes: Tensor, rows: Tensor, ranks: Any) -> tuple[Tensor, Tensor]:
+        if ranks.world == 1:
+            return changes, rows
+        missing = self.top - changes.shape[1]  # a collective takes parts of one size
+        changes, rows = F.pad(changes, (0, 0, 0, missing)), F.pad(rows, (0, 0, 0, missing), value=-1)
+        both = [ranks.gather_parts(t.movedim(1, 0).contiguous(), ranks.world * self.top) for t in (changes, rows)]
+        return self.choose(*(t.movedim(0, 1) for t in both))
 
 
 def _closed_form(estimator: Any, J: Jacobian, gradients: Tensor | None, top: int | None, rank: Rank) -> Any:
@@ -642,8 +637,8 @@ def _closed_form(estimator: Any, J: Jacobian, gradients: Tensor | None, top: int
             changes = (gradients[index.to(gradients.device)][..., None] * changes).sum(1, keepdim=True)
         changes = changes.flatten(0, 1)
         if top is not None:
-            best = _Best(1, min(top, changes.shape[1]), len(changes), rank)
-            values, rows = best.take(None, changes.T[None], slice(0, 0), slice(0, len(changes)))
+            best = _Best(1, min(top, changes.shape[1]), rank)
+            values, rows = best.take(None, changes.T[None], slice(0, changes.shape[1]), slice(0, len(changes)))
             whole.append((rows[0].T, values[0].T))
         else:
             whole.append(changes)
