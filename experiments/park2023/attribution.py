@@ -10,7 +10,6 @@ kronfluence; TRAK has several dimensions of its projection, and kronfluence its 
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace as Sizes
 from typing import Any
@@ -31,7 +30,8 @@ from experiments.common.statistics import show_interval, show_value
 from experiments.park2023 import peers
 from experiments.park2023.peers import Data, margin
 
-OURS = ("ekfac", "kron", "diag", "lowrank")
+OURS = ("ekfac", "ekfac, weight decay", "kron", "diag", "lowrank")
+"""By the prior of largest evidence, and by the prior that the weight decay of the training stands for."""
 PEERS = ("TRAK", "kronfluence", "kronfluence, heuristic")
 METHODS = (*(f"linnet, {name}" for name in OURS), "gradient product", *PEERS, "linnet, samples")
 BEST = "TRAK"
@@ -44,8 +44,28 @@ QUICK = {
     "cifar10": Sizes(n=40, tests=4, halves=4, repeats=1, nets=1, epochs=1, batch=20, at_once=2, ranks=(16,)),
 }
 FULL = {
-    "mnist": Sizes(n=2000, tests=100, halves=100, repeats=2, nets=3, epochs=20, batch=100, at_once=25, ranks=(256, 512, 1024)),
-    "cifar10": Sizes(n=5000, tests=200, halves=100, repeats=1, nets=3, epochs=20, batch=125, at_once=10, ranks=(512, 1024, 2048)),
+    "mnist": Sizes(
+        n=2000,
+        tests=100,
+        halves=100,
+        repeats=2,
+        nets=3,
+        epochs=20,
+        batch=100,
+        at_once=25,
+        ranks=(64, 128, 256, 512, 1024),
+    ),
+    "cifar10": Sizes(
+        n=5000,
+        tests=200,
+        halves=100,
+        repeats=1,
+        nets=3,
+        epochs=20,
+        batch=125,
+        at_once=10,
+        ranks=(128, 256, 512, 1024, 2048),
+    ),
 }
 RATE = {"mnist": 0.1, "cifar10": 0.1}
 DECAY = 1e-3
@@ -61,7 +81,16 @@ class ResNet9(nn.Module):
     def __init__(self, width: int = 16, classes: int = 10) -> None:
         super().__init__()
         w = [width, 2 * width, 4 * width, 8 * width]
-        pairs = [(3, w[0]), (w[0], w[1]), (w[1], w[1]), (w[1], w[1]), (w[1], w[2]), (w[2], w[3]), (w[3], w[3]), (w[3], w[3])]
+        pairs = [
+            (3, w[0]),
+            (w[0], w[1]),
+            (w[1], w[1]),
+            (w[1], w[1]),
+            (w[1], w[2]),
+            (w[2], w[3]),
+            (w[3], w[3]),
+            (w[3], w[3]),
+        ]
         self.convs = nn.ModuleList([nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairs])
         self.norms = nn.ModuleList([nn.GroupNorm(8, b) for _, b in pairs])
         self.linear = nn.Linear(w[3], classes)
@@ -112,7 +141,9 @@ def train(name: str, sizes: Sizes, given: Data, subsets: Tensor, seeds: Sequence
     steps = s // sizes.batch
     total = steps * sizes.epochs
     optimizer = torch.optim.SGD(theta.values(), lr=RATE[name], momentum=0.9, weight_decay=DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / (0.2 * total)) * (1 - i / total))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1.0, (i + 1) / (0.2 * total)) * (1 - i / total)
+    )
     generators = [torch.Generator().manual_seed(10_000 + seed) for seed in seeds]
     base = nets[0].to(X.device)
 
@@ -160,7 +191,9 @@ def retrain(options: argparse.Namespace, name: str, sizes: Sizes, given: Data, t
 # Methods: scores (m, n) of one network, and of all.
 
 
-def score(method: str, nets: Sequence[nn.Module], given: Data, test: Data, sizes: Sizes, options: Any) -> dict[str, Any]:
+def score(
+    method: str, nets: Sequence[nn.Module], given: Data, test: Data, sizes: Sizes, options: Any
+) -> dict[str, Any]:
     """Scores by name, each of the first network and of all networks; larger where an example raises the margin."""
     device = options.device.partition(":")[0] if options.device == "cpu" else options.device
     if method == "TRAK":
@@ -171,14 +204,16 @@ def score(method: str, nets: Sequence[nn.Module], given: Data, test: Data, sizes
     elif method == "gradient product":
         each = [product(net, given, test) for net in nets]
     else:
-        each = [ours(method.partition(", ")[2], net, given, test) for net in nets]
+        each = [ours(method.removeprefix("linnet, "), net, given, test) for net in nets]
     return {method: [each[0], torch.stack(each).mean(0)]}
 
 
-def ours(structure: Any, net: nn.Module, given: Data, test: Data) -> Tensor:
-    """By `linnet.attribution`, with the defaults of `Laplace`."""
-    with common.expect(common.FAR, common.WIDE), warnings.catch_warnings():
-        la = linnet.Laplace(net, structure=structure, progress=False).fit(*given)
+def ours(name: str, net: nn.Module, given: Data, test: Data) -> Tensor:
+    """By `linnet.attribution`, with the defaults of `Laplace`, or the prior variance of the weight decay."""
+    structure, _, decayed = name.partition(", ")
+    prior: Any = 1 / (DECAY * len(given[0])) if decayed else "shared"
+    with common.expect(common.FAR, common.WIDE):
+        la = linnet.Laplace(net, structure=structure, prior=prior, progress=False).fit(*given)  # type: ignore[arg-type]
         found: Tensor = linnet.attribution(la, test[0], test[1], of=margin, change="up-weight")
     return found
 
@@ -215,7 +250,9 @@ def interval_of(values: np.ndarray, draws: np.ndarray) -> dict[str, float]:
     return {"mean": float(values.mean()), "low": float(low), "high": float(high), "count": len(values)}
 
 
-def judge(predicted: Mapping[str, np.ndarray], true: np.ndarray, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def judge(
+    predicted: Mapping[str, np.ndarray], true: np.ndarray, seed: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The score of each method with its interval, and the draws of the scores, in which all methods are paired."""
     rng = np.random.default_rng(seed)
     halves, m = true.shape

@@ -15,6 +15,7 @@ from linnet import Laplace, TangentClassifier, TangentGLM, TangentRegressor, att
 from linnet.inference import solve_posterior
 from tests.support import laplace_cases
 from tests.support.drawn import double, normal
+from tests.support.sharded import start
 
 pytestmark = pytest.mark.filterwarnings("ignore:The network is far from a mode")
 
@@ -226,7 +227,9 @@ class Tagger(nn.Module):
 def test_labels_of_tokens(structure: Any) -> None:
     ids = torch.randint(7, (9, 4), generator=torch.Generator().manual_seed(0))
     la = Laplace(double(Tagger(), 0), structure=structure, prior=0.5).fit(ids, ids % 2)
-    found, whole = (attribution(la, ids[:2], ids[:2] % 2, of="loss", by=by, change="up-weight") for by in ("site", None))
+    found, whole = (
+        attribution(la, ids[:2], ids[:2] % 2, of="loss", by=by, change="up-weight") for by in ("site", None)
+    )
     assert found.shape == (2, 9, 4) and close(found.sum(2), whole)
     best = attribution(la, ids[:2], ids[:2] % 2, of="loss", by="site", change="up-weight", top=3, rank="highest")
     order = found.flatten(1).topk(3).indices
@@ -289,6 +292,23 @@ def test_kinds_of_data_and_files(tmp_path: Any) -> None:
         assert isinstance(clf.predict(NEW.numpy()), np.ndarray)
 
 
+@pytest.mark.parametrize("prior", ["shared", "layerwise"])
+@pytest.mark.parametrize("structure", [one for one in STRUCTURES if one != "samples"])
+@pytest.mark.filterwarnings("ignore:The prior that the evidence chose")
+def test_the_prior_is_that_of_largest_evidence(structure: Any, prior: Any, tmp_path: Any) -> None:
+    model = net(3)
+    options: Any = {"structure": structure, "progress": False, **OPTIONS.get(structure, {})}
+    la = Laplace(model, prior=prior, **options).fit(X, CLASSES)
+    found = attribution(la, NEW)
+    assert la.narrowed_ < 0.9  # else this test says nothing
+    wide = Laplace(model, prior=prior, **options).fit(X, CLASSES)
+    wide._accept(wide._prior, wide._log_det, wide.tune_path_[:-1])
+    wide.narrowed_ = 1.0
+    assert close(found, attribution(wide, NEW))
+    la.save(tmp_path / "la")
+    assert close(attribution(linnet.load(tmp_path / "la", model), NEW, data=(X, CLASSES)), found, 1e-8)
+
+
 def test_examples_that_were_added_and_those_of_a_source() -> None:
     y = NUMBERS[:, 0]
     reg = TangentRegressor(net(1), noise=0.3, prior=0.5, mean="network").fit(X[:14], y[:14]).condition(X[14:], y[14:])
@@ -312,6 +332,22 @@ def test_weights_and_ignored_labels() -> None:
     kept = [i for i in range(len(X)) if i not in (2, 4)]
     assert close(-found[..., kept.index(9)], 2 * more[..., kept.index(9)])
     assert close(attribution(la, NEW, data=(X, y, w)), found)
+
+
+def spread(rank: int, folder: str) -> None:
+    la = Laplace(net(3), structure="ekfac", prior=0.5, batch_size=5, progress=False).fit(X, CLASSES)
+    found = attribution(la, NEW, NEW_CLASSES, of="loss")
+    best = attribution(la, NEW, NEW_CLASSES, of="loss", top=15)
+    torch.save((found, best.indices, best.changes), f"{folder}/{rank}")
+
+
+def test_ranks_give_the_same_answers(tmp_path: Any) -> None:
+    start(spread, 2, tmp_path)
+    la = Laplace(net(3), structure="ekfac", prior=0.5).fit(X, CLASSES)
+    found, best = attribution(la, NEW, NEW_CLASSES, of="loss"), attribution(la, NEW, NEW_CLASSES, of="loss", top=15)
+    for rank in (0, 1):
+        one, indices, changes = torch.load(tmp_path / str(rank))
+        assert close(one, found) and torch.equal(indices, best.indices) and close(changes, best.changes)
 
 
 def test_errors() -> None:

@@ -11,7 +11,9 @@ With Gaussian noise this is exact: the number that a refit without the example g
 other likelihoods the step ends where the curvature of the others is taken for constant. To first order the change is
 :math:`-g^\top H^{-1} J_i^\top r_i`, and the derivative in the weight of the example is minus that.
 
-S is the prior of the fit, whose scales the evidence has chosen: nothing else is added to H.
+S is the prior of the fit, whose scales the evidence has chosen: nothing else is added to H. For `Laplace` these are the
+scales of largest evidence, before they were narrowed (`linnet.Laplace.tune`): narrowing is for averages of predictions
+over the posterior, and there are none here.
 
 ============================================  ====================================================================
 posterior                                     "leave-out"
@@ -242,9 +244,12 @@ class _Fitted:
 
     def __init__(self, estimator: Any) -> None:
         self.estimator = estimator
-        regressor = isinstance(estimator, TangentRegressor)
-        known = regressor and hasattr(estimator, "_fit_")
-        self.posterior: Posterior = estimator._point_fit().posterior if known else estimator.posterior_
+        self.posterior: Posterior = estimator.posterior_
+        self.variance: Tensor = estimator.prior_variance_
+        if isinstance(estimator, Laplace):
+            self.posterior, self.variance = estimator._evidence_posterior(), estimator._evidence_variance
+        elif isinstance(estimator, TangentRegressor) and hasattr(estimator, "_fit_"):
+            self.posterior = estimator._point_fit().posterior
         self.one_column: bool = getattr(estimator, "_one_column", False)
         self.known: Any = None  # J and a root of the curvature, for solves
         drawn = isinstance(estimator, Laplace) and estimator.draws_ is not None
@@ -333,9 +338,8 @@ class _Fitted:
                 "from a file. Give them as data=(X, y)."
             )
         if isinstance(e, Laplace):
-            y, w = e._split(y)
-            weight = w if e._weight is not None else None
-            return _Examples(e._jacobian(e._train_inputs), e._f, y, weight)
+            labels, w = e._split(y)
+            return _Examples(e._jacobian(e._train_inputs), e._f, labels, None if e._weight is None else w)
         J = e._jacobian(e._train_inputs[0])
         return _Examples(J, self.outputs(J), y, e._weight)
 
@@ -404,12 +408,10 @@ class _Fitted:
             found = take_expectations(likelihood, f, C.diagonal(dim1=1, dim2=2).contiguous(), y)
             return found.residual, found.curvature
         half = torch.randn(DRAWS // 2, 1, J.c, dtype=f.dtype, generator=torch.Generator().manual_seed(0)).to(f.device)
-        eps, r, B = torch.cat([half, -half]), [], []
-        for some in torch.arange(J.n, device=f.device).split(max(1, 2**22 // (DRAWS * J.c))):
-            one = take_expectations(likelihood, f[some], C[some], y[some], eps)
-            r.append(one.residual)
-            B.append(one.curvature)
-        return torch.cat(r), torch.cat(B)
+        parts = torch.arange(J.n, device=f.device).split(max(1, 2**22 // (DRAWS * J.c)))
+        eps = torch.cat([half, -half])
+        each = [take_expectations(likelihood, f[some], C[some], y[some], eps) for some in parts]
+        return torch.cat([one.residual for one in each]), torch.cat([one.curvature for one in each])
 
     def _check_blocks(self, J: Jacobian) -> None:
         check_fits(
@@ -472,7 +474,7 @@ class _Fitted:
             return self.posterior.multiply(G)
         e, (J, root) = self.estimator, self.known
         options = {"seed": e.seed, "memory": e._memory if isinstance(e, Laplace) else e.memory, "progress": e.progress}
-        return solve_posterior(J, e.prior_variance_, root, G, tolerance=max(1e-6, 1e3 * J.eps), **options)
+        return solve_posterior(J, self.variance, root, G, tolerance=max(1e-6, 1e3 * J.eps), **options)
 
 
 def _with_leverage(r: Tensor, B: Tensor, C: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from linnet.linalg import (
     check_conditioning,
     cholesky_,
     cholesky_solve,
+    inner_matrix,
     solve_lower,
     solve_upper,
     weigh,
@@ -113,6 +114,15 @@ class Posterior(ABC):
     @abstractmethod
     def multiply(self, V: Tensor) -> Tensor:
         """The covariance of the displacement times V, (p, k)."""
+
+    def with_prior(self, old: Tensor, new: Tensor) -> Posterior:
+        """The posterior of the same curvature with other prior variances.
+
+        Args:
+            old: The prior variances of this posterior, (p,).
+            new: The others, (p,).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it would be with another prior.")
 
     # Moments at the inputs of J, which is a Jacobian or rows with a graph to the inputs.
 
@@ -318,6 +328,9 @@ class DiagonalPosterior(Posterior):
         self.delta = delta
         self.D = self.variances = variances
 
+    def with_prior(self, old: Tensor, new: Tensor) -> DiagonalPosterior:
+        return DiagonalPosterior(self.delta, _variances_with_prior(self.variances, old, new))
+
     def multiply(self, V: Tensor) -> Tensor:
         return self.variances[:, None] * V
 
@@ -341,6 +354,10 @@ class TurnedPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor, *, rotation: Rotation) -> None:
         self.delta, self.rotation = delta, rotation
         self.D = self.variances = variances
+
+    def with_prior(self, old: Tensor, new: Tensor) -> TurnedPosterior:
+        assert self.rotation is not None
+        return TurnedPosterior(self.delta, _variances_with_prior(self.variances, old, new), rotation=self.rotation)
 
     def multiply(self, V: Tensor) -> Tensor:
         assert self.rotation is not None
@@ -369,6 +386,12 @@ class SubnetworkPosterior(Posterior):
 
     def features(self, J: Any) -> Tensor:
         return J.columns(self.index) @ self.W
+
+    def with_prior(self, old: Tensor, new: Tensor) -> SubnetworkPosterior:
+        inverse = torch.linalg.inv(self.W)
+        precision = inverse.T @ inverse - torch.diag(1 / old[self.index]) + torch.diag(1 / new[self.index])
+        inner = torch.linalg.inv(torch.linalg.cholesky(0.5 * (precision + precision.T)))
+        return SubnetworkPosterior(self.delta, index=self.index, W=inner.T)
 
     def multiply(self, V: Tensor) -> Tensor:
         out = torch.zeros_like(V)
@@ -454,6 +477,13 @@ class LowRankPosterior(Posterior):
     def features(self, J: Any) -> Tensor:
         return (J @ (self.prior_variance.sqrt()[:, None] * self.basis)) @ self._root
 
+    def with_prior(self, old: Tensor, new: Tensor) -> LowRankPosterior:
+        # I + P (C^-1 - I) P^T is the Hessian of whitened weights, which other deviations stretch.
+        Q, R = torch.linalg.qr(torch.where(old > 0, (new / old).sqrt(), 0.0)[:, None] * self.basis)
+        eye = torch.eye(len(self.C), dtype=self.C.dtype, device=self.C.device)
+        C = torch.linalg.inv(eye + R @ (torch.linalg.inv(self.C) - eye) @ R.T)
+        return LowRankPosterior(new, self.delta, basis=Q, C=0.5 * (C + C.T))
+
     def multiply(self, V: Tensor) -> Tensor:
         d, P = self.prior_variance.sqrt()[:, None], self.basis
         X = d * V
@@ -503,6 +533,11 @@ class FunctionPosterior(Posterior):
         # From M^-1 for J alone, so that the training data may be the others at no second solve.
         T = weigh(solve_upper(self.factor, self.half(J)), self.root)
         return J.gram(other, scale=self.prior_variance) - T.T @ self.J.gram(other, scale=self.prior_variance)
+
+    def with_prior(self, old: Tensor, new: Tensor) -> FunctionPosterior:
+        M = inner_matrix(self.J.gram(scale=new), self.root)
+        check_conditioning(M)
+        return FunctionPosterior(self.J, new, self.delta, root=self.root, factor=cholesky_(M))
 
     def multiply(self, V: Tensor) -> Tensor:
         S = self.prior_variance[:, None]
@@ -668,6 +703,14 @@ class WeightPosterior(Posterior):
             return self.cross(other, J).T
         return (other @ (self.W @ (J @ self.W).T)).T
 
+    def with_prior(self, old: Tensor, new: Tensor) -> WeightPosterior:
+        H, d = self.factor.tril() @ self.factor.tril().T, torch.where(old > 0, (new / old).sqrt(), 0.0)
+        H.diagonal().sub_(1)
+        H = d[:, None] * H * d
+        H.diagonal().add_(1)
+        check_conditioning(H)
+        return WeightPosterior(new, self.delta, factor=cholesky_(H))
+
     def multiply(self, V: Tensor) -> Tensor:
         return self.W @ (self.W.T @ V)
 
@@ -739,6 +782,12 @@ def posterior_from(kind: str, tensors: Mapping[str, Tensor], *, J: LinearOperato
         parts["J"] = J
     found: Posterior = POSTERIORS[kind](**parts)
     return found
+
+
+def _variances_with_prior(variances: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Variances of independent parameters with other prior variances: precisions of data and prior add up."""
+    data = torch.where(variances > 0, (old - variances).clamp_min(0) / (old * variances), 0.0)
+    return new / (1 + new * data)
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:
