@@ -132,12 +132,12 @@ def load(options: argparse.Namespace, name: str, sizes: Sizes) -> tuple[Data, Da
 
 
 def train(name: str, sizes: Sizes, given: Data, subsets: Tensor, seeds: Sequence[int]) -> dict[str, Tensor]:
-    """Weights of a network for each subset (k, s) of the examples, stacked, (k, ...): SGD with momentum, all at once."""
+    """Weights of a network for each subset (k, s) of the examples, stacked, (k, ...): SGD, all networks at once."""
     X, y = given
     nets = [networks.draw_network(MAKE[name], seed) for seed in seeds]
     theta = {key: torch.stack([net.state_dict()[key] for net in nets]).to(X.device) for key in nets[0].state_dict()}
     theta = {key: t.requires_grad_() for key, t in theta.items()}
-    k, s = subsets.shape
+    s = subsets.shape[1]
     steps = s // sizes.batch
     total = steps * sizes.epochs
     optimizer = torch.optim.SGD(theta.values(), lr=RATE[name], momentum=0.9, weight_decay=DECAY)

@@ -7,7 +7,10 @@ import linnet
 from tests.support.command_cases import run as invoke
 
 HEAVY = ("matplotlib", "gpytorch", "linnet.cli.commands")
-COMMANDS = ("demo", "adapt", "uncertainty", "predict", "select", "export", "embed", "spectrum", "similarity", "info")
+COMMANDS = (
+    *("demo", "adapt", "uncertainty", "predict", "select", "attribute", "export"),
+    *("embed", "spectrum", "similarity", "info"),
+)
 
 
 def test_version():

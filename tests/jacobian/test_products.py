@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.jacobian import Jacobian
+from tests.support.drawn import double, normal
 
 ENGINES = ("auto", "rows", "bilinear", "ghost", "autodiff")
 

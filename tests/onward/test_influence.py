@@ -292,21 +292,43 @@ def test_kinds_of_data_and_files(tmp_path: Any) -> None:
         assert isinstance(clf.predict(NEW.numpy()), np.ndarray)
 
 
-@pytest.mark.parametrize("prior", ["shared", "layerwise"])
-@pytest.mark.parametrize("structure", [one for one in STRUCTURES if one != "samples"])
+def trained(classes: bool) -> nn.Module:
+    """A network that has fitted its labels closely: its prior is narrowed."""
+    model = net(3 if classes else 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        f = model(X)
+        value = nn.functional.cross_entropy(f, CLASSES) if classes else (f - NUMBERS).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("structure", "prior", "classes"),
+    [
+        *((one, "shared", True) for one in ("full", "kron", "diag")),
+        *((one, "layerwise", False) for one in ("full", "function", "lowrank", "subnetwork")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The prior that the evidence chose")
-def test_the_prior_is_that_of_largest_evidence(structure: Any, prior: Any, tmp_path: Any) -> None:
-    model = net(3)
-    options: Any = {"structure": structure, "progress": False, **OPTIONS.get(structure, {})}
-    la = Laplace(model, prior=prior, **options).fit(X, CLASSES)
+def test_the_prior_is_that_of_largest_evidence(structure: Any, prior: Any, classes: bool, tmp_path: Any) -> None:
+    model, y = trained(classes), CLASSES if classes else NUMBERS
+    kind = "classification" if classes else "regression"
+    options: Any = {"progress": False, **OPTIONS.get(structure, {})}
+    la = Laplace(model, kind, structure, prior, **options).fit(X, y)
     found = attribution(la, NEW)
-    assert la.narrowed_ < 0.9  # else this test says nothing
-    wide = Laplace(model, prior=prior, **options).fit(X, CLASSES)
+    assert la.narrowed_ < 0.99  # else this test says nothing
+    wide = Laplace(model, kind, structure, prior, **options).fit(X, y)
     wide._accept(wide._prior, wide._log_det, wide.tune_path_[:-1])
     wide.narrowed_ = 1.0
     assert close(found, attribution(wide, NEW))
     la.save(tmp_path / "la")
-    assert close(attribution(linnet.load(tmp_path / "la", model), NEW, data=(X, CLASSES)), found, 1e-8)
+    assert close(attribution(linnet.load(tmp_path / "la", model), NEW, data=(X, y)), found, 1e-8)
 
 
 def test_examples_that_were_added_and_those_of_a_source() -> None:
@@ -380,6 +402,10 @@ def test_errors() -> None:
     with pytest.raises(NotImplementedError, match="noise for each observation"):
         attribution(each, NEW, y[:6], of="loss")
     assert attribution(each, NEW).shape == (6, len(X))
+    own = TangentRegressor(net(1), noise=[0.1] * len(X)).fit(X, y)
+    for options in ({"y": y[:6], "of": "loss"}, {"data": (X, y)}):
+        with pytest.raises(NotImplementedError, match="differs between observations"):
+            attribution(own, NEW, **options)
     small = Laplace(net(3), structure="diag", prior=0.5, memory=2000).fit(X, CLASSES)
     with pytest.raises(MemoryError, match=r"changes of 18 numbers by 24 training examples.*top="):
         attribution(small, NEW)

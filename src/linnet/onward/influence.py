@@ -96,9 +96,9 @@ def attribution(
 ) -> Any:
     """How outputs or losses at X change when each training example is left out, or counts for more.
 
-    Changes are in the units of what changes: a positive one means that the output, or the loss, is larger without the
-    example. So an example that lowers the loss, which is a helpful one, has a positive change. `linnet.onward.influence`
-    has the formula.
+    Changes are in the units of what changes. A positive change of an output, or of a loss, means that it is larger
+    without the example: an example that lowers the loss, which is a helpful one, has a positive change.
+    `linnet.onward.influence` has the formula.
 
     Args:
         estimator: A fitted `Laplace`, `TangentRegressor`, `TangentClassifier` or `TangentGLM`.
@@ -120,8 +120,8 @@ def attribution(
 
     Returns:
         Changes (m, n) for m inputs with one number each and n training examples; of several outputs (m, c, n). With
-        ``by="layer"`` a dict of these by layer, with ``by="site"`` a last axis of sites. With ``top`` a `Ranking` in the
-        place of each. Examples of weight zero, and ignored ones, are not counted among the n.
+        ``by="layer"`` a dict of these by layer, with ``by="site"`` a last axis of sites. With ``top`` a `Ranking` in
+        the place of each. Examples of weight zero, and ignored ones, are not counted among the n.
 
     Example:
         >>> from torch import nn
@@ -141,10 +141,8 @@ def attribution(
     gradients = _gradients(fitted, J, f, y, of)  # (m, c); None for each output
     numbers = J.n * (J.c if gradients is None else 1)
     shape = (J.n,) if gradients is not None or fitted.one_column else (J.n, J.c)
-    if isinstance(estimator, TangentRegressor) and data is None and by is None and change == "leave-out":
-        if estimator._fit_.posterior.factored:
-            found = _closed_form(estimator, J, gradients, top, rank)
-            return _shaped(X, found, shape, None)
+    if data is None and by is None and change == "leave-out" and fitted.has_closed_form:
+        return _shaped(X, _closed_form(estimator, J, gradients, top, rank), shape, None)
     parts = fitted.training(data, change=change, by=by)
     sites = parts[0].sites
     rows = sum(part.n for part in parts) * sites
@@ -250,6 +248,8 @@ class _Fitted:
             self.posterior, self.variance = estimator._evidence_posterior(), estimator._evidence_variance
         elif isinstance(estimator, TangentRegressor) and hasattr(estimator, "_fit_"):
             self.posterior = estimator._point_fit().posterior
+        # That is `TangentRegressor.influence`.
+        self.has_closed_form = self.posterior.factored and hasattr(estimator, "_fit_")
         self.one_column: bool = getattr(estimator, "_one_column", False)
         self.known: Any = None  # J and a root of the curvature, for solves
         drawn = isinstance(estimator, Laplace) and estimator.draws_ is not None
@@ -277,11 +277,7 @@ class _Fitted:
         e = self.estimator
         if isinstance(e, TangentRegressor):
             targets = e._targets(y, J).view(J.n, J.c)
-            if e._noise_each or e._noise_name == "heteroscedastic":
-                raise NotImplementedError(
-                    "The loss of a regressor whose noise differs between observations is not known at new inputs. Use "
-                    "of='output', or a function of outputs and targets."
-                )
+            self._check_one_noise(e, "at X. Use of='output', or a function of outputs and targets")
             return (f - targets) / e._noise_at(f, None)
         likelihood = self.likelihood()
         if isinstance(likelihood, KnownNoise):
@@ -290,6 +286,12 @@ class _Fitted:
                 "function of outputs and targets."
             )
         return -likelihood.residual(f, self.targets(y, J))
+
+    def _check_one_noise(self, e: TangentRegressor, where: str) -> None:
+        if e._noise_each or e._noise_name == "heteroscedastic":
+            raise NotImplementedError(
+                f"The noise of this regressor differs between observations: none is known {where}."
+            )
 
     def targets(self, y: Any, J: Jacobian) -> Tensor:
         """Targets of new examples, as the likelihood takes them."""
@@ -313,13 +315,16 @@ class _Fitted:
                 "by='site' is for networks with a label for each site (token, pixel) of an example: outputs of three "
                 "or more axes. Leave by= out."
             )
-        if isinstance(e, TangentRegressor) and data is None:
-            return self._regressor_parts(change)
+        if isinstance(e, TangentRegressor):
+            if data is None:
+                return self._regressor_parts(change)
+            self._check_one_noise(e, "in data=. Leave data= out, with the estimator that was fitted")
         examples = self._own() if data is None else self._given(data)
         J, f, y, w = examples.J, examples.f, examples.y, examples.weight
+        B: Tensor | None
         if isinstance(e, TangentRegressor):
-            B = 1 / e._noise_at(f, None)
-            r = (y - f) * B
+            precision = 1 / e._noise_at(f, None)
+            r, B = (y - f) * precision, precision
             likelihood = None
         else:
             likelihood = self.likelihood()
