@@ -286,7 +286,6 @@ def run(options: argparse.Namespace) -> common.Outcome:
     """All data sets and methods; each method is kept as soon as its scores are there."""
     parts: dict[str, Any] = common.kept_parts(options)
     sets = options.sets or (["mnist"] if options.device == "cpu" else ["cifar10"])
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # of training; linnet has its own
     for name in [] if options.kept else sets:
         parts = {**parts, name: measure(options, name, (QUICK if options.quick else FULL)[name])}
     return outcome(parts)
