@@ -340,6 +340,10 @@ def test_examples_that_were_added_and_those_of_a_source() -> None:
     found = attribution(with_source, NEW, by="layer")
     assert found["0"].shape == (6, 5)
     assert close(sum(found.values()), attribution(with_source, NEW))
+    clf = TangentClassifier(net(3), inference="laplace", prior=0.5)
+    clf.fit(X[:9], CLASSES[:9], source=(X[9:], CLASSES[9:]))
+    given = attribution(clf, NEW, data=(torch.cat([X[:9], X[9:]]), torch.cat([CLASSES[:9], CLASSES[9:]])))
+    assert close(attribution(clf, NEW), given[..., :9])
 
 
 def test_weights_and_ignored_labels() -> None:

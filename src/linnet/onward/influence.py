@@ -331,7 +331,12 @@ class _Fitted:
             r, B = self._derivatives(likelihood, examples, leverage=change == "leave-out" and self.has_leverage)
         if self.posterior.known_from_samples:
             self.known = self._system(examples, likelihood)
-        return [_Part(J, self._combinations(J, r, B, w, change=change, likelihood=likelihood, by=by))]
+        U = self._combinations(J, r, B, w, change=change, likelihood=likelihood, by=by)
+        source = getattr(e, "_source", None)
+        if source is not None and data is None:  # the examples of the source are not those of the task
+            kept = torch.tensor([i for i in range(J.n) if i not in source])
+            J, U = J.subset(kept), U[kept.to(U.device)]
+        return [_Part(J, U)]
 
     def _own(self) -> _Examples:
         """Those that the estimator was fitted to."""
