@@ -358,11 +358,18 @@ def compare(table: Mapping[str, Any], draws: Mapping[str, np.ndarray], nets: int
 
 
 def outcome(parts: dict[str, Any]) -> common.Outcome:
+    commands = {
+        "mnist": "python -m experiments attribution",
+        "cifar10": "python -m experiments attribution --device cuda",
+    }
+    command = "; ".join(text for name, text in commands.items() if name in parts)
     record = {
+        "command": command,
         "errors": f"95 % intervals by {DRAWS} bootstrap draws of halves and test examples; differences are paired",
         "parts": parts,
     }
-    return common.Outcome(record, figure(parts), rows(parts), renewed=outcome)
+    spent = ", ".join(f"{name} {common.duration(sum(part['seconds'].values()))}" for name, part in parts.items())
+    return common.Outcome(record, figure(parts), rows(parts), command=command, time=spent, renewed=outcome)
 
 
 def rows(parts: Mapping[str, Any]) -> list[common.Row]:
