@@ -202,7 +202,7 @@ def time_passes(name: str, job: Job, precision: Precision, device: str, rounds: 
         contenders = {key: run for key, run in contenders.items() if key == "step" or key in job.parts}
         # A GPU records chunks during the second and the third pass.
         times = milliseconds(contenders, device, rounds=rounds, warmup=3)
-        plan = str(J.plan)
+        plan, recorded = str(J.plan), J.network_chunks().replays.recorded
         del J, contenders
         smaller = [time_in_parts(model, x, V, precision, device, rounds, parts) for parts in PARTS]
         memory = {"step": peak(partial(step, model, x), device)}
@@ -214,7 +214,8 @@ def time_passes(name: str, job: Job, precision: Precision, device: str, rounds: 
     for found in smaller:
         found |= {"time / step": found["ms"] / times["step"], "memory / step": found["memory_gib"] / memory["step"]}
     result = {"network": name, "precision": precision, "p": p, "ms": times, "memory_gib": memory, "ratios": ratios}
-    return result | {"pass in parts": smaller, "curvlinops column": peer, "plan": plan}
+    more = {"recorded chunks": recorded, "pass in parts": smaller, "curvlinops column": peer, "plan": plan}
+    return result | more
 
 
 def time_in_parts(

@@ -34,7 +34,6 @@ from linnet.linalg import log_det_from as exact_log_det
 from linnet.probability import (
     DiagonalPosterior,
     FunctionPosterior,
-    Likelihood,
     LowRankPosterior,
     PointPosterior,
     Posterior,
@@ -46,15 +45,12 @@ from linnet.probability import (
 if TYPE_CHECKING:
     from linnet.jacobian import Jacobian
     from linnet.linalg import Preconditioner
-    from linnet.probability import Prior
+    from linnet.probability import Likelihood, Prior
 
 Inference = Literal["map", "laplace", "vi"]
 
 SUBSET_ROWS = 2000
 """Rows on which the prior's scale is chosen where all of them are too many for a dense solver."""
-
-ON_CPU = 512
-"""Rows up to which the kernel of a GPU goes to the CPU for the search of its scale: launches against arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -166,22 +162,8 @@ def _kernel(data: Observations, prior: Prior) -> tuple[Tensor, Choice, Tensor | 
     K = J.gram(scale=prior.base)
     if not prior.scales:
         return K, Choice((1.0,), (), 0.0), None
-    place = _place_of_search(K, data.likelihood)
-    choice, mode = choose_scale(K.to(place), data.y.to(place), mean=data.mean.to(place), likelihood=data.likelihood)
-    assert mode.alpha is not None
-    return K.mul_(choice.scales[0]), choice, mode.alpha.to(K)
-
-
-def _place_of_search(K: Tensor, likelihood: Likelihood) -> torch.device:
-    """Where the scale is searched for: a GPU takes longer to start the steps of a small problem than a CPU to do them.
-
-    A likelihood that holds tensors stays where its tensors are.
-    """
-    held = [likelihood]
-    for one in held:
-        held.extend(value for value in vars(one).values() if isinstance(value, Likelihood))
-    bound = any(isinstance(value, Tensor) for one in held for value in vars(one).values())
-    return K.device if bound or len(K) > ON_CPU else torch.device("cpu")
+    choice, mode = choose_scale(K, data.y, **given)  # type: ignore[arg-type]
+    return K.mul_(choice.scales[0]), choice, mode.alpha
 
 
 def _weight(data: Observations, prior: Prior, how: InferenceOptions) -> ModeFit:
