@@ -27,6 +27,7 @@ PAPERS = {
     "scoreboard": "scoreboard",
     "kirsch2019": "labels",
     "park2023": "attribution",
+    "ritter2018": "onward merged",
 }
 """Folder of a paper, or of a subject without one, to its experiments."""
 

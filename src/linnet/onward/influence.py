@@ -345,7 +345,7 @@ class _Fitted:
         if y is None or not hasattr(e, "_train_inputs"):
             raise ValueError(
                 f"attribution needs the training examples, which this {type(e).__name__} does not hold: it was loaded "
-                "from a file. Give them as data=(X, y)."
+                "from a file, or merged. Give them as data=(X, y)."
             )
         if isinstance(e, Laplace):
             labels, w = e._split(y)
@@ -377,7 +377,7 @@ class _Fitted:
         if not hasattr(e, "_fit_") or not e._train_inputs:
             raise ValueError(
                 "attribution needs the training examples, which this TangentRegressor does not hold: it was loaded "
-                "from a file. Give them as data=(X, y)."
+                "from a file, or merged. Give them as data=(X, y)."
             )
         fit, noise, c = e._point_fit(), e._train.noise, e._train.base.shape[1]
         u = fit.alpha.view(-1, c)
