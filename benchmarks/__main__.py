@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import (
     adapt,
+    attribution,
     command,
     forget,
     heads,
@@ -118,9 +119,19 @@ def main() -> None:
     several.add_argument("--out", type=Path, default=None, help="JSON file (default: results/ranks-cpu.json)")
     several.add_argument("--rounds", type=int, default=5)
     several.add_argument("--n", type=int, default=2048, help="examples; Gram matrices take an eighth of them")
+    who = commands.add_parser("attribution", help="what each training image does to the losses of test images")
+    who.add_argument("--device", default="cpu")
+    who.add_argument("--out", type=Path, default=None, help="JSON file (default: results/attribution-DEVICE.json)")
+    who.add_argument("--n", type=int, default=None, help="another number of training images")
+    who.add_argument("--tests", type=int, default=None, help="another number of test images")
+    who.add_argument("--structure", default="ekfac")
     args = parser.parse_args()
     if args.command == "forget":
         forget.run(args.out or Path(__file__).parent / "results" / "forget-cpu.json", args.only, args.rounds)
+        return
+    if args.command == "attribution":
+        kept = args.out or Path(__file__).parent / "results" / f"attribution-{args.device.split(':')[0]}.json"
+        attribution.run(args.device, kept, args.n, args.tests, args.structure)
         return
     if args.command == "sharded":
         sharded.run(args.out or Path(__file__).parent / "results" / "sharded-cpu.json", args.width, args.depth)

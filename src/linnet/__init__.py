@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
-    from linnet.onward import merge, select
+    from linnet.onward import attribution, merge, select
     from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "__version__",
     "adapt",
     "attach_head",
+    "attribution",
     "conformal",
     "distill_loss",
     "fisher_vector_product",
@@ -62,6 +63,7 @@ _ROOMS = {
     "TangentRegressor": "tangent.regressor",
     "adapt": "adaptation.choice",
     "attach_head": "heads",
+    "attribution": "onward",
     "distill_loss": "fisher",
     "fisher_vector_product": "fisher",
     "fold_batchnorm": "network",

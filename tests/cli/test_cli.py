@@ -8,17 +8,8 @@ from tests.support.command_cases import run as invoke
 
 HEAVY = ("matplotlib", "gpytorch", "linnet.cli.commands")
 COMMANDS = (
-    "demo",
-    "adapt",
-    "uncertainty",
-    "predict",
-    "select",
-    "forget",
-    "export",
-    "embed",
-    "spectrum",
-    "similarity",
-    "info",
+    *("demo", "adapt", "uncertainty", "predict", "select", "forget", "attribute", "export"),
+    *("embed", "spectrum", "similarity", "info"),
 )
 
 

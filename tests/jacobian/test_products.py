@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.jacobian import Jacobian
+from tests.support.drawn import double, normal
 
 ENGINES = ("auto", "rows", "bilinear", "ghost", "autodiff")
 
@@ -162,3 +163,25 @@ def test_half_precision_rows_are_float32():
     D = J.dense()
     close(J.gram(), D @ D.T, 1e-13)
     close(D, linnet.linearize(model).jacobian(X).dense().double(), 1e-6)
+
+
+def test_a_product_that_is_folded_keeps_no_rows() -> None:
+    model = double(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
+    x, V = normal(11, 3), normal(32, 4, seed=1)
+    whole = linnet.linearize(model).jacobian(x)
+    J = linnet.linearize(model).jacobian(x, batch_size=3)
+
+    def join(rows: list[Tensor], JV: Tensor, batch: linnet.Batch) -> list[Tensor]:
+        assert JV.shape[-2] == 2 * batch.n and torch.equal(batch.f.flatten(), whole.outputs()[batch.index].flatten())
+        return [*rows, JV]
+
+    rows = J.fold_product(join, V, list)
+    torch.testing.assert_close(torch.cat(rows), whole.dense() @ V, rtol=1e-9, atol=1e-12)
+    parts = torch.cat(J.fold_product(join, V, list, by_layer=True), 1)
+    edge = 3 * 5 + 5
+    for part, own in zip(parts, (slice(0, edge), slice(edge, None)), strict=True):
+        torch.testing.assert_close(part, whole.dense()[:, own] @ V[own], rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"fold_product needs V of shape \(32, k\)"):
+        J.fold_product(join, V[:, 0], list)
+    with pytest.raises(TypeError, match=r"V must be too"):
+        J.fold_product(join, V.float(), list)

@@ -102,6 +102,11 @@ def test_exact_posteriors(name: str, diagonal: bool) -> None:
     torch.testing.assert_close(posterior.variance(J), wanted.diagonal().view(M, C), **close)
     cross = J.dense() @ case.covariance @ case.J.dense().T
     torch.testing.assert_close(posterior.cross(J, case.J), cross, **close)
+    V = normal(len(case.S), 3, seed=11)
+    torch.testing.assert_close(posterior.multiply(V), case.covariance @ V, **close)
+    other = torch.rand(len(case.S), dtype=torch.float64, generator=generator(12)) + 0.2
+    there = torch.linalg.inv(torch.linalg.inv(case.covariance) + torch.diag(1 / other - 1 / case.S))
+    torch.testing.assert_close(posterior.with_prior(case.S, other).multiply(V), there @ V, rtol=1e-8, atol=1e-9)
 
 
 def test_gaussian_noise_gives_the_textbook_posterior() -> None:

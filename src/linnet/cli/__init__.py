@@ -213,6 +213,25 @@ def forget() -> None:
 
 
 @_command(
+    "attribute.run",
+    "run train data out top of rank model weights trust device force",
+    **RUN,
+    train=_option(Path, "The training data of the run."),
+    data=_option(Path, "Examples to explain, of the kind that the run has seen."),
+    out=_option(Path, "File for the training examples and the changes that they make: .csv."),
+    top=_option(int, "Number of training examples for each output or loss.", 10, min=1),
+    of=_option(str, "What changes: output, loss, or auto (the loss where the data have targets).", "auto"),
+    rank=_option(str, "Which come first: absolute, highest or lowest changes.", "absolute"),
+)
+def attribute() -> None:
+    """Find the training examples that change each prediction most, with a run of adapt or uncertainty.
+
+    A change is that of the output, or of the loss, when the training example is left out. The command imports the code
+    that run.json names.
+    """
+
+
+@_command(
     "export.run",
     "run data out model weights trust device force",
     **RUN,

@@ -22,7 +22,7 @@ from linnet.inference.problem import (
     choose_solver,
     searches_all_features,
 )
-from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples
+from linnet.inference.samples import Samples, choose_space, effective_dimension, posterior_samples, solve_posterior
 
 __all__ = [
     "CHOSEN",
@@ -67,4 +67,5 @@ __all__ = [
     "posterior_samples",
     "scale_slopes",
     "searches_all_features",
+    "solve_posterior",
 ]

@@ -274,6 +274,60 @@ def posterior_samples(
     return Samples(Z, S, seed, "weight", solution, log_det, error, P, _mean_square(L, J.n))
 
 
+@torch.no_grad()
+def solve_posterior(
+    J: Jacobian,
+    S: Tensor,
+    L: Any,
+    V: Tensor,
+    *,
+    tolerance: float = 1e-6,
+    iterations: int = 1000,
+    space: Space = "auto",
+    seed: int = 0,
+    memory: float | str = "auto",
+    progress: bool | None = None,
+) -> Tensor:
+    r"""``H^-1 V``, (p, k), for ``H = J^T L L^T J + S^-1``: the covariance of the posterior times V, without draws.
+
+    Args:
+        J: The Jacobian of the training data, (n c, p).
+        S: Prior variances, (p,).
+        L: A root of the curvature, as for `posterior_samples`.
+        V: (p, k).
+        tolerance: Largest residual of a column in weight space, relative to ``S^(1/2) V``.
+        iterations: At most this many.
+        space: "weight", "function" (exact), or "auto".
+        seed: Of the preconditioner.
+        memory: As for `posterior_samples`.
+        progress: As for `posterior_samples`.
+
+    Raises:
+        ArithmeticError: The solve did not converge.
+
+    Example:
+        >>> from linnet import linearize
+        >>> J = linearize(torch.nn.Linear(3, 1)).jacobian(torch.eye(3))
+        >>> solve_posterior(J, torch.ones(4), torch.ones(3, 1), torch.ones(4, 2)).shape
+        torch.Size([4, 2])
+    """
+    k = V.shape[1]
+    L = _check(J, S, L, k, 0, space)
+    if (choose_space(J, k, memory) if space == "auto" else space) == "function":
+        M = inner_matrix(J.gram(scale=S), L).double()
+        factor, X = cholesky_(M), S[:, None] * V
+        left = cholesky_solve(factor, weigh(J @ X, L, transpose=True).double())
+        return X - S[:, None] * (J.T @ weigh(left.to(X.dtype), L))
+    settings = SolverSettings(
+        tolerance=tolerance, iterations=iterations, seed=seed, memory=memory, progress=progress, samples=k
+    )
+    J, d = J.steady(), S.sqrt()[:, None]
+    system = make_system(J, S, L, k, settings)
+    options: dict[str, Any] = {"exact": system.exact, "preconditioner": system.preconditioner, "progress": progress}
+    solution = cg(system.product, d * V, tolerance=tolerance, iterations=iterations, **options)
+    return d * solution.checked("the system of the posterior's covariance").value
+
+
 def choose_space(J: Jacobian, k: int, memory: float | str = "auto") -> str:
     """Function space while its matrices fit memory and cost no more than some dozens of passes; else weight space.
 

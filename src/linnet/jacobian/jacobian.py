@@ -34,7 +34,7 @@ from linnet.data import Batch, SingleBatch, Source, no_subset, targets_of
 from linnet.jacobian import gram
 from linnet.jacobian.blocks import in_parts
 from linnet.jacobian.blocks.base import ColumnBlock
-from linnet.jacobian.blocks.composite import add_rmatmul
+from linnet.jacobian.blocks.composite import add_rmatmul, cut_by_layer
 from linnet.jacobian.blocks.convolution import LazyBlock
 from linnet.jacobian.cached import StoredChunks, cache_limit, estimate_size, gather, store, store_each
 from linnet.jacobian.chunk import ChunkSource, NetworkChunks
@@ -49,6 +49,7 @@ from linnet.linalg import (
     add_symmetric_,
     apply_to_columns,
     check_fn_result,
+    check_kind,
     check_vector,
     check_weight,
     mirror_,
@@ -416,6 +417,49 @@ class Jacobian(LinearOperator):
 
         f, out = self.passes.complete(run)
         return f, out if fold is not None else out.reshape(self.shape[0], *V.shape[1:])
+
+    def fold_product(
+        self, fn: Callable[[T, Tensor, Batch], T], V: Tensor, start: Callable[[], T], *, by_layer: bool = False
+    ) -> T:
+        """What becomes of a state as chunk after chunk of ``J V`` is shown to it: no rows of ``J V`` are kept.
+
+        Args:
+            fn: Called once per chunk as ``fn(state, JV, batch)``, with the rows of ``J V`` of the chunk, (r, k), and
+                the `Batch`. Returns the next state. Under torch.distributed each rank sees its own examples.
+            V: (p, k).
+            start: Makes the first state. A pass that runs out of memory starts again, from a new state.
+            by_layer: Whether ``fn`` gets the part of each layer, (layers, r, k), in the order of ``lin.layout.layers``.
+
+        Example:
+            >>> import linnet
+            >>> J = linnet.linearize(torch.nn.Linear(2, 1)).jacobian(torch.ones(6, 2))
+            >>> J.fold_product(lambda top, JV, batch: max(top, float(JV.max())), torch.ones(3, 2), lambda: 0.0)
+            3.0
+        """
+        if V.ndim != 2 or len(V) != self.shape[1]:
+            raise ValueError(f"fold_product needs V of shape ({self.shape[1]}, k); got {tuple(V.shape)}.")
+        check_kind(self, "V", V)
+        k, V = V.shape[1], self._aligned(V)
+
+        def run() -> T:
+            state = start()
+            for piece in self.passes.pieces("matmul", V.shape[1], "J V"):
+                rows = self._product_by_layer(piece, V) if by_layer else _product(piece, V)
+                state = fn(state, rows[..., :k], replace(piece.batch, f=piece.f))
+                del piece, rows
+            return state
+
+        return self.passes.complete(run)
+
+    def _product_by_layer(self, piece: Piece, V: Tensor) -> Tensor:
+        """The part of each layer in ``J V`` of a chunk, (layers, n c, k)."""
+        layout = self.lin.layout
+        place = {layer: i for i, layer in enumerate(layout.layers)}
+        out = V.new_zeros(len(place), *piece.f.shape, V.shape[1])
+        for block in piece.blocks:
+            for layer, part in cut_by_layer(block, layout):
+                part.add_matmul(V, out[place[layer]])
+        return out.flatten(1, 2)
 
     def map_parts(self, fn: Callable[[Jacobian], T], size: int) -> list[T]:
         """The answers of ``fn`` about each part of the examples: one pass for everything that it asks of a part.

@@ -940,6 +940,29 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         last = Step(terms.value, scales, self._noise, sum(terms.gamma))
         self._accept(self._prior, self._log_det, [*self.tune_path_, last])
 
+    @property
+    def _evidence_variance(self) -> Tensor:
+        """The prior variances of largest evidence, (p,), before `_narrow` made them smaller."""
+        if self.narrowed_ == 1 or len(self.tune_path_) < 2:
+            return self.prior_variance_
+        pairs = zip(self.tune_path_[-2].scales, self.tune_path_[-1].scales, strict=True)
+        factors = [before / after for before, after in pairs]
+        if len(factors) == 1:
+            return factors[0] * self.prior_variance_
+        layout, out = self.lin_.layout, self.prior_variance_.clone()
+        for factor, names in zip(factors, layout.layers.values(), strict=True):
+            for name in names:
+                out[layout.slices[name]] *= factor
+        return out
+
+    def _evidence_posterior(self) -> Posterior:
+        """The posterior with the prior of largest evidence; with draws as they are."""
+        if self.posterior_.known_from_samples or self.narrowed_ == 1:
+            return self.posterior_
+        if hasattr(self, "_structure"):
+            return self._structure.posterior(self._evidence_variance, 1 / self._noise)
+        return self.posterior_.with_prior(self.prior_variance_, self._evidence_variance)
+
     def _evidence(self, at: str, prior: Prior, log_det: LogDet) -> Evidence:
         if at not in get_args(At):
             raise ValueError(f"at must be 'network' or 'linear_mode'; got {at!r}.")

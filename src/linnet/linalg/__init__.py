@@ -5,7 +5,15 @@ from linnet.linalg.cholesky_updates import remove_rows, subtract_outer_products
 from linnet.linalg.conjugate_gradients import Product, Solution, Solvable, cg
 from linnet.linalg.lanczos import lanczos_quadrature, log_det_from_tridiagonals
 from linnet.linalg.matrices import LowRank, Matrix, RowParts, Stack
-from linnet.linalg.operator import LinearOperator, RowFn, apply_to_columns, check_fn_result, check_vector, check_weight
+from linnet.linalg.operator import (
+    LinearOperator,
+    RowFn,
+    apply_to_columns,
+    check_fn_result,
+    check_kind,
+    check_vector,
+    check_weight,
+)
 from linnet.linalg.preconditioners.low_rank import LowRankPreconditioner, Preconditioner
 from linnet.linalg.preconditioners.nystrom import draw_landmarks, nystrom_preconditioner
 from linnet.linalg.preconditioners.randomized import sketch
@@ -49,6 +57,7 @@ __all__ = [
     "cg",
     "check_conditioning",
     "check_fn_result",
+    "check_kind",
     "check_vector",
     "check_weight",
     "cholesky_",

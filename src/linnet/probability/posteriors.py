@@ -42,6 +42,7 @@ from linnet.linalg import (
     check_conditioning,
     cholesky_,
     cholesky_solve,
+    inner_matrix,
     remove_rows,
     solve_lower,
     solve_upper,
@@ -111,6 +112,19 @@ class Posterior(ABC):
     @abstractmethod
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         """k samples of the displacement, (p, k): one product with J makes them joint samples at any inputs."""
+
+    @abstractmethod
+    def multiply(self, V: Tensor) -> Tensor:
+        """The covariance of the displacement times V, (p, k)."""
+
+    def with_prior(self, old: Tensor, new: Tensor) -> Posterior:
+        """The posterior of the same curvature with other prior variances.
+
+        Args:
+            old: The prior variances of this posterior, (p,).
+            new: The others, (p,).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it would be with another prior.")
 
     # Moments at the inputs of J, which is a Jacobian or rows with a graph to the inputs.
 
@@ -306,6 +320,9 @@ class PointPosterior(Posterior):
     def __init__(self, delta: Tensor) -> None:
         self.delta = delta
 
+    def multiply(self, V: Tensor) -> Tensor:
+        return torch.zeros_like(V)
+
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None].expand(-1, k)
 
@@ -325,6 +342,12 @@ class DiagonalPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor) -> None:
         self.delta = delta
         self.D = self.variances = variances
+
+    def with_prior(self, old: Tensor, new: Tensor) -> DiagonalPosterior:
+        return DiagonalPosterior(self.delta, _variances_with_prior(self.variances, old, new))
+
+    def multiply(self, V: Tensor) -> Tensor:
+        return self.variances[:, None] * V
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None] + self.variances.sqrt()[:, None] * self._normal(len(self.delta), k, generator)
@@ -346,6 +369,14 @@ class TurnedPosterior(Posterior):
     def __init__(self, delta: Tensor, variances: Tensor, *, rotation: Rotation) -> None:
         self.delta, self.rotation = delta, rotation
         self.D = self.variances = variances
+
+    def with_prior(self, old: Tensor, new: Tensor) -> TurnedPosterior:
+        assert self.rotation is not None
+        return TurnedPosterior(self.delta, _variances_with_prior(self.variances, old, new), rotation=self.rotation)
+
+    def multiply(self, V: Tensor) -> Tensor:
+        assert self.rotation is not None
+        return self.rotation.back(self.variances[:, None] * self.rotation.rows(V.T).T)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         assert self.rotation is not None
@@ -370,6 +401,17 @@ class SubnetworkPosterior(Posterior):
 
     def features(self, J: Any) -> Tensor:
         return J.columns(self.index) @ self.W
+
+    def with_prior(self, old: Tensor, new: Tensor) -> SubnetworkPosterior:
+        inverse = torch.linalg.inv(self.W)
+        precision = inverse.T @ inverse - torch.diag(1 / old[self.index]) + torch.diag(1 / new[self.index])
+        inner = torch.linalg.inv(torch.linalg.cholesky(0.5 * (precision + precision.T)))
+        return SubnetworkPosterior(self.delta, index=self.index, W=inner.T)
+
+    def multiply(self, V: Tensor) -> Tensor:
+        out = torch.zeros_like(V)
+        out[self.index] = self.W @ (self.W.T @ V[self.index])
+        return out
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         z = self.W @ self._normal(len(self.index), k, generator)
@@ -401,6 +443,9 @@ class SamplePosterior(Posterior):
 
     def features(self, J: Any) -> Tensor:
         return J @ self.samples
+
+    def multiply(self, V: Tensor) -> Tensor:
+        return self.weights * (self.samples @ (self.samples.T @ V))
 
     def _first(self, k: int) -> Tensor:
         if k > self.samples.shape[1]:
@@ -447,6 +492,19 @@ class LowRankPosterior(Posterior):
     def features(self, J: Any) -> Tensor:
         return (J @ (self.prior_variance.sqrt()[:, None] * self.basis)) @ self._root
 
+    def with_prior(self, old: Tensor, new: Tensor) -> LowRankPosterior:
+        # I + P (C^-1 - I) P^T is the Hessian of whitened weights, which other deviations stretch.
+        Q, R = torch.linalg.qr(torch.where(old > 0, (new / old).sqrt(), 0.0)[:, None] * self.basis)
+        eye = torch.eye(len(self.C), dtype=self.C.dtype, device=self.C.device)
+        C = torch.linalg.inv(eye + R @ (torch.linalg.inv(self.C) - eye) @ R.T)
+        return LowRankPosterior(new, self.delta, basis=Q, C=0.5 * (C + C.T))
+
+    def multiply(self, V: Tensor) -> Tensor:
+        d, P = self.prior_variance.sqrt()[:, None], self.basis
+        X = d * V
+        along = P.T @ X
+        return d * (X + P @ (self.C @ along - along))
+
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         z, P = self._normal(len(self.delta), k, generator), self.basis
         along = P.T @ z
@@ -490,6 +548,17 @@ class FunctionPosterior(Posterior):
         # From M^-1 for J alone, so that the training data may be the others at no second solve.
         T = weigh(solve_upper(self.factor, self.half(J)), self.root)
         return J.gram(other, scale=self.prior_variance) - T.T @ self.J.gram(other, scale=self.prior_variance)
+
+    def with_prior(self, old: Tensor, new: Tensor) -> FunctionPosterior:
+        M = inner_matrix(self.J.gram(scale=new), self.root)
+        check_conditioning(M)
+        return FunctionPosterior(self.J, new, self.delta, root=self.root, factor=cholesky_(M))
+
+    def multiply(self, V: Tensor) -> Tensor:
+        S = self.prior_variance[:, None]
+        X = S * V
+        left = cholesky_solve(self.factor, weigh(self.J @ X, self.root, transpose=True))
+        return X - S * (self.J.T @ weigh(left, self.root))
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         # Matheron: u + Phi^T L M^-1 (e - L^T Phi u) with u and e standard normal.
@@ -577,6 +646,11 @@ class KernelPosterior(Posterior):
         T = (self.signs * self.features(J)) @ self.R.T
         return J.gram(other, scale=self.prior_variance) + T @ self.J.gram(other, scale=self.prior_variance)
 
+    def multiply(self, V: Tensor) -> Tensor:
+        S = self.prior_variance[:, None]
+        X = S * V
+        return X + S * (self.J.T @ (self.R @ (self.signs[:, None] * (self.R.T @ (self.J @ X)))))
+
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         # With A = Phi^T R, the symmetric root of I + A diag(signs) A^T is I + A X A^T.
         d, X = self.prior_variance.sqrt()[:, None], self._root
@@ -653,6 +727,17 @@ class WeightPosterior(Posterior):
         if J.shape[0] > other.shape[0]:
             return self.cross(other, J).T
         return (other @ (self.W @ (J @ self.W).T)).T
+
+    def with_prior(self, old: Tensor, new: Tensor) -> WeightPosterior:
+        H, d = self.factor.tril() @ self.factor.tril().T, torch.where(old > 0, (new / old).sqrt(), 0.0)
+        H.diagonal().sub_(1)
+        H = d[:, None] * H * d
+        H.diagonal().add_(1)
+        check_conditioning(H)
+        return WeightPosterior(new, self.delta, factor=cholesky_(H))
+
+    def multiply(self, V: Tensor) -> Tensor:
+        return self.W @ (self.W.T @ V)
 
     def draw(self, k: int, *, generator: torch.Generator) -> Tensor:
         return self.delta[:, None] + self.W @ self._normal(len(self.delta), k, generator)
@@ -738,6 +823,12 @@ def posterior_from(kind: str, tensors: Mapping[str, Tensor], *, J: LinearOperato
         parts["J"] = J
     found: Posterior = POSTERIORS[kind](**parts)
     return found
+
+
+def _variances_with_prior(variances: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Variances of independent parameters with other prior variances: precisions of data and prior add up."""
+    data = torch.where(variances > 0, (old - variances).clamp_min(0) / (old * variances), 0.0)
+    return new / (1 + new * data)
 
 
 def square_root(C: Tensor, size: float = 0.0) -> Tensor:

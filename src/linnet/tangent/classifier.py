@@ -323,10 +323,25 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
             codes = torch.as_tensor(labels)
         else:
             self.multilabel_, self.classes_ = False, self._name_classes(labels, found, c, classes)
-            places = {label: i for i, label in enumerate(self.classes_.tolist())}
-            codes = torch.tensor([places[label] for label in labels.tolist()])
+            codes = self._codes(labels)
         self.likelihood_ = found
         return found.targets(codes, J.n, c, dtype=J.dtype, device=J.device)
+
+    def _codes(self, labels: np.ndarray) -> Tensor:
+        """The number of the class of each label."""
+        places = {label: i for i, label in enumerate(self.classes_.tolist())}
+        unknown = sorted({str(label) for label in labels.tolist() if label not in places})
+        if unknown:
+            raise ValueError(f"Labels {', '.join(unknown[:6])} are not among the classes {self.classes_.tolist()}.")
+        return torch.tensor([places[label] for label in labels.tolist()])
+
+    def _new_targets(self, y: Any, J: Jacobian) -> Tensor:
+        labels = as_labels(J.targets() if y is None else y, J.n)
+        if (labels.ndim == 2) != self.multilabel_:
+            needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
+            raise ValueError(f"Labels must be as fit has seen them, {needed}; got shape {labels.shape}.")
+        codes = torch.as_tensor(labels) if labels.ndim == 2 else self._codes(labels)
+        return self.likelihood_.targets(codes, J.n, J.c, dtype=J.dtype, device=J.device)
 
     def _name_classes(self, labels: np.ndarray, likelihood: Likelihood, c: int, classes: Any) -> np.ndarray:
         """The label of each class."""

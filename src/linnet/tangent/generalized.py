@@ -80,6 +80,11 @@ class Generalized(Tangent):
         """Targets as the likelihood takes them; sets ``likelihood_``, unless an earlier fit has found it."""
         raise NotImplementedError
 
+    def _new_targets(self, y: Any, J: Jacobian) -> Tensor:
+        """Targets of new examples, as the likelihood takes them; None where they come with the inputs."""
+        y = J.targets() if y is None else y
+        return self.likelihood_.targets(y, J.n, J.c, dtype=J.dtype, device=J.device)
+
     # The posterior.
 
     def _how(self, eps: float = 0.0) -> tuple[InferenceOptions, Training | None]:

@@ -804,17 +804,21 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
         Exact, in closed form, with ``prior_variance_`` and ``noise_`` kept: where the posterior averages over scales
         and noises, the influence is that of a regressor with their averages. Returns (m, n) for m inputs and n training
-        examples, or (m, c, n).
+        examples, or (m, c, n). It is minus what `linnet.attribution` calls the change, which also knows other solvers,
+        losses, layers, and the largest influences alone.
         """
-        J = self._new_inputs(X)
+        parts = self._influence(self._new_inputs(X))
+        return convert_like(X, parts[:, 0] if self._one_column else parts)
+
+    def _influence(self, J: Jacobian) -> Tensor:
+        """`influence` at the inputs of J, (m, c, n)."""
         self._check_examples("influence")
         P = self._precisions()
         n, c = len(P), P.shape[1]
         fit = self._point_fit()
         step = torch.linalg.solve(P, fit.alpha.view(n, c, 1))[..., 0]
         A = updates.smoother(self._train, fit, J)  # (m c', n c): the mean's shift is A r
-        parts = (A.view(J.n, J.c, n, c) * step).sum(3)[..., self._task_examples(n)]
-        return convert_like(X, parts[:, 0] if self._one_column else parts)
+        return (A.view(J.n, J.c, n, c) * step).sum(3)[..., self._task_examples(n)]
 
     def _task_examples(self, n: int) -> Tensor:
         """Which of n training examples are not those of the source."""
