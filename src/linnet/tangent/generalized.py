@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linnet._common import check_fits
+from linnet._common import check_fits, together
 from linnet._estimator import (
     Counted,
     Dtypes,
@@ -57,6 +57,7 @@ class Generalized(Tangent):
     likelihood_: Likelihood
     mode_: Mode | None
     _weight: Tensor | None = None
+    _observed: Tensor | None = None  # the targets of the training examples, as the likelihood takes them
 
     _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_")
 
@@ -177,6 +178,7 @@ class Generalized(Tangent):
             prior = make_prior(lin, self.prior, J=J, weight=rows)
         if not refit:
             self.likelihood_ = self._fit_parameters(J, targets, weight)
+        self._observed = targets
         likelihood: Likelihood = self.likelihood_
         if weight is not None:
             likelihood, targets = Weighted.pack(likelihood, targets, weight.to(J.device, J.dtype))
@@ -201,6 +203,19 @@ class Generalized(Tangent):
         found = self.likelihood_
         return found.fitted(self._base(J), targets, weight) if found.is_open else found
 
+    @together
+    def _check_applied(self) -> None:
+        if not self._train_inputs or self._observed is None:  # a file that holds no training data
+            return
+        source = as_source(self._train_inputs[0], self.lin_.module.forward)
+        J = self._jacobian(source.changing() if self.solver_ == "adam" else source)
+        y, w = self._observed, torch.ones(J.n) if self._weight is None else self._weight
+        losses = []
+        for theta in (None, self.lin_.move_theta(self.posterior_.delta)):
+            each = self.likelihood_.log_prob(J.outputs(theta), y)
+            losses.append(-float((w.to(each) * each).sum() / w.sum()))
+        self._warn_if_worse("mean negative log probability of a target", *losses)
+
     def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
         self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self._selected, self.output))
 
@@ -209,10 +224,12 @@ class Generalized(Tangent):
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta: dict[str, Any] = {"elbo": self.elbo_, "scale_examples": self.scale_examples_, "passes": self.passes_}
         meta |= {} if self._source is None else {"source": [self._source.start, self._source.stop]}
-        return meta, {} if self._weight is None else {"weight": self._weight}
+        tensors = {} if self._weight is None else {"weight": self._weight}
+        return meta, tensors | ({} if self._observed is None else {"targets": self._observed})
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
         self.mode_, self._weight = None, tensors.get("weight")
         self._source = range(*meta["source"]) if "source" in meta else None
+        self._observed = tensors.get("targets")
