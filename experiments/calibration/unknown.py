@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -56,11 +56,11 @@ SCORES = {NETWORK: PLAIN, ENSEMBLE: MIXED, LAPLACE: (*EVERY, VARIANCE), BOTH: (*
 MEMBERS = 5
 DEFAULTS: dict[str, dict[str, Any]] = {
     "quick": {"test": 20, "unknown": 12, "train": 20, "draws": 20},
-    "cpu": {"test": 500, "unknown": 300, "train": 1000, "draws": 1000},
+    "cpu": {"test": 400, "unknown": 200, "train": 1000, "draws": 1000},
 }
 ARGUMENTS = {
-    "--test": "test images (default: 500)",
-    "--unknown": "images of every other kind, at most (default: 300)",
+    "--test": "test images (default: 400)",
+    "--unknown": "images of every other kind, at most (default: 200)",
     "--train": "training images of the posterior (default: 1000)",
     "--draws": "bootstrap draws (default: 1000)",
     "--families": common.several(DEVELOPMENT),
@@ -150,11 +150,12 @@ def gray_family(options: argparse.Namespace) -> Family:
     """LeNets for Fashion-MNIST, which are trained here."""
     random, n = torch.Generator().manual_seed(options.seed), options.unknown
     x, y = grayscale(options.data, "fashion_mnist", True)
-    x, y = x[: 200 if options.quick else 10_000, None].float() / 255, y[: 200 if options.quick else 10_000]
+    count = 200 if options.quick else 6000
+    x, y = x[:count, None].float() / 255, y[:count]
     nets = []
     for seed in range(2 if options.quick else MEMBERS):
         net = lenet(28, 10, seed=options.seed + seed)
-        epochs = 1 if options.quick else 10
+        epochs = 1 if options.quick else 8
         nets.append(train(net, Labeled((x,), y), epochs=epochs, rate=3e-3, seed=options.seed + seed).eval())
     test = grayscale(options.data, "fashion_mnist", False)[0][: options.test + n, None].float() / 255
     known, others = test[: options.test], test[options.test :]
@@ -187,21 +188,26 @@ def of_networks(outputs: Sequence[Tensor]) -> ClassBeliefs:
     )
 
 
-def fit(family: Family, networks: nn.Module | list[nn.Module]) -> linnet.Laplace:
-    """Laplace of the last layer."""
+def fit(family: Family) -> linnet.Laplace:
+    """Laplace of the last layers of all networks."""
     with common.expect(common.FAR):
+        networks = list(family.networks)
         la = linnet.Laplace(networks, structure="full", params=f"{family.head}.*", dtype="float32", progress=False)
         return la.fit(family.train.X[0], family.train.y)
 
 
 def ask(la: linnet.Laplace, x: Tensor) -> dict[str, Tensor]:
     """All scores of Laplace, and the variance of the logits."""
-    found = {name: la.uncertainty(x, name) for name in EVERY}
-    return found | {VARIANCE: la.predict(x, return_std=True)[1].square().mean(1)}
+    return la.uncertainty(x, EVERY) | {VARIANCE: la.predict(x, return_std=True)[1].square().mean(1)}
 
 
-def score_all(family: Family) -> dict[str, list[dict[str, dict[str, Tensor]]]]:
-    """Scores by method, network, score and kind of images; the test images have the name ""."""
+def score_all(family: Family, la: linnet.Laplace) -> dict[str, list[dict[str, dict[str, Tensor]]]]:
+    """Scores by method, network, score and kind of images; the test images have the name "".
+
+    Args:
+        family: Networks and images.
+        la: Laplace of all networks, whose members are Laplace of one network each.
+    """
     images = {"": family.known, **family.unknown}
     f = {kind: [in_parts(net, (x,)).double() for net in family.networks] for kind, x in images.items()}
 
@@ -216,15 +222,14 @@ def score_all(family: Family) -> dict[str, list[dict[str, dict[str, Tensor]]]]:
     return {
         NETWORK: [plain(PLAIN, [i]) for i in family.alone],
         ENSEMBLE: [plain(MIXED, range(len(family.networks)))],
-        LAPLACE: [with_bars(fit(family, family.networks[i])) for i in family.alone],
-        BOTH: [with_bars(fit(family, list(family.networks)))],
+        LAPLACE: [with_bars(la.members_[i]) for i in family.alone],
+        BOTH: [with_bars(la)],
     }
 
 
-def describe(family: Family) -> dict[str, Any]:
-    """Why variances rank images the wrong way: logits, variances and inputs of the last layer, by kind of images."""
-    net = family.networks[family.alone[0]]
-    la, kept = fit(family, net), list[Tensor]()
+def describe(family: Family, la: linnet.Laplace) -> dict[str, Any]:
+    """Why variances rank images the wrong way: logits, variances and inputs of the last layer of the first network."""
+    net, la, kept = family.networks[0], la.members_[0], list[Tensor]()
     handle = net.get_submodule(family.head).register_forward_hook(
         lambda module, inputs, out: kept.append(inputs[0].detach())
     )
@@ -280,6 +285,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     why = {}
     for name in options.families:
         family = FAMILIES[name](options)
+        la = fit(family)
         counts = {"": len(family.known), **{kind: len(x) for kind, x in family.unknown.items()}}
         draws = Draws(counts, options.draws, options.seed)
         areas[name] = {
@@ -290,9 +296,9 @@ def run(options: argparse.Namespace) -> common.Outcome:
                 }
                 for score in SCORES[method]
             }
-            for method, several in score_all(family).items()
+            for method, several in score_all(family, la).items()
         }
-        why[name] = describe(replace(family, known=family.known[:300]))
+        why[name] = describe(family, la)
         print(f"{name} done", flush=True)
     chosen = choose(areas)
     held = compare(areas, chosen)

@@ -100,8 +100,10 @@ NAMES = [*(f"softmax, {s}" for s in STRUCTURES), "vi", "laplace", "variance from
 def test_scores_are_those_of_dense_covariances(name: str) -> None:
     estimator = find(name)
     scores = [s for s in SCORES if s != "energy" or not isinstance(estimator.likelihood_, Bernoulli)]
+    together = estimator.uncertainty(AT, scores, draws=64)
+    assert torch.equal(together[scores[0]], estimator.uncertainty(AT, scores[0], draws=64))
     for score in scores:
-        found = estimator.uncertainty(AT, score, draws=64)
+        found = together[score]
         torch.testing.assert_close(found, expected(estimator, score, 64), rtol=1e-9, atol=1e-11, msg=score)
 
 

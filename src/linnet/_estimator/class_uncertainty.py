@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sklearn.utils.validation import check_is_fitted
 
 from linnet._common import together
-from linnet._estimator.ensembles import by_members
-from linnet._estimator.inputs import convert_like
+from linnet._estimator.ensembles import by_members, convert_scores
 from linnet.probability import (
     Bernoulli,
     Categorical,
@@ -24,7 +24,6 @@ from linnet.probability import (
     describe_classes,
     describe_likelihood,
     make_rule,
-    score_uncertainty,
 )
 
 
@@ -39,7 +38,9 @@ class ClassUncertaintyMixin:
 
     @by_members
     @together
-    def uncertainty(self, X: Any, score: UncertaintyScore = "relative_variance", *, draws: int = 1000) -> Any:
+    def uncertainty(
+        self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore] = "relative_variance", *, draws: int = 1000
+    ) -> Any:
         r"""How unsure the classifier is of each input, (n,): larger for an input that is less known.
 
         Args:
@@ -49,6 +50,7 @@ class ClassUncertaintyMixin:
                 entropy less that average: what the label would say about the weights, known as BALD),
                 "relative_variance" (the variance of the largest logit in units of its mean square, between 0 and 1) or
                 "energy" (minus the logsumexp of the logits, without error bars). See `linnet.probability.uncertainty`.
+                A list of names gives a dict of several scores from one pass.
             draws: Draws of the logits that entropies and probabilities average over. All inputs share the draws.
 
         Example:
@@ -61,13 +63,14 @@ class ClassUncertaintyMixin:
             >>> bool(between > inside)
             True
         """
-        return convert_like(X, score_uncertainty(score, self._score_beliefs(X, score, draws)))
+        return convert_scores(X, score, self._score_beliefs(X, score, draws))
 
-    def _score_beliefs(self, X: Any, score: UncertaintyScore, draws: int) -> ClassBeliefs:
+    def _score_beliefs(self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore], draws: int) -> ClassBeliefs:
         """What the outputs at X say about the classes; the error where that has no such score."""
         check_is_fitted(self)
         likelihood = self._class_likelihood()
-        check_score(score, likelihood, point=self.posterior_.is_point)
+        for name in [score] if isinstance(score, str) else score:
+            check_score(name, likelihood, point=self.posterior_.is_point)
         if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
             raise ValueError(f"draws must be a positive number; got {draws!r}.")
         spread: Spread = "factor" if self.variance_ == "samples" else "blocks"
