@@ -13,6 +13,8 @@ score                   what it is
 "relative_variance"     :math:`v / (v + g^2)`, with g the mean of the largest logit less the average of all logits,
                         and v its variance
 "energy"                :math:`-\log \sum_k \exp m_k` (Liu et al. 2020); it takes no variance
+"moderated_energy"      the same of :math:`g_k / \sqrt{1 + \pi v_k / 8}`, the logits less their average, scaled as for
+                        the probit link by their own variances (MacKay 1992)
 ======================  ===================================================================================
 
 All of them are larger for an input that is less known. A mixture of several Gaussians has the same scores: its
@@ -21,6 +23,7 @@ All of them are larger for an input that is less known. A mixture of several Gau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -31,7 +34,13 @@ from linnet.probability.expectations import Covariance, FactoredCovariance, node
 from linnet.probability.likelihoods import Bernoulli, Categorical, Likelihood, standard_normal
 
 UncertaintyScore = Literal[
-    "max_probability", "entropy", "expected_entropy", "mutual_information", "relative_variance", "energy"
+    "max_probability",
+    "entropy",
+    "expected_entropy",
+    "mutual_information",
+    "relative_variance",
+    "energy",
+    "moderated_energy",
 ]
 
 ENTRIES = 2**18
@@ -179,6 +188,8 @@ def score_uncertainty(score: UncertaintyScore, beliefs: ClassBeliefs) -> Tensor:
         if isinstance(likelihood, Bernoulli):
             return share.mean(1)
         return share.gather(1, centered.argmax(1, keepdim=True))[:, 0]
+    if score == "moderated_energy":
+        return -(centered / (1 + math.pi / 8 * variance).sqrt()).logsumexp(1)
     return -mean.logsumexp(1)
 
 
@@ -192,12 +203,16 @@ def check_score(score: str, likelihood: Likelihood, *, point: bool) -> None:
     """
     if score not in get_args(UncertaintyScore):
         raise ValueError(f"score must be one of {', '.join(map(repr, get_args(UncertaintyScore)))}; got {score!r}.")
-    if score in ("mutual_information", "relative_variance") and point:
+    if score in ("mutual_information", "relative_variance", "moderated_energy") and point:
         raise ValueError(
             f"score={score!r} needs error bars, and this estimator has a mode alone. Fit it with inference='vi' or "
             "'laplace', or take score='entropy'."
         )
-    takes = {"energy": (Categorical,), "relative_variance": (Categorical, Bernoulli)}
+    takes: dict[str, tuple[type[Likelihood], ...]] = {
+        "energy": (Categorical,),
+        "moderated_energy": (Categorical,),
+        "relative_variance": (Categorical, Bernoulli),
+    }
     if score in takes and not isinstance(likelihood, takes[score]):
         raise ValueError(
             f"score={score!r} is for classes with a logit each; the likelihood is {likelihood!r}. Take score='entropy'."
