@@ -39,18 +39,18 @@ class ClassUncertaintyMixin:
     @by_members
     @together
     def uncertainty(
-        self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore] = "relative_variance", *, draws: int = 1000
+        self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore] = "moderated_energy", *, draws: int = 1000
     ) -> Any:
         r"""How unsure the classifier is of each input, (n,): larger for an input that is less known.
 
         Args:
             X: Inputs.
-            score: "max_probability" (one less the largest probability), "entropy" (of the averaged probabilities),
+            score: "moderated_energy" (minus the logsumexp of logits that are scaled down by their variances),
+                "max_probability" (one less the largest probability), "entropy" (of the averaged probabilities),
                 "expected_entropy" (the average of the entropies: the noise of a label), "mutual_information" (the
                 entropy less that average: what the label would say about the weights, known as BALD),
-                "relative_variance" (the variance of the largest logit in units of its mean square, between 0 and 1),
-                "energy" (minus the logsumexp of the logits, without error bars) or "moderated_energy" (the same of
-                logits that are scaled down by their variances). See `linnet.probability.uncertainty`.
+                "relative_variance" (the variance of the largest logit in units of its mean square, between 0 and 1) or
+                "energy" (minus the logsumexp of the logits, without error bars). See `linnet.probability.uncertainty`.
                 A list of names gives a dict of several scores from one pass.
             draws: Draws of the logits that entropies and probabilities average over. All inputs share the draws.
 

@@ -207,7 +207,7 @@ class Mixture:
         return self._average(self._ask("_probabilities", X))
 
     def uncertainty(
-        self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore] = "relative_variance", *, draws: int = 1000
+        self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore] = "moderated_energy", *, draws: int = 1000
     ) -> Any:
         """How unsure the mixture is of each input."""
         parts = self._ask("_score_beliefs", X, score, draws)

@@ -167,7 +167,8 @@ def score_uncertainty(score: UncertaintyScore, beliefs: ClassBeliefs) -> Tensor:
     """The score of each input, (n,): larger for an input that is less known; see the table of the module.
 
     For several labels that are on or off, "max_probability" is that of the most probable set of labels, entropies add
-    up, and "relative_variance" is the average over the labels.
+    up, "relative_variance" is the average over the labels, and "moderated_energy" is that of two logits for each label,
+    half the logit up and half down, added up.
 
     >>> f, C = torch.tensor([[4.0, 0.0], [0.4, 0.0]]), torch.eye(2).repeat(2, 1, 1)
     >>> rule = make_rule(Categorical(), 2, f, 1000, torch.Generator().manual_seed(0))
@@ -189,6 +190,9 @@ def score_uncertainty(score: UncertaintyScore, beliefs: ClassBeliefs) -> Tensor:
             return share.mean(1)
         return share.gather(1, centered.argmax(1, keepdim=True))[:, 0]
     if score == "moderated_energy":
+        if isinstance(likelihood, Bernoulli):
+            half = centered / 2 / (1 + math.pi / 32 * variance).sqrt()
+            return -torch.logaddexp(half, -half).sum(1)
         return -(centered / (1 + math.pi / 8 * variance).sqrt()).logsumexp(1)
     return -mean.logsumexp(1)
 
@@ -210,7 +214,7 @@ def check_score(score: str, likelihood: Likelihood, *, point: bool) -> None:
         )
     takes: dict[str, tuple[type[Likelihood], ...]] = {
         "energy": (Categorical,),
-        "moderated_energy": (Categorical,),
+        "moderated_energy": (Categorical, Bernoulli),
         "relative_variance": (Categorical, Bernoulli),
     }
     if score in takes and not isinstance(likelihood, takes[score]):
