@@ -25,6 +25,9 @@ from benchmarks.timing import machine, milliseconds, synchronize
 from linnet._common import Precision, arithmetic
 
 K = 16
+PARTS = (4, 8)
+"""Into how many chunks the examples are cut, to see what memory costs in time."""
+
 Inputs = Tensor | dict[str, Tensor]
 
 
@@ -199,15 +202,72 @@ def time_passes(name: str, job: Job, precision: Precision, device: str, rounds: 
         contenders = {key: run for key, run in contenders.items() if key == "step" or key in job.parts}
         # A GPU records chunks during the second and the third pass.
         times = milliseconds(contenders, device, rounds=rounds, warmup=3)
-        plan = str(J.plan)
+        plan, recorded = str(J.plan), J.network_chunks().replays.recorded
         del J, contenders
+        smaller = [time_in_parts(model, x, V, precision, device, rounds, parts) for parts in PARTS]
         memory = {"step": peak(partial(step, model, x), device)}
         model.zero_grad(set_to_none=True)
         lin = linnet.linearize(model, output=output)
         memory |= {key: peak(partial(four_times, lin, x, V, precision, key), device) for key in job.parts}
+        peer = time_curvlinops(model, x, V[:, :1].contiguous(), device)
     ratios = {key: times[key] / times["step"] for key in job.parts}
+    for found in smaller:
+        found |= {"time / step": found["ms"] / times["step"], "memory / step": found["memory_gib"] / memory["step"]}
     result = {"network": name, "precision": precision, "p": p, "ms": times, "memory_gib": memory, "ratios": ratios}
-    return result | {"plan": plan}
+    more = {"recorded chunks": recorded, "pass in parts": smaller, "curvlinops column": peer, "plan": plan}
+    return result | more
+
+
+def time_in_parts(
+    model: nn.Module, x: Inputs, V: Tensor, precision: Precision, device: str, rounds: int, parts: int
+) -> dict[str, Any]:
+    """A pass whose chunks hold a part of the examples: less memory, for more launches and more passes over V."""
+    n = len(x) if isinstance(x, Tensor) else len(next(iter(x.values())))
+    lin, size = linnet.linearize(model, output=output), max(1, n // parts)
+    J = lin.jacobian(x, batch_size=size, precision=precision, progress=False)
+    found = milliseconds({"pass": partial(J.normal, V)}, device, rounds=rounds, warmup=3)
+    del J
+    fresh = lin.jacobian(x, batch_size=size, precision=precision, progress=False)
+    return {
+        "parts": parts,
+        "ms": found["pass"],
+        "memory_gib": peak(lambda: [fresh.normal(V) for _ in range(4)], device),
+    }
+
+
+class _Output(nn.Module):
+    """A network that returns the one number per example."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Inputs) -> Tensor:
+        return output(_call(self.model, x))[:, None]
+
+
+def time_curvlinops(model: nn.Module, x: Inputs, V: Tensor, device: str) -> dict[str, Any] | None:
+    """One column by curvlinops' `GGNLinearOperator`: milliseconds, or why it does not run; None where it is not there.
+
+    The loss is half the summed square of the outputs, so that the product is ``J^T J V``.
+    """
+    try:
+        from curvlinops import GGNLinearOperator  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    wrapped = _Output(model)
+    params = [t for t in wrapped.parameters() if t.requires_grad]
+    n = len(x) if isinstance(x, Tensor) else len(next(iter(x.values())))
+    data = [(x, torch.zeros(n, 1, device=V.device, dtype=params[0].dtype))]
+    try:
+        given = {"check_deterministic": False, "num_data": n, "batch_size_fn": lambda _: n}
+        G = GGNLinearOperator(wrapped, nn.MSELoss(reduction="sum"), params, data, **given)
+        run = partial(G.__matmul__, V.to(params[0].dtype))
+        return {"ms": milliseconds({"column": run}, device, rounds=2)["column"]}
+    except Exception as error:  # another library: whatever it raises is the finding
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def four_times(lin: linnet.Linearization, x: Inputs, V: Tensor, precision: Precision, part: str) -> None:
@@ -282,6 +342,11 @@ def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | N
             if "ms" in found:
                 ratios = "  ".join(f"{key} {value:.2f}" for key, value in found["ratios"].items())
                 memory = "  ".join(f"{key} {value:.1f}" for key, value in found["memory_gib"].items())
+                memory += "".join(
+                    f"  in {one['parts']} parts: time {one['time / step']:.2f}, memory {one['memory / step']:.2f}"
+                    for one in found["pass in parts"]
+                )
+                memory += f"  curvlinops: {found['curvlinops column']}"
                 print(
                     f"{name:11} {precision:8} step {found['ms']['step']:8.1f} ms  {ratios}  GiB: {memory}", flush=True
                 )

@@ -172,15 +172,55 @@ def proofs(device: str) -> str:
 
 
 def scale() -> str:
-    """Today's models beside a training step."""
+    """Today's models beside a training step: time and memory of passes, and the time of estimators."""
     found = _read("scale-cuda.json")
     rows = []
     for one in found["passes"]:
-        precision = "bf16" if "llama" in one["network"] else {"high": "tf32", "highest": "float32"}[one["precision"]]
         ratios = [f"{one['ratios'][key]:.2f}" for key in ("pass", "column", "gram")]
-        rows.append([one["network"], precision, _ms(one["ms"]["step"]), *ratios])
+        memory = [f"{one['memory_gib'][key] / one['memory_gib']['step']:.1f}" for key in ("pass", "column", "gram")]
+        rows.append([one["network"], _scale_precision(one), _ms(one["ms"]["step"]), *ratios, *memory])
     heads = ["network", "precision", "step, ms", "`J.normal(V)`, k = 16", "k = 1", "`J.gram()`"]
-    return _with_machine(found["machine"], _table(heads, rows))
+    heads += ["memory, k = 16", "k = 1", "`J.gram()`"]
+    parts = []
+    for one in found["again"]:
+        cells = [f"{one['ratios']['pass']:.2f}, {one['memory_gib']['pass'] / one['memory_gib']['step']:.1f}"]
+        cells += [f"{part['time / step']:.2f}, {part['memory / step']:.1f}" for part in one["pass in parts"]]
+        theirs = one["curvlinops column"] or {}
+        ratio = f"{theirs['ms'] / one['ms']['column']:.1f}" if "ms" in theirs else "does not run"
+        parts.append([one["network"], _scale_precision(one), *cells, ratio])
+    counts = (f"{part['parts']} parts" for part in found["again"][0]["pass in parts"])
+    titles = ["network", "precision", "whole", *counts, "curvlinops / linnet, k = 1"]
+    made = found["adapters"]
+    times = {name: t for name, t in made.items() if name not in ("n", "step_s")}
+    doors = [[name, f"{t:.1f}", f"{t / made['step_s']:.0f}"] for name, t in times.items()]
+    texts = [
+        _table(heads, rows),
+        "A pass with k = 16 whose chunks hold a part of the examples, from a later run: time and memory, each beside a "
+        "training step. That run did not play a record of the whole chunk of ResNet-50.",
+        _table(titles, parts),
+        f"Fit and prediction together, on the adapters of the 1.1 B model, {made['n']} sequences of 64 tokens:",
+        _table(["estimator", "seconds", "training steps"], doors),
+        "`Laplace` with its defaults on ResNet-20 with ten outputs: fit to 4,096 images, probabilities of 512.",
+        _table(
+            ["structure", "fit, s", "predict, s", "laplace-torch: fit", "predict"], _scale_laplace(found["laplace"])
+        ),
+    ]
+    return _with_machine(found["machine"], "\n\n".join(texts))
+
+
+def _scale_laplace(found: list[dict[str, Any]]) -> list[list[str]]:
+    rows = []
+    for one in found:
+        theirs = ["takes no batch norms", ""]
+        if "laplace_torch_fit_s" in one:
+            batch = f" (batches of {one['laplace_torch_batch']}; 64 do not fit memory)"
+            theirs = [f"{one['laplace_torch_fit_s']:.1f}{batch}", f"{one['laplace_torch_predict_s']:.2f}"]
+        rows.append([one["structure"], f"{one['fit_s']:.1f}", f"{one['predict_s']:.2f}", *theirs])
+    return rows
+
+
+def _scale_precision(one: dict[str, Any]) -> str:
+    return "bf16" if "llama" in one["network"] else {"high": "tf32", "highest": "float32"}[one["precision"]]
 
 
 def sampling_times() -> str:

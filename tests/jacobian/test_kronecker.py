@@ -514,6 +514,32 @@ def test_streams_give_what_whole_chunks_give(name: str, diagonal: bool, monkeypa
     torch.testing.assert_close(found.factors.squares, whole.factors.squares, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("spanned", [True, False])
+def test_a_gradient_that_the_columns_span_takes_no_backward_pass(
+    spanned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, X = adapted(2)
+    lin, y = linnet.linearize(model), torch.arange(len(X)) % 3
+
+    def residual(batch: Batch) -> Tensor:
+        assert batch.f is not None
+        found = batch.f.softmax(1) - torch.nn.functional.one_hot(y[batch.start : batch.start + batch.n], 3)
+        return found if spanned else found + 0.1
+
+    whole = lin.jacobian(X, batch_size=3).curvature("kron", softmax_root, residual)
+    monkeypatch.setattr(gram, "streams", lambda passes: True)
+    original, passes = gram.streamed, list[Tensor]()
+
+    def counted(out: Tensor, *args: Any, seed: Tensor, **options: Any) -> bool:
+        passes.append(seed)
+        return original(out, *args, seed=seed, **options)
+
+    monkeypatch.setattr(gram, "streamed", counted)
+    found = lin.jacobian(X, batch_size=len(X)).curvature("kron", softmax_root, residual)
+    assert len(passes) == (2 if spanned else 3)  # the curvature of three classes has rank two
+    torch.testing.assert_close(found.gradient, whole.gradient, rtol=1e-9, atol=1e-11)
+
+
 def test_networks_stream_where_their_gradients_do_not_fit() -> None:
     def asks(name: str, **options: Any) -> bool:
         model, X = {**CASES, "adapters": adapted(2)}[name]

@@ -113,39 +113,44 @@ def rounding(J: Jacobian, I: Tensor, *, centered: bool) -> Tensor:  # noqa: E741
     count = min(16, J.n)
     if J.by_position:
         index = torch.arange(count) * J.n // count
-        few, source = J.subset(index), J._source.subset(index)
+        few = J.subset(index)
     else:
         source = SingleBatch(next(iter(J._source.batches(count, 0, count))), "first examples")
         few, count = J.over(source), source.n  # a loader's own batches may be smaller
     J.lin.check_unchanged(contents=True)
     eps = torch.finfo(J.lin.rules.coarsest).eps
     halves = [torch.arange(count)[h::2] for h in (0, 1)] if count >= 4 else [torch.arange(count)]
-    judges = [_shaken(J.lin, eps, seed).jacobian(source, progress=False) for seed in range(4)]
-    found = [_squares(few, judges, half, centered=centered) for half in halves]
+    judges = [few.near(_shaken(J.lin, eps, seed)) for seed in range(4)]
+    found = _squares(few, judges, halves, centered=centered)
     noise = count * I <= sum(off for _, off in found) / eps
     for squares, off in found:
         noise &= off > 0.25 * squares
     return noise
 
 
-def _shaken(lin: Linearization, eps: float, seed: int) -> Linearization:
-    """The network around weights that differ from its own by about eps of each, with random signs."""
-    return lin.at({name: t + eps * t * random_signs(*t.shape, seed=seed, like=t) for name, t in lin.theta.items()})
+def _shaken(lin: Linearization, eps: float, seed: int) -> dict[str, Tensor]:
+    """Weights that differ from the network's own by about eps of each, with random signs."""
+    return {name: t + eps * t * random_signs(*t.shape, seed=seed, like=t) for name, t in lin.theta.items()}
 
 
-def _squares(J: Jacobian, judges: list[Jacobian], index: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
-    """Sums of squares, (p,) each, of the columns of J at some examples, and of their distance from a judge's columns.
+def _squares(
+    J: Jacobian, judges: list[Jacobian], parts: list[Tensor], *, centered: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """For each part of the examples, sums of squares of the columns of J and of their distance from a judge's, (p,).
 
     The distance is the largest from any judge: by chance, one may round as J does.
     """
     p = J.shape[1]
-    own, *off = (Moments(p, centered=centered, device=J.device) for _ in range(1 + len(judges)))
-    for part in index.split(max(1, TEMPORARY // (4 * max(1, p)))):
-        A = J.subset(part).dense()
-        own.add([DenseBlock([(0, p)], [A[:, None]])], len(part))
-        for sums, judge in zip(off, judges, strict=True):
-            sums.add([DenseBlock([(0, p)], [(A - judge.subset(part).dense())[:, None]])], len(part))
-    return own.squares, torch.stack([sums.squares for sums in off]).amax(0)
+    sums = [[Moments(p, centered=centered, device=J.device) for _ in range(1 + len(judges))] for _ in parts]
+    for index in torch.arange(J.n).split(max(1, TEMPORARY // (4 * max(1, p)))):
+        A = J.subset(index).dense()
+        for i, judge in enumerate([None, *judges]):
+            rows = A if judge is None else A - judge.subset(index).dense()
+            for part, own in zip(parts, sums, strict=True):
+                some = rows[torch.isin(index, part).to(rows.device)]
+                if len(some):
+                    own[i].add([DenseBlock([(0, p)], [some[:, None]])], len(some))
+    return [(own.squares, torch.stack([one.squares for one in off]).amax(0)) for own, *off in sums]
 
 
 def check_finite(Z: Tensor, I: Tensor, layout: Layout) -> None:  # noqa: E741

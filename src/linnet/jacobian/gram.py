@@ -711,7 +711,14 @@ def _stream_chunk(
         check_outputs_finite(f, batch.start, batch.positions)
         with_outputs = replace(batch, f=f)
         columns = _root_columns(root(with_outputs))
-        seeds = torch.cat([columns, u(with_outputs)[None].to(columns)]).to(out)  # (m + 1, n, c), the last for J^T u
+        wanted = u(with_outputs).to(columns)
+        shares = _shares_of(columns, wanted, 1e-9)  # as exact as products are
+        # Where u is no sum of the columns, J^T u takes a backward pass of its own, the last one.
+        seeds = (columns if shares is not None else torch.cat([columns, wanted[None]])).to(out)  # (m, n, c)
+        if shares is None:
+            shares = torch.zeros(seeds.shape[:2], device=out.device)
+            shares[-1] = 1.0
+        shares = shares.to(net.row_dtype)
         signs = random_signs(*seeds.shape[:2], seed=batch.start + 1, like=out.detach())
         truth = None
         if apart is not None:
@@ -722,6 +729,7 @@ def _stream_chunk(
         kept = [served for served in assignment.kept if served]
         uses = [use for use, served in zip(recording.uses, assignment.kept, strict=True) if served]
         recording.uses.clear()
+        counts = shares.any(1).tolist()
         for m, seed in enumerate(seeds):
 
             def take(i: int, use: RecordedCall, g: Tensor, m: int = m) -> None:
@@ -730,8 +738,8 @@ def _stream_chunk(
                         block = block.widen()
                         if m < len(columns):
                             factors.add([prepare(block, "sides", k=1)], None, 0, inputs=m == 0)
-                        else:
-                            block.rmatmul(torch.ones_like(signs[m], dtype=rows)[:, None, None], part)
+                        if counts[m]:
+                            block.rmatmul(shares[m][:, None, None], part)
                         if truth is not None:
                             block.rmatmul(signs[m].to(rows)[:, None, None], found)
 
@@ -757,6 +765,33 @@ def _check_apart(recording: Recording, batch: Batch, apart: OtherBatches, passes
         raise examples_interact(batch.start, batch.n)
 
 
+def _shares_of(columns: Tensor, u: Tensor, tolerance: float) -> Tensor | None:
+    """Numbers a (m, n) with ``u = sum over m of a * columns``, (n, c) from (m, n, c); None if there are none.
+
+    The columns of an example are orthogonal to each other, else the answer is None: numbers from columns that are not
+    orthogonal could be large and cancel.
+
+    Args:
+        columns: (m, n, c).
+        u: (n, c).
+        tolerance: What may be left of the u of an example, relative to that u.
+
+    >>> _shares_of(torch.tensor([[[2.0, 0.0]], [[0.0, 1.0]]]), torch.tensor([[1.0, 3.0]]), 1e-7)
+    tensor([[0.5000],
+            [3.0000]], dtype=torch.float64)
+    >>> _shares_of(torch.tensor([[[2.0, 0.0]]]), torch.tensor([[1.0, 3.0]]), 1e-7)
+    """
+    if len(columns) > u.shape[1]:
+        return None  # more columns than outputs are not orthogonal
+    L, u = columns.movedim(0, -1).double(), u.double()  # (n, c, m)
+    squares = L.square().sum(1)
+    products, sizes = L.mT @ L - torch.diag_embed(squares), squares.sqrt()
+    bounds = 4 * u.shape[1] * torch.finfo(L.dtype).eps * sizes[:, :, None] * sizes[:, None]
+    a = (L * u[..., None]).sum(1) / squares.where(squares > 0, 1.0)
+    left = (u - (L @ a[..., None])[..., 0]).norm(dim=1)
+    return a.T if bool((products.abs() <= bounds).all() & (left <= tolerance * u.norm(dim=1)).all()) else None
+
+
 def _root_columns(root: Tensor) -> Tensor:
     """Columns (m, n, c) with the same ``L L^T``, without those that are zero in all examples."""
     if root.ndim == 2:
@@ -766,5 +801,5 @@ def _root_columns(root: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh((root @ root.mT).double())
     columns = vectors * values.clamp_min(0).sqrt()[:, None]
     count = columns.square().sum(1).amax(0)  # (c,), rising
-    matter = count > torch.finfo(root.dtype).eps ** 2 * count.amax()
+    matter = count > len(count) * torch.finfo(root.dtype).eps * count.amax()  # less is rounding of the eigenvalues
     return columns[:, :, matter].movedim(-1, 0)

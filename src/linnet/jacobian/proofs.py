@@ -55,7 +55,7 @@ def random_signs(*shape: int, seed: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     size = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
     sign = torch.randint(2, shape, generator=generator) * 2 - 1
-    return (size * sign).to(like)
+    return (size * sign).to(like, non_blocking=like.is_cuda)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Truth:
     layout: Layout
     tolerances: tuple[float, ...]
     eps: float
-    natural: float
+    natural: Tensor
 
     @property
     def judges(self) -> bool:

@@ -439,7 +439,7 @@ class RuleSelection:
             for t, g in zip(leaves.values(), found, strict=True)
         ]
         sizes = torch.stack([t.detach().float().norm() for t in (out, *leaves.values())])
-        natural = float(sizes[0] / sizes[1:].norm().clamp(min=torch.finfo(torch.float32).tiny))
+        natural = sizes[0] / sizes[1:].norm().clamp(min=torch.finfo(torch.float32).tiny)
         bounds, eps = (self._tolerance(precision),), torch.finfo(rounds_to(self._known.coarsest, precision)).eps
         return Truth(u[..., None].to(dtype), torch.cat(parts)[:, None], self.network.layout, bounds, eps, natural)
 

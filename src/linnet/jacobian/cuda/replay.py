@@ -88,6 +88,11 @@ class Replays(Generic[T]):
             return None
         return Loan(found, found.play(batch))
 
+    @property
+    def recorded(self) -> int:
+        """Number of graphs."""
+        return sum(found is not None for found in self._known.values())
+
     def clear(self) -> bool:
         """Free all graphs, and their memory; whether there was one."""
         found = any(self._known.values())
