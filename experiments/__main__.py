@@ -26,6 +26,7 @@ PAPERS = {
     "calibration": "coverage unknown",
     "scoreboard": "scoreboard",
     "kirsch2019": "labels",
+    "ritter2018": "onward merged",
 }
 """Folder of a paper, or of a subject without one, to its experiments."""
 

@@ -17,9 +17,10 @@ from experiments.damianou2020 import claims as talk
 from experiments.judge import NO, NOT_SHOWN, VERDICTS, YES, Claim, Finding, Paper, judge, metrics_of
 from experiments.maddox2021 import claims as maddox
 from experiments.mu2020 import claims as mu
+from experiments.ritter2018 import claims as ritter
 from experiments.zhang2022 import claims as zhang
 
-PAPERS = (maddox.PAPER, mu.PAPER, zhang.PAPER, slides.PAPER, talk.PAPER)
+PAPERS = (maddox.PAPER, mu.PAPER, zhang.PAPER, slides.PAPER, talk.PAPER, ritter.PAPER)
 TITLES = ["claim", "ours", "verdict"]
 
 

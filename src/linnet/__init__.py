@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from linnet.heads import attach_head
     from linnet.laplace import Laplace, train_with_evidence
     from linnet.network import fold_batchnorm
-    from linnet.onward import select
+    from linnet.onward import merge, select
     from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "limits",
     "linearize",
     "load",
+    "merge",
     "metrics",
     "report",
     "sampling",
@@ -65,6 +66,7 @@ _ROOMS = {
     "fisher_vector_product": "fisher",
     "fold_batchnorm": "network",
     "load": "_estimator.files",
+    "merge": "onward",
     "select": "onward",
     "similarity": "fisher",
     "train_with_evidence": "laplace.training",

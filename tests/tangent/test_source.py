@@ -227,7 +227,7 @@ def test_errors_name_the_source() -> None:
         reg.fit(X, Y, source=(X0, torch.stack([Y0, Y0], 1)))
     with pytest.raises(ValueError, match="13 examples in the source and 12 targets"):
         reg.fit(X, Y, source=(X0, Y0[1:]))
-    with pytest.raises(TypeError, match=r"\(X0, y0\), or a Dataset or DataLoader of both; got a Tensor"):
+    with pytest.raises(TypeError, match=r"or a Dataset or DataLoader of both, or an estimator .*; got a Tensor"):
         reg.fit(X, Y, source=X0)
     with pytest.raises(TypeError, match="got a tuple of length 3"):
         reg.fit(X, Y, source=(X0, Y0, Y0))
@@ -241,3 +241,25 @@ def test_errors_name_the_source() -> None:
         TangentClassifier(net(3)).fit(X, LABELS.numpy(), source=(X0, LABELS0.numpy().astype(str)))
     with pytest.raises(ValueError, match="There are 5 labels and the network has 3 classes"):
         TangentClassifier(net(3)).fit(X, LABELS, source=(X0, torch.arange(13) % 5))
+
+
+def test_an_estimator_that_was_fitted_before_is_a_source() -> None:
+    model, how = double(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), 0), {"prior": 0.4, "noise": 0.2}
+    X, y = normal(20, 3), normal(20, seed=1)
+    first = TangentRegressor(model, mean="network", **how).fit(X[:12], y[:12])
+    found = TangentRegressor(model, prior="balanced").fit(X[12:], y[12:], source=first)
+    whole = TangentRegressor(model, mean="network", **how).fit(X, y)
+    torch.testing.assert_close(found.predict(X), whole.predict(X), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found.log_evidence_, whole.log_evidence_, rtol=1e-9, atol=0.0)
+    assert found.prior == "balanced" and found.noise_ == 0.2
+    with pytest.raises(ValueError, match="around other weights, or over other parameters: 4 tensors there and 2 here"):
+        TangentRegressor(model, "2.*").fit(X, y, source=first)
+    with pytest.raises(ValueError, match="around other weights"):
+        TangentRegressor(double(nn.Linear(3, 1), 0)).fit(X, y, source=first)
+    with pytest.raises(TypeError, match="source= of a TangentClassifier is data, or a fitted TangentClassifier"):
+        TangentClassifier(model).fit(X, (y > 0).long(), source=first)
+    with pytest.raises(ValueError, match="is for one network"):
+        TangentRegressor(**how).fit(X, y, source=TangentRegressor(**how).fit(X, y))
+    la = linnet.Laplace(model, "regression", "diag", 1.0, noise=1.0).fit(X, y)
+    with pytest.raises(NotImplementedError, match=r"is a variance; got a fitted Laplace.* source=earlier"):
+        TangentRegressor(model, prior=la).fit(X, y)

@@ -72,7 +72,10 @@ def _split(source: Any) -> tuple[Any, Any]:
     if isinstance(source, Dataset | DataLoader | Source):
         return source, None
     what = f"{kind(source)} of length {len(source)}" if isinstance(source, tuple | list) else kind(source)
-    raise TypeError(f"source must be inputs and targets, (X0, y0), or a Dataset or DataLoader of both; got {what}.")
+    raise TypeError(
+        f"source must be inputs and targets, (X0, y0), or a Dataset or DataLoader of both, or an "
+        f"estimator that was fitted to them; got {what}."
+    )
 
 
 def _targets(y: Any, source: Source, what: str) -> Tensor | np.ndarray:

@@ -8,7 +8,7 @@ from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures, needs_grad
 from linnet.jacobian.gram import CurvatureSums
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import Rotation, constant_over
+from linnet.jacobian.kronecker import Basis, Rotation, Turn, constant_over, other_form
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.output_combinations import (
     WeightedRows,
@@ -24,6 +24,7 @@ __all__ = [
     "TEMPORARY",
     "TOLERANCE",
     "AutodiffBlock",
+    "Basis",
     "CurvatureSums",
     "DenseBlock",
     "DifferentiableRows",
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Rotation",
     "TangentFeatures",
+    "Turn",
     "WeightedRows",
     "_count",
     "autodiff_wins",
@@ -48,5 +50,6 @@ __all__ = [
     "informative_rows",
     "linearize",
     "needs_grad",
+    "other_form",
     "random_signs",
 ]

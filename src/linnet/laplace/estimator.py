@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, clone
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
@@ -62,9 +62,16 @@ from linnet.inference import (
     choose_solver,
     maximize,
 )
-from linnet.jacobian import CurvatureSums, Jacobian, Linearization, combine_outputs, linearize
+from linnet.jacobian import CurvatureSums, Jacobian, Linearization, Rotation, combine_outputs, linearize
 from linnet.laplace import files
 from linnet.laplace import search as laplace_search
+from linnet.laplace.carried import (
+    check_earlier,
+    choose_structure,
+    find_earlier,
+    is_earlier,
+    mean_and_precision,
+)
 from linnet.laplace.evidence import (
     AtKernelMode,
     AtLinearMode,
@@ -74,6 +81,7 @@ from linnet.laplace.evidence import (
     group_norms,
     unexplained,
 )
+from linnet.laplace.penalty import QuadraticPenalty
 from linnet.laplace.predictive import (
     Predictive,
     average_probabilities,
@@ -85,6 +93,7 @@ from linnet.laplace.predictive import (
 )
 from linnet.laplace.search import Method, Search, Step
 from linnet.laplace.structures import (
+    CarriedCurvature,
     CurvatureStructure,
     DiagonalCurvature,
     FullCurvature,
@@ -98,11 +107,12 @@ from linnet.laplace.structures import (
     no_checkpoint,
     table_bytes,
 )
-from linnet.linalg import blocks_of_chunk
+from linnet.linalg import blocks_of_chunk, weight_from_root
 from linnet.network import FlatOutput, Params, check_module
 from linnet.probability import (
     Bernoulli,
     Categorical,
+    EarlierPosterior,
     Gaussian,
     Heteroscedastic,
     KnownNoise,
@@ -122,6 +132,7 @@ from linnet.probability import (
     describe_likelihood,
     likelihood_for,
     make_prior,
+    precision_of,
     predict_target,
     row_root,
     without_weights,
@@ -187,7 +198,9 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             where it fits memory, then "samples".
         prior: Variances of theta itself, around zero: "shared", "ntk", "balanced" or "layerwise", whose scales the
             evidence chooses, no wider than the data bear (see `tune`); "unit"; a variance; or
-            variances by layer glob. Variance is one over the precision or weight decay that others speak of.
+            variances by layer glob. Variance is one over the precision or weight decay that others speak of. Or an
+            earlier fitted `Laplace` of the same architecture and the same ``params``: its posterior, with its mean and
+            precision, is the prior. Train the network with `penalty` of the earlier one, then fit here.
         params: Which parameters are random; see `linnet.linearize`. The last layer alone: its name with ".*".
         output: How to read the model's outputs; see `linnet.linearize`. Axes beyond the second are sites, each with
             its own targets; see `linnet.network.flat_output`.
@@ -224,11 +237,13 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         structure_: The structure used.
         likelihood_: With its noise.
         posterior_: Over the displacement of the parameters.
-        prior_variance_: (p,).
+        prior_variance_: (p,); with an earlier posterior as the prior, its marginal variances.
+        theta_: (p,), the parameters that the posterior is around, as they were when it was fitted.
         scales_: Prior scales by name.
         noise_: Noise variance: one, (c,), or that of each observation; None without.
         effective_dimension_: How many parameters the data determine.
-        gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode.
+        gradient_norm_: The norm of the gradient of log posterior at the network; zero at a mode. It is not known (NaN)
+            for what `linnet.merge` makes.
         gradient_ratio_: The gradient of the log likelihood, in units of what noise in the labels alone would make it.
         tune_path_: Steps of the last search: log evidence, scales, noise, effective dimension.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
@@ -251,6 +266,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
     likelihood_: Likelihood
     structure_: str
     prior_variance_: Tensor
+    theta_: Tensor
     scales_: dict[str, float]
     noise_: Any
     effective_dimension_: float
@@ -260,7 +276,9 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
     draws_: int | None
     narrowed_: float
     n_features_in_: int
+    prior: Any
     _known_evidence: float
+    _prior: Prior
     _unit: Likelihood
     _read: FlatOutput
     _noise_base: Tensor | None
@@ -274,7 +292,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         model: nn.Module | Sequence[nn.Module],
         likelihood: str | Likelihood = "classification",
         structure: StructureName = "auto",
-        prior: PriorSpec = "shared",
+        prior: PriorSpec | Laplace | EarlierPosterior = "shared",
         params: Params = None,
         *,
         output: Any = None,
@@ -321,7 +339,11 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
 
         def make(dtypes: Dtypes) -> Jacobian:
             self._attach(model, dtypes)
-            check_prior(self.prior, self.lin_)
+            if is_earlier(self.prior):
+                self._prior = find_earlier(self, self.lin_)
+            else:
+                self.__dict__.pop("_prior", None)  # of a fit before
+                check_prior(self.prior, self.lin_)
             return self._jacobian(inputs)
 
         inputs, J, targets, labeled = self._labeled(inputs, make_jacobian(model, self.dtype, make), y)
@@ -336,14 +358,19 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             targets = as_continuous("regression", targets, J.n, J.c, J.dtype, J.device)
             targets = KnownNoise.pack(targets, known)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
-        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y)
+        earlier = None if self._earlier is None else torch.stack([self._earlier.mean, self._earlier.base])
+        self.lin_.check_ranks_agree(options=list_options(self), targets=self._y, earlier=earlier)
         self._train_inputs = inputs
         if self._unit.is_open:
             self._unit = self._unit.fitted(J.outputs(), self._y, weight)
         if weight is not None:
             self._unit, self._y = Weighted.pack(self._unit, self._y, weight.to(J.device, J.dtype))
         self._weight = weight
-        self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
+        if is_earlier(self.prior):
+            assert self._earlier is not None
+            self.structure_ = choose_structure(self, self._earlier)
+        else:
+            self.structure_ = self._choose(J) if self.structure == "auto" else self.structure
         if self.structure_ == "samples":
             check_has_exact(self.variance, "structure='samples'", "another structure")
         self.draws_ = self._count_draws(J)
@@ -353,7 +380,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         # A checkpoint is of the data itself.
         cache = self.structure_ in KEPT and self.draws_ is None and keep is no_checkpoint
         self._J = J.cached_if_fits() if cache else J
-        self._prior = self._make_prior(self.prior)
+        self._prior = self._prior if is_earlier(self.prior) else self._make_prior(self.prior)
         self._scales: tuple[float, ...] = (1.0,) * max(1, len(self._prior.scales))
         self._noise, unit = 1.0, self._unit
         self._structure = self._fitted(
@@ -377,6 +404,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         self._narrow(search.scales)
         self.lin_.check_unchanged(contents=True)
         self._remove_checkpoints(keep)
+        self.theta_ = self.lin_.flat_theta.detach().clone()
         return self
 
     def _checkpoints(self, J: Jacobian) -> Keep:
@@ -421,8 +449,19 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
 
     def _make_prior(self, spec: PriorSpec) -> Prior:
         """The prior for the training data, by the weights of its examples."""
+        if is_earlier(spec) or isinstance(self._earlier, EarlierPosterior):
+            raise NotImplementedError(
+                "A fit has its earlier posterior as its prior for good, or none. Fit again, with the prior in the "
+                "constructor: Laplace(model, prior=...)."
+            )
         w = self._weights
         return make_prior(self.lin_, spec, J=self._J, weight=None if w is None else w.repeat_interleave(self._J.c))
+
+    @property
+    def _earlier(self) -> EarlierPosterior | None:
+        """The earlier posterior that is the prior; None for a prior around zero."""
+        prior = getattr(self, "_prior", None)
+        return prior if isinstance(prior, EarlierPosterior) else None
 
     @property
     def _weights(self) -> Tensor | None:
@@ -490,16 +529,42 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
 
     def _fitted(self, root: Any, sums: CurvatureSums | None = None, keep: Keep = no_checkpoint) -> CurvatureStructure:
         """The structure for a root of the curvature at noise one, or from what a first pass has found."""
-        J, name = self._J, self.structure_
+        earlier, name = self._earlier, self.structure_
+        if earlier is None:
+            return self._fitted_as(name, root, sums, keep)
+        # Factors first: the coordinates of the exact curvature are those of the sum with the prior.
+        found = self._fitted_as("kron" if name == "ekfac" else name, root, sums, keep)
+        along = None
+        if name == "ekfac":
+            J, root = (self._J, root) if self.draws_ is None else self._combined(root)
+            along = partial(self._squares_along, J, weight_from_root(root))
+        # The noise of largest evidence is not known yet where it is free: that of the residuals alone.
+        noise = self._energy(self._f) / self._rows if self._noise_free and self._noise_base is not None else 1.0
+        return CarriedCurvature(earlier, found.as_precision(), name=name, t=1 / noise, along=along)
+
+    @staticmethod
+    def _squares_along(J: Jacobian, weight: Any, rotation: Rotation | None) -> Tensor:
+        """The diagonal of the exact curvature in some coordinates, (p,)."""
+        return (J if rotation is None else J.rotated(rotation)).column_norms(weight)
+
+    def _combined(self, root: Any) -> tuple[Jacobian, Tensor]:
+        """The Jacobian of the labels that are drawn, and its root."""
+        J = combine_outputs(self._J, root)
+        J = J.cached_if_fits() if self.structure_ in KEPT else J
+        return J, torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
+
+    def _fitted_as(
+        self, name: str, root: Any, sums: CurvatureSums | None = None, keep: Keep = no_checkpoint
+    ) -> CurvatureStructure:
+        """The structure of a name, without an earlier posterior."""
+        J = self._J
         options: dict[str, Any]
         if name == "diag" and sums is not None:
             return DiagonalCurvature(J, root, sums=sums)
         if name in ("kron", "ekfac") and sums is not None:
             return KroneckerCurvature(J, root, corrected=name == "ekfac", sums=sums, keep=keep)
         if self.draws_ is not None:
-            J = combine_outputs(J, root)
-            J = J.cached_if_fits() if self.structure_ in KEPT else J
-            root = torch.ones(J.n, J.c, dtype=J.dtype, device=J.device)
+            J, root = self._combined(root)
         if name in ("kron", "ekfac"):
             return KroneckerCurvature(J, root, corrected=name == "ekfac", keep=keep)
         if name == "lowrank":
@@ -702,7 +767,8 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         check_is_fitted(self)
         self._check_data("tune")
         spec = self.prior if prior is None else prior
-        check_prior(spec)
+        if not is_earlier(spec):
+            check_prior(spec)
         search = Search(True, self._noise_base is not None if noise is None else noise, method, steps)
         search = replace(search, bounded=narrow and self.structure_ in BOUNDED)
         if search.noise and self._noise_base is None:
@@ -735,7 +801,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         elif narrow:
             # At the linear mode, a regression counts the weights that the data determine alone.
             self._narrow(at == "network" or self._noise_base is None)
-        else:
+        elif self._earlier is None:
             self._measure_width()
         self.lin_.check_unchanged(contents=True)
         return self
@@ -797,7 +863,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
     def _narrow(self, by_evidence: bool) -> None:
         """Multiply prior variances that the evidence at the network chose by factors of at most one; see `tune`."""
         self.narrowed_ = 1.0
-        if not by_evidence:
+        if not by_evidence or self._earlier is not None:
             return
         if isinstance(self._predictive.inner, Gaussian) and self.structure_ not in BOUNDED:
             self._narrow_regression()
@@ -873,10 +939,14 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             energy = None if self._noise_base is None else self._energy(self._f)
             return AtNetwork(
                 log_det,
-                group_norms(theta, prior, self._structure.included),
+                self._shares(theta, prior),
                 float(self._unit.log_prob(self._f, self._y).sum()),
                 energy,
                 self._rows,
+            )
+        if self._earlier is not None:
+            raise NotImplementedError(
+                "The evidence with an earlier posterior as the prior is known at the network only; use at='network'."
             )
         if self.structure_ == "subnetwork" or self.draws_ is not None:
             what = "A subnetwork's evidence" if self.draws_ is None else "The evidence of a sampled Fisher information"
@@ -900,6 +970,12 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             self._energy if gaussian else None,
         )
 
+    def _shares(self, theta: Tensor, prior: Prior) -> list[float]:
+        """The squared distance of the parameters from the mean of a prior, in its units, for each of its groups."""
+        if isinstance(prior, EarlierPosterior):
+            return [float(prior.precision.quadratic(theta - prior.mean))]
+        return group_norms(theta, prior, self._structure.included)
+
     def _energy(self, f: Tensor) -> float:
         """Squared residuals over the known noise."""
         residual = self._unit.residual(f, self._y)
@@ -915,18 +991,25 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         if g is None:
             residual = self._with_noise(self._noise).residual(self._f, self._y)
             g = self._J.pullback(lambda batch: residual[batch.index.to(residual.device)])
-        theta = self.lin_.flat_theta
-        inner = torch.where(S > 0, g - theta / S, 0.0)
+        theta, earlier = self.lin_.flat_theta, self._earlier
+        if earlier is None:
+            inner = torch.where(S > 0, g - theta / S, 0.0)
+        else:  # the network is a mode of likelihood and prior together, and not of the likelihood alone
+            inner = g = g - earlier.precision.multiply(theta - earlier.mean) / self._scales[0]
         self.gradient_norm_ = float(inner.norm())
         # In whitened weights, and so that the units of the layers do not count.
         traces = self._log_det.traces()
         spread = sum(s * t for s, t in zip(self._scales, traces, strict=True)) / self._noise
         included = self._structure.included
         whitened = S.sqrt() * g if included is None else (S.sqrt() * g)[included]
-        self.gradient_ratio_ = float(whitened.norm()) / math.sqrt(spread) if spread > 0 else 0.0
+        size = float(whitened.norm())
+        if earlier is not None:
+            size = math.sqrt(self._scales[0] * max(0.0, float(g @ earlier.precision.solve(g))))
+        self.gradient_ratio_ = size / math.sqrt(spread) if spread > 0 else 0.0
         if self.gradient_ratio_ > FAR:
             warnings.warn(
-                f"The network is far from a mode of its likelihood: the gradient of log p(y | f) has norm "
+                f"The network is far from a mode of its {'likelihood' if earlier is None else 'likelihood and prior'}: "
+                f"the gradient of {'log p(y | f)' if earlier is None else 'log p(y | f) p(theta)'} has norm "
                 f"{float(g.norm()):.3g}, {self.gradient_ratio_:.1f} times what noise in the targets would make it. Its "
                 "mean is not the linear model's, and error bars around it say little. Train it further, or use "
                 "linnet.TangentClassifier or TangentRegressor, which move the mean.",
@@ -1155,6 +1238,58 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             form = "one number" if self._one_column else "numbers"
         return make_predictive_module(self, form, with_network=True, level=None)
 
+    def penalty(self, *, weight: float = 1.0) -> QuadraticPenalty:
+        r"""What the posterior says about other weights, as a term for a loss: a torch module.
+
+        .. math:: \tfrac12 (\theta - \theta_*)^\top H (\theta - \theta_*)
+
+        with H the precision in the structure of this fit. ``penalty(network)`` is the term at the network's present
+        weights, with a graph to these. The term belongs to a loss that is the *sum* of negative log likelihoods over
+        the examples of a later task. The structure "diag" gives the penalty of elastic weight consolidation, and
+        "kron" that of Kronecker-factored Laplace; both hold the prior's part, which is weight decay towards
+        :math:`\theta_*`.
+
+        Args:
+            weight: Factor of the term: 1 / n where the loss is a mean over n examples.
+
+        Example:
+            >>> X, model = torch.randn(30, 4), nn.Linear(4, 3)
+            >>> la = Laplace(model, structure="diag", prior=1.0).fit(X, torch.arange(30) % 3)
+            >>> term = la.penalty()
+            >>> term(model).item(), term(nn.Linear(4, 3)).item() > 0
+            (0.0, True)
+        """
+        mean, precision = mean_and_precision(self)
+        return QuadraticPenalty(self.lin_.layout, mean, precision, weight=weight, dtype=self.lin_.model_dtype)
+
+    def _without_examples(self, network: nn.Module, posterior: Posterior, log_evidence: float) -> Laplace:
+        """This approximation with another network and posterior, and without anything that is made of examples."""
+        other = type(self)(**self.get_params(deep=False) | {"model": network})
+        other._attach(network, self._dtypes)
+        other._read.shape = self._read.shape
+        for name in ("likelihood_", "structure_", "prior_variance_", "scales_", "noise_", "variance_", "draws_"):
+            setattr(other, name, getattr(self, name))
+        for name in ("_noise_base", "_noise", "_one_column", "_noise_each", "n_features_in_", "_prior"):
+            if hasattr(self, name):
+                setattr(other, name, getattr(self, name))
+        other._unit, other._probe, other._weight = without_weights(self._unit), None, None
+        other.posterior_, other._known_evidence = posterior, log_evidence
+        other.theta_ = other.lin_.flat_theta.detach().clone()
+        other.tune_path_, other.narrowed_ = (), 1.0
+        other.gradient_norm_ = other.gradient_ratio_ = other.effective_dimension_ = math.nan
+        if self._earlier is None:
+            shrunk = precision_of(posterior, memory=self.memory).variances() / self.prior_variance_
+            other.effective_dimension_ = float((1 - shrunk).sum())
+        return other
+
+    def __sklearn_clone__(self) -> Laplace:
+        """A clone with the same earlier posterior: an earlier fit is data, not a setting."""
+        if not is_earlier(self.prior):
+            cloned: Laplace = super().__sklearn_clone__()
+            return cloned
+        settings = self.get_params(deep=False)
+        return type(self)(**{name: v if name == "prior" else clone(v, safe=False) for name, v in settings.items()})
+
     @by_members
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to one file; `linnet.load` reads it, given the same network."""
@@ -1172,7 +1307,10 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
 def check_options(la: Laplace) -> None:
     """Raise unless all options are of their kinds."""
     check_module(la.model)
-    check_prior(la.prior)
+    if is_earlier(la.prior):
+        check_earlier(la)
+    else:
+        check_prior(la.prior)
     if la.structure not in get_args(StructureName):
         known = ", ".join(map(repr, get_args(StructureName)))
         raise ValueError(f"structure must be one of {known}; got {la.structure!r}.")

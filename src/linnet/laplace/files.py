@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,16 +13,19 @@ from linnet._estimator import Dtypes, behavior
 from linnet._estimator import files as saved
 from linnet.laplace.search import Step
 from linnet.probability import (
+    EarlierPosterior,
     Gaussian,
     KnownNoise,
     Likelihood,
     Sites,
     describe_likelihood,
     posterior_from,
+    precision_from,
     restore_likelihood,
 )
 
 if TYPE_CHECKING:
+    from linnet.jacobian import Linearization
     from linnet.laplace.estimator import Laplace
 
 KIND = "laplace approximation"
@@ -59,10 +64,16 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"inputs.{key}": value for key, value in inputs[0].items()}
         form = inputs[1]
     kept, seen = behavior.record(la.lin_, la._probe)
-    apart = ("model", "params", "output", "dtype", "likelihood", "checkpoint")
+    apart: tuple[str, ...] = ("model", "params", "output", "dtype", "likelihood", "checkpoint")
+    carried = None
+    if la._earlier is not None:
+        apart = (*apart, "prior")
+        more, carried = pack_earlier(la._earlier)
+        tensors |= more
     meta = {
         "estimator": "Laplace",
         "settings": saved.settings_of(la, apart=apart),
+        "earlier": carried,
         "needs_output": la.output is not None,
         "parameters": list(la.lin_.theta),
         **la._dtypes.meta(),
@@ -77,9 +88,9 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "state": {
             "structure": la.structure_,
             "scales": {key: float(value) for key, value in la.scales_.items()},
-            "effective_dimension": la.effective_dimension_,
-            "gradient_norm": la.gradient_norm_,
-            "gradient_ratio": la.gradient_ratio_,
+            "effective_dimension": _known(la.effective_dimension_),
+            "gradient_norm": _known(la.gradient_norm_),
+            "gradient_ratio": _known(la.gradient_ratio_),
             "narrowed": la.narrowed_,
             "variance": la.variance_,
             "draws": la.draws_,
@@ -131,10 +142,14 @@ def read(
     if "noise_each" in tensors:
         la._noise_each = tensors["noise_each"]
         la.noise_ = la._noise_each.cpu().numpy()
+    la.theta_ = la.lin_.flat_theta.detach().clone()
+    if meta.get("earlier") is not None:
+        la.prior = la._prior = restore_earlier(meta["earlier"], saved.strip("earlier.", tensors), la.lin_)
     state = meta["state"]
     la.structure_, la.scales_, la.prior_variance_ = state["structure"], state["scales"], tensors["prior_variance"]
-    la.effective_dimension_ = state["effective_dimension"]
-    la.gradient_norm_, la.gradient_ratio_ = state["gradient_norm"], state["gradient_ratio"]
+    numbers = (state[name] for name in ("effective_dimension", "gradient_norm", "gradient_ratio"))
+    found = [math.nan if value is None else value for value in numbers]
+    la.effective_dimension_, la.gradient_norm_, la.gradient_ratio_ = found
     la.tune_path_ = tuple(Step(value, tuple(scales), v, d) for value, scales, v, d in state["path"])
     la.narrowed_ = state.get("narrowed", 1.0)
     la._known_evidence = state["log_evidence"]
@@ -150,3 +165,22 @@ def read(
     la.variance_ = state.get("variance", "samples" if la.posterior_.known_from_samples else "exact")
     la.draws_ = state.get("draws", la.draws)
     return la
+
+
+def _known(value: float) -> float | None:
+    """A number as JSON holds it; None for what is not known."""
+    return None if math.isnan(value) else value
+
+
+# An earlier posterior as the prior.
+
+
+def pack_earlier(prior: EarlierPosterior) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A prior as named tensors and JSON."""
+    tensors = {f"earlier.{name}": t for name, t in prior.precision.tensors().items()}
+    return tensors | {"earlier.mean": prior.mean}, {"form": type(prior.precision).__name__}
+
+
+def restore_earlier(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], lin: Linearization) -> EarlierPosterior:
+    """The inverse of `pack_earlier`, of tensors without their prefix."""
+    return EarlierPosterior.of(tensors["mean"], precision_from(meta["form"], tensors, layout=lin.layout), lin.layout)

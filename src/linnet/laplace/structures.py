@@ -28,7 +28,7 @@ from torch import Tensor
 
 from linnet._common import Checkpoint
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over, estimate_column_norms
+from linnet.jacobian import CurvatureSums, Jacobian, Rotation, WeightedRows, constant_over, estimate_column_norms
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -39,14 +39,20 @@ from linnet.linalg import (
     weight_from_root,
 )
 from linnet.probability import (
+    DensePrecision,
     DiagonalPosterior,
+    DiagonalPrecision,
+    EarlierPosterior,
     FunctionPosterior,
     LowRankPosterior,
+    LowRankPrecision,
     Posterior,
+    Precision,
     Prior,
     SubnetworkPosterior,
     TurnedPosterior,
     WeightPosterior,
+    add_precisions,
 )
 
 Keep = Callable[..., Checkpoint | None]
@@ -85,6 +91,10 @@ class CurvatureStructure(ABC):
         """(k,), the parameters that are random; None for all."""
         return None
 
+    def as_precision(self) -> Precision:
+        """G in a form that is added to other precisions."""
+        raise NotImplementedError(f"structure={self.name!r} does not know its curvature as a matrix.")
+
 
 @final
 class FullCurvature(CurvatureStructure):
@@ -102,6 +112,9 @@ class FullCurvature(CurvatureStructure):
 
     def posterior(self, variance: Tensor, t: float) -> Posterior:
         return WeightPosterior(variance, torch.zeros_like(variance), factor=_precision(self.G, variance, t))
+
+    def as_precision(self) -> Precision:
+        return DensePrecision(self.G)
 
 
 @final
@@ -174,6 +187,9 @@ class DiagonalCurvature(CurvatureStructure):
     def variance_by_factor(self, J: Jacobian, variance: Tensor, t: float) -> Callable[[float], Tensor]:
         return _diagonal_by_factor(J, self.values, variance, t)
 
+    def as_precision(self) -> Precision:
+        return DiagonalPrecision(self.values)
+
 
 @final
 class KroneckerCurvature(CurvatureStructure):
@@ -219,6 +235,9 @@ class KroneckerCurvature(CurvatureStructure):
     def variance_by_factor(self, J: Jacobian, variance: Tensor, t: float) -> Callable[[float], Tensor]:
         return _diagonal_by_factor(J.rotated(self.rotation), self.values, variance, t)
 
+    def as_precision(self) -> Precision:
+        return DiagonalPrecision(self.values, self.rotation)
+
 
 @final
 class LowRankCurvature(CurvatureStructure):
@@ -262,6 +281,10 @@ class LowRankCurvature(CurvatureStructure):
             basis = Q @ U
         C = torch.diag(1 / (1 + s.square()))
         return LowRankPosterior(variance, torch.zeros_like(variance), basis=basis, C=C)
+
+    def as_precision(self) -> Precision:
+        V = self.basis * self.s
+        return LowRankPrecision(V.new_zeros(len(V)), V, torch.ones_like(self.s))
 
 
 @final
@@ -369,6 +392,52 @@ class _SampledLogDet(LogDet):
     def traces(self) -> list[float]:
         values = estimate_column_norms(self.structure.J, self.structure.root)
         return _of_diagonal(values, self.prior).traces()
+
+
+@final
+class CarriedCurvature(CurvatureStructure):
+    """The curvature of new data, with an earlier posterior as the prior; see `linnet.laplace.carried`.
+
+    A prior variance is that of the earlier posterior times one factor, by which its precision is divided.
+
+    Args:
+        prior: The earlier posterior.
+        curvature: Of the new data, at noise one.
+        name: As users write the structure.
+        t: One over the noise for which common coordinates are chosen.
+        along: From coordinates to the diagonal of the exact curvature in these; None for that of ``curvature``.
+    """
+
+    def __init__(
+        self,
+        prior: EarlierPosterior,
+        curvature: Precision,
+        *,
+        name: str,
+        t: float = 1.0,
+        along: Callable[[Rotation | None], Tensor] | None = None,
+    ) -> None:
+        self.name, self.base = name, prior.base
+        P: Precision = prior.precision
+        if isinstance(P, DiagonalPrecision) and isinstance(curvature, DiagonalPrecision):
+            together = add_precisions([(1.0, P), (t, curvature)])
+            assert isinstance(together, DiagonalPrecision)
+            rotation = together.rotation
+            P = P.along(rotation)
+            exact = None if along is None else along(rotation)
+            curvature = curvature.along(rotation) if exact is None else DiagonalPrecision(exact, rotation)
+        elif isinstance(P, DiagonalPrecision) and isinstance(curvature, LowRankPrecision):
+            P = LowRankPrecision(P.values, curvature.V[:, :0], curvature.signs[:0])
+        elif isinstance(curvature, DensePrecision) and not isinstance(P, DensePrecision):
+            P = DensePrecision(P.dense())
+        self.P, self.curvature = P, curvature
+
+    def log_det(self, prior: Prior) -> LogDet:
+        return Separable(self.P.relative_eigenvalues(self.curvature))
+
+    def posterior(self, variance: Tensor, t: float) -> Posterior:
+        factor = float((variance / self.base).max())
+        return add_precisions([(1 / factor, self.P), (t, self.curvature)]).posterior(variance.new_zeros(len(variance)))
 
 
 # Matrices.

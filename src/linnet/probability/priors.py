@@ -83,6 +83,12 @@ def check_prior(spec: PriorSpec, lin: Linearization | None = None) -> None:
                 f"prior must be one of {', '.join(map(repr, NAMES))}, a positive variance, or a dict from layer globs "
                 f"to variances; got {spec!r}."
             )
+    elif hasattr(spec, "posterior_"):
+        raise NotImplementedError(
+            f"prior= of a tangent estimator is a variance; got a fitted {type(spec).__name__}. An earlier posterior is "
+            "the prior of linnet.Laplace(prior=earlier). For one linear model use fit(X, y, source=earlier), or "
+            "linnet.merge."
+        )
     elif isinstance(spec, Mapping):
         for glob, value in spec.items():
             _check_variance(value, f"prior[{glob!r}]")

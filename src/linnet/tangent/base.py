@@ -20,10 +20,12 @@ from linnet._estimator import (
     Linearity,
     by_members,
     check_inputs,
+    is_ensemble,
     make_jacobian,
     make_predictive_module,
     parse_dtype,
 )
+from linnet._estimator import files as saved
 from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
@@ -42,6 +44,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         posterior_: Over the displacement of the parameters.
         prior_variance_: (p,).
         mean_: The mean function, "network" or "zero".
+        merged_: Whether `linnet.merge` made the estimator, which then holds no training data.
         selection_: Rows of what was compared, one of them chosen: the mean functions, or the ways of `linnet.adapt`;
             None where nothing was.
     """
@@ -73,6 +76,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     log_evidence_error_: float
     solver_: str
     solution_: Any
+    merged_: bool = False
     top_: int | None = None
     top_path_: dict[int, float] | None = None
     _train_inputs: list[Any]
@@ -84,7 +88,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     selection_: tuple[Any, ...] | None = None
 
     _SHARED: ClassVar[tuple[str, ...]] = (
-        *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe", "_made"),  # of the network
+        *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe", "_made", "merged_"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
         *("scales_", "mean_", "selection_", "_level", "_source"),  # of the prior and the mean function
     )
@@ -153,6 +157,52 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             if name in vars(self):
                 setattr(other, name, vars(self)[name])
         return other
+
+    def _without_examples(self, posterior: Posterior, log_evidence: float | None) -> Self:
+        """This estimator with another posterior, and without anything that is made of examples."""
+        other = self._without_data()
+        other._probe, other.merged_ = None, True
+        other.posterior_, other.prior_variance_ = posterior, self.prior_variance_
+        other.log_evidence_, other.log_evidence_error_ = log_evidence, self.log_evidence_error_
+        other.solver_, other.solution_, other.variance_ = self.solver_, None, self.variance_
+        other._train_inputs = []
+        other._forget_examples(self)
+        return other
+
+    def _forget_examples(self, first: Self) -> None:
+        """What `_without_examples` sets in an estimator of this class, from the one that it comes from."""
+        raise NotImplementedError
+
+    def _check_examples(self, what: str) -> None:
+        if self.merged_:
+            raise ValueError(
+                f"{what} needs the training data, and an estimator of linnet.merge holds none. Ask the estimators that "
+                "were merged, or fit all data together."
+            )
+
+    def _carry_on(self, earlier: Tangent, X: Any, y: Any, sample_weight: Any) -> None:
+        """Take over the posterior of an earlier estimator that has seen (X, y) too."""
+        check_is_fitted(earlier)
+        kind = type(self).__name__
+        if type(earlier) is not type(self):
+            raise TypeError(f"source= of a {kind} is data, or a fitted {kind}; got a {type(earlier).__name__}.")
+        condition = getattr(earlier, "condition", None)
+        if condition is None:
+            raise NotImplementedError(
+                f"A fitted {kind} takes no more examples. Give the data themselves as source=(X0, y0), or fit both and "
+                "use linnet.merge."
+            )
+        if self.model is None or is_ensemble(self) or is_ensemble(earlier):
+            raise ValueError("source= with a fitted estimator is for one network, which both have as model=.")
+        self._choose(self.model, X)
+        names, known = list(select(self.model, self._selected)), list(earlier.lin_.theta)
+        if names != known or saved.checksum(self.model) != saved.base_of(earlier):
+            raise ValueError(
+                f"source= was fitted around other weights, or over other parameters: {len(known)} tensors there and "
+                f"{len(names)} here. Both need the same network and the same params=."
+            )
+        given = self.get_params(deep=False)
+        self.__dict__.update(condition(X, y, sample_weight).__dict__ | given)
 
     # From the user's data to Jacobians and back.
 

@@ -41,7 +41,10 @@ from linnet.probability import (
     describe_likelihood,
     likelihood_for,
 )
-from linnet.tangent.base import Mean
+from linnet.tangent.base import (
+    Mean,
+    Tangent,
+)
 from linnet.tangent.generalized import Generalized
 
 NOTHING = 0.01
@@ -192,8 +195,12 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
                 weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
             source: All data that the network was trained on, ``(X0, y0)`` or a Dataset of both, as for
                 `TangentRegressor`: their posterior is the prior of the new task, and the mean function is zero.
+                Or an earlier fitted classifier, where classifiers take more examples.
         """
         self.top_path_ = None
+        if isinstance(source, Tangent):
+            self._carry_on(source, X, y, sample_weight)
+            return self
         if self.top == "evidence" and self.solver != "adam":
             self._fit_by_evidence(X, y, sample_weight, source)
             return self
@@ -267,6 +274,10 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
             needed = f"({J.n}, {J.c}) of zeros and ones" if self.multilabel_ else f"({J.n},)"
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
         return self._encode(labels, J, self.classes_, self.likelihood_)
+
+    def _forget_examples(self, first: TangentClassifier) -> None:
+        super()._forget_examples(first)
+        self._tensors = first._tensors
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta, tensors = super()._state()

@@ -113,6 +113,7 @@ class Generalized(Tangent):
                 "fit(X, y, source=...) for other data."
             )
         other = self._without_data()
+        other.merged_ = False
         inputs, weight, kept = leave_out_weightless(inputs, sample_weight, self.lin_.module.forward)
         other._condition(inputs, kept.take(y), Prior("given", self.prior_variance_), weight=weight)
         return other
@@ -221,8 +222,13 @@ class Generalized(Tangent):
 
     # Files.
 
+    def _forget_examples(self, first: Any) -> None:
+        self.mode_, self._weight, self.passes_ = None, None, first.passes_
+        self.elbo_, self.elbo_path_, self.objective_path_, self.evidence_path_ = None, (), (), ()
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         meta: dict[str, Any] = {"elbo": self.elbo_, "scale_examples": self.scale_examples_, "passes": self.passes_}
+        meta |= {"merged": True} if self.merged_ else {}
         meta |= {} if self._source is None else {"source": [self._source.start, self._source.stop]}
         tensors = {} if self._weight is None else {"weight": self._weight}
         return meta, tensors | ({} if self._observed is None else {"targets": self._observed})
@@ -230,6 +236,6 @@ class Generalized(Tangent):
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
-        self.mode_, self._weight = None, tensors.get("weight")
+        self.mode_, self._weight, self.merged_ = None, tensors.get("weight"), meta.get("merged", False)
         self._source = range(*meta["source"]) if "source" in meta else None
         self._observed = tensors.get("targets")

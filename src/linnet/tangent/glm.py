@@ -24,7 +24,7 @@ from linnet.probability import (
     log_predictive,
     predict_target,
 )
-from linnet.tangent.base import Mean
+from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.generalized import Generalized
 
 
@@ -137,6 +137,9 @@ class TangentGLM(HubMixin, Generalized):
                 `TangentRegressor`: their posterior is the prior of the new task, and the mean function is zero.
         """
         self.top_path_ = None
+        if isinstance(source, Tangent):
+            self._carry_on(source, X, y, sample_weight)
+            return self
         if self.top == "evidence" and self.solver != "adam":
             self._fit_by_evidence(X, y, sample_weight, source)
             return self

@@ -35,7 +35,7 @@ from linnet._estimator import (
 from linnet.inference import Fit, Noise, Task, check_covariance_fits, check_outputs_fit, choose_solver
 from linnet.inference.gaussian import closed_form, updates
 from linnet.jacobian import Jacobian, Linearization, linearize
-from linnet.linalg import Stack
+from linnet.linalg import Matrix, Stack
 from linnet.network import CannotCast, Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, as_variances, check_prior, make_prior
 from linnet.tangent import files
@@ -206,9 +206,14 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                 they give is the prior of the new task. The mean function is then zero, whatever ``mean`` says: what
                 the network knew comes from its data, and not from outputs that have fitted them. The evidence chooses
                 a noise of the source data of their own, ``source_noise_``; an iterative solver has one for both.
-                ``loo_`` and `influence` are about the examples of X.
+                ``loo_`` and `influence` are about the examples of X. Or an earlier fitted regressor of the same
+                network, in the place of its data: its posterior is the prior, with its prior scales, noise and mean
+                function, which go before those of this one. That is what `condition` does.
         """
         self.top_path_ = None
+        if isinstance(source, Tangent):
+            self._carry_on(source, X, y, sample_weight)
+            return self
         if self.top == "evidence":
             self._fit_by_evidence(X, y, sample_weight, source)
         else:
@@ -448,6 +453,17 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
 
+    def _forget_examples(self, first: TangentRegressor) -> None:
+        S, choice = first.prior_variance_, first._fit_.choice
+        empty = S.new_zeros(0)
+        assert self.log_evidence_ is not None
+        noise = Noise(empty, empty.long(), len(choice.noise), choice.noise)
+        J = Matrix(S.new_zeros(0, len(S)))
+        task = Task(J, empty, noise, S.new_zeros(0, first._train.base.shape[1]))
+        fit = Fit(self.posterior_, choice, S, empty, empty, self.log_evidence_, self.log_evidence_error_, self.solver_)
+        self.noise_, self.noise_floored_, self.averaged_ = first.noise_, first.noise_floored_, False
+        self._train, self._fit_, self._kept, self.evidence_path_ = task, fit, {}, ()
+
     def _count_noises(self, noise: Noise) -> int:
         """How many scales of the noise are not those of the source, which come after the others."""
         return noise.count // 2 if self._source is not None and noise.count > 1 else noise.count
@@ -466,7 +482,12 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         meta, tensors = files.task_state(self._train, self._fit_)
         if self._level is not None:
             tensors["level"] = self._level
-        meta |= {"one_column": self._one_column, "noise_": _as_json(self.noise_), "noise_each": self._noise_each}
+        meta |= {
+            "merged": self.merged_,
+            "one_column": self._one_column,
+            "noise_": _as_json(self.noise_),
+            "noise_each": self._noise_each,
+        }
         if self._source is not None:
             known = {"start": self._source.start, "stop": self._source.stop, "noise": _as_json(self.source_noise_)}
             meta["source"] = known
@@ -474,7 +495,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def _set_state(self, meta: dict[str, Any], tensors: dict[str, Tensor], J: Any) -> None:
         self._one_column, self._level = meta["one_column"], tensors.get("level")
-        self._noise_each = meta.get("noise_each", False)
+        self._noise_each, self.merged_ = meta.get("noise_each", False), meta.get("merged", False)
+        if self.merged_:
+            before = Matrix(self.prior_variance_.new_zeros(0, self.lin_.p))
+            J = before if J is None else Stack([before, J])
         if meta.get("source"):
             self._source = range(meta["source"]["start"], meta["source"]["stop"])
             self.source_noise_ = _from_json(meta["source"]["noise"])
@@ -574,7 +598,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         (fit,) = closed_form.condition([task], prior, settings)
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
         other = self._with_task(task, replace(fit, choice=kept), [X])
-        other._one_column = y.ndim == 1
+        other._one_column, other.merged_ = y.ndim == 1, False
         return other
 
     # Predictions.
@@ -632,6 +656,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         units of the prior's standard deviations.
         """
         check_is_fitted(self)
+        self._check_examples("path")
         if not t >= 0:
             raise ValueError(f"t is a time and must not be negative; got {t!r}.")
         J = self._new_inputs(X)
@@ -651,6 +676,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         example of weight w is left out w times, and its target is one observation.
         """
         check_is_fitted(self)
+        self._check_examples("loo_")
         if "loo" not in self._kept:
             found = updates.leave_one_out(self._train, self._point_fit(), self._precisions())
             y = self._train.base + self._train.r.view_as(self._train.base)
@@ -669,6 +695,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         examples, or (m, c, n).
         """
         J = self._new_inputs(X)
+        self._check_examples("influence")
         P = self._precisions()
         n, c = len(P), P.shape[1]
         fit = self._point_fit()
