@@ -23,7 +23,7 @@ PAPERS = {
     "allingham2023": "evidence laplace_uci laplace_digits laplace_cifar snelson not_linearized joint",
     "damianou2020": "deep_gp",
     "yang2024": "lora",
-    "calibration": "coverage",
+    "calibration": "coverage unknown",
     "scoreboard": "scoreboard",
     "kirsch2019": "labels",
     "park2023": "attribution",

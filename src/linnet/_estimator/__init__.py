@@ -2,6 +2,7 @@
 
 from linnet._estimator import behavior, files
 from linnet._estimator.behavior import draw_inputs
+from linnet._estimator.class_uncertainty import ClassUncertaintyMixin
 from linnet._estimator.dtypes import Dtypes, can_copy, make_jacobian, parse_dtype
 from linnet._estimator.ensembles import EnsembleMixin, by_members, is_ensemble, members_of
 from linnet._estimator.error_bars import ErrorBarsMixin, check_has_exact, check_variance
@@ -27,6 +28,7 @@ from linnet._estimator.optimizer_steps import epoch, shuffle
 from linnet._estimator.source_data import WithSource, join_inputs
 
 __all__ = [
+    "ClassUncertaintyMixin",
     "Counted",
     "Dtypes",
     "EnsembleMixin",

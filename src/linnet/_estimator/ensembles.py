@@ -27,7 +27,7 @@ from linnet._estimator import files
 from linnet._estimator.dtypes import Dtypes
 from linnet._estimator.inputs import check_inputs, convert_like
 from linnet.network import check_module
-from linnet.probability import Bernoulli, Ordinal
+from linnet.probability import Bernoulli, ClassBeliefs, Ordinal, UncertaintyScore, mix_beliefs, score_uncertainty
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -214,6 +214,14 @@ class Mixture:
     def _probabilities(self, X: Any) -> Any:
         return self._average(self._ask("_probabilities", X))
 
+    def uncertainty(
+        self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore] = "moderated_energy", *, draws: int = 1000
+    ) -> Any:
+        """How unsure the mixture is of each input."""
+        parts = self._ask("_score_beliefs", X, score, draws)
+        pairs = [(w, part) for w, part in zip(self.estimator.weights_, parts, strict=True) if part is not None]
+        return convert_scores(X, score, mix_beliefs(*zip(*pairs, strict=True)))
+
     def decision_function(self, X: Any) -> Any:
         """Logits of the averaged probabilities; for classes in an order the mean of the output."""
         likelihood, several = self.estimator.likelihood_, self.estimator.multilabel_
@@ -384,6 +392,13 @@ def check_outputs_agree(members: Sequence[Any], X: Any) -> None:
 
 
 # Numbers.
+
+
+def convert_scores(X: Any, score: UncertaintyScore | Sequence[UncertaintyScore], beliefs: ClassBeliefs) -> Any:
+    """One score, or a dict of several, in the form of the inputs X."""
+    if isinstance(score, str):
+        return convert_like(X, score_uncertainty(score, beliefs))
+    return {name: convert_like(X, score_uncertainty(name, beliefs)) for name in score}
 
 
 def mix_evidence(logs: Sequence[float], weights: Sequence[float] | np.ndarray) -> float:

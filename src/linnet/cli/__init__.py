@@ -30,6 +30,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "random_weights": _option(bool, "Use a network that is not trained.", False, "--random-weights"),
     "train": _option(Path, "Training data: .csv, .parquet, .npz (x, y), .tsv of texts, or a folder of images."),
     "test": _option(Path | None, "Test data of the same kind.", None),
+    "source": _option(Path | None, "Data that the network was trained on, of the same kind: all of it.", None),
     "data": _option(Path, "Data: .csv, .parquet, .npz (x), .txt or .tsv of texts, or a folder of images."),
     "target": _option(list[str] | None, "Column to predict; may be repeated. For .npz: array to predict.", None),
     "columns": _option(str | None, "Columns that the network takes, with commas; by default all other columns.", None),
@@ -134,7 +135,7 @@ def demo() -> None:
 
 @_command(
     "fit.adapt",
-    f"{FIT} prior inference mean head features variance {INPUTS} force",
+    f"{FIT} source prior inference mean head features variance {INPUTS} force",
     weights=SEVERAL,
     top=_option(str | None, "Instead of --params: number of blocks from the top, or evidence.", None),
     prior=(OPTIONS["prior"][0], "balanced"),

@@ -58,6 +58,7 @@ class FitOptions:
     features: str | None = None  # the module that a new head reads; None for the input of the last layer
     structure: str = "auto"  # structure of the posterior of `linnet.Laplace`
     variance: str = "auto"  # "auto", "exact" or "samples"
+    source: Path | None = None  # data that the network was trained on, or None
     random_weights: bool = False  # whether the network may be one that is not trained
 
 
@@ -72,6 +73,11 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
     }.items():
         if name in options:
             check_choice(f"--{name}", options[name], known)
+    if options.get("source") is not None and options["mean"] == "network":
+        raise UsageError(
+            "--source needs a mean function of zero: the network has fitted the source data, so that its residuals "
+            "there say nothing. Leave --mean or --source out."
+        )
     same = {name: options[name] for name in FitOptions.__dataclass_fields__ if name in options}
     return FitOptions(
         **same
@@ -197,12 +203,15 @@ def print_plan(printer: Printer, model: nn.Module, J: Jacobian, *, layers: int =
         printer.say(f"  ... and {len(lines) - 3 - layers} more layers; `linnet info` shows all layers")
 
 
-def print_solver(printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, inference: str = "laplace") -> None:
+def print_solver(
+    printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, inference: str = "laplace", more: int = 0
+) -> None:
     """Print which solver a fit will use, and about how much memory it takes.
 
-    ``kind`` is "regression", "classification" or "laplace"; ``inference`` matters for classification alone.
+    ``kind`` is "regression", "classification" or "laplace"; ``inference`` matters for classification alone; ``more``
+    examples are fitted beside those of J.
     """
-    rows, p = J.shape
+    rows, p = J.shape[0] + more * J.c, J.shape[1]
     world, memory_of_all = J.ranks.world, J.lin.agree_on_memory("auto")
     kernels = (len(J.lin.layout.layers) if prior == "layerwise" else 1) + (kind == "classification")
     if kind == "classification":

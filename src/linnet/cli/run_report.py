@@ -129,6 +129,7 @@ def _write_lede(command: str, estimator: Any, options: FitOptions, data: FitData
 def _list_facts(found: Any, options: FitOptions, data: FitData) -> dict[str, str]:
     noise, found = getattr(found, "noise_", None), members_of(found)[0]
     facts = {"training examples": f"{data.train.n:,}", "parameters": f"{found.lin_.p:,}", "prior": str(options.prior)}
+    facts |= {"examples of the network's own training": f"{data.source_count:,}"} if data.source_count else {}
     if isinstance(found, linnet.Laplace):
         facts |= {"structure": found.structure_, "effective parameters": number(found.effective_dimension_)}
     else:

@@ -45,6 +45,7 @@ class FitData:
     test: Examples | None
     reading: Reading
     task: PredictionTask
+    source: Examples | None = None  # data that the network was trained on
 
     @property
     def model(self) -> nn.Module:
@@ -54,8 +55,21 @@ class FitData:
     @property
     def y(self) -> np.ndarray:
         """Training targets: labels (n,), or numbers (n,) or (n, c)."""
-        assert self.train.y is not None
-        return self.train.y.reshape(-1) if self.task.kind == "classification" else self.train.y.astype(float)
+        return self._targets(self.train)
+
+    def _targets(self, data: Examples) -> np.ndarray:
+        assert data.y is not None
+        return data.y.reshape(-1) if self.task.kind == "classification" else data.y.astype(float)
+
+    @property
+    def fitted_source(self) -> tuple[Any, np.ndarray] | None:
+        """Inputs and targets of the data that the network was trained on."""
+        return None if self.source is None else (self.source.X, self._targets(self.source))
+
+    @property
+    def source_count(self) -> int:
+        """How many examples the network was trained on, of those that are given."""
+        return 0 if self.source is None else self.source.n
 
     @property
     def target_count(self) -> int:
@@ -87,17 +101,35 @@ def load(options: FitOptions, printer: Printer) -> FitData:
         test, _ = read_for_network(files[1], settled, model, labeled=True)
         printer.say(f"{files[1]}: {test.what}")
     task = find_task(model, train, asked=reading.task, head=options.head)
-    if test is not None and test.y is not None and train.y is not None:
-        count_outputs(model, test, str(files[1]))
-        if task.kind == "classification":
-            classes = list(task.classes) if task.new_head else task.output_labels
-            index_labels(test.y.reshape(-1), classes, str(files[1]))
-        elif test.y.dtype.kind not in "biuf" or test.y.shape[1:] != train.y.shape[1:]:
-            raise UsageError(f"{files[1]}: the targets must be numbers of the same shape as in {files[0]}.")
+    source = None
+    if options.source is not None:
+        if task.new_head:
+            raise UsageError(
+                "--source is for a network that keeps its outputs: the source data have targets for these, and a new "
+                "head has other outputs. Leave --source out."
+            )
+        source, _ = read_for_network(options.source, settled, model, labeled=True)
+        printer.say(f"{options.source}: {source.what}, which the network was trained on")
+    for path, other in ((files[1], test), (options.source, source)):
+        if other is not None and other.y is not None:
+            check_alike(model, task, train, other, (str(files[0]), str(path)))
     printer.say(task.kind if reading.task != "auto" else f"{task.kind}, because {task.why}; --task can say otherwise")
     if len(models) > 1:
         printer.say(f"an ensemble of {len(models)} networks")
-    return FitData(models, train, test, settled, task)
+    return FitData(models, train, test, settled, task, source)
+
+
+def check_alike(
+    model: nn.Module, task: PredictionTask, train: Examples, other: Examples, names: tuple[str, str]
+) -> None:
+    """Raise unless other data have targets as the training data have; ``names`` are those of both files."""
+    assert train.y is not None and other.y is not None
+    count_outputs(model, other, names[1])
+    if task.kind == "classification":
+        classes = list(task.classes) if task.new_head else task.output_labels
+        index_labels(other.y.reshape(-1), classes, names[1])
+    elif other.y.dtype.kind not in "biuf" or other.y.shape[1:] != train.y.shape[1:]:
+        raise UsageError(f"{names[1]}: the targets must be numbers of the same shape as in {names[0]}.")
 
 
 def guess_kind(y: np.ndarray, asked: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from linnet._common import (
     together,
 )
 from linnet._estimator import (
+    ClassUncertaintyMixin,
     Counted,
     Dtypes,
     EnsembleMixin,
@@ -176,7 +177,7 @@ LOOKED_AT = 200
 """Training examples on which the cost of error bars is measured."""
 
 
-class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
+class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     r"""Error bars for a trained network: the Gaussian posterior of its weights, linearized.
 
     .. math:: \theta \sim N(0, S), \qquad \theta \mid y \approx N(\theta_0, H^{-1}), \quad H = J^\top B J + S^{-1},
@@ -1292,6 +1293,10 @@ class Laplace(HubMixin, EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if spread == "covariance":
             check_covariance_fits(J, self.memory)
         return told.moments(J, spread), told
+
+    def _outputs_and_spread(self, X: Any, spread: Spread) -> tuple[Any, Any]:
+        moments, _ = self._moments(X, spread)
+        return moments.f, moments.spread
 
     def _new_inputs(self, X: Any, k: int) -> Jacobian:
         """The Jacobian of inputs at which k samples are asked for."""

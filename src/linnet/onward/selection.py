@@ -42,7 +42,19 @@ from linnet._estimator import check_inputs, convert_like, example_codes
 from linnet.data import Source, as_source
 from linnet.jacobian import Jacobian
 from linnet.laplace import Laplace
-from linnet.probability import Bernoulli, Categorical, KnownNoise, Likelihood, Ordinal, Posterior, Sites
+from linnet.probability import (
+    Bernoulli,
+    Categorical,
+    KnownNoise,
+    Likelihood,
+    Ordinal,
+    Posterior,
+    Rule,
+    Sites,
+    average_classes,
+    entropy,
+    make_rule,
+)
 from linnet.tangent import TangentClassifier, TangentGLM, TangentRegressor
 
 __all__ = ["Selection", "select"]
@@ -55,9 +67,6 @@ TARGETS = 200
 
 DRAWS = 128
 """Draws of the logits of an example: time against noise in its score. All examples share the draws."""
-
-NODES = 40
-"""Nodes of a Gauss-Hermite rule for one output."""
 
 ENTRIES = 2**18
 """Numbers that are made at once where draws, or pairs of examples, are many: what fits the cache of a CPU."""
@@ -309,44 +318,23 @@ class JointCovariance:
 # Information of one label.
 
 
-def _integration(candidates: Candidates, generator: torch.Generator) -> tuple[Tensor, Tensor] | None:
-    """Standard normal numbers (s, 1, c), or (s, 1, 1) for outputs by themselves, and weights (s,); None for no need."""
+def _integration(candidates: Candidates, generator: torch.Generator) -> Rule | None:
+    """How to average over the outputs of classes; None for no need."""
     if not isinstance(candidates.likelihood, Bernoulli | Categorical | Ordinal):
         return None
     mean = candidates.mean
-    if candidates.likelihood.diagonal:
-        z, w = np.polynomial.hermite_e.hermegauss(NODES)
-        return torch.as_tensor(z).to(mean).view(-1, 1, 1), torch.as_tensor(w / w.sum()).to(mean)
-    half = torch.randn(DRAWS // 2, 1, mean.shape[1], dtype=mean.dtype, generator=generator).to(mean.device)
-    return torch.cat([half, -half]), torch.full((len(half) * 2,), 1 / (2 * len(half))).to(mean)
+    return make_rule(candidates.likelihood, mean.shape[1], mean, DRAWS, generator)
 
 
-def _information(candidates: Candidates, rule: tuple[Tensor, Tensor] | None) -> Tensor:
+def _information(candidates: Candidates, rule: Rule | None) -> Tensor:
     """The mutual information of the label of each example and its outputs, (m,), in nats."""
     mean, blocks, root, likelihood = candidates
     if rule is None:
         N = torch.linalg.cholesky(_precision(blocks, root))
         return N.diagonal(dim1=1, dim2=2).log().sum(1)
     assert likelihood is not None
-    eps, weights = rule
-    step = max(1, ENTRIES // (len(eps) * mean.shape[1]))
-    out = []
-    for m, C in zip(mean.split(step), blocks.split(step), strict=True):
-        if likelihood.diagonal:
-            f = m + C.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() * eps
-        else:
-            values, Q = torch.linalg.eigh(C)
-            root = (Q * values.clamp_min(0).sqrt()[:, None]) @ Q.mT
-            f = m + torch.einsum("mcd,sd->smc", root, eps[:, 0])
-        p = likelihood.mean(f)  # (s, ., classes)
-        out.append(_entropy(likelihood, torch.tensordot(weights, p, 1)) - weights @ _entropy(likelihood, p))
-    return torch.cat(out)
-
-
-def _entropy(likelihood: Likelihood, p: Tensor) -> Tensor:
-    """Of class probabilities (..., classes); labels that are on or off have one each, and their entropies add up."""
-    found = torch.special.entr(p)
-    return (found + torch.special.entr(1 - p) if isinstance(likelihood, Bernoulli) else found).sum(-1)
+    p, inner = average_classes(likelihood, mean, blocks, rule)
+    return entropy(likelihood, p) - inner
 
 
 def _precision(blocks: Tensor, root: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ def _expected(likelihood: Likelihood, mean: Tensor, cov: Covariance, y: Tensor, 
     # Outputs are apart, so that all of them may stand at the same node at once.
     std = _marginal(cov, mean).sqrt()
     log_prob, residual, curvature = torch.zeros_like(mean[:, 0]), torch.zeros_like(mean), torch.zeros_like(mean)
-    for z, w in _nodes():
+    for z, w in nodes():
         f = mean + z * std
         log_prob += w * likelihood.log_prob(f, y)
         residual += w * likelihood.residual(f, y)
@@ -375,7 +375,7 @@ def predict_target(likelihood: Likelihood, mean: Tensor, variance: Tensor) -> Pr
             f"The mean of a target of {likelihood!r} depends on several outputs together, and averages of such means "
             "are not known. Use predict_outputs, or sample."
         )
-    std, rule = v.sqrt(), _nodes()
+    std, rule = v.sqrt(), nodes()
     means = [likelihood.mean(mean + z * std) for z, _ in rule]
     if means[0].shape != mean.shape:
         raise ValueError(
@@ -400,7 +400,7 @@ def log_predictive(likelihood: Likelihood, mean: Tensor, variance: Tensor, y: Te
             f"The predictive density of {likelihood!r} is known for one output; the network has {mean.shape[1]}."
         )
     std = _marginal(variance, mean).sqrt()
-    terms = [likelihood.log_prob(mean + z * std, y) + math.log(w) for z, w in _nodes()]
+    terms = [likelihood.log_prob(mean + z * std, y) + math.log(w) for z, w in nodes()]
     return torch.stack(terms).logsumexp(0)
 
 
@@ -481,7 +481,7 @@ def _rules() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
 
 
 @cache
-def _nodes() -> list[tuple[float, float]]:
+def nodes() -> list[tuple[float, float]]:
     """Nodes and weights of N(0, 1) for any smooth function: the trapezoidal rule, which sees details of a tenth of a
     standard deviation anywhere, where Gauss-Hermite quadrature sees them near zero alone."""
     z = np.linspace(-8.5, 8.5, 128)

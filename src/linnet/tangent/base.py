@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -447,8 +448,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     def apply(self) -> nn.Module:
         """A copy of the network with ``theta0 + delta`` written in; the model given is untouched.
 
-        The copy is another model wherever the network is not linear in its weights; see `linearity`. `TangentRegressor`
-        warns where the copy fits the training data worse than the network did.
+        The copy is another model wherever the network is not linear in its weights; see `linearity`. A warning says
+        where the copy fits the training data worse than the network did.
         """
         check_is_fitted(self)
         if self.model is None:
@@ -464,6 +465,23 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
 
     def _check_applied(self) -> None:
         """Warn, on behalf of the caller of `apply`, where the adapted weights fit the training data worse."""
+
+    def _warn_if_worse(self, loss: str, before: float, after: float) -> None:
+        """The warning of `_check_applied`, where a loss on the training data has grown, or is none any more."""
+        if after <= before:
+            return
+        why = (
+            "The weights move too far for the network to be linear in them. Use predict or to_module(), which are "
+            "linear, or adapt fewer parameters (params=, top=)."
+            if self.mean_ == "network"
+            else "The mean function is zero, so that the model has no part of the network's outputs, and the network "
+            "with other weights has. Use predict or to_module(), or fit with mean='network'."
+        )
+        warnings.warn(
+            "The network with the adapted weights is worse than the network that was given: on the training data its "
+            f"{loss} is {after:.3g}, and was {before:.3g}. {why}",
+            stacklevel=5,
+        )
 
     @together
     def linearity(self, X: Any) -> Linearity:

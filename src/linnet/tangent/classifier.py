@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linnet._common import together
 from linnet._estimator import (
+    ClassUncertaintyMixin,
     Counted,
     HubMixin,
     by_members,
@@ -50,7 +51,7 @@ NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
 
 
-class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
+class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Generalized):
     r"""Adapt a trained network to a classification task: a convex problem, with error bars.
 
     .. math:: p(y \mid x) = \mathrm{softmax}\left(m(x) + J(x) (\theta - \theta_0)\right), \qquad
@@ -415,6 +416,9 @@ class TangentClassifier(HubMixin, ClassifierMixin, Generalized):
     def sample(self, X: Any, k: int = 1, *, seed: int | None = None) -> Any:
         """k joint samples of the logits at X, (k, n, c)."""
         return convert_like(X, self._sample(X, k, torch.Generator().manual_seed(self.seed if seed is None else seed)))
+
+    def _outputs_and_spread(self, X: Any, spread: Spread) -> tuple[Any, Any]:
+        return self._predict(X, spread)
 
     @property
     def _spread(self) -> Spread:

@@ -303,6 +303,19 @@ class Generalized(Tangent):
         found = self.likelihood_
         return found.fitted(self._base(J), targets, weight) if found.is_open else found
 
+    @together
+    def _check_applied(self) -> None:
+        if not self._train_inputs or self._observed is None:  # a file that holds no training data
+            return
+        source = as_source(self._train_inputs[0], self.lin_.module.forward)
+        J = self._jacobian(source.changing() if self.solver_ == "adam" else source)
+        y, w = self._observed, torch.ones(J.n) if self._weight is None else self._weight
+        losses = []
+        for theta in (None, self.lin_.move_theta(self.posterior_.delta)):
+            each = self.likelihood_.log_prob(J.outputs(theta), y)
+            losses.append(-float((w.to(each) * each).sum() / w.sum()))
+        self._warn_if_worse("mean negative log probability of a target", *losses)
+
     def _attach(self, network: nn.Module, dtypes: Dtypes) -> None:
         self._dtypes, self.lin_ = dtypes, dtypes.apply(linearize(network, self._selected, self.output))
 

@@ -535,19 +535,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             / float(weights.sum())
             for theta in (None, self.lin_.move_theta(self.posterior_.delta))
         )
-        if after > before:
-            why = (
-                "The weights move too far for the network to be linear in them. Use predict or to_module(), which are "
-                "linear, or adapt fewer parameters (params=, top=)."
-                if self.mean_ == "network"
-                else "The mean function is zero, so that the model has no part of the network's outputs, and the "
-                "network with other weights has. Use predict or to_module(), or fit with mean='network'."
-            )
-            warnings.warn(
-                "The network with the adapted weights is worse than the network that was given: on the training data "
-                f"its mean squared error is {after:.3g}, and was {before:.3g}. {why}",
-                stacklevel=4,
-            )
+        self._warn_if_worse("mean squared error", before, after)
 
     @by_members
     def condition(self, X: Any, y: Any = None, sample_weight: Any = None, *, noise: Any = None) -> TangentRegressor:

@@ -245,3 +245,46 @@ def test_networks_of_an_ensemble_keep_their_heads(tmp_path, nets):
         flags += ["--weights", path]
     given = {"model": f"{nets}:numbers", "train": train, "out": tmp_path / "run", "target": "y", "head": "new"}
     assert "An ensemble needs networks whose outputs fit" in refused("adapt", *flags, **given)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_data_that_the_network_was_trained_on(tmp_path, nets, labels):
+    train, test = diabetes(tmp_path, labels=labels)
+    columns = read_table(train)
+    both = list(zip(*columns.values(), strict=True))
+    few, old = (
+        write_table(tmp_path / f"{name}.csv", list(columns), rows)
+        for name, rows in (("few", both[:20]), ("old", both[20:]))
+    )
+    network = f"{nets}:two" if labels else f"{nets}:numbers"
+    given = {"model": network, "train": few, "test": test, "target": "y", "source": old, "out": tmp_path / "run"}
+    said = done("adapt", **given)
+    assert "old.csv: 40 rows of 4 columns, which the network was trained on" in said
+    assert "mean function: zero" in said
+    assert f"a dense kernel ({60 * (1 + labels)} x " in said or "weights (" in said
+    found = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert found["examples"] == 20 and found["source_examples"] == 40
+    assert "own training" in (tmp_path / "run" / "report.html").read_text()
+    # The same by hand.
+    X, y = np.array([row[:4] for row in both], float), np.array([row[4] for row in both])
+    y = y if labels else y.astype(float)
+    X, model = (
+        torch.tensor(X, dtype=torch.float32),
+        model_source.load_network(network, None, seed=0, device=torch.device("cpu")),
+    )
+    kind = linnet.TangentClassifier(model, classes=["high", "low"]) if labels else linnet.TangentRegressor(model)
+    fitted = kind.fit(X[:20], y[:20], source=(X[20:], y[20:]))
+    assert found["log_evidence"] == pytest.approx(fitted.log_evidence_, rel=1e-9)
+    done("predict", "--run", tmp_path / "run", "--data", test, "--out", tmp_path / "p.csv")
+    assert read_table(tmp_path / "p.csv") == read_table(tmp_path / "run" / "predictions.csv")
+
+
+def test_source_data_that_cannot_be(tmp_path, nets):
+    train, test = diabetes(tmp_path)
+    given = {"model": f"{nets}:numbers", "train": train, "out": tmp_path / "run", "target": "y"}
+    assert "needs a mean function of zero" in refused("adapt", source=test, mean="network", **given)
+    assert "There is no" in refused("adapt", source=tmp_path / "none.csv", **given)
+    assert "keeps its outputs" in refused("adapt", source=test, head="new", **given)
+    other = write_table(tmp_path / "other.csv", ["age", "bmi", "bp", "s5", "y"], [[1, 2, 3, 4, "high"]] * 3)
+    assert "must be numbers of the same shape" in refused("adapt", source=other, **given)
+    assert "No such option" in refused("uncertainty", source=test, **given)

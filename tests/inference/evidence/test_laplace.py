@@ -17,7 +17,7 @@ from linnet.inference.evidence import laplace
 from linnet.inference.evidence.laplace import choose_layer_scales, choose_scale, unit_scale
 from linnet.inference.mode import spaces
 from linnet.inference.mode.newton import function_space, weight_space
-from linnet.probability import Bernoulli, Categorical, Likelihood
+from linnet.probability import Bernoulli, Categorical, Likelihood, Weighted
 from tests.inference.mode.test_newton import CASES, C, N, problem
 from tests.support.drawn import normal
 
@@ -279,3 +279,27 @@ def test_the_first_scale_makes_an_average_eigenvalue_one(likelihood: Likelihood)
         traces.append(float((whole * K).sum()))
     for A, space in ((K, "function"), (Phi, "weight")):
         assert unit_scale(A, y, mean, likelihood, space) * max(traces) / (n * c) == pytest.approx(1, rel=1e-10)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
+@pytest.mark.parametrize("space", ["function", "weight"])
+def test_an_example_of_weight_two_is_the_example_twice_for_the_unit_and_the_hyperprior(
+    likelihood: Likelihood, space: str
+) -> None:
+    n, c, p = 8, 3, 7
+    Phi, mean, w = normal(n * c, p), normal(n, c, seed=1), torch.tensor([1, 2, 1, 1, 3, 1, 1, 2])
+    y = torch.arange(n) % c if isinstance(likelihood, Categorical) else (normal(n, c, seed=2) > 0).double()
+    rows = (c * torch.arange(n).repeat_interleave(w)[:, None] + torch.arange(c)).flatten()
+    found = []
+    for Phi_, mean_, likelihood_, y_ in (
+        (Phi, mean, *Weighted.pack(likelihood, y, w.double())),
+        (Phi[rows], mean.repeat_interleave(w, 0), likelihood, y.repeat_interleave(w, 0)),
+    ):
+        A = Phi_ @ Phi_.T if space == "function" else Phi_
+        unit = unit_scale(A, y_, mean_, likelihood_, space)
+        given: dict[str, Any] = {"mean": mean_, "likelihood": likelihood_, "space": space}
+        found.append((unit, choose_scale(A, y_, hyperprior=True, gain=1e-9, **given)[0]))
+    (first, one), (second, two) = found
+    assert first == pytest.approx(second, rel=1e-9)
+    assert one.log_evidence == pytest.approx(two.log_evidence, rel=1e-6)
+    assert math.log(one.scales[0]) == pytest.approx(math.log(two.scales[0]), abs=1e-3)

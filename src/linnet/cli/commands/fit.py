@@ -58,7 +58,7 @@ def _run(command: str, options: FitOptions) -> None:
                 printer.say(f"structure: {options.structure}; prior: {options.prior}")
             if adapts or options.structure in ("auto", "full", "function"):
                 kind = data.task.kind if adapts else "laplace"
-                print_solver(printer, J, kind, options.prior, inference=options.inference)
+                print_solver(printer, J, kind, options.prior, inference=options.inference, more=data.source_count)
         with printer.step("Adapt" if adapts else "Error bars"), terminal.collect_notes() as notes:
             fit = _fit_tangent if adapts else _fit_laplace
             estimator = fit(options, model if len(data.models) == 1 else data.models, data, classes, y)
@@ -91,6 +91,7 @@ def _run(command: str, options: FitOptions) -> None:
             write_csv(folder / "predictions.csv", told.columns)
         run_folder.save_head(folder, run, model)
         details = {"test": result.scores, "examples": data.train.n, **_describe(estimator)}
+        details |= {"source_examples": data.source_count} if data.source_count else {}
         run_folder.write_json(folder / "metrics.json", terminal.describe_run(options.seed, options.device, **details))
         written = run_report.finish(folder, run, page)
     printer.print_written(options.out, written)
@@ -126,7 +127,7 @@ def _resolve_auto(options: FitOptions, data: FitData, printer: Printer) -> FitOp
     if inference == "auto":
         count = len(task.classes)
         outputs = (count if count > 2 else 1) if task.new_head else task.outputs
-        inference = "vi" if data.train.n * outputs <= MANY else "laplace"
+        inference = "vi" if (data.train.n + data.source_count) * outputs <= MANY else "laplace"
     printer.say(f"inference: {inference}; mean function: {options.mean}; prior: {options.prior}")
     return replace(options, inference=inference)
 
@@ -166,10 +167,10 @@ def _fit_tangent(options: FitOptions, model: Networks, data: FitData, classes: l
     how: Any = {"params": chosen.params, "top": chosen.top, "mean": options.mean, "prior": options.prior}
     how |= {"variance": options.variance}
     if data.task.kind == "regression":
-        return linnet.TangentRegressor(model, seed=options.seed, **how).fit(data.train.X, y)
+        return linnet.TangentRegressor(model, seed=options.seed, **how).fit(data.train.X, y, source=data.fitted_source)
     # Every label of a file is the name of a class.
     how |= {"inference": options.inference, "classes": classes, "ignore_index": None}
-    return linnet.TangentClassifier(model, seed=options.seed, **how).fit(data.train.X, y)
+    return linnet.TangentClassifier(model, seed=options.seed, **how).fit(data.train.X, y, source=data.fitted_source)
 
 
 def _fit_laplace(options: FitOptions, model: Networks, data: FitData, classes: list[Any], y: np.ndarray) -> Any:

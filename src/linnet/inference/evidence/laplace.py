@@ -35,7 +35,7 @@ from linnet.inference.evidence.gaussian import Choice
 from linnet.inference.evidence.search import Maximum, Slope, maximize
 from linnet.inference.mode.newton import Mode, function_space, weight_space
 from linnet.linalg import solve_lower
-from linnet.probability import Likelihood
+from linnet.probability import Likelihood, Weighted
 
 STEP = 4 / 3 * math.log(10.0)
 """Distance of the logarithms of the scales that are tried where nothing is known: shorter costs more modes, longer may
@@ -255,8 +255,12 @@ def _moving_trace(Sigma: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -
 
 
 def unit_scale(A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> float:
-    """The scale at which an average eigenvalue of ``L^T K L`` is one, with the larger curvature of f = 0 and f = m."""
+    """The scale at which an average eigenvalue of ``L^T K L`` is one, with the larger curvature of f = 0 and f = m.
+
+    An example of weight 2 counts as the same example given twice.
+    """
     n, c = mean.shape
+    count = float(likelihood.split(y)[1].sum()) if isinstance(likelihood, Weighted) else n
     if likelihood.diagonal:
         blocks = (A.diagonal() if space == "function" else A.square().sum(1)).view(n, c)
     elif space == "function":
@@ -267,7 +271,7 @@ def unit_scale(A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space
     largest = max(float((blocks * likelihood.observed_curvature(f, y)).sum()) for f in (torch.zeros_like(mean), mean))
     if not largest > 0:
         raise ValueError("The kernel is zero on the training data: no selected parameter moves the outputs there.")
-    return n * c / largest
+    return count * c / largest
 
 
 # One scale for each layer.
