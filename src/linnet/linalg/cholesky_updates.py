@@ -94,9 +94,8 @@ def subtract_outer_products(L: Tensor, X: Tensor) -> tuple[Tensor, float]:
         ArithmeticError: The difference is not positive definite, or half of the digits would be lost.
 
     >>> L, left = subtract_outer_products(torch.eye(2).double() * 2, torch.tensor([[1.0], [1.0]]).double())
-    >>> L @ L.T, round(left, 6)
-    (tensor([[ 3., -1.],
-            [-1.,  3.]], dtype=torch.float64), 0.5)
+    >>> (L @ L.T).round(decimals=6).tolist(), round(left, 6)
+    ([[3.0, -1.0], [-1.0, 3.0]], 0.5)
     """
     m, k = X.shape
     L = L.tril()

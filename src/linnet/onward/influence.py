@@ -342,7 +342,7 @@ class _Fitted:
         """Those that the estimator was fitted to."""
         e = self.estimator
         y = getattr(e, "_y" if isinstance(e, Laplace) else "_observed", None)
-        if y is None or getattr(e, "_train_inputs", None) in (None, []):
+        if y is None or not (isinstance(e, Laplace) or e._train_inputs):
             raise ValueError(
                 f"attribution needs the training examples, which this {type(e).__name__} does not hold: it was loaded "
                 "from a file, or merged. Give them as data=(X, y)."

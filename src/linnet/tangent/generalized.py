@@ -123,7 +123,8 @@ class Generalized(Tangent):
                 "fit(X, y, source=...) for other data."
             )
         other = self._without_data()
-        other.merged_ = False
+        if other.merged_:
+            other.merged_ = False
         inputs, weight, kept = leave_out_weightless(inputs, sample_weight, self.lin_.module.forward)
         other._condition(inputs, kept.take(y), Prior("given", self.prior_variance_), weight=weight)
         return other

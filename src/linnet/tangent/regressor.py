@@ -698,7 +698,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         (fit,) = closed_form.condition([task], prior, settings)
         kept = replace(fit.choice, scales=choice.scales, floored=choice.floored)
         other = self._with_task(task, replace(fit, choice=kept), [X])
-        other._one_column, other.merged_ = y.ndim == 1, False
+        other._one_column = y.ndim == 1
+        if other.merged_:
+            other.merged_ = False
         return other
 
     # Predictions.

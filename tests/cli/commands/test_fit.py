@@ -276,7 +276,13 @@ def test_data_that_the_network_was_trained_on(tmp_path, nets, labels):
     fitted = kind.fit(X[:20], y[:20], source=(X[20:], y[20:]))
     assert found["log_evidence"] == pytest.approx(fitted.log_evidence_, rel=1e-9)
     done("predict", "--run", tmp_path / "run", "--data", test, "--out", tmp_path / "p.csv")
-    assert read_table(tmp_path / "p.csv") == read_table(tmp_path / "run" / "predictions.csv")
+    again, first = read_table(tmp_path / "p.csv"), read_table(tmp_path / "run" / "predictions.csv")
+    assert list(again) == list(first)
+    for name, column in first.items():
+        if isinstance(column[0], str) and not column[0].lstrip("-").replace(".", "").replace("e-", "").isdigit():
+            assert again[name] == column
+        else:  # sums of another alignment of memory round in another way
+            assert [float(v) for v in again[name]] == pytest.approx([float(v) for v in column], rel=1e-12)
 
 
 def test_source_data_that_cannot_be(tmp_path, nets):
