@@ -208,7 +208,7 @@ def scale() -> str:
     texts = [
         _table(heads, rows),
         "A pass with k = 16 whose chunks hold a part of the examples, from a later run: time and memory, each beside a "
-        "training step. That run did not play a record of the whole chunk of ResNet-50.",
+        "training step. The whole chunk of ResNet-50 was probably not recorded there.",
         _table(titles, parts),
         f"Fit and prediction together, on the adapters of the 1.1 B model, {made['n']} sequences of 64 tokens:",
         _table(["estimator", "seconds", "training steps"], doors),

@@ -1,4 +1,4 @@
-"""Which score tells images of an unknown kind: Laplace beside a network alone and ensembles.
+"""Scores that detect images of an unknown kind: Laplace beside a network alone and ensembles.
 
 Networks for CIFAR-10 (ResNet-20 alone; ResNet-20, 32 and 56 as an ensemble) and for Fashion-MNIST (small LeNets, each
 alone; five of them as an ensemble) see their own test images and images of other kinds. A score is good if images of

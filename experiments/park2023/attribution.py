@@ -1,4 +1,4 @@
-"""Which training data made a prediction: linnet.attribution beside TRAK and kronfluence, by retrained networks.
+"""Compare linnet.attribution with TRAK and kronfluence by networks that are trained again.
 
 The linear datamodeling score (Park et al. 2023): networks are trained on random halves of the data. A method predicts
 the margin of each test example, the log odds of its label, under each half by the sum of its scores of the examples in
@@ -170,7 +170,7 @@ def outputs(name: str, theta: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def retrain(options: argparse.Namespace, name: str, sizes: Sizes, given: Data, test: Data) -> tuple[Tensor, Tensor]:
-    """Which examples each half holds, (halves, n), and the margins (halves, m), averaged over networks."""
+    """The examples of each half, (halves, n), and the margins (halves, m), averaged over networks."""
     generator = torch.Generator().manual_seed(1000 + options.seed)
     device = given[0].device
     halves = torch.stack([torch.randperm(sizes.n, generator=generator)[: sizes.n // 2] for _ in range(sizes.halves)])

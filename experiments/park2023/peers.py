@@ -37,8 +37,8 @@ def trak(nets: Sequence[nn.Module], train: Data, test: Data, *, rank: int, devic
         train: Training data.
         test: Data whose margins are explained.
         rank: Dimension of the projected gradients.
-        device: Where.
-        seed: Of the projection.
+        device: Device of the networks.
+        seed: Seed of the random projection.
     """
     package, projectors = importlib.import_module("trak"), importlib.import_module("trak.projectors")
     model = copy.deepcopy(nets[0])

@@ -207,7 +207,7 @@ def sum_of(terms: Sequence[Any]) -> Callable[[nn.Module], Tensor]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, task: Task) -> float:
-    """Of the test images of a task."""
+    """The accuracy of a network on the test images of a task."""
     return float((model(task.X_test).argmax(1) == task.y_test).double().mean())
 
 

@@ -67,7 +67,7 @@ class ClassUncertaintyMixin:
         return convert_scores(X, score, self._score_beliefs(X, score, draws))
 
     def _score_beliefs(self, X: Any, score: UncertaintyScore | Sequence[UncertaintyScore], draws: int) -> ClassBeliefs:
-        """What the outputs at X say about the classes; the error where that has no such score."""
+        """The beliefs about the classes at X; raise where the likelihood has no such score."""
         check_is_fitted(self)
         likelihood = self._class_likelihood()
         for name in [score] if isinstance(score, str) else score:
@@ -85,7 +85,7 @@ class ClassUncertaintyMixin:
         raise NotImplementedError
 
     def _class_likelihood(self) -> Likelihood:
-        """The likelihood; the error where it is none of classes."""
+        """The likelihood; raise where its targets are no classes."""
         found: Likelihood = self.likelihood_
         if isinstance(found, Sites):
             raise NotImplementedError(

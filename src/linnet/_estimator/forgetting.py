@@ -1,4 +1,4 @@
-"""Which examples are to be forgotten: positions among those that a posterior has seen, or the examples themselves."""
+"""Find the examples that a user wants to forget, given by their positions or as inputs and targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_kept(
     """The positions of the examples that stay, (m,), in rising order.
 
     Args:
-        estimator: Whose examples these are.
+        estimator: The estimator that has seen the examples.
         examples: Positions, a mask, or inputs of the examples to forget.
         y: Their targets, where inputs are given; None for positions, and where the targets come with the inputs.
         seen: The inputs that the estimator has seen, in parts; empty where it has not kept them.

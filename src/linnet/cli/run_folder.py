@@ -113,6 +113,16 @@ def convert_to_json(value: Any) -> Any:
 # Reading.
 
 
+def read_with_posterior(folder: Path) -> Run:
+    """The run of a folder, as `read`. Raises for a run of linnet embed, which fits no posterior."""
+    found = read(folder)
+    if found.command == "embed":
+        raise UsageError(
+            f"{folder} was made by linnet embed, which fits no posterior. Give a run of adapt or uncertainty."
+        )
+    return found
+
+
 def read(folder: Path) -> Run:
     """The run of a folder. Raises unless all files are as they were written."""
     found, path = _read_json(folder), folder / RUN

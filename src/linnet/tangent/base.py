@@ -169,10 +169,10 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         other.log_evidence_, other.log_evidence_error_ = log_evidence, self.log_evidence_error_
         other.solver_, other.solution_, other.variance_ = self.solver_, None, self.variance_
         other._train_inputs = []
-        other._forget_examples(self)
+        other._take_settings(self)
         return other
 
-    def _forget_examples(self, first: Self) -> None:
+    def _take_settings(self, first: Self) -> None:
         """What `_without_examples` sets in an estimator of this class, from the one that it comes from."""
         raise NotImplementedError
 

@@ -275,8 +275,8 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
             raise ValueError(f"refit takes labels as fit has seen them, {needed}; got shape {labels.shape}.")
         return self._encode(labels, J, self.classes_, self.likelihood_)
 
-    def _forget_examples(self, first: TangentClassifier) -> None:
-        super()._forget_examples(first)
+    def _take_settings(self, first: TangentClassifier) -> None:
+        super()._take_settings(first)
         self._tensors = first._tensors
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

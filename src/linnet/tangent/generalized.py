@@ -322,7 +322,7 @@ class Generalized(Tangent):
 
     # Files.
 
-    def _forget_examples(self, first: Any) -> None:
+    def _take_settings(self, first: Any) -> None:
         self.mode_, self._weight, self.passes_ = None, None, first.passes_
         self.elbo_, self.elbo_path_, self.objective_path_, self.evidence_path_ = None, (), (), ()
 

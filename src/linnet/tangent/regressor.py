@@ -465,7 +465,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._fit_, self._train, self._train_inputs = fit, task, inputs
         self._kept: dict[str, Any] = {}
 
-    def _forget_examples(self, first: TangentRegressor) -> None:
+    def _take_settings(self, first: TangentRegressor) -> None:
         S, choice = first.prior_variance_, first._fit_.choice
         empty = S.new_zeros(0)
         assert self.log_evidence_ is not None

@@ -32,6 +32,14 @@ def test_embed_and_what_it_says_about_new_data(tmp_path, nets):
     with np.load(tmp_path / "e.npz") as file:
         np.testing.assert_allclose(file["embedding"], embedding.transform(Z), rtol=1e-3, atol=1e-3)
     assert "must be a .npz file" in refused("predict", "--run", out, "--data", test, "--out", tmp_path / "e.csv")
+    given = {"run": out, "out": tmp_path / "no"}
+    for command, more in (
+        ("select", {"data": test}),
+        ("attribute", {"data": test, "train": train}),
+        ("export", {"data": test}),
+        ("forget", {"rows": train}),
+    ):
+        assert "was made by linnet embed, which fits no posterior" in refused(command, **given, **more)
 
 
 def test_vectors_of_images_have_the_names_of_their_files(tmp_path, nets):

@@ -25,11 +25,7 @@ def run(options: Mapping[str, Any]) -> None:
     check_choice("--of", options["of"], ("auto", "output", "loss"))
     check_choice("--rank", options["rank"], ("absolute", "highest", "lowest"))
     folder, out = options["run"], options["out"]
-    device, kept = choose_device(options["device"]), run_folder.read(folder)
-    if kept.command == "embed":
-        raise UsageError(
-            "The run was made by linnet embed, which has no predictions. Give a run of adapt or uncertainty."
-        )
+    device, kept = choose_device(options["device"]), run_folder.read_with_posterior(folder)
     if out.suffix != ".csv":
         raise UsageError(f"--out must be a .csv file; got {out}.")
     with join_processes(device), publishing.publish_file(out, force=options["force"]):

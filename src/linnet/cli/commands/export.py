@@ -17,9 +17,7 @@ from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
 def run(options: Mapping[str, Any]) -> None:
     """Load a run, make a module with error bars, and write the module."""
     folder, out = options["run"], options["out"]
-    device, kept = choose_device(options["device"]), run_folder.read(folder)
-    if kept.command == "embed":
-        raise UsageError("A run of linnet embed has no error bars. Give a run of adapt or uncertainty.")
+    device, kept = choose_device(options["device"]), run_folder.read_with_posterior(folder)
     if out.suffix not in (".pt2", ".onnx"):
         raise UsageError(f"--out must be a .pt2 file (torch.export) or an .onnx file; got {out}.")
     with publishing.publish_file(out, force=options["force"]):

@@ -20,9 +20,7 @@ from linnet.inference import STANDARD
 def run(options: Mapping[str, Any]) -> None:
     """Load a run, find the examples among those that it has seen, and write the run without them."""
     source, rows, out = options["run"], options["rows"], options["out"]
-    device, kept = choose_device(options["device"]), run_folder.read(source)
-    if kept.command == "embed":
-        raise UsageError("A run of linnet embed cannot forget. Give a run of adapt or uncertainty, or embed again.")
+    device, kept = choose_device(options["device"]), run_folder.read_with_posterior(source)
     with terminal.join_processes(device), publishing.publish_folder(out, force=options["force"]) as folder:
         printer = Printer()
         estimator, found, network = load_estimator_and_network(
