@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,8 @@ import pytest
 import torch
 
 from linnet.cli import data_files
-from linnet.cli.data_files import Reading, cast_for_network, measure_columns, read, read_for_network
+from linnet.cli.data_files import Reading, Standardization, cast_for_network, read, read_for_network
+from linnet.cli.data_files.scaling import Scales, read_scaler
 from linnet.cli.data_files.tables import write_csv
 from linnet.cli.data_files.texts import read_texts
 from linnet.cli.task import guess_kind
@@ -264,8 +268,9 @@ def test_pickles_are_refused(tmp_path):
 def test_standardization_is_that_of_the_training_data(tmp_path):
     path = table(tmp_path, [[1, 5, 0], [3, 5, 1]])
     reading = Reading(targets=("y",))
-    reading = measure_columns(read(path, reading, labeled=True), reading)
-    assert reading.center == (2.0, 5.0) and reading.spread == (1.0, 1.0)
+    measured = Standardization(measure=True)
+    reading = measured.find_columns(read(path, reading, labeled=True), reading)
+    assert reading.scaled_by is None and reading.center == (2.0, 5.0) and reading.spread == (1.0, 1.0)
     assert read(path, reading, labeled=True).X.tolist() == [[-1, 0], [1, 0]]
     other = table(tmp_path, [[4, 6, 0]], name="new.csv")
     assert read(other, reading, labeled=True).X.tolist() == [[2, 1]]
@@ -274,7 +279,83 @@ def test_standardization_is_that_of_the_training_data(tmp_path):
         read(tmp_path / "a.npz", reading, labeled=False)
     images = read(pictures(tmp_path / "p"), Reading(channels=1), labeled=True)
     with pytest.raises(UsageError, match="for tables and for arrays"):
-        measure_columns(images, Reading())
+        measured.find_columns(images, Reading())
+
+
+def scaler(folder, content):
+    path = folder / "scaler.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_standardization_by_the_network_s_own_data(tmp_path):
+    own = table(tmp_path, [[0, 5], [4, 5]], header="ab", name="own.csv")
+    path, reading = table(tmp_path, [[1, 5, 0.5], [3, 5, 1.5]]), Reading(targets=("y",))
+    found = read(path, reading, labeled=True)
+    reading = Standardization(measure=True, file=own).find_columns(found, replace(reading, columns=("a", "b")))
+    assert (reading.center, reading.spread, reading.scaled_by) == ((2.0, 5.0), (2.0, 1.0), str(own))
+    targets = Standardization(measure=True, file=path, targets=True).find_targets(found, reading)
+    assert targets == Scales((1.0,), (0.5,))
+    assert Standardization(targets=True).find_targets(found, reading) == Scales((1.0,), (0.5,))
+    assert Standardization(measure=True).find_targets(found, reading) is None
+
+
+def test_scalers_by_name_and_in_order(tmp_path):
+    path, reading = table(tmp_path, [[1, 5, 0.5], [3, 5, 1.5]]), Reading(targets=("y",))
+    found = read(path, reading, labeled=True)
+    pairs = {"b": {"mean": 2, "std": 4}, "a": {"mean": 1, "std": 0.5}}
+    targets = {"y": {"mean": 1, "std": 3}}
+    for columns, more in (
+        (pairs, {"targets": targets}),
+        ({"mean": [1, 2], "std": [0.5, 4]}, {"targets": {"mean": [1], "std": [3]}}),
+    ):
+        given = Standardization(scaler=read_scaler(scaler(tmp_path, {"columns": columns} | more)))
+        new = given.find_columns(found, replace(reading, columns=("a", "b")))
+        assert (new.center, new.spread) == ((1.0, 2.0), (0.5, 4.0)) and new.scaled_by.endswith("scaler.json")
+        assert given.find_targets(found, reading) == Scales((1.0,), (3.0,))
+    without = Standardization(scaler=read_scaler(scaler(tmp_path, {"columns": pairs})))
+    assert without.find_targets(found, reading) is None
+    with pytest.raises(UsageError, match=r"--scale-target: .*scaler\.json has no targets"):
+        replace(without, targets=True).find_targets(found, reading)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not a JSON file"),
+        ("[1]", "is no scaler. A scaler is a JSON file such as"),
+        ({"mean": [1, 2], "std": [1, 1]}, "is no scaler"),
+        ({"columns": {"a": {"mean": 1, "std": 1}}}, "'columns' has no 'b'; it has 'a'"),
+        ({"columns": {"a": 1, "b": 2}}, "has no mean and std of each name"),
+        ({"columns": {"mean": [1], "std": [1]}}, "has 1 means and 1 stds, and 2 columns in the data"),
+        ({"columns": {"mean": [1, 2], "std": [1, 0]}}, "must hold positive numbers"),
+        ({"columns": {"mean": [1, "x"], "std": [1, 1]}}, "must hold numbers"),
+        ('{"columns": {"mean": [1, NaN], "std": [1, 1]}}', "must hold finite numbers"),
+    ],
+)
+def test_scalers_that_are_none(tmp_path, content, said):
+    path, reading = table(tmp_path, [[1, 5, 0.5], [3, 5, 1.5]]), Reading(targets=("y",))
+    found = read(path, reading, labeled=True)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Standardization(scaler=read_scaler(scaler(tmp_path, content))).find_columns(found, reading)
+    with pytest.raises(UsageError, match="There is no file"):
+        read_scaler(tmp_path / "none.json")
+
+
+def test_rows_have_the_names_of_their_column(tmp_path):
+    path = table(tmp_path, [["p1", 5, 0], ["'=2", 6, 1]], header=["id", "a", "y"])
+    reading = Reading(targets=("y",), row_id="id")
+    found = read(path, reading, labeled=True)
+    assert found.names == ["p1", "=2"] and found.columns == ("a",)
+    new = table(tmp_path, [[5], [6]], header="a", name="new.csv")
+    assert read(new, replace(reading, columns=("a",)), labeled=False).names == []
+    with pytest.raises(UsageError, match="has no column 'id', which --id names"):
+        read(table(tmp_path, [[5, 0], [6, 1]], header="ay"), reading, labeled=True)
+    with pytest.raises(UsageError, match="line 3: column 'id' is empty"):
+        read(table(tmp_path, [["p", 5, 0], ["", 6, 1]], header=["id", "a", "y"]), reading, labeled=True)
+    np.savez(tmp_path / "a.npz", x=np.ones((2, 3)))
+    with pytest.raises(UsageError, match="--id is for tables"):
+        read(tmp_path / "a.npz", reading, labeled=False)
 
 
 def test_numbers_take_the_precision_of_the_network(tmp_path):

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from linnet.cli import publishing, run_folder, trust
+from linnet.cli import model_source, publishing, run_folder, trust
 from linnet.cli.commands import fit
 from linnet.cli.terminal import UsageError
-from tests.support.command_cases import diabetes, done, networks, refused
+from tests.support.command_cases import diabetes, done, networks, read_table, refused
 
 HOLD = """
 import fcntl, os, sys
@@ -368,3 +370,71 @@ def test_runs_of_an_older_linnet(copied):
     path.write_text(json.dumps(found | {"format": 1}))
     assert "pass --trust" in refused(*predict)
     assert "its files have no checksums" in " ".join(done(*predict, "--trust").split())
+
+
+# Runs that were moved.
+
+
+def moved_project(tmp_path, model, more=()):
+    """A project with its network, weights, data and a run, moved to another folder; the new place."""
+    old = tmp_path / "old"
+    old.mkdir()
+    train, test = diabetes(old)
+    nets = Path(networks(old))
+    network = model_source.load_network(f"{nets}:numbers", None, seed=0, device=torch.device("cpu"))
+    save_file(network.state_dict(), old / "w.safetensors")
+    spec = {"file": f"{nets}:numbers", "module": "nets:numbers"}[model]
+    made = ["adapt", "--model", spec, "--weights", old / "w.safetensors", "--train", train, "--target", "y"]
+    done(*made, "--test", test, "--out", old / "runs" / "a", *more)
+    return old.rename(tmp_path / "new")
+
+
+@pytest.mark.parametrize("model", ["file", "module"])
+def test_a_run_that_was_moved_with_its_network(tmp_path, model, monkeypatch):
+    if model == "module":
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.delitem(sys.modules, "nets", raising=False)
+        (tmp_path / "old").mkdir()
+        monkeypatch.chdir(tmp_path / "old")
+        (tmp_path / "old").rmdir()
+        monkeypatch.setattr("os.getcwd", lambda: str(tmp_path / "old"))
+    new = moved_project(tmp_path, model)
+    if model == "module":
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.startswith(str(tmp_path))])
+        sys.modules.pop("nets", None)
+    said = done("predict", "--run", new / "runs" / "a", "--data", new / "test.csv", "--out", tmp_path / "p.csv")
+    if model == "file":
+        assert f"the network is {new / 'nets.py'}:numbers" in said
+    assert read_table(tmp_path / "p.csv")["mean"] == read_table(new / "runs" / "a" / "predictions.csv")["mean"]
+
+
+def test_a_run_that_was_moved_to_other_code(tmp_path):
+    new = moved_project(tmp_path, "file")
+    command = ["predict", "--run", new / "runs" / "a", "--data", new / "test.csv", "--out", tmp_path / "p.csv"]
+    code = new / "nets.py"
+    code.write_text(code.read_text() + "\n# changed\n")
+    said = refused(*command)
+    assert "the run or its code was changed later" in said and "--trust" in said
+    done(*command, "--trust")
+
+
+def test_a_run_that_was_moved_alone(tmp_path):
+    new = moved_project(tmp_path, "file")
+    alone = (new / "runs" / "a").rename(tmp_path / "elsewhere")
+    said = refused("predict", "--run", alone, "--data", new / "test.csv", "--out", tmp_path / "p.csv")
+    assert "w.safetensors" in said or "nets.py" in said
+    moved = ["--model", f"{new / 'nets.py'}:numbers", "--weights", new / "w.safetensors"]
+    done("predict", "--run", alone, "--data", new / "test.csv", "--out", tmp_path / "p.csv", *moved)
+
+
+def test_the_fit_is_kept_when_the_test_is_interrupted(tmp_path, line, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    _, test = diabetes(tmp_path)
+    monkeypatch.setattr(fit, "_evaluate", stop)
+    said = refused(*line, "--test", test, code=130)
+    assert "interrupted: the fit is written" in said and "Interrupted." in said
+    written = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert written == ["adapter.safetensors", "metrics.json", "run.json"]
+    done("predict", "--run", tmp_path / "run", "--data", test, "--out", tmp_path / "p.csv")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from linnet.cli.data_files import Examples, Reading
+from linnet.cli.network_output import NetworkOutput
 from linnet.cli.task import FitData, PredictionTask, find_task, index_labels
 from linnet.cli.terminal import UsageError
 
@@ -77,6 +78,6 @@ def test_places_of_labels():
 def test_what_a_fit_is_given(y, names, targets, what):
     train = Examples(torch.ones(len(y), 3), y, "rows")
     task = find_task(nn.Linear(3, 2), train, asked="auto", head="auto")
-    data = FitData(nn.Linear(3, 2), train, None, Reading(targets=names), task)
+    data = FitData([nn.Linear(3, 2)], train, None, Reading(targets=names), task, NetworkOutput())
     assert data.targets == targets and data.what == what
     assert data.y.dtype == (y.dtype if task.classes else float) and data.y.ndim == (1 if task.classes else y.ndim)

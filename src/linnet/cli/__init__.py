@@ -35,9 +35,21 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "target": _option(list[str] | None, "Column to predict; may be repeated. For .npz: array to predict.", None),
     "columns": _option(str | None, "Columns that the network takes, with commas; by default all other columns.", None),
     "drop": _option(str | None, "Columns to leave out, with commas.", None),
+    "row_id": _option(str | None, "Column with names of the rows; the network does not take it.", None, "--id"),
     "standardize": _option(
-        bool, "Standardize the columns by their means and spreads in the training data.", False, "--standardize"
+        bool,
+        "Standardize the columns by their means and spreads in the --source data, or else in the training data.",
+        False,
+        "--standardize",
     ),
+    "scaler": _option(Path | None, "Means and stds of columns and targets, by the network's owner: .json.", None),
+    "scale_target": _option(
+        bool,
+        "The network gives standardized targets: scale them back, by the data of --standardize.",
+        False,
+        "--scale-target",
+    ),
+    "output": _option(str | None, "Output to read, if the network returns several: its position or name.", None),
     "task": _option(str, "auto, classification or regression.", "auto"),
     "size": _option(str | None, "Resize images: 32 or 32x48 (height x width).", None),
     "gray": _option(bool, "Read images with one channel instead of three.", False, "--gray"),
@@ -66,8 +78,9 @@ RUN = {
     "weights": _option(list[Path] | None, "The weights, if they have moved; of an ensemble all, in order.", None),
     "trust": _option(bool, "Import the code that the run names, although another user made the run.", False, "--trust"),
 }
-FIT = "model train out weights random_weights test target task columns drop standardize params top"
-EMBED = "weights random_weights components score kernel target columns drop standardize params top"
+TABLE = "target columns drop row_id standardize scaler"
+FIT = f"model train out weights random_weights test task {TABLE} scale_target output params top"
+EMBED = f"weights random_weights output components score kernel {TABLE} params top"
 INPUTS = "size gray pixel_mean pixel_std strict max_length device seed"
 
 
@@ -271,7 +284,7 @@ def spectrum() -> None:
 
 @_command(
     "similarity.run",
-    f"model data weights random_weights out space target columns drop params top {INPUTS} force",
+    f"model data weights random_weights output out space target columns drop params top {INPUTS} force",
     model=_option(list[str], "A network, as in adapt. Give two or more."),
     weights=_option(list[Path] | None, "Weights, one for each --model, or several for one --model.", None),
     out=FILE,
@@ -283,7 +296,7 @@ def similarity() -> None:
 
 @_command(
     "info.run",
-    f"path model weights data target columns drop params top {INPUTS}",
+    f"path model weights output data target columns drop params top {INPUTS}",
     path=(Annotated[Path | None, typer.Argument(help="A file that linnet saved, or a run folder.")], None),
     model=_option(str | None, "A network, as in adapt.", None),
     data=_option(Path | None, "Data, to show the plan.", None),

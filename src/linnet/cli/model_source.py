@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from linnet._common import listing
+from linnet.cli.network_output import NetworkOutput
 from linnet.cli.terminal import UsageError
 
 HELP = "--model is module:function or file.py:function (a function that returns the network), timm:NAME or hf:PATH."
@@ -31,10 +32,26 @@ def locate(spec: str) -> str:
     >>> locate("timm:resnet18"), locate("package.module:build")
     ('timm:resnet18', 'package.module:build')
     """
+    before, path, after = split_path(spec)
+    return f"{before}{Path(path).resolve()}{after}" if path else spec
+
+
+def split_path(spec: str) -> tuple[str, str, str]:
+    """The value of --model as text, a path and text; no path where the value names a module or a model of a hub."""
     head, _, tail = spec.rpartition(":")
     if head.endswith(".py"):
-        return f"{Path(head).resolve()}:{tail}"
-    return f"hf:{Path(tail).resolve()}" if head == "hf" and Path(tail).is_dir() else spec
+        return "", head, f":{tail}"
+    local = spec.startswith("hf:") and (os.path.isabs(spec[3:]) or Path(spec[3:]).is_dir())
+    return ("hf:", spec[3:], "") if local else (spec, "", "")
+
+
+def find_code(spec: str, home: str | None) -> Path | None:
+    """The file of code that a value of --model names; None for a hub, and for an installed package."""
+    path = split_path(spec)[1]
+    if not path and home is not None and not spec.startswith(("timm:", "hf:")):
+        below = Path(home, *spec.rpartition(":")[0].split("."))
+        path = next((str(one) for one in (below.with_suffix(".py"), below / "__init__.py") if one.is_file()), "")
+    return Path(path) if path and Path(path).is_file() else None
 
 
 def load_network(
@@ -45,6 +62,7 @@ def load_network(
     device: torch.device,
     home: str | None = None,
     random_weights: bool = True,
+    output: NetworkOutput | None = None,
 ) -> nn.Module:
     """Make the network, in eval mode on the device, with its weights.
 
@@ -55,6 +73,7 @@ def load_network(
         device: The device of the network.
         home: The folder where modules are searched; by default the folder where the command runs.
         random_weights: Whether all weights may be drawn at random.
+        output: Which output of the network is read, and in which units.
     """
     if weights is not None and not weights.is_file():
         raise UsageError(f"There is no file {weights} with weights.")
@@ -70,6 +89,8 @@ def load_network(
         _load_weights(model, weights)
     if next(model.parameters(), None) is None:
         raise UsageError(f"The network of {spec} has no parameters.")
+    if output is not None:
+        output.attach(model)
     try:
         return model.to(device).eval()
     except NotImplementedError as error:

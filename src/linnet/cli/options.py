@@ -12,7 +12,9 @@ from torch import nn
 
 from linnet import _estimator as estimators
 from linnet._common import format_bytes
-from linnet.cli.data_files import Examples, Reading, move
+from linnet.cli.data_files import Examples, Reading, Standardization, move
+from linnet.cli.data_files.scaling import read_scaler
+from linnet.cli.network_output import NetworkOutput
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
 from linnet.inference import SolverSettings, choose_likelihood_solver, choose_solver, keeps_kernel_in_parts
 from linnet.jacobian import Jacobian, linearize
@@ -49,7 +51,8 @@ class FitOptions:
     reading: Reading  # how the data files are read
     parameters: ParameterChoice  # the parameters that are random
     prior: PriorSpec  # the prior over the parameters
-    standardize: bool  # whether the columns are standardized
+    standardization: Standardization  # how the columns and the outputs of the network are standardized
+    output: NetworkOutput  # which output of the network is read
     seed: int  # seed of everything that is drawn
     device: torch.device  # the device of the network and the data
     inference: str = "auto"  # "auto", "vi", "laplace" or "map", for classes
@@ -84,6 +87,8 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
         | {
             "weights": tuple(options["weights"] or ()),
             "reading": parse_reading(options),
+            "standardization": parse_standardization(options),
+            "output": NetworkOutput(options["output"]),
             "parameters": parse_parameters(options, evidence="inference" in options),
             "prior": parse_prior(options["prior"]),
             "device": choose_device(options["device"]),
@@ -103,6 +108,7 @@ def parse_reading(options: Mapping[str, Any]) -> Reading:
         columns=None if columns is None else _split_names(columns),
         drop=() if drop is None else _split_names(drop),
         task=task or "auto",
+        row_id=options.get("row_id"),
         size=None if options["size"] is None else _parse_size(options["size"]),
         channels=1 if options["gray"] else 3,
         pixel_mean=_parse_numbers("--pixel-mean", options["pixel_mean"]),
@@ -110,6 +116,16 @@ def parse_reading(options: Mapping[str, Any]) -> Reading:
         strict=options["strict"],
         tokenizer=model.removeprefix("hf:") if model.startswith("hf:") else None,
         max_length=options["max_length"],
+    )
+
+
+def parse_standardization(options: Mapping[str, Any]) -> Standardization:
+    """The options --standardize, --scaler and --scale-target. The --source data are measured where they are given."""
+    measure, path, targets = (options.get(name) for name in ("standardize", "scaler", "scale_target"))
+    if measure and path is not None:
+        raise UsageError("--standardize and --scaler both say how columns are standardized. Give one of them.")
+    return Standardization(
+        bool(measure), options.get("source"), None if path is None else read_scaler(path), targets=bool(targets)
     )
 
 

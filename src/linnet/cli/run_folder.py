@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ import linnet
 from linnet._common import atomic_write, files
 from linnet.cli import model_source, publishing, trust
 from linnet.cli.data_files import Examples, Reading, cast_for_network, move
+from linnet.cli.network_output import NetworkOutput
 from linnet.cli.terminal import UsageError, blame_input
 from linnet.heads import Readout, head_of, put_head
 
-FORMAT = 2
-"""Format of run.json. Format 1 had no checksums and no signature."""
+FORMAT = 3
+"""Format of run.json. Format 1 had no checksums and no signature. Format 2 had no places beside the run."""
 
 RUN, HEAD = "run.json", "head.safetensors"
 
@@ -39,7 +41,8 @@ class Run:
     command: str  # "adapt", "uncertainty" or "embed"
     file: str  # name of the saved estimator in the folder
     model: str  # the value of --model, with the absolute path of a file or a folder
-    weights: str | Sequence[str] | None  # the absolute path of --weights; those of an ensemble; or None
+    # the path of --weights, absolute or from the folder of the run; those of an ensemble; or None
+    weights: str | Sequence[str] | None
     seed: int  # seed with which the network was built
     reading: Reading  # how data are read
     task: str = ""  # "classification", "regression" or ""
@@ -48,6 +51,10 @@ class Run:
     new_head: bool = False  # whether the folder has a head for the network
     features: str | None = None  # the module that the head reads, where --features named it
     home: str | None = None  # the folder where modules of ``model`` were searched
+    output: NetworkOutput = field(default_factory=NetworkOutput)  # how the outputs of the network are read
+    # absolute paths of the network, the weights and the tokenizer, and the same from the folder of the run
+    places: Mapping[str, str] = field(default_factory=dict)
+    code: str | None = None  # SHA-256 of the file with the code of the network, where ``model`` names a file of code
     # SHA-256 of every other file of the run by name; empty in format 1
     files: Mapping[str, str] = field(default_factory=dict)
     sha256: str | None = None  # SHA-256 of everything in run.json except this checksum and the signature
@@ -82,7 +89,14 @@ def save_head(folder: Path, run: Run, model: nn.Module) -> None:
 def save(folder: Path, run: Run) -> None:
     """Write run.json, the last file of a run, with the checksums of all other files."""
     checksums = {path.name: _compute_checksum(path) for path in sorted(folder.iterdir())}
-    content = {"format": FORMAT} | convert_to_json(asdict(replace(run, files=checksums)))
+    code = model_source.find_code(run.model, run.home)
+    run = replace(
+        run,
+        files=checksums,
+        places=_find_places(folder, run),
+        code=None if code is None else _compute_checksum(code),
+    )
+    content = {"format": FORMAT} | convert_to_json(asdict(run))
     text = _join_content(content)
     write_json(folder / RUN, _select_content(content) | {"sha256": _hash(text), "signature": trust.sign(text)})
 
@@ -136,20 +150,66 @@ def read(folder: Path) -> Run:
         fields = {name: value for name, value in found.items() if name != "format"}
         reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.pop("reading").items()}
         fields["own"] = trust.is_own(text, found.get("signature"))
-        run = Run(reading=Reading(**reading), **fields)
+        given: dict[str, Any] = fields.pop("output", {})
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        run = Run(reading=Reading(**reading), output=NetworkOutput(**given), **fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refuse_damaged(path, error) from error
     _check_files(folder, run)
-    return run
+    return _relocate(folder, run)
+
+
+def _find_places(folder: Path, run: Run) -> dict[str, str]:
+    """The absolute paths that a run names, and the same paths from the folder of the run."""
+    weights = [run.weights] if isinstance(run.weights, str) else run.weights or []
+    specs = [model_source.split_path(run.model)[1], *weights, run.home, run.reading.tokenizer]
+    found = {}
+    for path in specs:
+        if path and os.path.isabs(path) and os.path.exists(path):
+            with suppress(ValueError):  # another drive
+                found[path] = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+    return found
+
+
+def _relocate(folder: Path, run: Run) -> Run:
+    """The run with the paths of today: those beside the folder of the run, where the folder was moved with them.
+
+    Code at another place must be the code that the run was made with. Otherwise the run does not count as the user's
+    own.
+    """
+
+    def find(path: str) -> str:
+        if not os.path.isabs(path):
+            inside = folder / path
+            return str(inside.resolve()) if inside.exists() else path
+        if os.path.exists(path) or path not in run.places:
+            return path
+        beside = (folder / run.places[path]).resolve()
+        return str(beside) if beside.exists() else path
+
+    before, path, after = model_source.split_path(run.model)
+    model = f"{before}{find(path)}{after}" if path else run.model
+    home = None if run.home is None else find(run.home)
+    weights = run.weights
+    if weights is not None:
+        weights = find(weights) if isinstance(weights, str) else [find(one) for one in weights]
+    reading = run.reading
+    if reading.tokenizer is not None:
+        reading = replace(reading, tokenizer=find(reading.tokenizer))
+    own = run.own
+    if (model, home) != (run.model, run.home):
+        code = model_source.find_code(model, home)
+        own = own and (code is None or _compute_checksum(code) == run.code)
+    return replace(run, model=model, home=home, weights=weights, reading=reading, own=own)
 
 
 def check_trusted(folder: Path, run: Run, *, trusted: bool) -> None:
     """Raise unless this user made the run or trusts the run: its code is imported next."""
     if not trusted and not run.own:
         raise UsageError(
-            f"{folder} was not made by this user on this machine, or was changed later. `linnet predict` imports the "
-            f"code that its run.json names: {run.model}. Look at this code and at the origin of the run, and pass "
-            "--trust; or name code of your own with --model."
+            f"{folder} was not made by this user on this machine, or the run or its code was changed later. `linnet "
+            f"predict` imports the code that its run.json names: {run.model}. Look at this code and at the origin of "
+            "the run, and pass --trust; or name code of your own with --model."
         )
 
 
@@ -169,7 +229,8 @@ def load_network(
     known = [run.weights] if isinstance(run.weights, str) else run.weights or []
     paths = list(weights) or [Path(path) for path in known]
     home = run.home if model is None else None
-    networks = model_source.load_networks(model or run.model, paths, seed=run.seed, device=device, home=home)
+    how: Any = {"seed": run.seed, "device": device, "home": home, "output": run.output}
+    networks = model_source.load_networks(model or run.model, paths, **how)
     if len(networks) > 1:
         return networks
     (base,) = networks

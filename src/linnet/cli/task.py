@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import nn
 from linnet._common import messages
 from linnet.cli import model_source
 from linnet.cli.data_files import Examples, Reading, read_for_network
+from linnet.cli.network_output import NetworkOutput, describe_outputs
 from linnet.cli.options import FitOptions
 from linnet.cli.terminal import Printer, UsageError, blame_input
 from linnet.data import as_source
@@ -45,6 +46,7 @@ class FitData:
     test: Examples | None
     reading: Reading
     task: PredictionTask
+    output: NetworkOutput  # how the outputs of the networks are read
     source: Examples | None = None  # data that the network was trained on
 
     @property
@@ -92,15 +94,16 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     """Make the network, read the data, and find out what is to be predicted."""
     reading, files = options.reading, (options.train, options.test)
     how: Any = {"seed": options.seed, "device": options.device, "random_weights": options.random_weights}
-    models = model_source.load_networks(options.model, options.weights, **how)
-    model = models[0]
-    train, settled = read_for_network(files[0], reading, model, labeled=True, standardize=options.standardize)
+    models = model_source.load_networks(options.model, options.weights, output=options.output, **how)
+    model, standardization = models[0], options.standardization
+    train, settled = read_for_network(files[0], reading, model, labeled=True, standardization=standardization)
     printer.say(f"{files[0]}: {train.what}")
     test = None
     if files[1] is not None:
         test, _ = read_for_network(files[1], settled, model, labeled=True)
         printer.say(f"{files[1]}: {test.what}")
     task = find_task(model, train, asked=reading.task, head=options.head)
+    output = _scale_outputs(options, models, task, train, settled, printer)
     source = None
     if options.source is not None:
         if task.new_head:
@@ -116,7 +119,37 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     printer.say(task.kind if reading.task != "auto" else f"{task.kind}, because {task.why}; --task can say otherwise")
     if len(models) > 1:
         printer.say(f"an ensemble of {len(models)} networks")
-    return FitData(models, train, test, settled, task, source)
+    return FitData(models, train, test, settled, task, output, source)
+
+
+def _scale_outputs(
+    options: FitOptions,
+    models: list[nn.Module],
+    task: PredictionTask,
+    train: Examples,
+    reading: Reading,
+    printer: Printer,
+) -> NetworkOutput:
+    """Make the networks give targets in their units, and say how columns and targets are scaled."""
+    standardization = options.standardization
+    if reading.center is not None:
+        printer.say(f"columns are standardized by {reading.scaled_by or options.train}")
+    if task.new_head or task.kind == "classification":
+        if standardization.targets:
+            raise UsageError(
+                "--scale-target is for a network that gives standardized numbers and keeps its head: "
+                + ("a new head is fitted to the targets as they are." if task.new_head else "classes have no scale.")
+                + " Leave --scale-target out."
+            )
+        return options.output
+    scales = standardization.find_targets(train, reading)
+    if scales is None:
+        return options.output
+    scaling = NetworkOutput(None, scales.mean, scales.std)
+    for model in models:
+        scaling.attach(model)
+    printer.say(f"the outputs of the network are scaled back by {reading.scaled_by or options.train}")
+    return replace(options.output, center=scales.mean, spread=scales.std)
 
 
 def check_alike(
@@ -124,7 +157,7 @@ def check_alike(
 ) -> None:
     """Raise unless other data have targets as the training data have; ``names`` are those of both files."""
     assert train.y is not None and other.y is not None
-    count_outputs(model, other, names[1])
+    count_outputs(model, other, names[1], keep=not task.new_head)
     if task.kind == "classification":
         classes = list(task.classes) if task.new_head else task.output_labels
         index_labels(other.y.reshape(-1), classes, names[1])
@@ -172,7 +205,7 @@ def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> Pre
     assert data.y is not None
     kind, why = guess_kind(data.y, asked)
     y = data.y[:, 0] if data.y.ndim == 2 and data.y.shape[1] == 1 else data.y
-    outputs = count_outputs(model, data)
+    outputs = count_outputs(model, data, keep=head == "keep")
     guessed = kind == "classification" and asked == "auto" and y.dtype.kind in "iu" and head != "new"
     if guessed and outputs == 1 and len(np.unique(y)) > 2:  # one output is the logit of two classes, or a number
         kind, why = "regression", "the network has one output and the targets are whole numbers"
@@ -207,11 +240,23 @@ def index_labels(y: np.ndarray, classes: list[Any], what: str) -> np.ndarray:
     return np.array([known[label] for label in y.tolist()])
 
 
-def count_outputs(model: nn.Module, data: Examples, what: str = "these data") -> int:
-    """How many outputs the network has, from a call on two examples of ``what``."""
+def count_outputs(model: nn.Module, data: Examples, what: str = "these data", *, keep: bool = True) -> int:
+    """How many outputs the network has, from a call on two examples of ``what``.
+
+    Zero where the network returns something else than outputs (n, c), unless ``keep``: the network then needs a head.
+    """
     device = next(model.parameters()).device
     with blame_input(f"The network does not take {what}: "):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
-            out = checks.output_tensor(model(*batch.args, **batch.kwargs))
+            raw = model(*batch.args, **batch.kwargs)
+    try:
+        out = checks.output_tensor(raw)
+    except TypeError as error:
+        if not keep:
+            return 0
+        raise UsageError(
+            f"The network returns {describe_outputs(raw)}. linnet needs one tensor of outputs: name it with --output, "
+            "by its position or its name."
+        ) from error
     return 1 if out.ndim == 1 else out.shape[1]

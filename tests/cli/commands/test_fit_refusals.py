@@ -225,5 +225,5 @@ def test_runs_that_are_none(tmp_path, line, copied):
     said = refused("predict", "--run", tmp_path, "--data", train, "--out", tmp_path / "p.csv")
     assert "is damaged (it holds no JSON object)" in said
     path = copied[0] / "run.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 99'))
     assert "format 99" in refused("predict", "--run", path.parent, "--data", train, "--out", tmp_path / "p.csv")

@@ -12,7 +12,8 @@ import linnet
 from linnet import scores
 from linnet.cli import model_source, publishing, run_folder, run_report, terminal
 from linnet.cli.data_files import Examples, Reading, read_for_network
-from linnet.cli.options import check_choice, parse_parameters, parse_reading, print_plan
+from linnet.cli.network_output import NetworkOutput
+from linnet.cli.options import check_choice, parse_parameters, parse_reading, parse_standardization, print_plan
 from linnet.cli.terminal import Printer, UsageError
 from linnet.fisher import probes
 
@@ -61,7 +62,15 @@ def run(given: Mapping[str, Any]) -> None:
         }
         run_folder.write_json(folder / "metrics.json", terminal.describe_run(seed, device, **details))
         weights = [] if given["weights"] is None else [given["weights"]]
-        made = run_folder.make_run("embed", "embedding.safetensors", model, weights, reading, seed=seed)
+        made = run_folder.make_run(
+            "embed",
+            "embedding.safetensors",
+            model,
+            weights,
+            reading,
+            seed=seed,
+            output=NetworkOutput(given["output"]),
+        )
         written = run_report.finish(folder, made, page)
     printer.print_written(out, written)
 
@@ -112,11 +121,11 @@ def _prepare(
 ) -> tuple[linnet.FisherEmbedding, Examples, Reading]:
     """Read the network and the data, make the embedding, and print the plan."""
     parameters, reading, seed = parse_parameters(given), parse_reading(given), given["seed"]
+    standardization, output = parse_standardization(given), NetworkOutput(given["output"])
     with printer.step("Read"):
         how: Any = {"seed": seed, "device": device, "random_weights": given["random_weights"]}
-        model = model_source.load_network(given["model"], given["weights"], **how)
-        standardize = given["standardize"]
-        data, reading = read_for_network(given["data"], reading, model, labeled=False, standardize=standardize)
+        model = model_source.load_network(given["model"], given["weights"], output=output, **how)
+        data, reading = read_for_network(given["data"], reading, model, labeled=False, standardization=standardization)
         printer.say(f"{given['data']}: {data.what}")
         count = count or 1
         if count > data.n:

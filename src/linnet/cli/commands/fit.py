@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 import linnet
+from linnet._common import Ranks
 from linnet._estimator import is_ensemble
 from linnet.cli import publishing, run_folder, run_report, terminal
 from linnet.cli.commands.predict import Predictions, predict
@@ -46,6 +47,12 @@ def _run(command: str, options: FitOptions) -> None:
         printer = Printer()
         with printer.step("Read"):
             data = load(options, printer)
+            if adapts and options.standardization.measure and options.source is None:
+                warnings.warn(
+                    f"--standardize measures {options.train}. A network that was trained on other data expects their "
+                    "means and spreads: give these data as --source, or the means and spreads as --scaler.",
+                    stacklevel=2,
+                )
             _check_head(options, data, adapts=adapts)
         with printer.step("Plan"):
             options = _resolve_auto(options, data, printer) if adapts else options
@@ -67,10 +74,17 @@ def _run(command: str, options: FitOptions) -> None:
             tell(printer, estimator)
         before = "network alone" if not adapts else "new head alone" if data.task.new_head else "network as it was"
         names = (before, "adapted" if adapts else "with error bars")
-        told, result = _evaluate(printer, estimator, data, classes, y, names=names, what=str(options.test))
-        page = run_report.report_fit(
-            printer, command, estimator, options, data, result, J.plan, (data.train.X, y), notes=notes
-        )
+        told, result, page, interrupted = None, Evaluation(), None, False
+        try:
+            told, result = _evaluate(printer, estimator, data, classes, y, names=names, what=str(options.test))
+            page = run_report.report_fit(
+                printer, command, estimator, options, data, result, J.plan, (data.train.X, y), notes=notes
+            )
+        except KeyboardInterrupt:
+            if Ranks().world > 1:  # the other processes may have gone on
+                raise
+            interrupted = True
+            printer.say("interrupted: the fit is written, without what was not finished")
         if not terminal.is_first_process():
             return
         run = run_folder.make_run(
@@ -85,6 +99,7 @@ def _run(command: str, options: FitOptions) -> None:
             targets=data.targets,
             new_head=data.task.new_head,
             features=options.features,
+            output=data.output,
         )
         estimator.save(folder / run.file)
         if told is not None:
@@ -95,6 +110,8 @@ def _run(command: str, options: FitOptions) -> None:
         run_folder.write_json(folder / "metrics.json", terminal.describe_run(options.seed, options.device, **details))
         written = run_report.finish(folder, run, page)
     printer.print_written(options.out, written)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _check_head(options: FitOptions, data: FitData, *, adapts: bool) -> None:
@@ -154,7 +171,8 @@ def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[
         return data.model, classes
     needed = f"{len(task.classes)} classes" if task.classes else "these numbers"
     forced = options.head == "new"
-    why = "--head new asks for it" if forced else f"the network has {task.outputs} outputs, for {needed}"
+    has = f"has {task.outputs} outputs, for {needed}" if task.outputs else "returns no tensor of outputs"
+    why = "--head new asks for it" if forced else f"the network {has}"
     printer.say(f"a new head is fitted on the network's features (linnet.attach_head), because {why}")
     how: Any = {"features": options.features, "task": task.kind, "seed": options.seed, "ignore_index": None}
     model = linnet.attach_head(data.model, data.train.X, data.y, **how)

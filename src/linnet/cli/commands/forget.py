@@ -35,7 +35,7 @@ def run(options: Mapping[str, Any]) -> None:
         with blame_input(), printer.step("Forget"):
             fewer = estimator.forget(found.X, y.reshape(-1) if kept.classes or len(kept.targets) == 1 else y)
         certificates = [asdict(member.certificate_) for member in members_of(fewer)]
-        if kept.reading.center is not None:
+        if kept.reading.center is not None and kept.reading.scaled_by is None:
             for one in certificates:
                 one["remains"] = (*one["remains"], STANDARD)
         _print_certificate(printer, certificates[0])

@@ -11,6 +11,7 @@ from typing import Any
 from linnet._common import files, format_bytes
 from linnet.cli import model_source, run_folder
 from linnet.cli.data_files import read_for_network
+from linnet.cli.network_output import NetworkOutput
 from linnet.cli.options import make_jacobian, parse_parameters, parse_reading
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device
 from linnet.network import Layout, block_names, select
@@ -73,7 +74,10 @@ def _describe_network(given: Mapping[str, Any], printer: Printer) -> None:
     """Print the parameters by layer; with data, also the plan."""
     parameters, path = parse_parameters(given), given["data"]
     reading, device = parse_reading(given), choose_device(given["device"])
-    network = model_source.load_network(given["model"], given["weights"], seed=given["seed"], device=device)
+    output = NetworkOutput(given["output"])
+    network = model_source.load_network(
+        given["model"], given["weights"], seed=given["seed"], device=device, output=output
+    )
     data = None
     if path is not None:
         data, _ = read_for_network(path, reading, network, labeled=False)

@@ -109,7 +109,7 @@ def predict(estimator: Any, data: Examples, *, classes: Sequence[Any], targets: 
     if classes:
         return _predict_classes(estimator, data, list(classes), columns)
     mean, std = (to_array(part) for part in estimator.predict(data.X, return_std=True))
-    total = to_array(estimator.predict(data.X, return_std=True, noise=True)[1])
+    total = np.sqrt(std**2 + np.asarray(estimator.noise_, dtype=float))
     several = mean.ndim == 2
     for j, name in enumerate(targets if several else [""]):
         m, s, t = (part[:, j] if several else part for part in (mean, std, total))

@@ -11,6 +11,7 @@ import torch
 import linnet
 from linnet.cli import model_source, publishing, terminal
 from linnet.cli.data_files import cast_for_network, read_for_network
+from linnet.cli.network_output import NetworkOutput
 from linnet.cli.options import check_choice, parse_parameters, parse_reading
 from linnet.cli.run_folder import write_json
 from linnet.cli.terminal import Printer, UsageError
@@ -26,6 +27,7 @@ def run(given: Mapping[str, Any]) -> None:
         printer = Printer()
         with printer.step("Read"):
             how: Any = {"seed": seed, "device": device, "random_weights": given["random_weights"]}
+            how["output"] = NetworkOutput(given["output"])
             networks = [model_source.load_network(spec, path, **how) for spec, path in pairs]
             data, _ = read_for_network(given["data"], reading, networks[0], labeled=False)
             printer.say(f"{given['data']}: {data.what}")

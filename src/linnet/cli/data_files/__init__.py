@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from linnet._common import listing
 from linnet.cli.data_files.images import read_images
-from linnet.cli.data_files.tables import Table, read_arrays, read_table, split_arrays
+from linnet.cli.data_files.scaling import FORM, Scaler, Scales
+from linnet.cli.data_files.tables import Table, read_arrays, read_table, restore_text, split_arrays
 from linnet.cli.data_files.texts import read_texts, tokenize
 from linnet.cli.model_source import find_pixel_settings
 from linnet.cli.terminal import UsageError
@@ -32,11 +33,13 @@ class Reading:
     channels: int = 3  # number of channels of images
     pixel_mean: tuple[float, ...] | None = None  # one number for each channel, which is subtracted from the pixels
     pixel_std: tuple[float, ...] | None = None  # one number for each channel, by which the pixels are divided
+    row_id: str | None = None  # column of a table with the names of its rows
     strict: bool = False  # whether an image that cannot be read is an error
     tokenizer: str | None = None  # tokenizer of texts
     max_length: int | None = None  # largest number of tokens of a text; None for 128
     center: tuple[float, ...] | None = None  # mean of each column, where the columns are standardized
     spread: tuple[float, ...] | None = None  # standard deviation of each column, where the columns are standardized
+    scaled_by: str | None = None  # file with the means and standard deviations; None for the training data
     # Whether the targets of the training data are text. Labels such as 10 are then text in other files too.
     text: bool = False
 
@@ -48,7 +51,7 @@ class Examples:
     X: Any  # a tensor (n, ...), or a dict of tensors
     y: np.ndarray | None  # targets (n,) or (n, c), or None
     what: str  # the data in words
-    names: list[str] = field(default_factory=list)  # names of the examples, where they are files
+    names: list[str] = field(default_factory=list)  # names of the examples, where they are files or have an id
     columns: tuple[str, ...] | None = None  # names of the columns of a table
     texts: list[str] = field(default_factory=list)  # the texts from which the inputs were made
 
@@ -103,8 +106,55 @@ def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:
     return found
 
 
+@dataclass(frozen=True)
+class Standardization:
+    """How columns, and the outputs of a network, are standardized, before any file is read."""
+
+    measure: bool = False  # whether to measure means and standard deviations
+    file: Path | None = None  # data that are measured; None for the training data
+    scaler: Scaler | None = None  # means and standard deviations that the owner of the network gives
+    targets: bool = False  # whether the network gives standardized targets
+
+    def find_columns(self, found: Examples, reading: Reading) -> Reading:
+        """The reading that standardizes the columns of data that were read by the given reading."""
+        if self.scaler is None and not self.measure:
+            return reading
+        X = found.X
+        if isinstance(X, Mapping) or X.ndim != 2 or not X.is_floating_point():
+            option = "--scaler" if self.scaler else "--standardize"
+            raise UsageError(f"{option} is for tables and for arrays (n, d) of numbers. Leave it out.")
+        if self.scaler is not None:
+            scales = self.scaler.find_columns(found.columns)
+            if len(scales.mean) != X.shape[1]:
+                raise UsageError(f"{self.scaler.path} has {len(scales.mean)} columns, but the data have {X.shape[1]}.")
+            return replace(reading, center=scales.mean, spread=scales.std, scaled_by=str(self.scaler.path))
+        scales = Scales.measure((found if self.file is None else read(self.file, reading, labeled=False)).X.numpy())
+        origin = None if self.file is None else str(self.file)
+        return replace(reading, center=scales.mean, spread=scales.std, scaled_by=origin)
+
+    def find_targets(self, found: Examples, reading: Reading) -> Scales | None:
+        """The means and standard deviations of the targets of a network that gives standardized targets, else None."""
+        assert found.y is not None
+        y = found.y.reshape(found.n, -1)
+        scales = None if self.scaler is None else self.scaler.find_targets(reading.targets, y.shape[1])
+        if scales is not None or not self.targets:
+            return scales
+        if self.scaler is not None:
+            raise UsageError(f"--scale-target: {self.scaler.path} has no targets. {FORM}")
+        if self.file is not None:
+            known = read(self.file, reading, labeled=True).y
+            assert known is not None
+            y = known.reshape(len(known), -1)
+        return Scales.measure(y)
+
+
 def read_for_network(
-    path: Path, reading: Reading, model: nn.Module, *, labeled: bool, standardize: bool = False
+    path: Path,
+    reading: Reading,
+    model: nn.Module,
+    *,
+    labeled: bool,
+    standardization: Standardization | None = None,
 ) -> tuple[Examples, Reading]:
     """Read data in the precision of a network; and the reading, completed by what the data and the network say."""
     if path.is_dir():
@@ -113,9 +163,9 @@ def read_for_network(
     found = read(path, reading, labeled=labeled)
     text = reading.text or (found.y is not None and found.y.dtype.kind == "U")
     reading = replace(reading, columns=found.columns, text=text)
-    if standardize:
-        reading = measure_columns(found, reading)
-        found = read(path, reading, labeled=labeled)
+    if standardization is not None:
+        plain, reading = reading, standardization.find_columns(found, reading)
+        found = found if reading is plain else read(path, reading, labeled=labeled)
     return cast_for_network(found, model), reading
 
 
@@ -125,6 +175,7 @@ def _check_options(path: Path, reading: Reading) -> None:
     images = reading.channels == 1 or reading.size or reading.pixel_mean or reading.pixel_std or reading.strict
     for given, fits, what in (
         (reading.columns or reading.drop, table, "--columns and --drop are for tables"),
+        (reading.row_id, table, "--id is for tables"),
         (images, path.is_dir(), "--size, --gray, --pixel-mean, --pixel-std and --strict are for folders of images"),
         (reading.max_length, _is_text(path, reading), "--max-length is for texts"),
         (reading.targets, not path.is_dir(), "--target is not for folders of images, whose folders are the classes"),
@@ -217,7 +268,18 @@ def _read_table(path: Path, reading: Reading, *, labeled: bool) -> Examples:
     if targets and all(name in table.columns for name in targets):
         one = len(targets) == 1
         y = table.labels(targets[0], reading.task, text=reading.text) if one else table.matrix(targets)
-    return Examples(X, y, f"{table.n:,} rows of {len(names)} columns", columns=names)
+    return Examples(X, y, f"{table.n:,} rows of {len(names)} columns", _name_rows(table, reading), columns=names)
+
+
+def _name_rows(table: Table, reading: Reading) -> list[str]:
+    """The names of the rows, where a column has them. New data may have no such column."""
+    if reading.row_id is None or reading.row_id not in table.columns:
+        return []
+    names = [restore_text(str(cell).strip()) for cell in table.columns[reading.row_id].tolist()]
+    if "" in names:
+        at = names.index("") + table.first
+        raise UsageError(f"{table.path}, line {at}: column {reading.row_id!r} is empty, and --id names it.")
+    return names
 
 
 def _choose_columns(table: Table, reading: Reading) -> tuple[str, ...]:
@@ -226,7 +288,9 @@ def _choose_columns(table: Table, reading: Reading) -> tuple[str, ...]:
         table.check_columns(reading.columns, "the network takes")
         return reading.columns
     table.check_columns(reading.drop, "--drop names")
-    left = tuple(name for name in table.columns if name not in (*reading.targets, *reading.drop))
+    table.check_columns(() if reading.row_id is None else (reading.row_id,), "--id names")
+    unused = (*reading.targets, *reading.drop, reading.row_id)
+    left = tuple(name for name in table.columns if name not in unused)
     if not left:
         raise UsageError(
             f"{table.path} has no columns besides {listing(list(table.columns))}: there is nothing to predict from."
@@ -235,16 +299,6 @@ def _choose_columns(table: Table, reading: Reading) -> tuple[str, ...]:
 
 
 # Standardization, and the precision of the network.
-
-
-def measure_columns(found: Examples, reading: Reading) -> Reading:
-    """The reading that standardizes columns by the means and the spreads of these data; a constant has spread 1."""
-    X = found.X
-    if isinstance(X, Mapping) or X.ndim != 2 or not X.is_floating_point():
-        raise UsageError("--standardize is for tables and for arrays (n, d) of numbers. Leave it out.")
-    spread = X.double().std(0, correction=0)
-    spread = torch.where(spread > 0, spread, 1.0)
-    return replace(reading, center=tuple(X.double().mean(0).tolist()), spread=tuple(spread.tolist()))
 
 
 def _standardize(X: Tensor, reading: Reading, path: Path) -> Tensor:
