@@ -159,7 +159,7 @@ def test_mixed_types_name_column_and_line(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([[1, "", 0], [3, 4, 1]], "line 2: column 'b' is empty, as in 1 rows"),
+        ([[1, "", 0], [3, 4, 1]], "line 2: column 'b' is empty. Fill such cells"),
         ([[1, "nan", 0], [3, 4, 1]], "line 2: column 'b' is NaN or infinite"),
         ([[1, 2, 0], [3, 4, ""]], "line 3: column 'y' is empty"),
         ([[1, 2, 0], [3, 4]], "line 3: 2 cells, but the first line has 3 columns"),

@@ -418,3 +418,23 @@ def test_errors() -> None:
     clf.fit(X.numpy(), np.array(["a", "b", "c"])[CLASSES.numpy()])
     with pytest.raises(ValueError, match="Labels z are not among the classes"):
         attribution(clf, NEW.numpy(), np.array(["z"] * 6), of="loss")
+
+
+@pytest.mark.parametrize("kind", ["regressor", "classifier", "kron"])
+def test_data_that_the_fit_has_not_seen(tmp_path, kind):
+    if kind == "regressor":
+        fitted, y, model = TangentRegressor(net(2), noise=0.3).fit(X, NUMBERS), NUMBERS, net(2)
+    elif kind == "classifier":
+        fitted, y, model = TangentClassifier(net(3), inference="laplace").fit(X, CLASSES), CLASSES, net(3)
+    else:
+        fitted, y, model = linnet.Laplace(net(3), structure="kron").fit(X, CLASSES), CLASSES, net(3)
+    fitted.save(tmp_path / "fit")
+    for one in (fitted, linnet.load(tmp_path / "fit", model)):
+        some = attribution(one, NEW, data=(X[5:], y[5:]))  # at the fit of all examples
+        assert close(some, attribution(one, NEW, data=(X, y))[..., 5:])
+        other = X.clone()
+        other[3] += 1
+        with pytest.raises(
+            ValueError, match=r"1 of the .* in data= are not among the .*; the first of them is example 3"
+        ):
+            attribution(one, NEW, data=(other, y))

@@ -254,7 +254,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         )
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{path} holds more than tensors, such as a whole network, and loading it would run code of the file. Save "
+            "model.state_dict(), best as .safetensors."
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(
             f"{path} is not a state dict that can be loaded without running code ({first}). Save model.state_dict(), "

@@ -87,7 +87,9 @@ class FitData:
     @property
     def what(self) -> str:
         """What is predicted, in words."""
-        return f"{len(self.task.classes)} classes" if self.task.classes else f"{self.target_count} numbers"
+        if self.task.classes:
+            return f"{len(self.task.classes)} classes"
+        return "a number" if self.target_count == 1 else f"{self.target_count} numbers"
 
 
 def load(options: FitOptions, printer: Printer) -> FitData:
@@ -246,7 +248,7 @@ def count_outputs(model: nn.Module, data: Examples, what: str = "these data", *,
     Zero where the network returns something else than outputs (n, c), unless ``keep``: the network then needs a head.
     """
     device = next(model.parameters()).device
-    with blame_input(f"The network does not take {what}: "):
+    with blame_input(f"The network does not take {what}: ", data.hint):
         batch = next(iter(as_source(data.first(2), model.forward).batches(2))).to(device)
         with torch.no_grad():
             raw = model(*batch.args, **batch.kwargs)

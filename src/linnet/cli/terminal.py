@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import signal
 import sys
@@ -85,12 +86,30 @@ def _raise_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def blame_input(what: str = "") -> Iterator[None]:
-    """Turn errors that linnet or torch raise about their arguments, before the work begins, into `UsageError`."""
+def blame_input(what: str = "", hint: str = "") -> Iterator[None]:
+    """Turn errors that linnet or torch raise about their arguments, before the work begins, into `UsageError`.
+
+    Args:
+        what: Text before the error.
+        hint: A sentence after the error.
+    """
     try:
         yield
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise UsageError(f"{what}{error}") from error
+        text = f"{what}{_name_options(str(error))}"
+        raise UsageError(f"{text.rstrip('.')}. {hint}" if hint else text) from error
+
+
+def _name_options(text: str) -> str:
+    """An error of the library with the options of the command in place of arguments.
+
+    >>> _name_options("params='fc.*' matches none. Choose others with params=.")
+    "--params 'fc.*' matches none. Choose others with --params."
+    """
+    for argument, option in (("params", "--params"), ("data", "--train")):
+        text = re.sub(rf"\b{argument}=(?=['\"\[])", f"{option} ", text)
+        text = re.sub(rf"\b{argument}=(?=\W|$)", option, text)
+    return text
 
 
 def _exit(message: str, code: int) -> typer.Exit:

@@ -40,11 +40,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet._common import check_fits, find_dense_budget, show_progress, together
-from linnet._estimator import as_targets, check_inputs, convert_like, is_ensemble, leave_out_weightless
-from linnet.data import Batch
+from linnet._estimator import (
+    as_targets,
+    check_inputs,
+    convert_like,
+    example_codes,
+    is_ensemble,
+    leave_out_weightless,
+)
+from linnet._estimator.files import flatten_inputs
+from linnet.data import Batch, as_source
 from linnet.inference import solve_posterior
 from linnet.jacobian import Jacobian, combine_outputs
 from linnet.laplace import Laplace
+from linnet.laplace.forgetting import codes_of, codes_of_examples
 from linnet.probability import (
     KnownNoise,
     Likelihood,
@@ -366,10 +375,32 @@ class _Fitted:
                     "The fit has a noise for each observation, which data= does not carry. Use the estimator that was "
                     "fitted, without data=."
                 )
-            _, J, y, labeled = e._labeled(inputs, J, y)
+            inputs, J, y, labeled = e._labeled(inputs, J, y)
             w = labeled.take(w)
         y = self.targets(y, J)
+        self._check_seen(inputs, y)
         return _Examples(J, self.outputs(J), y, None if w is None else w.to(J.device, J.dtype))
+
+    def _check_seen(self, inputs: Any, y: Tensor) -> None:
+        """Raise unless the fit has seen these examples, where the estimator can tell."""
+        e, forward = self.estimator, self.estimator.lin_.module.forward
+        if isinstance(e, Laplace):
+            seen = codes_of_examples(e)
+            given = None if seen is None else codes_of(e, inputs, y)
+        else:
+            parts = [*e._train_inputs, inputs]
+            if len(parts) == 1 or any(flatten_inputs(X) is None for X in parts):
+                return
+            *known, given = (example_codes(as_source(X, forward)) for X in parts)
+            seen = torch.cat(known)
+        if seen is None or given is None:
+            return
+        others = (~torch.isin(given.cpu(), seen.cpu())).nonzero()[:, 0]
+        if len(others):
+            raise ValueError(
+                f"{len(others):,} of the {len(given):,} examples in data= are not among the {len(seen):,} that the fit "
+                f"has seen; the first of them is example {int(others[0])}. Give the data of the fit."
+            )
 
     def _regressor_parts(self, change: Change) -> list[_Part]:
         """The examples of a regressor, which may have been added later."""

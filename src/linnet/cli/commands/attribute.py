@@ -11,8 +11,8 @@ import torch
 import linnet
 from linnet._estimator import members_of
 from linnet.cli import publishing, run_folder
-from linnet.cli.commands.predict import load_run
-from linnet.cli.data_files import Examples, cast_for_network, read
+from linnet.cli.commands.predict import load_run, read_as_run
+from linnet.cli.data_files import Examples, cast_for_network
 from linnet.cli.data_files.tables import write_csv
 from linnet.cli.options import check_choice
 from linnet.cli.task import index_labels
@@ -31,7 +31,7 @@ def run(options: Mapping[str, Any]) -> None:
     with join_processes(device), publishing.publish_file(out, force=options["force"]):
         printer = Printer()
         estimator, found = load_run(options, kept, device, printer)
-        train = read(options["train"], kept.reading, labeled=True)
+        train = read_as_run(options["train"], kept, labeled=True)
         train = cast_for_network(train, members_of(estimator)[0].lin_.module)
         of = ("output" if found.y is None else "loss") if options["of"] == "auto" else options["of"]
         if of == "loss" and found.y is None:

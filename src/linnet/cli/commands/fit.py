@@ -53,6 +53,8 @@ def _run(command: str, options: FitOptions) -> None:
                     "means and spreads: give these data as --source, or the means and spreads as --scaler.",
                     stacklevel=2,
                 )
+            if data.train.n < 2:
+                raise UsageError(f"{options.train} has one example, which cannot tell signal from noise. Give more.")
             _check_head(options, data, adapts=adapts)
         with printer.step("Plan"):
             options = _resolve_auto(options, data, printer) if adapts else options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import linnet
 from linnet import metrics
+from linnet._common import listing
 from linnet._estimator import members_of
 from linnet.cli import publishing, run_folder
 from linnet.cli.data_files import Examples, cast_for_network, read
@@ -60,15 +62,26 @@ def load_estimator_and_network(
     if model is None:
         run_folder.check_trusted(folder, kept, trusted=options["trust"])
         printer.say(f"the network is {kept.model}, as {folder / run_folder.RUN} says; its code is imported")
-    found = read(data, kept.reading, labeled=labeled)
+    found = read_as_run(data, kept, labeled=labeled)
     weights = options["weights"] or ()
     network = run_folder.load_network(folder, kept, found, model=model, weights=weights, device=device)
     found = cast_for_network(found, network[0] if isinstance(network, list) else network)
     estimator = run_folder.load_estimator(folder, kept, network)
     printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
-    with blame_input("The network does not take these data: "):
+    with blame_input("The network does not take these data: ", found.hint):
         _ = members_of(estimator)[0].lin_.jacobian(found.X, progress=False).c  # the first examples
     return estimator, found, network
+
+
+def read_as_run(path: Path, kept: run_folder.Run, *, labeled: bool) -> Examples:
+    """Read data as the run has read its own. Data of another kind raise."""
+    columns = kept.reading.columns
+    if columns is not None and path.exists() and path.suffix not in (".csv", ".tsv", ".parquet"):
+        raise UsageError(
+            f"The run has read a table with the columns {listing(columns, limit=12)}, so it needs a .csv, .tsv or "
+            f".parquet file with these columns; got {path}."
+        )
+    return read(path, kept.reading, labeled=labeled)
 
 
 def _can_score(y: np.ndarray, kept: run_folder.Run) -> bool:

@@ -59,6 +59,20 @@ class Examples:
     def n(self) -> int:
         return len(next(iter(self.X.values())) if isinstance(self.X, Mapping) else self.X)
 
+    @property
+    def hint(self) -> str:
+        """What the data are, and the options that change it, where a network does not take them."""
+        if self.columns is not None:
+            return (
+                f"The table has {len(self.columns)} columns of inputs: {listing(self.columns, limit=12)}. Name those "
+                "that the network takes with --columns, or leave some out with --drop."
+            )
+        if not isinstance(self.X, Mapping) and self.X.ndim == 4 and self.names:
+            size = " x ".join(map(str, self.X.shape[2:]))
+            return f"The images have {self.X.shape[1]} channels (--gray reads one) and {size} pixels (--size)."
+        named = self.X if isinstance(self.X, Mapping) else {"x": self.X}
+        return f"The inputs have the shapes {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}."
+
     def first(self, count: int) -> Any:
         """The inputs of the first examples."""
         return self.take(np.arange(min(count, self.n)))
@@ -98,6 +112,7 @@ def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:
         found = _read_table(path, reading, labeled=labeled)
     else:
         more = " Text files need --model hf:..., whose tokenizer reads them." if path.suffix == ".txt" else ""
+        more = " Save the sheet as .csv." if path.suffix in (".xlsx", ".xls", ".ods") else more
         raise UsageError(
             f"{path} has an unknown ending. Known are .csv, .tsv, .parquet, .npz, and folders of images.{more}"
         )
@@ -268,7 +283,9 @@ def _read_table(path: Path, reading: Reading, *, labeled: bool) -> Examples:
     if targets and all(name in table.columns for name in targets):
         one = len(targets) == 1
         y = table.labels(targets[0], reading.task, text=reading.text) if one else table.matrix(targets)
-    return Examples(X, y, f"{table.n:,} rows of {len(names)} columns", _name_rows(table, reading), columns=names)
+    rows, columns = ("s" if count != 1 else "" for count in (table.n, len(names)))
+    what = f"{table.n:,} row{rows} of {len(names)} column{columns}"
+    return Examples(X, y, what, _name_rows(table, reading), columns=names)
 
 
 def _name_rows(table: Table, reading: Reading) -> list[str]:

@@ -74,8 +74,9 @@ class Table:
 
     def _refuse_rows(self, name: str, what: str, rows: Sequence[int] | np.ndarray) -> None:
         raise UsageError(
-            f"{self.path}, line {rows[0] + self.first}: column {name!r} is {what}, as in {len(rows)} rows in all. Fill "
-            "these cells, or leave the rows out."
+            f"{self.path}, line {rows[0] + self.first}: column {name!r} is {what}"
+            + (f", as in {len(rows)} rows in all. " if len(rows) > 1 else ". ")
+            + "Fill such cells, or leave the rows out."
         )
 
     def _check_numbers(self, name: str, parsed: Sequence[float | None]) -> None:
@@ -88,11 +89,14 @@ class Table:
             self._refuse_rows(name, "empty", empty)
         at = next(i for i in wrong if i not in set(empty))
         right = next((i for i, value in enumerate(parsed) if value is not None), None)
+        comma = ""
+        if _parse_number(str(cells[at]).strip().replace(",", ".", 1)) is not None:
+            comma = " Numbers need a decimal point in place of the comma."
         mixed = "" if right is None else f", while line {right + self.first} has the number {cells[right]!r}"
         raise UsageError(
             f"{self.path}, line {at + self.first}: column {name!r} must hold numbers, but has "
-            f"{str(cells[at])!r}{mixed}. Leave the column out with --drop, name the columns to use with --columns, or "
-            "replace the text by numbers."
+            f"{str(cells[at])!r}{mixed}.{comma} Leave the column out with --drop, name the columns to use with "
+            "--columns, or replace the text by numbers."
         )
 
     def labels(self, name: str, task: str, *, text: bool = False) -> np.ndarray:
