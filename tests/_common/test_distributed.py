@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 import linnet
 from linnet._common import Ranks, shard
+from linnet._common.distributed import TEXT
 from linnet.inference import Training
 from linnet.inference.mode.adam import train_by_adam
 from linnet.linalg import RowParts, cg, sketch
@@ -531,6 +532,11 @@ def test_shards_cover_all_examples_in_order(n, world):
     assert [i for start, stop in parts for i in range(start, stop)] == list(range(n))
     sizes = [stop - start for start, stop in parts]
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_what_a_rank_says_may_be_cut_within_a_character(monkeypatch):
+    monkeypatch.setattr(Ranks, "_gather", lambda self, every, part: every.copy_(part))
+    assert Ranks(alone=True)._say("x" + "é" * TEXT) == ["x" + "é" * (TEXT // 2 - 1)]
 
 
 def test_alone_there_is_one_rank():

@@ -177,6 +177,14 @@ def test_foreign_file(path: Path) -> None:
             files.load(path, kind="test")
 
 
+def test_a_number_that_was_changed(path: Path) -> None:
+    files.save(path, {"x": torch.ones(100)}, {}, kind="test")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match="was changed after it was saved: what it holds"):
+        files.load(path, kind="test")
+
+
 def test_wrong_kind(path: Path) -> None:
     files.save(path, {}, {}, kind="laplace")
     with pytest.raises(ValueError, match="holds 'laplace'; 'embedding' was asked for"):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet._common import files
 
 FOLDER = Path(__file__).parents[1] / "files" / "before_rooms"
 
@@ -104,6 +105,15 @@ def test_a_file_of_an_earlier_version_answers_as_before(case: str) -> None:
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+def test_a_file_that_does_not_say_how_far_the_prior_was_narrowed(tmp_path: Path) -> None:
+    whole = FOLDER / "laplace_diag.safetensors"
+    kind = files.describe(whole).kind
+    tensors, meta = files.load(whole, kind=kind)
+    del meta["state"]["narrowed"]
+    files.save(tmp_path / "la", tensors, meta, kind=kind)
+    assert linnet.load(tmp_path / "la", network()).narrowed_ == 1.0
 
 
 def test_there_is_a_file_for_each_case() -> None:

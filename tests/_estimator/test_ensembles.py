@@ -77,6 +77,15 @@ def test_several_outputs_have_a_joint_covariance_by_rows() -> None:
     torch.testing.assert_close(cov.diagonal().view(4, 2), std**2, rtol=1e-9, atol=1e-12)
 
 
+def test_an_ensemble_of_one_network_is_that_network() -> None:
+    X, y = make_numbers()
+    (model,) = make_networks(count=1)
+    found, alone = linnet.TangentRegressor([model]).fit(X, y), linnet.TangentRegressor(model).fit(X, y)
+    for one, other in zip(found.predict(X, return_std=True), alone.predict(X, return_std=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert found.log_evidence_ == pytest.approx(alone.log_evidence_, rel=1e-12)
+
+
 def test_evidence_weights_are_posterior_probabilities_of_the_members() -> None:
     X, y = make_numbers()
     reg = linnet.TangentRegressor(make_networks(), weights="evidence").fit(X, y)

@@ -96,6 +96,7 @@ def test_without_a_network_and_with_functions(tmp_path: Path) -> None:
     reg.save_pretrained(tmp_path / "first")
     text = (tmp_path / "first" / "README.md").read_text()
     assert 'TangentRegressor.from_pretrained("path/to/this/folder", model=model, output=output)' in text
+    assert "output = ...  # the function that it was fitted with" in text
     again = linnet.TangentRegressor.from_pretrained(tmp_path / "first", net(), output=first)
     torch.testing.assert_close(again.predict(NEW), reg.predict(NEW))
 

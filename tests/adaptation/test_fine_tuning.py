@@ -58,6 +58,8 @@ def test_rates_that_diverge_are_given_up():
     found = fine_tune(model, given, rates=(1e300, 1e-2))
     assert found is not None and found.rate == 1e-2
     assert fine_tune(model, given, rates=(1e300,)) is None
+    runner = Runner(copy.deepcopy(model), 1e308, 0)
+    assert runner.run(given) is False and runner.rounds == 0  # the loss of a step is no number
     model, given = tuning()
     X = next(iter(given.source.batches(60))).args[0].clone()
     X[-1] = 1e200  # held out: the outputs of this one example are no numbers

@@ -254,6 +254,12 @@ def test_large_matrices_are_products(c: int) -> None:
     close(kernel(x.expand(3, 8, D)).to_dense(), K.expand(3, 8 * c, 8 * c))
 
 
+@pytest.mark.parametrize(("size", "kind"), [(12, Tensor), (11, TangentGram)])
+def test_a_matrix_of_as_many_entries_as_are_allowed_is_a_tensor(size: int, kind: type) -> None:
+    kernel = TangentKernel(network(2), max_dense=size)
+    assert isinstance(kernel.forward(normal(4, D), normal(9, D, seed=1)), kind)  # 4 * 9 * 2**2 entries are 12**2
+
+
 def test_conjugate_gradients_on_products_agree_with_the_dense_process() -> None:
     model, x, z = network(), normal(40, D), normal(6, D, seed=1)
     y = x.sin().sum(1)

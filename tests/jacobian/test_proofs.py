@@ -224,6 +224,17 @@ def test_random_numbers_that_change_nothing_are_harmless():
     everything(linnet.linearize(model).jacobian(x), dense_jacobian(model, x))
 
 
+def test_a_decision_that_rounds_with_the_number_of_examples_is_no_interaction():
+    """One example sits on a threshold, and the number of examples in its batch rounds it to one side or the other."""
+    model = double(Net(lambda m, x: m.a(x) + ((x[:, :1] > 5) & (len(x) != N)), a=nn.Linear(4, 3)))
+    x = late(4)
+    with pytest.raises(ValueError, match="changes with the other examples"):
+        linnet.linearize(model).jacobian(x).gram()
+    A = dense_jacobian(model, x)
+    K = linnet.linearize(model.float()).jacobian(x.float()).gram()
+    assert (K - A @ A.T).abs().max() <= 1e-5 * (A @ A.T).abs().max()
+
+
 def test_a_network_that_keeps_state_is_refused():
     def forward(m, x):
         m.count = getattr(m, "count", 0) + 1

@@ -386,6 +386,44 @@ class Unbatchable(torch.autograd.Function):
         return 2 * g * (1.0 if float(g.sum()) < float("inf") else 0.0)
 
 
+class Untransformable(torch.autograd.Function):
+    """Twice its input; batched it is three times its input, and its forward derivative is three too."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 3 * t
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return 3 * x, in_dims[0]
+
+
+@pytest.mark.parametrize("ability", ["vectorize", "forward_mode"])
+def test_abilities_that_give_wrong_numbers_are_not_used(ability):
+    nets = [
+        double(Net(lambda m, x, f=f: m.b(f(m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+        for f in (Untransformable.apply, lambda x: 2 * x)
+    ]
+    x = normal(N, 3)
+    for model, able in zip(nets, (False, True), strict=True):
+        lin = linnet.linearize(model)
+        J = lin.jacobian(x, engine="autodiff")
+        check(J, dense_jacobian(nets[1], x))
+        assert lin.rules.can(ability, J.passes.chunks.first.batch) == able
+
+
 def test_outputs_are_taken_one_by_one_where_batching_fails():
     model = double(Net(lambda m, x: m.b(Unbatchable.apply(m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     plain = double(Net(lambda m, x: m.b((2 * m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))

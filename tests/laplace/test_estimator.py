@@ -95,6 +95,29 @@ def test_approximate_structures_are_posteriors_of_their_curvature(case: str, str
     assert float(((seen - C) / scale[:, None] / scale).abs().max()) < 0.12
 
 
+@pytest.mark.parametrize("structure", ["full", "subnetwork"])
+def test_a_precision_that_rounding_would_decide_is_refused(structure: str) -> None:
+    fitted("numbers", structure, 1e10)
+    with pytest.raises(ArithmeticError, match="and float64 needs 2e-15 of it for numbers to be right"):
+        fitted("numbers", structure, 1e14)
+
+
+@pytest.mark.parametrize("step", ["fit", "tune"])
+def test_weights_that_change_during_a_search_are_noticed(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real = net(3), estimator.laplace_search.choose
+    la = Laplace(model, structure="diag")
+    if step == "tune":
+        la.fit(X, CLASSES)
+
+    def choose(*args: Any, **options: Any) -> Any:
+        model[0].weight.data.add_(1.0)  # type: ignore[index]
+        return real(*args, **options)
+
+    monkeypatch.setattr(estimator.laplace_search, "choose", choose)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' has changed since the model was linearized"):
+        _ = la.tune() if step == "tune" else la.fit(X, CLASSES)
+
+
 def test_low_rank_of_full_rank_is_exact() -> None:
     la, dense = fitted("softmax", "lowrank", rank=1000)
     assert la.log_evidence() == pytest.approx(dense.log_evidence(), rel=1e-6)

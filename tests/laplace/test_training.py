@@ -234,6 +234,7 @@ def test_epochs_cover_the_data():
 def test_errors():
     X, y = curve()
     model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match="prior='balanced' is made from the Jacobian"):
         train_with_evidence(model, (X, y), "regression", prior="balanced")
     with pytest.raises(ValueError, match="likelihood must be one of 'classification', 'regression'"):
@@ -256,6 +257,7 @@ def test_errors():
         train_with_evidence(model, (X, y), "regression", rate=0)
     with pytest.raises(ValueError, match="the target y is None"):
         train_with_evidence(model, X, "regression")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # before any step
     with pytest.raises(ArithmeticError, match=r"in epoch .*: the steps are too long"):
         train_with_evidence(model, (X, y), "regression", burn_in=90, optimizer=lambda p: torch.optim.SGD(p, lr=1e6))
     exact = double(nn.Linear(2, 1))

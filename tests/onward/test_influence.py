@@ -108,6 +108,14 @@ def test_losses_and_functions_are_of_first_order_in_the_outputs(case: str) -> No
     assert close(attribution(la, NEW, of=lambda f: f[:, 1] - f[:, 0]), changes[:, 1] - changes[:, 0])
 
 
+@pytest.mark.parametrize("top", [3, 30])
+def test_the_first_examples_of_numbers_in_closed_form(top: int) -> None:
+    reg = TangentRegressor(net(2), noise=0.1, prior=0.5).fit(X, NUMBERS)
+    found, best = attribution(reg, NEW[:1]), attribution(reg, NEW[:1], top=top)
+    order = found.abs().argsort(-1, descending=True)[..., :top]
+    assert torch.equal(best.indices, order) and close(best.changes, found.gather(-1, order))
+
+
 # Against fits without the example.
 
 

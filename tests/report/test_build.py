@@ -365,6 +365,24 @@ def test_a_regressor(tmp_path):
     assert (tmp_path / "r.html").read_bytes() == first
 
 
+def test_examples_of_the_test_data_have_the_names_of_their_columns(tmp_path):
+    reg = linnet.TangentRegressor(network(), noise=0.01).fit(X, X[:, 0].sin())
+    text = text_of(tmp_path, reg, Z, Z[:, 0].sin(), columns=("height", "weight", "age"))
+    assert "height" in text and "age" in text
+
+
+@pytest.mark.filterwarnings("ignore:The network is far from a mode")
+def test_a_model_of_counts(tmp_path):
+    y = (X[:, 0] > 0).double() + 2
+    for found in (linnet.TangentGLM(network(), "poisson"), linnet.Laplace(network(), "poisson", prior=0.1)):
+        told = linnet.report.build.predict_outcome(found.fit(X, y), Z, y[:30], ["visits"])
+        predict = found.predict_mean if isinstance(found, linnet.Laplace) else found.predict
+        mean, std = predict(Z, return_std=True, noise=True)
+        np.testing.assert_allclose(told.mean[:, 0], mean, rtol=1e-9)
+        np.testing.assert_allclose(told.std[:, 0], std, rtol=1e-9)
+        assert told.target[:, 0].tolist() == y[:30].tolist() and told.names == ["visits"] and told.before is None
+
+
 def test_samples_rank_no_examples(tmp_path):
     reg = linnet.TangentRegressor(network(), noise=0.01, prior=1.0, variance="samples", solver="cg-weight")
     text = text_of(tmp_path, reg.fit(X, X[:, 0].sin()), Z, Z[:, 0].sin(), train=(X, X[:, 0].sin()))

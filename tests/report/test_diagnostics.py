@@ -123,6 +123,17 @@ def test_weights_belong_to_the_data_of_the_fit():
         build.gather_fit(clf, X[:5], LABELS[:5])
 
 
+@pytest.mark.parametrize("noise", [0.1, torch.linspace(0.1, 0.4, N, dtype=torch.float64)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_residuals_of_numbers_are_in_the_units_of_their_own_noise(noise, weighted):
+    y = X[:, 0].sin()
+    weights = torch.linspace(0.5, 2, N, dtype=torch.float64) if weighted else torch.ones(N, dtype=torch.float64)
+    reg = linnet.TangentRegressor(network(1), prior=0.5, noise=noise).fit(X, y, weights if weighted else None)
+    fit, precision = build.gather_fit(reg, X, y), weights / noise
+    torch.testing.assert_close(fit.residual[:, 0], precision * (y - reg.predict(X)), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(fit.root(torch.tensor([3, 1])), precision[[3, 1]].sqrt(), rtol=1e-9, atol=0)
+
+
 def test_examples_are_evenly_spaced():
     assert build._space(1000, 5).tolist() == [0, 249, 499, 749, 999]
     assert build._space(3, 5).tolist() == [0, 1, 2]

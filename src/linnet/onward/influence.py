@@ -680,7 +680,7 @@ def _closed_form(estimator: Any, J: Jacobian, gradients: Tensor | None, top: int
             changes = (gradients[index.to(gradients.device)][..., None] * changes).sum(1, keepdim=True)
         changes = changes.flatten(0, 1)
         if top is not None:
-            best = _Best(1, min(top, changes.shape[1]), rank)
+            best = _Best(1, top, rank)
             values, rows = best.take(None, changes.T[None], slice(0, changes.shape[1]), slice(0, len(changes)))
             whole.append((rows[0].T, values[0].T))
         else:

@@ -206,6 +206,12 @@ def test_out_that_is_a_file(tmp_path, below):
     assert path.read_text() == "mine"
 
 
+def test_out_below_folders_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_run", lambda folder, **_: (folder / demo.METRICS).write_text("{}"))
+    assert invoke("demo", "--out", tmp_path / "a" / "b").exit_code == 0
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [demo.METRICS]
+
+
 def test_out_without_permission(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")

@@ -392,6 +392,13 @@ def test_taps(bias) -> None:
     close(placed(N, C, *[(r[0], part) for r, part in zip(expand.ranges, expand.parts, strict=True)]), J)
 
 
+def test_a_block_counts_costs_as_if_it_had_other_outputs() -> None:
+    block, _ = rows(N, C, 0)
+    other = block.with_outputs(C + 4)
+    assert (other.c, block.c) == (C + 4, C) and block.with_outputs(C) is block
+    assert all(one is two for one, two in zip(other.tensors(), block.tensors(), strict=True))
+
+
 def test_packed_rows_are_the_same_rows() -> None:
     made = [rows(N, C, seed, starts=(start,), sizes=(size,)) for seed, start, size in
             ((1, 0, 4), (2, 6, 5), (3, 14, 1), (4, 20, 7), (5, 33, 2))]  # fmt: skip

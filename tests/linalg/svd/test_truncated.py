@@ -437,6 +437,20 @@ def test_nystrom_with_all_directions_of_the_landmarks(monkeypatch):
     assert float((found.U @ found.U.T - expected).abs().max()) < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("n", "c", "memory", "count"),
+    [
+        (10_000, 1, 2**30, 768),  # three rows for each of 256 columns
+        (10_000, 10, 2**30, 76),
+        (100, 1, 2**30, 50),
+        (1, 1, 2**30, 1),
+        (10_000, 1, 64 * 100**2, 100),  # 64 bytes for each entry of their kernel
+    ],
+)
+def test_landmarks_are_few_and_fit_in_memory(n, c, memory, count):
+    assert landmark_count(n, 256, c, memory) == count
+
+
 @pytest.mark.parametrize("kind", ["matrix", "fisher", "stream", "stack"])
 def test_starts_are_orthonormal_whatever_the_operator_can(kind):
     class Stream(IterableDataset):
@@ -770,8 +784,10 @@ def test_the_full_precision_continues_from_the_coarse_space():
 def test_a_stopped_computation_goes_on(tmp_path, method, stop):
     A, file = with_values(lenet_values(200), 200, 210), tmp_path / "state.safetensors"
 
+    rough = Counted(A.bfloat16().double())
+
     def run(V: Counted, **more: object) -> Decomposition:
-        coarse = Matrix(A.bfloat16().double()) if method == "coarse" else None
+        coarse = rough if method == "coarse" else None
         chosen = "krylov" if method == "coarse" else method
         return low_rank(V, 8, method=chosen, trace=1.0, coarse=coarse, tolerance=1e-12, **more)
 
@@ -781,8 +797,9 @@ def test_a_stopped_computation_goes_on(tmp_path, method, stop):
     with pytest.raises(KeyboardInterrupt):
         run(stopped, checkpoint=file)
     assert file.exists() == (stop > 0 or method == "coarse")
-    rest = Counted(A)
+    rest, before = Counted(A), rough.passes
     found = run(rest, checkpoint=file)
+    assert rough.passes == before  # what the coarse operator gave is in the file
     assert rest.passes == whole.passes - stop
     assert found.passes == expected.passes and found.converged == expected.converged
     # To rounding: what was read from a file may lie otherwise in memory, which some processors sum up otherwise.
