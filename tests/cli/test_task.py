@@ -72,7 +72,7 @@ def test_places_of_labels():
         (np.array([[1], [2], [1], [2]]), ("kind",), ["kind"], "2 classes"),
         (np.array([[1, 2], [3, 4]]), ("a", "b"), ["a", "b"], "2 numbers"),
         (np.array([[1, 2], [3, 4]]), (), ["0", "1"], "2 numbers"),
-        (np.array([0.5, 1.5]), (), ["0"], "1 numbers"),
+        (np.array([0.5, 1.5]), (), ["0"], "a number"),
     ],
 )
 def test_what_a_fit_is_given(y, names, targets, what):

@@ -45,15 +45,14 @@ from linnet._estimator import (
     check_inputs,
     convert_like,
     example_codes,
+    files,
     is_ensemble,
     leave_out_weightless,
 )
-from linnet._estimator.files import flatten_inputs
 from linnet.data import Batch, as_source
 from linnet.inference import solve_posterior
 from linnet.jacobian import Jacobian, combine_outputs
-from linnet.laplace import Laplace
-from linnet.laplace.forgetting import codes_of, codes_of_examples
+from linnet.laplace import Laplace, codes_of, codes_of_examples
 from linnet.probability import (
     KnownNoise,
     Likelihood,
@@ -389,7 +388,7 @@ class _Fitted:
             given = None if seen is None else codes_of(e, inputs, y)
         else:
             parts = [*e._train_inputs, inputs]
-            if len(parts) == 1 or any(flatten_inputs(X) is None for X in parts):
+            if len(parts) == 1 or any(files.flatten_inputs(X) is None for X in parts):
                 return
             *known, given = (example_codes(as_source(X, forward)) for X in parts)
             seen = torch.cat(known)

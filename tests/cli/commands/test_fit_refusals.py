@@ -130,7 +130,7 @@ def test_targets_of_another_shape_are_not_scored(tmp_path, nets):
 
 def test_outputs_that_cannot_be_kept(tmp_path, nets, line):
     said = refused(*line, "--model", f"{nets}:two", "--head", "keep")
-    assert "the network's 2 outputs cannot be 1 numbers" in said
+    assert "the network's 2 outputs cannot be a number" in said
     labels, _ = diabetes(tmp_path, labels=True)
     said = refused(*line, "--train", labels, "--model", f"{nets}:three", "--head", "keep")
     assert "the network's 3 outputs cannot be 2 classes" in said
