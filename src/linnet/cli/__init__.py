@@ -60,6 +60,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "params": _option(list[str] | None, 'Parameters to use, by name: "layer4.*"; may be repeated.', None),
     "top": _option(str | None, "Instead of --params: number of blocks from the top.", None),
     "prior": _option(str, "balanced, shared, ntk, layerwise, unit, a variance, or glob=variance,...", "shared"),
+    "noise": _option(str | None, "Of numbers: evidence, per-output, or the variance of an observation.", None),
     "device": _option(str, "auto, cpu, cuda or cuda:N.", "auto"),
     "variance": _option(str, "Error bars: auto, exact, or samples (for many outputs).", "auto"),
     "seed": _option(int, "Seed of everything that is drawn, including weights that --model draws.", 0, min=0),
@@ -148,7 +149,7 @@ def demo() -> None:
 
 @_command(
     "fit.adapt",
-    f"{FIT} source prior inference mean head features variance {INPUTS} force",
+    f"{FIT} source prior noise inference mean head features variance {INPUTS} force",
     weights=SEVERAL,
     top=_option(str | None, "Instead of --params: number of blocks from the top, or evidence.", None),
     prior=(OPTIONS["prior"][0], "balanced"),
@@ -166,7 +167,7 @@ def adapt() -> None:
 
 @_command(
     "fit.add_error_bars",
-    f"{FIT} structure prior variance {INPUTS} force",
+    f"{FIT} structure prior noise variance {INPUTS} force",
     weights=SEVERAL,
     structure=_option(str, "auto, full, function, lowrank, kron, ekfac, diag, subnetwork or samples.", "auto"),
 )
@@ -223,6 +224,24 @@ def forget() -> None:
 
     A new run is written: report.html, the estimator, metrics.json with a certificate, and run.json. Delete the old run.
     The network's own weights stay: the error bars of uncertainty forget, and its predictions do not.
+    """
+
+
+@_command(
+    "merge.run",
+    "run out model weights trust device seed force",
+    **RUN
+    | {
+        "run": _option(list[Path], "Folder that adapt or uncertainty has written; repeat for each site."),
+        "out": _option(Path, "Folder for the merged run."),
+        "weights": _option(list[Path] | None, "The weights, if they have moved: one for all runs, or one each.", None),
+    },
+)
+def merge() -> None:
+    """Merge runs of several sites into one, as if one run had seen all data. No data are needed.
+
+    The runs need the same network, columns and prior: a number as --prior, and for numbers --mean network or zero and a
+    number as --noise. A merged run holds no examples. One run alone is written again without its examples.
     """
 
 

@@ -57,6 +57,7 @@ class FitOptions:
     device: torch.device  # the device of the network and the data
     inference: str = "auto"  # "auto", "vi", "laplace" or "map", for classes
     mean: str = "auto"  # "auto", "network" or "zero"
+    noise: str | float | None = None  # "evidence", "per-output" or a variance, for numbers; None for the default
     head: str = "keep"  # "auto", "new" or "keep"; see `linnet.cli.task.find_task`
     features: str | None = None  # the module that a new head reads; None for the input of the last layer
     structure: str = "auto"  # structure of the posterior of `linnet.Laplace`
@@ -91,6 +92,7 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
             "output": NetworkOutput(options["output"]),
             "parameters": parse_parameters(options, evidence="inference" in options),
             "prior": parse_prior(options["prior"]),
+            "noise": parse_noise(options["noise"]),
             "device": choose_device(options["device"]),
         }
     )
@@ -161,6 +163,23 @@ def parse_prior(text: str) -> PriorSpec:
     with blame_input():
         check_prior(spec)
     return spec
+
+
+def parse_noise(text: str | None) -> str | float | None:
+    """The option --noise: a name or a variance.
+
+    >>> parse_noise("0.25"), parse_noise("per-output"), parse_noise(None)
+    (0.25, 'per-output', None)
+    """
+    if text is None or text in ("evidence", "per-output"):
+        return text
+    try:
+        noise = float(text)
+    except ValueError:
+        noise = 0.0
+    if not 0 < noise < float("inf"):
+        raise UsageError(f"--noise must be evidence, per-output or a positive variance; got {text!r}.")
+    return noise
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:

@@ -25,6 +25,7 @@ KNOWN = (
     "laplace.safetensors",
     "embedding.safetensors",
     "head.safetensors",
+    "weights.safetensors",
     "embedding.npz",
     "predictions.csv",
     "metrics.json",

@@ -31,7 +31,7 @@ from linnet.heads import Readout, head_of, put_head
 FORMAT = 3
 """Format of run.json. Format 1 had no checksums and no signature. Format 2 had no places beside the run."""
 
-RUN, HEAD = "run.json", "head.safetensors"
+RUN, HEAD, WEIGHTS = "run.json", "head.safetensors", "weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,11 @@ def check_unchanged(folder: Path, run: Run) -> None:
 
 
 def load_network(
-    folder: Path, run: Run, data: Examples, *, model: str | None, weights: Sequence[Path], device: torch.device
+    folder: Path, run: Run, data: Examples | None, *, model: str | None, weights: Sequence[Path], device: torch.device
 ) -> nn.Module | list[nn.Module]:
     """Make the network of a run, with its head, or the networks of an ensemble.
 
-    ``model`` and ``weights`` say where they are now.
+    ``model`` and ``weights`` say where they are now. A new head needs ``data``, which show where its features are.
     """
     known = [run.weights] if isinstance(run.weights, str) else run.weights or []
     paths = list(weights) or [Path(path) for path in known]
@@ -236,6 +236,7 @@ def load_network(
     (base,) = networks
     if not run.new_head:
         return base
+    assert data is not None
     tensors, meta = files.load(folder / HEAD, kind="head")
     classes = None if meta["classes"] is None else np.array(meta["classes"])
     readout = Readout(tensors["weight"].numpy(), tensors["bias"].numpy(), meta["task"], classes, None)

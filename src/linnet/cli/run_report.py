@@ -240,6 +240,23 @@ def report_forgetting(
     return _attempt(printer, make)
 
 
+def report_merging(
+    printer: Printer, runs: Sequence[Path], evidence: float | None, *, seed: int, device: torch.device
+) -> Report | None:
+    """The report of `linnet merge`; None, with a note, if it cannot be made."""
+
+    def make() -> Report:
+        facts = {f"run {i}": str(run) for i, run in enumerate(runs, 1)}
+        facts |= {} if evidence is None else {"log evidence of all data": number(evidence)}
+        lede = (
+            f"linnet multiplied the posteriors of {count(len(runs), 'run')} and divided their shared prior out, as if "
+            "one run had seen all data. The merged run holds no examples."
+        )
+        return Report("linnet merge", "Several runs as one", lede, facts=facts, record=_make_record(seed, device))
+
+    return _attempt(printer, make)
+
+
 def _find_extremes(Z: torch.Tensor, inputs: Inputs, labels: list[str] | None) -> list[Group]:
     """The six examples with the largest values on each of the three leading components."""
     top, groups = probes.top_projections(Z, min(6, len(Z))), []

@@ -53,6 +53,8 @@ def _run(command: str, options: FitOptions) -> None:
                     "means and spreads: give these data as --source, or the means and spreads as --scaler.",
                     stacklevel=2,
                 )
+            if options.noise is not None and data.task.kind == "classification":
+                raise UsageError("--noise is the variance of numbers, and classes have none. Leave --noise out.")
             if data.train.n < 2:
                 raise UsageError(f"{options.train} has one example, which cannot tell signal from noise. Give more.")
             _check_head(options, data, adapts=adapts)
@@ -187,6 +189,7 @@ def _fit_tangent(options: FitOptions, model: Networks, data: FitData, classes: l
     how: Any = {"params": chosen.params, "top": chosen.top, "mean": options.mean, "prior": options.prior}
     how |= {"variance": options.variance}
     if data.task.kind == "regression":
+        how |= {} if options.noise is None else {"noise": options.noise}
         return linnet.TangentRegressor(model, seed=options.seed, **how).fit(data.train.X, y, source=data.fitted_source)
     # Every label of a file is the name of a class.
     how |= {"inference": options.inference, "classes": classes, "ignore_index": None}
@@ -195,7 +198,7 @@ def _fit_tangent(options: FitOptions, model: Networks, data: FitData, classes: l
 
 def _fit_laplace(options: FitOptions, model: Networks, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
     how: Any = {"structure": options.structure, "prior": options.prior, "seed": options.seed}
-    how |= {"variance": options.variance}
+    how |= {"variance": options.variance, "noise": options.noise}
     params = options.parameters.resolve(data.model if isinstance(model, list) else model, data.train)
     return linnet.Laplace(model, data.task.kind, params=params, **how).fit(data.train.X, y)
 
