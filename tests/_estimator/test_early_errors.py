@@ -67,7 +67,7 @@ CASES |= {
         ValueError,
         "There are 4 labels",
     ),
-    "numbers for labels": (lambda: TangentClassifier(THREE).fit(X, y), ValueError, "continuous"),
+    "numbers for labels": (lambda: TangentClassifier(THREE).fit(X, y), ValueError, "numbers with fractions"),
     "a label missing": (lambda: TangentClassifier(THREE).fit(X, wrong), ValueError, "example 3 is"),
     "a label too few": (lambda: TangentClassifier(THREE).fit(X, labels[1:]), ValueError, "200 examples need labels"),
     "unknown words": (
@@ -78,7 +78,7 @@ CASES |= {
     "no labels": (lambda: TangentClassifier(THREE).fit(X), ValueError, "fit requires y"),
     "wrong labels in data": (lambda: TangentClassifier(THREE).fit((X, labels * 0 + 7)), ValueError, "which output"),
     "labels of Laplace": (lambda: Laplace(THREE).fit(X, labels + 7), ValueError, "outside 0 .. 2"),
-    "numbers for Laplace": (lambda: Laplace(THREE).fit(X, y), TypeError, "labels that are integers"),
+    "numbers for Laplace": (lambda: Laplace(THREE).fit(X, y), ValueError, "likelihood='regression'"),
     "nothing for Laplace": (lambda: Laplace(THREE).fit(X), ValueError, "fit requires y"),
     "a number missing, Laplace": (lambda: Laplace(ONE, "regression").fit(X, wrong), ValueError, "finite"),
     "noise of Laplace": (lambda: Laplace(ONE, "regression", noise=-1.0).fit(X, y), ValueError, "positive"),

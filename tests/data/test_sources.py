@@ -565,9 +565,9 @@ def test_reading_leaves_the_random_state_alone() -> None:
 @pytest.mark.parametrize(
     "loader",
     [
-        lambda d: DataLoader(d, shuffle=True),
         lambda d: DataLoader(d, shuffle=True, batch_size=None),
-        lambda d: DataLoader(d, batch_sampler=BatchSampler(RandomSampler(d), 2, False)),
+        lambda d: DataLoader(d, sampler=RandomSampler(d, replacement=True)),
+        lambda d: DataLoader(d, sampler=RandomSampler(d, num_samples=3)),
         lambda d: DataLoader(d, sampler=SubsetRandomSampler([1, 2])),
         lambda d: DataLoader(d, sampler=WeightedRandomSampler([0.5] * N, 3)),
         lambda d: DataLoader(d, sampler=DistributedSampler(d, 2, 0, shuffle=False)),
@@ -579,6 +579,21 @@ def test_samplers_are_refused_by_name(loader: Any) -> None:
     remedy = "shards the data itself" if isinstance(inner, DistributedSampler) else "same order every pass"
     with pytest.raises(ValueError, match=rf"{remedy}.*uses a {type(inner).__name__}\. Build it with"):
         as_source(built, forward)
+
+
+def test_a_loader_that_shuffles_is_read_in_the_order_of_its_dataset() -> None:
+    plain = as_source(DataLoader(Pairs(), batch_size=3), forward)
+    for loader in (
+        DataLoader(Pairs(), batch_size=3, shuffle=True),
+        DataLoader(Pairs(), batch_sampler=BatchSampler(RandomSampler(Pairs()), 3, False)),
+    ):
+        with pytest.warns(UserWarning, match="DataLoader shuffles.*in the order of the dataset"):
+            source = as_source(loader, forward)
+        assert source.n == plain.n and source.by_position
+        for ours, theirs in zip(source.batches(3), plain.batches(3), strict=True):
+            assert torch.equal(ours.args[0], theirs.args[0])
+    with pytest.raises(ValueError, match="drop_last"):
+        as_source(DataLoader(Pairs(), batch_size=4, shuffle=True, drop_last=True), forward)
 
 
 def test_other_shuffling_samplers_are_found_out() -> None:

@@ -43,7 +43,7 @@ def test_a_class_is_not_a_network(name):
 
 @pytest.mark.parametrize("name", USES)
 def test_weights_are_not_a_network(name):
-    with pytest.raises(TypeError, match=r"a model that is a torch.nn.Module; got an OrderedDict"):
+    with pytest.raises(TypeError, match=r"a model that is a torch.nn.Module; got a state dict"):
         USES[name](net().state_dict())
 
 

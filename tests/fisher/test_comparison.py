@@ -159,3 +159,13 @@ def test_errors():
         flat[2].weight.zero_()
     with pytest.raises(ValueError, match=r"The Jacobian of b is zero on these data"):
         similarity(a, flat, x, params="0.*")
+
+
+def test_data_take_the_dtype_of_the_networks():
+    torch.manual_seed(0)
+    a, b = (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(2))
+    x = torch.randn(10, 3)
+    for space in ("function", "parameters"):
+        expected = similarity(a, b, x, space=space)
+        for data in (x.double(), x.double().numpy()):
+            assert similarity(a, b, data, space=space) == pytest.approx(expected, rel=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import linnet
 from linnet.network import checks
@@ -178,7 +178,10 @@ def test_other_errors_of_the_model_stay_as_they_are():
 @pytest.mark.parametrize(
     ("loader", "match"),
     [
-        (lambda: DataLoader(Examples(ones()), shuffle=True), "uses a RandomSampler.*shuffle=False"),
+        (
+            lambda: DataLoader(Examples(ones()), sampler=RandomSampler(Examples(ones()), replacement=True)),
+            "uses a RandomSampler.*shuffle=False",
+        ),
         (lambda: DataLoader(Examples(ones()), 4, drop_last=True), r"drops 2 of 6 examples.*drop_last=False"),
     ],
 )

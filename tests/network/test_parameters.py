@@ -276,3 +276,24 @@ def test_weights_that_accelerate_keeps_elsewhere_are_refused_by_name():
     accelerate = pytest.importorskip("accelerate")
     with pytest.raises(ValueError, match=r"choose a device_map that offloads no weights to the CPU or disk"):
         linnet.linearize(accelerate.cpu_offload(nn.Linear(3, 2), execution_device=torch.device("cpu")))
+
+
+def test_the_last_layer_by_its_role():
+    body = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3))
+    assert list(select(body, "last_layer")) == ["3.weight", "3.bias"]
+    frozen = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False)).requires_grad_(False)
+    assert list(select(frozen, "last_layer")) == ["1.weight"]
+    tied = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    tied[1].weight = tied[0].weight
+    assert list(select(tied, "last_layer")) == ["0.weight", "1.bias"]
+    named = nn.ParameterDict({"last_layer": nn.Parameter(torch.ones(2)), "other": nn.Parameter(torch.ones(3, 3))})
+    assert list(select(named, "last_layer")) == ["last_layer"]
+    with pytest.raises(ValueError, match="needs a layer with a weight matrix, and the model has none"):
+        select(nn.LayerNorm(3), "last_layer")
+
+
+def test_a_state_dict_is_no_network():
+    with pytest.raises(TypeError, match=r"got a state dict\. Make the network .*load_state_dict"):
+        select(nn.Linear(2, 1).state_dict())
+    with pytest.raises(TypeError, match="got a dict"):
+        select({})

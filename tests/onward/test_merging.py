@@ -39,6 +39,10 @@ def classifier(model: nn.Module, part: slice = slice(None), **options: Any) -> T
     return TangentClassifier(model, **how).fit(X[part], CLASSES[part])
 
 
+def laplace_of_words(classes: list[str]) -> Laplace:
+    return Laplace(net(3, 1), structure="diag", prior=0.4, classes=classes).fit(X, np.array(classes)[CLASSES])
+
+
 def laplace(model: nn.Module, structure: Any, part: slice = slice(None), **options: Any) -> Laplace:
     return Laplace(model, structure=structure, rank=100, **{"prior": 0.4, **options}).fit(X[part], CLASSES[part])
 
@@ -256,6 +260,8 @@ def test_errors() -> None:
         first=TangentRegressor(prior=0.4, noise=0.2).fit(X, NUMBERS),
     )
     la, other = (laplace(net(3, seed), "diag") for seed in (0, 1))
+    refused("other labels for the same outputs: .*'a', 'b', 'c'", laplace_of_words(["a", "b", "c"]), first=la)
+    refused("other labels for the same", laplace_of_words(["b", "a", "c"]), first=laplace_of_words(["a", "b", "c"]))
     refused("0 and 1 have other priors: their smallest", laplace(net(3, 1), "diag", prior=1.0), first=la)
     refused("likelihoods", Laplace(net(3, 1), "regression", "diag", 0.4, noise=1.0).fit(X, normal(24, 3)), first=la)
     head, moved = (laplace(net(3, seed), "diag", params="3.*") for seed in (0, 1))

@@ -22,7 +22,9 @@ from linnet._estimator.inputs import (
     leave_out_weightless,
     list_options,
     take_examples,
+    warn_of_probabilities,
 )
+from linnet._estimator.labels import as_labels, check_is_no_regression, find_codes, name_classes
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
 from linnet._estimator.source_data import WithSource, join_inputs
@@ -37,12 +39,14 @@ __all__ = [
     "Linearity",
     "PredictiveModule",
     "WithSource",
+    "as_labels",
     "as_targets",
     "behavior",
     "by_members",
     "can_copy",
     "check_has_exact",
     "check_inputs",
+    "check_is_no_regression",
     "check_variance",
     "convert_like",
     "default_network",
@@ -50,6 +54,7 @@ __all__ = [
     "epoch",
     "example_codes",
     "files",
+    "find_codes",
     "find_kept",
     "find_labeled",
     "has_targets_in_memory",
@@ -62,8 +67,10 @@ __all__ = [
     "make_jacobian",
     "make_predictive_module",
     "members_of",
+    "name_classes",
     "parse_dtype",
     "shuffle",
     "take_examples",
     "take_parts",
+    "warn_of_probabilities",
 ]

@@ -6,9 +6,11 @@ tangents, however many outputs there are.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from typing import Literal, get_args
+from statistics import NormalDist
+from typing import Any, Literal, get_args
 
 from sklearn.utils.validation import check_is_fitted
 
@@ -97,6 +99,28 @@ class ErrorBarsMixin:
     posterior_: Posterior
     variance_: str
     _drawn: tuple[Posterior, SamplePosterior]
+
+    def predict_interval(self, X: Any, level: float = 0.95, *, noise: Any = True) -> tuple[Any, Any]:
+        """The lower and the upper end of the central interval of each prediction of a number.
+
+        The interval is that of a Gaussian with the mean and the standard deviation that `predict` returns.
+
+        Args:
+            X: Inputs.
+            level: Probability of the interval.
+            noise: Whether the interval is for an observation, or False for the function; see `predict`.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is the probability of the interval, between 0 and 1; got {level!r}.")
+        predict = getattr(self, "predict", None)
+        if predict is None or "return_std" not in inspect.signature(predict).parameters:
+            raise TypeError(
+                f"predict_interval is for numbers, and {type(self).__name__} predicts classes, counts or times. Use "
+                "predict_proba, or quantiles of sample(X, k)."
+            )
+        mean, std = predict(X, return_std=True, noise=noise)
+        width = NormalDist().inv_cdf(0.5 + float(level) / 2) * std
+        return mean - width, mean + width
 
     def _settle_variance(self, J: LinearOperator) -> None:
         self.variance_ = choose_variance(self.variance, self.posterior_, J, self.samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -213,3 +214,26 @@ class Standardize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.center) / self.spread
+
+
+def warn_of_probabilities(f: Tensor, network: nn.Module) -> None:
+    """Warn where the outputs of a classifier, (n, c), are probabilities.
+
+    Outputs of several classes are probabilities if they are positive and sum to one. Outputs between zero and one may
+    be logits too: they are probabilities if the last module of the network is a sigmoid.
+    """
+    rounding = torch.finfo(torch.bfloat16).eps  # of the coarsest dtype that networks run in
+    if f.ndim != 2 or not bool(((f >= 0) & (f <= 1 + rounding)).all()):
+        return
+    if f.shape[1] > 1 and bool(((f.sum(1) - 1).abs() <= rounding).all()):
+        what, inverse = "softmax", "torch.log"
+    elif isinstance(list(network.modules())[-1], nn.Sigmoid):
+        what, inverse = "sigmoid", "torch.logit"
+    else:
+        return
+    warnings.warn(
+        f"The outputs of the network look like probabilities of a {what}. A classifier needs logits, and takes these "
+        f"outputs for logits, so that its probabilities are wrong. Leave out the {what} at the end of the network, or "
+        f"pass output={inverse}.",
+        stacklevel=3,
+    )

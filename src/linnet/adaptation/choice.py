@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet._common import messages, show_progress
-from linnet._estimator import check_inputs, take_examples
+from linnet._estimator import check_inputs, name_classes, take_examples
 from linnet.adaptation.fine_tuning import RATES, ROUNDS, Tuned, Tuning, fine_tune
 from linnet.adaptation.network import describe, divide_outputs, evaluate, find_temperature
 from linnet.data import Source, as_source
@@ -24,7 +24,7 @@ from linnet.inference import LOG_2PI
 from linnet.jacobian import linearize
 from linnet.network import check_module, check_whole, top_blocks
 from linnet.probability import Likelihood, likelihood_for
-from linnet.tangent import TangentClassifier, TangentRegressor, name_classes
+from linnet.tangent import TangentClassifier, TangentRegressor
 
 NETWORK, HEAD, TANGENT, TUNED = "network", "last layer", "tangent", "fine-tuning"
 

@@ -7,6 +7,7 @@ it is, once it is known to give every example in the same order every pass.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, default_collate
 
 from linnet._common import combine_codes
 from linnet.data import checks
@@ -237,6 +238,7 @@ def checksum(value: Any, code: int = 0) -> int:
 
 def wrap_loader(loader: DataLoader[Any], signature: Signature) -> Source:
     """The source of a DataLoader that gives every example, in the same order every pass."""
+    loader = _without_shuffling(loader)
     checks.check_loader_order(loader)
     sampler = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset):
@@ -250,6 +252,29 @@ def wrap_loader(loader: DataLoader[Any], signature: Signature) -> Source:
     if sampler is None or type(loader).__iter__ is not DataLoader.__iter__:
         return LoadedInOrder(loader, signature)
     return LoadedByPosition(loader, signature)
+
+
+def _without_shuffling(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that gives the same examples in the order of its dataset, in place of one that shuffles them.
+
+    Only a `RandomSampler` that gives every example once has a meaning without its shuffling.
+    """
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or type(loader).__iter__ is not DataLoader.__iter__:
+        return loader
+    data: Any = loader.dataset
+    sampler: Any = batches.sampler
+    if not isinstance(sampler, RandomSampler) or sampler.replacement or len(sampler) != len(data):
+        return loader
+    checks.check_nothing_dropped(batches.batch_size, len(sampler), drop_last=batches.drop_last)
+    warnings.warn(
+        "The DataLoader shuffles. linnet needs the examples in one order in every pass, and reads them in the order of "
+        "the dataset: targets that are given apart, and predictions, have this order.",
+        stacklevel=2,
+    )
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    given = {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+    return DataLoader(loader.dataset, batch_size=batches.batch_size, shuffle=False, **given)
 
 
 class LoadedInOrder(Source):

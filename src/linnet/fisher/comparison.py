@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet._common import find_dense_budget
+from linnet._estimator import Dtypes
 from linnet.jacobian import Jacobian, Linearization, linearize
 from linnet.network import Output, Params, checks
 
@@ -83,7 +84,8 @@ def similarity(
 
 def _linearized(model: nn.Module | Linearization, params: Params, output: Output | None) -> Linearization:
     if not isinstance(model, Linearization):
-        return linearize(model, params, output)
+        lin = linearize(model, params, output)
+        return Dtypes(None, lin.dtype).apply(lin)  # inputs take the dtype of the network
     if params is not None or output is not None:
         raise ValueError(
             "params= and output= say how to linearize networks, and a linearization was given. "

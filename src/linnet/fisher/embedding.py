@@ -8,6 +8,7 @@ J is the Jacobian of a scalar score (`linnet.scores`), V the Fisher vectors, P t
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from linnet._estimator import files as saved
 from linnet.data import Batch, Source, as_source
 from linnet.fisher.statistics import Statistics, fisher_statistics
 from linnet.jacobian import Jacobian, Linearization, linearize
-from linnet.linalg import Decomposition, LinearOperator, low_rank
+from linnet.linalg import Decomposition, LinearOperator, TooFewComponents, low_rank
 from linnet.network import Params, check_module
 
 KIND = "fisher embedding"
@@ -69,7 +70,8 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     Args:
         model: The trained model.
-        n_components: How many; or, as a number between 0 and 1, how much of the variance they have to explain.
+        n_components: How many, or all where the data have fewer; or, as a number between 0 and 1, how much of the
+            variance they have to explain.
         score: What is differentiated: one of `linnet.scores`, or a callable from the model's output to (n,), which is
             taken as an energy. None is ``linnet.scores.classifier()``.
         kernel: "nfk", the Fisher kernel; or "ntk", the tangent kernel J J^T of the score, without Z and I.
@@ -193,11 +195,6 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         source = as_source(check_inputs(self, X, reset=True), self.lin_.module.forward)
         J = self._jacobian(source)
         self._probe = draw_inputs(source)
-        if at_least > min(J.shape):
-            raise ValueError(
-                f"n_components={at_least}, and {J.n} examples in {self.lin_.p} parameters have at most {min(J.shape)} "
-                "components. Ask for no more than that."
-            )
         # Passes after the first one touch neither the network nor the data, where the factors fit memory. A checkpoint
         # is of the data itself, and a cheaper precision makes factors of its own.
         kept = J.cached_if_fits() if self.checkpoint is None and self.precision == "highest" else J
@@ -264,9 +261,29 @@ class FisherEmbedding(HubMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         return J if self.statistics_ is None else self.statistics_.vectors(J)
 
     def _low_rank(self, V: LinearOperator, trace: float | None, coarse: LinearOperator | None) -> Decomposition:
+        """The leading components: as many as are asked for, or all that there are."""
+        asked = _asked(self.n_components)
+        most = min(asked, *V.shape) if isinstance(asked, int) else asked
+        try:
+            found = self._decompose(V, most, trace, coarse)
+        except TooFewComponents as error:
+            if not error.rank:
+                raise
+            found = self._decompose(V, error.rank, trace, coarse)
+        if isinstance(asked, int) and len(found.eigenvalues) < asked:
+            warnings.warn(
+                f"The data have {len(found.eigenvalues)} components above rounding, fewer than n_components={asked}: "
+                "all of them are computed.",
+                stacklevel=4,
+            )
+        return found
+
+    def _decompose(
+        self, V: LinearOperator, count: int | float, trace: float | None, coarse: LinearOperator | None
+    ) -> Decomposition:
         return low_rank(
             V,
-            _asked(self.n_components),
+            count,
             method=self.method,
             tolerance=self.tolerance,
             block=self.block,

@@ -1,5 +1,5 @@
-"""linnet's kernel inside other libraries: `linnet.interop.gpytorch` and `linnet.interop.botorch`.
+"""linnet inside other libraries: `linnet.interop.gpytorch`, `linnet.interop.botorch` and `linnet.interop.scikit_learn`.
 
-Import these modules by name: linnet imports neither. Both libraries are extras, ``pip install 'linnet[gpytorch]'`` and
-``pip install 'linnet[botorch]'``.
+Import these modules by name: linnet imports none of them. GPyTorch and BoTorch are extras, ``pip install
+'linnet[gpytorch]'`` and ``pip install 'linnet[botorch]'``.
 """

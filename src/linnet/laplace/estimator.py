@@ -37,20 +37,25 @@ from linnet._estimator import (
     HubMixin,
     Linearity,
     PredictiveModule,
+    as_labels,
     as_targets,
     by_members,
     check_has_exact,
     check_inputs,
+    check_is_no_regression,
     check_variance,
     convert_like,
     draw_inputs,
+    find_codes,
     find_labeled,
     leave_out_ignored,
     leave_out_weightless,
     list_options,
     make_jacobian,
     make_predictive_module,
+    name_classes,
     parse_dtype,
+    warn_of_probabilities,
 )
 from linnet.data import Batch
 from linnet.inference import (
@@ -308,6 +313,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         variance: str = "auto",
         draws: int | str | None = "auto",
         ignore_index: int | None = -100,
+        classes: Sequence[Any] | None = None,
         tolerance: float = 1e-2,
         weights: str | Sequence[float] = "uniform",
         dtype: Any = "auto",
@@ -321,6 +327,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         self.prior, self.params = prior, params
         self.output, self.noise, self.rank, self.size = output, noise, rank, size
         self.samples, self.variance, self.draws, self.ignore_index = samples, variance, draws, ignore_index
+        self.classes = classes
         self.tolerance, self.weights, self.dtype, self.memory = tolerance, weights, dtype, memory
         self.batch_size, self.checkpoint, self.seed, self.progress = batch_size, checkpoint, seed, progress
 
@@ -338,6 +345,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
                 weight 2 counts as the same example given twice, in the evidence too; one of weight 0 is left out.
         """
         check_options(self)
+        self.__dict__.pop("classes_", None)  # of a fit before
         model = check_module(self.model)
         inputs, weight, kept = leave_out_weightless(check_inputs(self, X, reset=True), sample_weight, model.forward)
         y = kept.take(y)
@@ -362,6 +370,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             self._noise_each = known = as_variances(kept.take(self.noise, "variances"), J.n, J.c)
             targets = as_continuous("regression", targets, J.n, J.c, J.dtype, J.device)
             targets = KnownNoise.pack(targets, known)
+        self._name_numbers(targets, J)
         self._y = self._unit.targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)
         earlier = None if self._earlier is None else torch.stack([self._earlier.mean, self._earlier.base])
         self.lin_.check_ranks_agree(options=list_options(self), targets=self._y, earlier=earlier)
@@ -439,7 +448,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         all inputs."""
         if getattr(getattr(y, "dtype", None), "names", None):  # times with their flags, in named fields
             y = likelihood_for(self.likelihood, torch.empty(0), (1,)).targets(y, J.n, 1)
-        targets = as_targets(y, J)
+        targets = as_targets(self._encode_labels(y, J), J)
         classes = self.likelihood in ("classification", "ordinal")
         if classes or isinstance(self.likelihood, Bernoulli | Categorical | Ordinal):
             found = leave_out_ignored(inputs, targets, targets, self.ignore_index)
@@ -447,6 +456,38 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
                 counted = Counted(J.n, find_labeled(targets, self.ignore_index))
                 return found[0], self._jacobian(found[0]), found[1], counted
         return inputs, J, targets, Counted(J.n)
+
+    def _encode_labels(self, y: Any, J: Jacobian) -> Any:
+        """Numbers of outputs in place of labels that are text, or that ``classes=`` names; other targets as they are.
+
+        The first labels give ``classes_``.
+        """
+        if self.likelihood == "classification" and "classes_" not in vars(self):
+            check_is_no_regression(y)
+        text = isinstance(y, np.ndarray | list | tuple) and np.asarray(y).dtype.kind in "UO"
+        if self.classes is None and not text:
+            return y
+        labels = as_labels(J.targets() if y is None else y, J.n)
+        named = self.likelihood == "classification" or isinstance(self.likelihood, Bernoulli | Categorical)
+        if not named or self._read.shape or labels.ndim != 1:
+            raise TypeError(
+                "Labels that are text, or that classes= names, are for one class of each example, "
+                f"likelihood='classification'. Give numbers with likelihood={self.likelihood!r}."
+            )
+        kept = find_labeled(labels, self.ignore_index)
+        counted = labels if kept is None else labels[kept.numpy()]
+        if "classes_" not in vars(self):
+            self.classes_ = name_classes(counted, max(2, J.c), self.classes)
+        codes = np.full(len(labels), self.ignore_index or 0)
+        index = slice(None) if kept is None else kept.numpy()
+        codes[index] = find_codes(counted, self.classes_)
+        return codes
+
+    def _name_numbers(self, targets: Tensor, J: Jacobian) -> None:
+        """The numbers of the outputs as ``classes_``, where labels are numbers."""
+        one = (targets.ndim == 1 or tuple(targets.shape[1:]) == (1,)) and not self._read.shape
+        if "classes_" not in vars(self) and one and isinstance(self._unit, Bernoulli | Categorical):
+            self.classes_ = np.arange(max(2, J.c))
 
     def _make_prior(self, spec: PriorSpec) -> Prior:
         """The prior for the training data, by the weights of its examples."""
@@ -515,6 +556,8 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         """Read the outputs at the training data, with the sums of structures that are known from one pass."""
         sums = self._first_pass(J, keep) if self.structure_ in BOUNDED and self.draws_ is None else None
         self._f = J.outputs() if sums is None else sums.f
+        if isinstance(without_weights(self._unit), Bernoulli | Categorical):
+            warn_of_probabilities(self._f, J.lin.given)
         # A checkpoint is of the data itself.
         cache = self.structure_ in KEPT and self.draws_ is None and keep is no_checkpoint
         self._J = J.cached_if_fits() if cache else J
@@ -1182,6 +1225,19 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         blocks: Spread = "blocks" if self.variance_ == "exact" else "factor"
         moments, told = self._moments(X, "variance" if link == "probit" else blocks)
         return convert_like(X, told.probabilities(moments, link=link, draws=draws, seed=self.seed))
+
+    def predict_label(self, X: Any) -> np.ndarray:
+        """The most probable class of each input by its label in ``classes_``, (n,)."""
+        check_is_fitted(self)
+        if "classes_" not in vars(self):
+            raise ValueError(
+                f"predict_label is for one class of each example; the likelihood is {self.likelihood!r}. Use "
+                "predict_proba for labels that are on or off, and predict for numbers."
+            )
+        p = self.predict_proba(X)
+        p = p.cpu().numpy() if isinstance(p, Tensor) else p
+        found: np.ndarray = self.classes_[p.argmax(1)]
+        return found
 
     @by_members
     @together

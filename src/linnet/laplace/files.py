@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from linnet._estimator import Dtypes, behavior
@@ -83,6 +84,7 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "base": saved.base_of(la),
         "likelihood": described["name"],
         "likelihood_described": described,
+        "classes": None if not hasattr(la, "classes_") else [la.classes_.tolist(), la.classes_.dtype.str],
         "shape": list(la._read.shape),
         "one_column": la._one_column,
         "inputs": form,
@@ -139,6 +141,8 @@ def read(
     la._attach(model, dtypes)
     la._probe = behavior.check(path, la.lin_, tensors, meta.get("behavior"))
     la._read.shape = shape = tuple(meta["shape"])
+    if meta.get("classes") is not None:
+        la.classes_ = np.array(meta["classes"][0], dtype=meta["classes"][1])
     la._unit = la.likelihood_ = Sites(unit, shape, la.ignore_index) if shape else unit
     la._noise_base, la._noise, la._one_column = noise, 1.0, meta["one_column"]
     la.noise_ = None if noise is None else float(noise) if noise.ndim == 0 else noise.cpu().numpy()

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from linnet.laplace.estimator import Laplace
 
 CARRIED = (
-    *("lin_", "_dtypes", "_read", "_one_column", "n_features_in_", "feature_names_in_"),  # of the network
+    *("lin_", "_dtypes", "_read", "_one_column", "n_features_in_", "feature_names_in_", "classes_"),  # of the network
     *("_unit", "_noise_base", "_noise", "structure_", "draws_", "narrowed_"),
     *("_prior", "_scales", "prior_variance_", "scales_", "noise_", "likelihood_", "theta_", "_forgotten", "_lost"),
 )
@@ -195,7 +195,7 @@ def plain_targets(la: Laplace, y: Tensor) -> Tensor:
 
 def _encode(la: Laplace, J: Jacobian, y: Any) -> Tensor:
     """Targets of a user as `plain_targets` has them."""
-    targets = as_targets(y, J)
+    targets = as_targets(la._encode_labels(y, J), J)
     if la._y_is_known_noise:
         return as_continuous("regression", targets, J.n, J.c, J.dtype, J.device).view(J.n, J.c)
     return without_weights(la._unit).targets(targets, J.n, J.c, dtype=J.dtype, device=J.device)

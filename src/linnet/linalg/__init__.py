@@ -31,7 +31,7 @@ from linnet.linalg.row_weights import (
     weight_from_root,
 )
 from linnet.linalg.svd.block_krylov import orthonormalize
-from linnet.linalg.svd.truncated import Decomposition, low_rank
+from linnet.linalg.svd.truncated import Decomposition, TooFewComponents, low_rank
 
 __all__ = [
     "REFINED",
@@ -49,6 +49,7 @@ __all__ = [
     "Solution",
     "Solvable",
     "Stack",
+    "TooFewComponents",
     "WoodburyPreconditioner",
     "add_symmetric_",
     "apply_to_columns",

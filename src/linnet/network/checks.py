@@ -29,6 +29,11 @@ def check_module(model: object) -> nn.Module:
             f"class first, as in {model.__name__}(...), and load its weights."
         )
     if not isinstance(model, nn.Module):
+        if isinstance(model, Mapping) and model and all(isinstance(value, Tensor) for value in model.values()):
+            raise TypeError(
+                "linnet needs a model that is a torch.nn.Module; got a state dict. Make the network of these weights "
+                "first, and load them: model.load_state_dict(weights)."
+            )
         raise TypeError(f"linnet needs a model that is a torch.nn.Module; got {kind(model)}.")
     if is_compiled(model):
         warn_of_compiled(model)

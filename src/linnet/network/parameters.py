@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from linnet.network import checks
 
+LAST_LAYER = "last_layer"
+"""Value of ``params=`` for the parameters of the last layer."""
+
 Params = str | Sequence[str] | Callable[[str, Tensor], bool] | None
 
 
@@ -23,7 +26,8 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         model: Any module. Its parameters share one device; of a model with a ``device_map``, the selected parameters
             do.
         params: ``None`` for every floating parameter that requires a gradient; a glob over full names such
-            as ``"layer4.*"``, or several globs (these also select frozen parameters; ``*`` crosses dots); or
+            as ``"layer4.*"``, or several globs (these also select frozen parameters; ``*`` crosses dots);
+            ``"last_layer"`` for the last layer with a weight matrix, in the order in which layers were registered; or
             a callable ``(name, tensor) -> bool``, asked about every floating parameter.
 
     Returns:
@@ -38,6 +42,8 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         ['2.weight', '2.bias']
         >>> list(select(model, lambda name, tensor: tensor.ndim == 2))
         ['0.weight', '2.weight']
+        >>> list(select(model, "last_layer"))
+        ['2.weight', '2.bias']
     """
     model = checks.check_module(model)
     checks.check_params_argument(params)
@@ -50,6 +56,10 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
         checks.check_not_complex(selected)
     elif callable(params):
         selected = {name: tensor for name, tensor in floating.items() if params(name, tensor)}
+    elif params == LAST_LAYER and LAST_LAYER not in floating:
+        layer = _find_last_layer(model)
+        own = {id(tensor) for tensor in layer.parameters(recurse=False)}
+        selected = {name: tensor for name, tensor in floating.items() if id(tensor) in own}
     else:
         chosen = _match_globs(model, floating, [params] if isinstance(params, str) else list(params))
         selected = {name: tensor for name, tensor in floating.items() if name in chosen}
@@ -58,6 +68,18 @@ def select(model: nn.Module, params: Params = None) -> dict[str, Tensor]:
     dispatched = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate
     checks.check_devices(parameters, selected, dispatched=dispatched)
     return selected
+
+
+def _find_last_layer(model: nn.Module) -> nn.Module:
+    """The module registered last that holds a floating parameter of two or more axes, which no norm does."""
+    layers = [
+        module
+        for module in model.modules()
+        if any(t.is_floating_point() and t.ndim > 1 for t in module.parameters(recurse=False))
+    ]
+    if not layers:
+        raise ValueError("params='last_layer' needs a layer with a weight matrix, and the model has none. Name others.")
+    return layers[-1]
 
 
 def _match_globs(model: nn.Module, floating: Mapping[str, Tensor], globs: Sequence[str]) -> set[str]:

@@ -308,7 +308,9 @@ class _Fitted:
             found: Tensor = e._targets(y, J).view(J.n, J.c)
             return found
         if isinstance(e, Laplace):
-            return e.likelihood_.targets(as_targets(y, J), J.n, J.c, dtype=J.dtype, device=J.device)
+            return e.likelihood_.targets(
+                as_targets(e._encode_labels(y, J), J), J.n, J.c, dtype=J.dtype, device=J.device
+            )
         encoded: Tensor = e._new_targets(y, J)
         return encoded
 

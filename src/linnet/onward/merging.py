@@ -274,6 +274,7 @@ def _merge_laplace(found: Sequence[Laplace]) -> Laplace:
     first = found[0]
     _check_other_weights(found)
     _check_likelihoods([_describe(one) for one in found])
+    _check_labels(found)
     theta = first.theta_
     means = [(one.theta_ + one.posterior_.delta).to(theta) for one in found]
     precisions = _on_device([precision_of(one.posterior_, memory=one.memory) for one in found], theta)
@@ -292,6 +293,16 @@ def _describe(la: Laplace) -> Any:
     noise = "" if la.noise_ is None else f"noise={la.noise_}"
     settings = describe_likelihood(la._predictive.inner)
     return settings["name"], "" if noise else settings["settings"], noise
+
+
+def _check_labels(found: Sequence[Laplace]) -> None:
+    labels = [one.classes_.tolist() if hasattr(one, "classes_") else None for one in found]
+    for i, one in enumerate(labels):
+        if one != labels[0]:
+            raise ValueError(
+                f"Estimators 0 and {i} have other labels for the same outputs: {labels[0]} and {one}. Give all sites "
+                "the same classes=."
+            )
 
 
 def _shared_prior(found: Sequence[Laplace]) -> tuple[Tensor, Precision]:

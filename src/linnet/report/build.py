@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linnet import metrics
 from linnet._common import find_versions
-from linnet._estimator import Linearity, as_targets, members_of
+from linnet._estimator import Linearity, as_labels, as_targets, members_of
 from linnet.jacobian import Plan
 from linnet.laplace import Laplace
 from linnet.metrics import Z95
@@ -35,7 +35,7 @@ from linnet.report.diagnostics import Fit, compute_influence, compute_spectrum
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 from linnet.report.html import page
-from linnet.tangent import Tangent, TangentClassifier, TangentRegressor, as_labels
+from linnet.tangent import Tangent, TangentClassifier, TangentRegressor
 
 NO_TEST = Missing("There are no test data, and a model always looks too good on the data that it was fitted to.")
 NO_TRAIN = Missing("This needs the training data: pass train=(X, y).")
@@ -491,7 +491,7 @@ def gather_fit(estimator: Any, X: Any, y: Any) -> Fit:
     if isinstance(estimator, Laplace):
         J = estimator._jacobian(X)
         f = J.outputs()
-        y = as_targets(y, J)
+        y = as_targets(estimator._encode_labels(y, J), J)
         if isinstance(estimator.likelihood_, KnownNoise):
             known = _of_all(estimator._noise_each, J.n)
             y = KnownNoise.pack(y.to(known).view(J.n, J.c), known)

@@ -1,7 +1,7 @@
 """Door 1: `TangentRegressor`, `TangentClassifier` and `TangentGLM`, a trained network adapted to new data."""
 
 from linnet.tangent.base import LinearizedModule, Tangent
-from linnet.tangent.classifier import TangentClassifier, as_labels, name_classes
+from linnet.tangent.classifier import TangentClassifier
 from linnet.tangent.glm import TangentGLM
 from linnet.tangent.mean_choice import MeanTrial
 from linnet.tangent.regressor import LeaveOneOut, TangentRegressor
@@ -14,6 +14,4 @@ __all__ = [
     "TangentClassifier",
     "TangentGLM",
     "TangentRegressor",
-    "as_labels",
-    "name_classes",
 ]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from linnet._common import together
@@ -19,12 +18,15 @@ from linnet._estimator import (
     ClassUncertaintyMixin,
     Counted,
     HubMixin,
+    as_labels,
     by_members,
     check_variance,
     convert_like,
     default_network,
+    find_codes,
     find_labeled,
     leave_out_ignored,
+    name_classes,
 )
 from linnet.inference import Inference
 from linnet.jacobian import Jacobian
@@ -330,11 +332,7 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
 
     def _codes(self, labels: np.ndarray) -> Tensor:
         """The number of the class of each label."""
-        places = {label: i for i, label in enumerate(self.classes_.tolist())}
-        unknown = sorted({str(label) for label in labels.tolist() if label not in places})
-        if unknown:
-            raise ValueError(f"Labels {', '.join(unknown[:6])} are not among the classes {self.classes_.tolist()}.")
-        return torch.tensor([places[label] for label in labels.tolist()])
+        return torch.from_numpy(find_codes(labels, self.classes_))
 
     def _new_targets(self, y: Any, J: Jacobian) -> Tensor:
         labels = as_labels(J.targets() if y is None else y, J.n)
@@ -449,50 +447,3 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         generator = torch.Generator().manual_seed(self.seed)
         draws = max(self.samples, 1000)
         return compute_probabilities(self.likelihood_, f, spread, link=self.link, samples=draws, generator=generator)
-
-
-def as_labels(y: Any, n: int) -> np.ndarray:
-    """Labels as an array (n,), or (n, c) of zeros and ones."""
-    y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = column_or_1d(y, warn=True)
-    if y.ndim not in (1, 2) or len(y) != n:
-        raise ValueError(f"{n} examples need labels of shape ({n},), or ({n}, c) of zeros and ones; got {y.shape}.")
-    if y.dtype.kind == "f" and not np.isfinite(y).all():
-        raise ValueError(f"Labels must not be NaN or infinite; example {int(np.argmax(~np.isfinite(y)))} is.")
-    if y.ndim == 1:
-        check_classification_targets(y)
-    elif y.dtype.kind not in "biuf":
-        raise TypeError(f"Several labels at once, ({n}, c), must be zeros and ones; got an array of {y.dtype.str[1:]}.")
-    return y
-
-
-def name_classes(labels: np.ndarray, count: int, given: Sequence[Any] | None) -> np.ndarray:
-    """The label of each of ``count`` classes."""
-    found = np.unique(labels)
-    if given is not None:
-        classes = np.asarray(given)
-        if len(classes) != count or len(set(classes.tolist())) != count:
-            raise ValueError(
-                f"The network has {count} classes, so classes= needs as many different labels; got {given}."
-            )
-        unknown = [label for label in found.tolist() if label not in set(classes.tolist())]
-        if unknown:
-            raise ValueError(f"Labels {unknown[:6]} are not among classes={classes.tolist()[:6]}.")
-        return classes
-    if len(found) > count:
-        raise ValueError(
-            f"There are {len(found)} labels and the network has {count} classes. Give it a new head first "
-            "with linnet.attach_head."
-        )
-    whole = found.dtype.kind in "iu" or (found.dtype.kind == "f" and bool((found == found.astype(int)).all()))
-    if whole and found.min() >= 0 and found.max() < count:
-        return np.arange(count).astype(found.dtype)
-    if found.dtype.kind == "b":
-        return np.array([False, True]) if count == 2 else found
-    if len(found) == count:
-        return found
-    raise ValueError(
-        f"The network has {count} classes and the labels are {found.tolist()[:6]}: which output is which? "
-        "Pass classes=, the label of each output in order."
-    )

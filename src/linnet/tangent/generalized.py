@@ -21,6 +21,7 @@ from linnet._estimator import (
     leave_out_weightless,
     list_options,
     take_parts,
+    warn_of_probabilities,
 )
 from linnet.data import as_source
 from linnet.inference import (
@@ -39,7 +40,7 @@ from linnet.inference import (
 )
 from linnet.jacobian import Jacobian, linearize
 from linnet.network import check_module
-from linnet.probability import Likelihood, Prior, PriorSpec, Weighted, check_prior, make_prior
+from linnet.probability import Bernoulli, Categorical, Likelihood, Prior, PriorSpec, Weighted, check_prior, make_prior
 from linnet.tangent.base import Tangent
 
 
@@ -285,9 +286,10 @@ class Generalized(Tangent):
             network = self.mean_ == "network"
             fit = any_likelihood.train(J, targets, prior, likelihood, how.settings, network=network, training=training)
         else:
-            fit = any_likelihood.condition(
-                Observations(J, targets, self._base(J), likelihood, start), prior, how, solver
-            )
+            base = self._base(J)
+            if isinstance(self.likelihood_, Bernoulli | Categorical) and self.mean_ == "network":
+                warn_of_probabilities(base, lin.given)
+            fit = any_likelihood.condition(Observations(J, targets, base, likelihood, start), prior, how, solver)
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
         self._settle_variance(J)

@@ -239,7 +239,7 @@ def _result(V: LinearOperator, found: _Found, method: str, s: _Settings, more: i
     if s.k is None:  # what is missing of the share is rounding
         wanted = min(wanted, rank)
     if rank < wanted:
-        raise _too_few(V, rank, wanted)
+        raise TooFewComponents(V, rank, wanted)
     trace = found.trace if s.trace is None else s.trace
     assert trace is not None
     Y, theta = found.ritz.Y[:, :wanted], found.ritz.theta[:wanted]
@@ -258,12 +258,20 @@ def _result(V: LinearOperator, found: _Found, method: str, s: _Settings, more: i
     )
 
 
-def _too_few(V: LinearOperator, rank: int, wanted: int) -> ValueError:
-    hint = f"Ask for at most {rank}." if rank else "All its products are zero."
-    return ValueError(
-        f"{V.name} of shape {V.shape} has {rank} components whose singular values are more than rounding; "
-        f"{wanted} were asked for. {hint}"
-    )
+class TooFewComponents(ValueError):
+    """More components are asked for than have singular values above rounding.
+
+    Attributes:
+        rank: The number of these components.
+    """
+
+    def __init__(self, V: LinearOperator, rank: int, wanted: int) -> None:
+        hint = f"Ask for at most {rank}." if rank else "All its products are zero."
+        super().__init__(
+            f"{V.name} of shape {V.shape} has {rank} components whose singular values are more than rounding; "
+            f"{wanted} were asked for. {hint}"
+        )
+        self.rank = rank
 
 
 # Methods.
@@ -388,7 +396,7 @@ def _exact(V: LinearOperator, s: _Settings) -> _Found:
 def _single(V: LinearOperator, X: Tensor, s: _Settings, *, passes: int, rest: float | None = None) -> _Found:
     """Rayleigh-Ritz in the span of X, by one pass."""
     if X.shape[1] == 0:
-        raise _too_few(V, 0, s.k or 1)
+        raise TooFewComponents(V, 0, s.k or 1)
     state = KrylovSpace.start(X)
     found = state.step(V, grow=False)
     found = found if rest is None else replace(found, rest=rest)
