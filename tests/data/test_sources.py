@@ -344,6 +344,34 @@ def test_hugging_face_batches() -> None:
         as_source(transformers.BatchEncoding({"input_ids": [[1, 2], [3, 4]]}), bert)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda pairs: ({"ids": images(), "mask": torch.ones(N)}, torch.arange(N)),
+        lambda pairs: pairs,
+        lambda pairs: Items(pairs),
+        lambda pairs: DataLoader(Items(pairs), batch_size=4),
+    ],
+    ids=["in memory", "examples", "dataset", "loader"],
+)
+def test_a_dict_of_arguments_beside_its_target(make: Any) -> None:
+    pairs = [({"ids": x, "mask": torch.tensor(1.0)}, i) for i, x in enumerate(images())]
+    batches = list(as_source(make(pairs), lambda ids, mask=None: ids).batches(3))
+    assert all(not b.args and list(b.kwargs) == ["ids", "mask"] for b in batches)
+    assert torch.equal(torch.cat([b.kwargs["ids"] for b in batches]), images())
+    assert torch.equal(torch.cat([b.rest for b in batches]), torch.arange(N))
+
+
+def test_a_dict_that_the_forward_takes_whole_stays_one_argument() -> None:
+    given = ({"ids": images()}, torch.arange(N))
+    for forward_of_dicts in (lambda batch: batch, lambda batch, **settings: batch):
+        (batch,) = as_source(given, forward_of_dicts).batches(100)
+        assert len(batch.args) == 1 and torch.equal(batch.args[0]["ids"], images()) and not batch.kwargs
+        assert torch.equal(batch.rest, torch.arange(N))
+    (batch,) = as_source((*given, torch.ones(N)), lambda **arguments: arguments).batches(100)
+    assert list(batch.kwargs) == ["ids"] and len(batch.rest) == 2
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError, match=r"requires 2 arguments \(x, mask\); the data has 1\. Give a tuple of 2"):
         as_source(X, lambda x, mask: x)

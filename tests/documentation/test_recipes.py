@@ -25,7 +25,7 @@ def optional() -> dict[str, Block]:
 
 def test_which_recipes_there_are() -> None:
     titles = {line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("## ")}
-    assert len(titles) == 7 and set(optional()) == {"timm", "torchvision"}
+    assert len(titles) == 9 and set(optional()) == {"timm", "torchvision"}
     for block in blocks(PAGE.read_text(encoding="utf-8")):
         assert NEEDS.match(block.title) or block.title in ("", "output"), f"line {block.line} is never run"
 

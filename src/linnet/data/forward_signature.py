@@ -62,12 +62,21 @@ class Signature:
             rest = {key: value for key, value in data.items() if key not in kwargs}
             return (), kwargs, rest or None
         items = tuple(data) if isinstance(data, tuple | list) else (data,)
+        if len(items) > 1 and self._names_arguments(items[0]):
+            _, kwargs, _ = self.bind(items[0])
+            return (), kwargs, items[1] if len(items) == 2 else items[1:]
         every = self.any_positional and not self.positional
         r = len(items) if every else max(1, len(self.required))
         takes_one = bool(self.positional) or self.any_positional
         checks.check_positional(len(items), self.required, self.required_by_name, takes_one=takes_one)
         extra = items[r:]
         return items[:r], {}, extra[0] if len(extra) == 1 else extra or None
+
+    def _names_arguments(self, item: Any) -> bool:
+        """Whether the item is a dict of arguments of the forward, and not a dict that the forward takes whole."""
+        if not isinstance(item, Mapping):
+            return False
+        return all(key in self.accepted for key in item) or (self.any_keyword and not self.required)
 
     def batch(self, data: Any, start: int) -> Batch:
         """The data of a batch as a Batch, its arrays wrapped as tensors and its first dimensions checked."""

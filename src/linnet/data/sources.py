@@ -25,6 +25,7 @@ def as_source(data: Any, forward: Callable[..., Any] | nn.Module) -> Source:
       requires (at least one; all for a bare ``*args``), the others travel in ``Batch.rest``;
     - a dict or other mapping: keyword arguments; targets (``labels``, ``y``, ...) that ``forward`` does not
       accept travel in ``Batch.rest``; None and numbers are passed on with every batch;
+    - a tuple or list whose first item is such a dict: keyword arguments; the others travel in ``Batch.rest``;
     - a map-style ``Dataset``, a list of examples, or an ``IterableDataset``, whose examples are any of these;
     - a ``DataLoader`` that gives the same batches every pass, used as it is;
     - a ``Source``, returned as it is.
