@@ -178,7 +178,7 @@ def test_trainer_needs_labels(tmp_path):
         warnings.simplefilter("ignore")
         loader = trainer.get_train_dataloader()
     training = False
-    with pytest.raises(TypeError, match=r"must have labels; got input_ids\. Give data="):
+    with pytest.raises(TypeError, match=r"must have 'labels', which are the targets; got input_ids"):
         callback.on_train_end(trainer.args, None, None, model=trainer.model, train_dataloader=loader)
     with pytest.raises(TypeError, match="NoneType, not a DataLoader"):
         callback.on_train_end(trainer.args, None, None, model=trainer.model)

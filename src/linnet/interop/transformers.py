@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from linnet._common import needs_extra
 from linnet.interop.after_training import FitAfterTraining
+from linnet.interop.batches import SplitTargets
 
 with needs_extra("transformers", "linnet.interop.transformers"):
     from transformers import TrainerCallback
@@ -44,26 +44,6 @@ class LaplaceCallback(FitAfterTraining, TrainerCallback):
         if self.data is None:
             if loader is None or not hasattr(loader, "dataset"):
                 raise TypeError(f"The training data are a {type(loader).__name__}, not a DataLoader. Give data=.")
-            collate = SplitLabels(loader.collate_fn)
+            collate = SplitTargets(loader.collate_fn, "labels")
             data = DataLoader(loader.dataset, batch_size=args.per_device_train_batch_size, collate_fn=collate)
         self._fit(kwargs["model"], data)
-
-
-class SplitLabels:
-    """A collator whose batches are pairs of inputs and labels.
-
-    Args:
-        collate: Makes a batch as a mapping that has ``labels``.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, examples: Any) -> tuple[dict[str, Any], Any]:
-        """Inputs and labels of a batch."""
-        batch = self.collate(examples)
-        if not isinstance(batch, Mapping) or "labels" not in batch:
-            known = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-            raise TypeError(f"The batches of the trainer must have labels; got {known}. Give data=.")
-        inputs = dict(batch)
-        return inputs, inputs.pop("labels")
