@@ -17,6 +17,7 @@ from linnet.network.flat_output import FlatOutput, unflattened
 from linnet.network.functional_model import Autocast, FunctionalModel, Output, Watch, as_dtype, output_matrix
 from linnet.network.parameter_guard import READERS, CallGuard, address, coarser
 from linnet.network.parameters import Layout, Params, select
+from linnet.network.plain_graph import find_input_tensors, trace_rows
 from linnet.network.sharded import check_whole, lies_in_parts, whole
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "coarser",
     "copy_sharing_parameters",
     "examples_interact",
+    "find_input_tensors",
     "fold_batchnorm",
     "has_fitted_head",
     "lies_in_parts",
@@ -52,6 +54,7 @@ __all__ = [
     "select",
     "top_blocks",
     "trace",
+    "trace_rows",
     "unflattened",
     "unfoldable",
     "whole",
