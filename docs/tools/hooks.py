@@ -7,6 +7,7 @@ that comes from code or from a file of numbers is copied by hand.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from mkdocs.structure.files import File
 from options_of_command import commands, options
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # mkdocs puts the folder of this file there alone
+
+from docs.tools import notebooks  # noqa: E402
+
 WRITE = re.compile(r"^<!-- write: (.+?) -->$", re.MULTILINE)
 WRITERS: dict[str, Callable[..., str]] = {
     f.__name__: f
@@ -59,19 +64,26 @@ WRITERS: dict[str, Callable[..., str]] = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The figures of the experiments, which lie beside their numbers, and that of the passes, drawn from its own."""
+    """The figures of the experiments, which lie beside their numbers, that of the passes, and pages as notebooks."""
     files.append(File.generated(config, "assets/benchmarks/passes.svg", content=passes_figure()))
     for path in sorted((ROOT / "results").glob("*/figure.png")):
         uri = f"assets/results/{path.parent.name}.png"
         files.append(File.generated(config, uri, abs_src_path=str(path)))
+    for page in notebooks.find_pages():
+        files.append(File.generated(config, f"notebooks/{page.stem}.ipynb", content=notebooks.write(page)))
     return files
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """The page with everything written that it asks for."""
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """The page with everything written that it asks for, and with a link to its notebook."""
 
     def written(found: re.Match[str]) -> str:
         name, *arguments = found[1].split()
         return WRITERS[name](*arguments)
 
+    path = ROOT / "docs" / page.file.src_uri
+    if path in notebooks.find_pages():
+        place = "../" * page.file.src_uri.count("/") + f"notebooks/{path.stem}.ipynb"
+        link = f"[This page as a notebook]({place}){{ .notebook download={path.stem}.ipynb }}"
+        markdown = re.sub(r"^(# .+)$", rf"\1\n\n{link}", markdown, count=1, flags=re.MULTILINE)
     return WRITE.sub(written, markdown)
