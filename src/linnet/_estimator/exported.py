@@ -219,7 +219,7 @@ class RowsWithVariance(nn.Module):
         if kwargs:
             raise TypeError(f"The module takes the inputs {', '.join(self.keywords)}; got {', '.join(kwargs)}.")
         f, J = self.rows(*find_input_tensors(args, named))
-        f, J = f.to(self.delta.dtype), J.to(self.delta.dtype)
+        dtype, f, J = f.dtype, f.to(self.delta.dtype), J.to(self.delta.dtype)
         mean = J @ self.delta
         mean = mean + f if self.with_network else mean
         mean = mean if self.level is None else mean + self.level
@@ -228,7 +228,7 @@ class RowsWithVariance(nn.Module):
             variance = self._turn(J).square() @ self.D
         if self.A is not None:
             variance = (variance + ((J @ self.A).square() * self.weights).sum(-1)).clamp_min(0)
-        return torch.cat([mean, variance], -1)
+        return torch.cat([mean, variance], -1).to(dtype)
 
     def _turn(self, J: Tensor) -> Tensor:
         """Rows in the coordinates of D."""
@@ -385,7 +385,7 @@ def find_root(posterior: Posterior, memory: float | str) -> tuple[Tensor | None,
         4 * p**2 * posterior.delta.element_size(),
         memory,
         posterior.delta.device,
-        what=f"The covariance of the {p:,} parameters of the last layer",
+        what=f"The covariance of the {p:,} parameters",
         instead="Fit with variance='samples', or Laplace with structure='diag'",
     )
     if isinstance(posterior, TurnedPosterior):

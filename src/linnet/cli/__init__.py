@@ -274,7 +274,8 @@ def attribute() -> None:
 def export() -> None:
     """Write a run as a file that gives predictions with error bars without linnet and without the network's code.
 
-    The run must have adapted the last layer alone (--params). The command imports the code that run.json names.
+    A run of the last layer (--params last_layer) gives a small and fast file. The file of other parameters makes one
+    number for each example, output and parameter. The command imports the code that run.json names.
     """
 
 

@@ -1369,7 +1369,8 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         """What `predict` and `predict_proba` say, as a module of plain torch operations for `torch.export` and ONNX.
 
         The module returns mean and standard deviation of f for numbers, and probabilities (``link="probit"``) for
-        classes, in the network's own dtype. It is known where ``params`` are those of the last layer.
+        classes, in the network's own dtype. Where ``params`` are not those of the last layer, the module makes
+        the rows of the Jacobian: n c p numbers for n examples.
         """
         check_is_fitted(self)
         inner = self._predictive.inner

@@ -428,7 +428,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         Args:
             error_bars: Whether the module returns what `predict` says with error bars, in the network's own dtype: mean
                 and standard deviation of f, or class probabilities. The module is made of plain torch operations, which
-                `torch.export` and ONNX take. It is known where ``params`` are those of the last layer.
+                `torch.export` and ONNX take. Where ``params`` are not those of the last layer, the module
+                makes the rows of the Jacobian: n c p numbers for n examples.
         """
         check_is_fitted(self)
         if error_bars:
