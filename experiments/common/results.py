@@ -237,7 +237,9 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spent, device: str) -> Path:
-    """Write metrics.json and figure.png under folder/name and the rows into folder/README.md."""
+    """Write metrics.json and figure.png under folder/name and the rows into folder/README.md. Figures are closed."""
+    from matplotlib import pyplot
+
     where = folder / name
     where.mkdir(parents=True, exist_ok=True)
     with lock(folder):  # runs side by side share the table
@@ -264,6 +266,7 @@ def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spen
         before = table.read_text(encoding="utf-8") if table.exists() else ""
         shown = outcome.command or command, outcome.time or str(spent)
         write(table, update_table(before, name, *shown, rows))
+    pyplot.close("all")  # matplotlib keeps figures until they are closed
     for row in rows:
         print(f"{row.what}: {row.ours}")
     return where

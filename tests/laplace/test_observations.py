@@ -128,9 +128,9 @@ def test_streams_ignored_labels_and_draws_with_weights() -> None:
     c = Laplace(net(3), "classification", "diag", 0.7).fit(stream, sample_weight=HALVES)
     d = Laplace(net(3), "classification", "diag", 0.7).fit(X, CLASSES, sample_weight=HALVES)
     close(c.log_evidence(), d.log_evidence())
-    drawn = Laplace(net(3), "classification", "full", 0.7, draws=4000).fit(X, CLASSES, sample_weight=HALVES)
+    drawn = Laplace(net(3), "classification", "full", 0.7, draws=1000).fit(X, CLASSES, sample_weight=HALVES)
     exact = Laplace(net(3), "classification", "full", 0.7).fit(X, CLASSES, sample_weight=HALVES)
-    close(drawn.predict(NEW, return_std=True)[1], exact.predict(NEW, return_std=True)[1], rtol=0.05)
+    close(drawn.predict(NEW, return_std=True)[1], exact.predict(NEW, return_std=True)[1], rtol=0.1)
     with pytest.raises(NotImplementedError, match="draws times that are seen to their end"):
         Laplace(net(1), Weibull(1.0), draws=2).fit(X, problem("weibull")[2])
 

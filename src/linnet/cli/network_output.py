@@ -75,10 +75,13 @@ def describe_outputs(raw: Any) -> str:
     elif isinstance(raw, Sequence) and not isinstance(raw, str):
         parts = dict(enumerate(raw))
     else:
-        return f"a tensor of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else kind(raw)
-    shown = [
-        f"{name} ({f'a tensor of shape {tuple(value.shape)}' if isinstance(value, Tensor) else kind(value)})"
-        for name, value in parts.items()
-    ]
+        return _describe(raw)
+    shown = [f"{name} ({_describe(value)})" for name, value in parts.items()]
     count = f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
     return f"{kind(raw)} of {count}: {', '.join(shown)}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else kind(value)
