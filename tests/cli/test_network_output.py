@@ -182,7 +182,7 @@ def test_scales_fit_the_outputs():
 
 
 def test_outputs_in_words():
-    assert describe_outputs(None) == "a NoneType"
+    assert describe_outputs(None) == "None"
     assert describe_outputs([torch.zeros(2)]) == "a list of 1 part: 0 (a tensor of shape (2,))"
     with pytest.raises(ValueError, match="--output 0: the network returns a tensor of shape"):
         select_output(torch.zeros(3, 2), "0")
