@@ -136,14 +136,14 @@ def main(
 @_command(
     "demo.run",
     "out seed quick",
-    out=_option(Path, "Folder for two figures and metrics.json.", Path("linnet-demo")),
+    out=_option(Path, "Folder for demo.png and metrics.json.", Path("linnet-demo")),
     seed=_option(int, "Seed of the splits and the networks.", 0, min=0),
     quick=_option(bool, "Use one split, and fewer labels, digits and epochs.", False, "--quick"),
 )
 def demo() -> None:
-    """Adapt a network of upright digits to turned digits with 50 labels, and compare six ways to do so.
+    """Adapt a network of upright digits to turned digits with 50 labels, and a network of a curve to 16 points.
 
-    The demo needs no download and takes less than a minute on two CPU cores.
+    The demo compares five ways to adapt, and draws one picture. It needs no download and takes half a minute.
     """
 
 

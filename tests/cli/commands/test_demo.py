@@ -21,7 +21,7 @@ from tests.support.command_cases import run as invoke
 def quick(tmp_path_factory):
     """A quick run into a folder that holds an old figure and a file of the user's."""
     folder = tmp_path_factory.mktemp("demo")
-    (folder / demo.ADAPTATION).write_text("old")
+    (folder / demo.PICTURE).write_text("old")
     (folder / "notes.txt").write_text("mine")
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -46,8 +46,7 @@ def test_demo_writes_its_files_and_leaves_others(quick):
     folder, output, _ = quick
     assert sorted(path.name for path in folder.iterdir()) == sorted([*demo.FILES, "notes.txt"])
     assert (folder / "notes.txt").read_text() == "mine"
-    for name in (demo.ADAPTATION, demo.CONFIDENCE):
-        check_picture((folder / name).read_bytes())
+    check_picture((folder / demo.PICTURE).read_bytes())
     for name in demo.FILES:
         assert str(folder / name) in output
 
@@ -66,18 +65,14 @@ def test_demo_prints_each_step_and_method(quick):
         assert f"{i}/3" in output
     assert f"accuracy on 200 other upright digits: {found['upright_accuracy'][0]:.1%}" in output
     for method, scores in found["methods"].items():
-        (line,) = (line for line in output.splitlines() if line.strip().startswith(method))
+        (line,) = (line for line in output.splitlines() if line.startswith(f"  {method}  "))
         accuracy, nll, ece, seconds = line.removeprefix(f"  {method}").split()
         assert accuracy == f"{scores['accuracy'][0]:.1%}"
         assert nll == f"{scores['nll'][0]:.2f}"
         assert ece == f"{scores['ece'][0]:.3f}"
         assert seconds == f"{scores['seconds'][0]:.1f}"
-    for layer in ("conv1", "conv2", "conv3", "head"):
-        assert layer in output
-    mode, laplace, vi = (found["methods"][method]["details"][0] for method in demo.TANGENT)
-    assert f"chosen by the evidence: {mode['prior_variance']:.2g}" in output
-    assert f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}" in output
-    assert f"reads {mode['linearity']['agreement']:.0%} of the digits" in output
+    for claim in found["claims"]:
+        assert claim in " ".join(output.split())
 
 
 def test_demo_metrics(quick):
@@ -106,17 +101,29 @@ def test_demo_details(quick):
     assert methods[demo.LAST]["details"][0]["C"] in (1e-3, 1e-2, 1e-1, 1.0, 10.0)
     assert methods[demo.TUNED]["details"][0]["rate"] in (1e-3, 3e-3, 1e-2, 3e-2)
     assert 1 <= methods[demo.TUNED]["details"][0]["epochs"] <= 10
-    mode, laplace, vi = (methods[method]["details"][0] for method in demo.TANGENT)
-    # One prior for all, chosen by the evidence.
-    assert mode["prior_variance"] == pytest.approx(laplace["prior_variance"]) == pytest.approx(vi["prior_variance"])
-    assert mode["log_evidence"] == pytest.approx(laplace["log_evidence"])
-    assert mode["elbo"] is laplace["elbo"] is None
-    assert vi["elbo"] < 0
-    for details in (mode, laplace, vi):
+    mode, default = (methods[method]["details"][0] for method in demo.TANGENT)
+    assert mode["prior_variance"] == pytest.approx(default["prior_variance"])  # one prior, chosen by the evidence
+    assert mode["elbo"] is None and default["elbo"] < 0
+    for details in (mode, default):
         assert list(details["layers"]) == ["conv1", "conv2", "conv3", "head"]
         assert sum(details["layers"].values()) == pytest.approx(1)
-        assert 0 < details["linearity"]["relative_error"] < 1
-        assert 0 < details["linearity"]["agreement"] <= 1
+
+
+def test_the_curve_is_learned_with_its_error_bars(quick):
+    curves = quick[2]["curves"]
+    assert len(curves) == 2
+    for scores in curves:
+        assert scores["rmse"] < scores["before"] and 0 < scores["coverage"] <= 1
+
+
+CURVE = demo.Curve(
+    *(
+        torch.randn(n, *more)
+        for n, more in ((demo.POINTS, (1,)), (demo.POINTS, ()), (9, (1,)), (9, ()), (9, ()), (9, ()))
+    ),
+    torch.ones(9),
+    {"before": 0.8, "rmse": 0.2, "coverage": 0.94, "seconds": 0.1},
+)
 
 
 def test_figures_of_several_splits(few_digits):
@@ -130,15 +137,37 @@ def test_figures_of_several_splits(few_digits):
             results[method] = (p, scores, {})
         splits.append(replace(few_digits, results=results))
     before = dict(matplotlib.rcParams)
-    pictures = [draw(splits) for draw in (demo.draw_adaptation, demo.draw_confidence)]
-    for picture in pictures:
-        check_picture(picture)
+    picture = demo.draw_picture(splits, [CURVE], ["A claim."])
+    check_picture(picture)
     assert dict(matplotlib.rcParams) == before
-    # The picture of the adaptations shows the scores of each method.
+    assert demo.draw_picture(splits, [CURVE], ["Another claim."]) != picture
+    assert demo.draw_picture(splits, [replace(CURVE, mean=CURVE.mean + 1)], ["A claim."]) != picture
     p, scores, details = splits[1].results[demo.LAST]
     for name in demo.SCORES:
         other = {**splits[1].results, demo.LAST: (p, {**scores, name: 0.5 * scores[name]}, details)}
-        assert demo.draw_adaptation([splits[0], replace(splits[1], results=other)]) != pictures[0]
+        assert demo.draw_picture([splits[0], replace(splits[1], results=other)], [CURVE], ["A claim."]) != picture
+
+
+@pytest.mark.parametrize(
+    ("linnet_reads", "tuned_reads", "words"),
+    [
+        ([0.84, 0.80, 0.82], [0.83, 0.81, 0.82], "as many as fine-tuning (82%)"),
+        ([0.84, 0.85, 0.86], [0.74, 0.76, 0.75], "more than fine-tuning (75%)"),
+        ([0.74, 0.76, 0.75], [0.84, 0.85, 0.86], "fewer than fine-tuning (85%)"),
+        ([0.74], [0.84], "fewer than fine-tuning (84%)"),
+    ],
+)
+def test_the_words_follow_from_the_numbers(few_digits, linnet_reads, tuned_reads, words):
+    def result(accuracy):
+        return torch.zeros(1), {"accuracy": accuracy, "nll": 0.5, "seconds": 2.0}, {}
+
+    splits = [
+        replace(few_digits, results={demo.LINNET: result(a), demo.MODE: result(a), demo.TUNED: result(b)})
+        for a, b in zip(linnet_reads, tuned_reads, strict=True)
+    ]
+    digits, points = demo.describe_results(splits, [CURVE])
+    assert words in digits and "2.0 s with error bars, 2.0 s without" in digits
+    assert "goes from 0.80 to 0.20 in 0.1 s" in points and "hold 94%" in points
 
 
 def test_no_digit_is_used_twice():

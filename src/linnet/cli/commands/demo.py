@@ -1,4 +1,4 @@
-"""`linnet demo`: a network of upright digits learns turned digits from a few labels, in six ways."""
+"""`linnet demo`: trained networks meet new tasks with few labels, turned digits and another curve, in one picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import secrets
 import statistics
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from rich.progress import track
 from torch import Tensor, nn
-from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample, mse_loss
 
-from linnet import TangentClassifier, __version__, metrics
+from linnet import TangentClassifier, TangentRegressor, __version__, metrics
 from linnet._common import atomic_write, needs_extra
 from linnet.cli.terminal import Printer
 from linnet.inference import Inference
@@ -28,19 +29,22 @@ from linnet.inference import Inference
 with needs_extra("demo", "linnet demo"):
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MultipleLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator, PercentFormatter
     from threadpoolctl import threadpool_limits
 
-ADAPTATION, CONFIDENCE, METRICS = FILES = ("adaptation.png", "confidence.png", "metrics.json")
+PICTURE, METRICS = FILES = ("demo.png", "metrics.json")
 NONE, LAST, TUNED = "no adaptation", "last layer only", "fine-tuning"
-TANGENT: dict[str, Inference] = {"tangent MAP": "map", "tangent Laplace": "laplace", "tangent VI": "vi"}
-MAP, LAPLACE, VI = TANGENT
+TANGENT: dict[str, Inference] = {"linnet, mode": "map", "linnet": "vi"}
+MODE, LINNET = TANGENT
 METHODS = (NONE, LAST, TUNED, *TANGENT)
 SCORES = {"accuracy": ("accuracy", ".1%"), "nll": ("NLL", ".2f"), "ece": ("ECE", ".3f"), "seconds": ("seconds", ".1f")}
 BLUE, RED, GRAY = "#1f4e79", "#b5473c", "#9aa0a6"
-COLORS = {NONE: GRAY, LAST: RED, TUNED: RED, MAP: BLUE, LAPLACE: BLUE, VI: BLUE}
+COLORS = {NONE: GRAY, LAST: RED, TUNED: RED, MODE: BLUE, LINNET: BLUE}
 ANGLE = 30
 """Degrees by which the digits of the new task are turned, counterclockwise."""
+
+POINTS = 16
+"""Observations of the new curve."""
 
 Labeled = tuple[Tensor, Tensor]
 """Images (n, 1, 8, 8) between 0 and 1, and labels (n,)."""
@@ -61,7 +65,7 @@ class Split:
 
 
 def run(given: Mapping[str, Any]) -> None:
-    """Train, adapt, compare; write two figures and ``metrics.json``. Other files in the folder stay.
+    """Train, adapt, compare; write a picture and ``metrics.json``. Other files in the folder stay.
 
     Args:
         given: "out", the folder; "seed", the seed of the splits and the networks; "quick", for one split instead of
@@ -112,18 +116,14 @@ def _run(folder: Path, *, seed: int, quick: bool) -> None:
         printer.print_table(["method", *(title for title, _ in SCORES.values())], rows)
         spread = f", ± standard deviation over {len(seeds)} splits" if len(seeds) > 1 else ""
         say(f"[dim]{sizes['test']} test digits{spread}; NLL in nats. The seconds include all tuning:[/dim]")
-        say("[dim]cross-validation for two methods, the evidence for the tangent methods[/dim]")
+        say("[dim]cross-validation for the methods above linnet, the evidence for linnet[/dim]")
 
-    with printer.step("3/3 Look closer at the tangent model, and draw"):
-        mode, laplace, vi = (first.results[method][2] for method in TANGENT)
-        say(f"scale of the prior, chosen by the evidence: {mode['prior_variance']:.2g}")
-        say(f"log evidence by Laplace {laplace['log_evidence']:.1f}; lower bound by VI {vi['elbo']:.1f}")
-        say("share of each layer: " + ", ".join(f"{layer} {share:.0%}" for layer, share in mode["layers"].items()))
-        linearity = mode["linearity"]
-        say(f"how linear: the network with the new weights reads {linearity['agreement']:.0%} of the digits as the")
-        say(f"linear model does, and its logits differ by {linearity['relative_error']:.0%} of the change")
-        write(folder / ADAPTATION, draw_adaptation(splits))
-        write(folder / CONFIDENCE, draw_confidence(splits))
+    with printer.step(f"3/3 New task: another curve, {POINTS} points; adapt with error bars, and draw"):
+        curves = [adapt_curve(seeds[0] + i) for i in track(range(2 if quick else 10), "curves", **bars)]
+        claims = describe_results(splits, curves)
+        write(folder / PICTURE, draw_picture(splits, curves, claims))
+    for one in claims:
+        say(f"[bold]{one}[/bold]")
 
     found: dict[str, Any] = {
         "linnet": __version__,
@@ -137,6 +137,8 @@ def _run(folder: Path, *, seed: int, quick: bool) -> None:
     for method in METHODS:
         found["methods"][method] = {name: _collect(splits, method, name) for name in first.results[method][1]}
         found["methods"][method]["details"] = [split.results[method][2] for split in splits]
+    found["curves"] = [curve.scores for curve in curves]
+    found["claims"] = claims
     write(folder / METRICS, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
     printer.print_written(folder, FILES)
 
@@ -164,7 +166,7 @@ def _average(values: Sequence[float], form: str) -> str:
     return f"{mean.removesuffix('%')} ± {spread}{'%' if form.endswith('%') else ''}"
 
 
-# The digits, the network, and six ways to adapt the network.
+# The digits, the network, and five ways to adapt the network.
 
 
 def split_digits(each: int, test: int | None = None, *, seed: int) -> Split:
@@ -297,12 +299,91 @@ def adapt(method: str, split: Split, *, longest: int) -> tuple[Tensor, dict[str,
     if classifier is not None:
         details = {"prior_variance": classifier.scales_["all"], "log_evidence": classifier.log_evidence_}
         details |= {"elbo": classifier.elbo_, "layers": classifier.layer_relevance_}
-        found = classifier.linearity(x)
-        details["linearity"] = {"relative_error": found.relative_error, "agreement": found.agreement}
     return p, {**metrics.classification(p, y), "seconds": seconds}, details
 
 
-# Figures.
+# The curve.
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A network of one curve, a few points of another, and what the adapted network says of new inputs."""
+
+    X: Tensor  # inputs (n, 1) of the points
+    y: Tensor  # observed values of the points
+    at: Tensor  # inputs (m, 1) in order
+    truth: Tensor  # the new curve there
+    before: Tensor  # the network there
+    mean: Tensor  # the adapted network there
+    std: Tensor  # standard deviation of a new observation there
+    scores: dict[str, float]  # errors before and after, coverage of 95 % intervals, and seconds
+
+
+def adapt_curve(seed: int) -> Curve:
+    """Train a network on one curve, and adapt the network to `POINTS` observations of another."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def observe(n: int, new: bool) -> Labeled:
+        X = 6 * torch.rand(n, 1, generator=generator) - 3
+        return X, bend(X[:, 0], new=new) + 0.1 * torch.randn(n, generator=generator)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    X, y = observe(300, False)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(600):
+        optimizer.zero_grad()
+        mse_loss(model(X)[:, 0], y).backward()
+        optimizer.step()
+    (X, y), (new, target) = observe(POINTS, True), observe(500, True)
+    start = time.perf_counter()
+    reg = TangentRegressor(model, seed=seed).fit(X, y)
+    mean, std = reg.predict(new, return_std=True, noise=True)
+    seconds = time.perf_counter() - start
+    at = torch.linspace(-3, 3, 200)[:, None]
+    with torch.no_grad():
+        before, old = model(at)[:, 0], model(new)[:, 0]
+    scores = {"before": metrics.rmse(old, target), "rmse": metrics.rmse(mean, target)}
+    scores |= {"coverage": metrics.coverage(mean, std, target), "seconds": seconds}
+    mean, std = reg.predict(at, return_std=True, noise=True)
+    return Curve(X, y, at, bend(at[:, 0], new=True), before, mean, std, scores)
+
+
+def bend(x: Tensor, *, new: bool) -> Tensor:
+    """The curve on which the network is trained, or the new one."""
+    return 1.4 * torch.sin(2 * x + 0.8) + 0.5 if new else torch.sin(2 * x)
+
+
+def describe_results(splits: Sequence[Split], curves: Sequence[Curve]) -> list[str]:
+    """What the results say, in two sentences with numbers; the words follow from the numbers."""
+
+    def mean(method: str, name: str) -> float:
+        return statistics.fmean(_collect(splits, method, name))
+
+    gains = [a - b for a, b in zip(*(_collect(splits, m, "accuracy") for m in (LINNET, TUNED)), strict=True)]
+    error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.03
+    gain = statistics.fmean(gains)
+    word = "as many as" if abs(gain) <= 2 * error else "more than" if gain > 0 else "fewer than"
+    labels = len(splits[0].few[0])
+    digits = (
+        f"With {labels} labels linnet reads {mean(LINNET, 'accuracy'):.0%} of the turned digits, {word} fine-tuning "
+        f"({mean(TUNED, 'accuracy'):.0%}); NLL {mean(LINNET, 'nll'):.2f} and {mean(TUNED, 'nll'):.2f}; "
+        f"{mean(LINNET, 'seconds'):.1f} s with error bars, {mean(MODE, 'seconds'):.1f} s without, fine-tuning "
+        f"{mean(TUNED, 'seconds'):.1f} s."
+    )
+    before, after, seconds = (
+        statistics.median(curve.scores[name] for curve in curves) for name in ("before", "rmse", "seconds")
+    )
+    coverage = statistics.fmean(curve.scores["coverage"] for curve in curves)
+    points = (
+        f"With {POINTS} points of a new curve the error goes from {before:.2f} to {after:.2f} in {seconds:.1f} s, in "
+        f"the median of {len(curves)} draws; 95% intervals hold {coverage:.0%} of new points."
+    )
+    return [digits, points]
+
+
+# The picture.
 
 
 @contextmanager
@@ -320,16 +401,21 @@ def _open_figure(height: float, title: str, note: str) -> Iterator[tuple[Any, io
         fig.savefig(png, dpi=150)
 
 
-def draw_adaptation(splits: Sequence[Split]) -> bytes:
-    """One digit of each class with its readings, and the scores of every method, as a PNG."""
+def draw_picture(splits: Sequence[Split], curves: Sequence[Curve], claims: Sequence[str]) -> bytes:
+    """What was measured, a digit of each class with its readings, the curve, and the scores of every method: a PNG."""
     few, test, dots = len(splits[0].few[0]), len(splits[0].test[0]), ""
     if len(splits) > 1:
         dots = f"; small dots: {len(splits)} random splits, large dots: their means"
-    note = f"turned by {ANGLE} degrees; {few} labels to adapt with, {test} digits to test on{dots}"
-    with _open_figure(7.2, "A network of upright digits meets turned ones", note) as (fig, png):
-        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.35])
+    note = f"digits turned by {ANGLE} degrees; {few} labels to adapt with, {test} digits to test on{dots}"
+    title = "Trained networks meet new tasks"
+    with _open_figure(7.9, title, note) as (fig, png):
+        words, top, bottom = fig.subfigures(3, 1, height_ratios=[0.32, 1, 1.5])
+        lines = [line for claim in claims for line in textwrap.wrap(claim, 165)]
+        words.text(0.01, 0.98, "\n".join(lines), va="top", fontsize=11, linespacing=1.4)
         _draw_task(top.subplots(2, 10), splits[0])
-        axes = bottom.subplots(1, len(SCORES), sharey=True)
+        left, right = bottom.subfigures(1, 2, width_ratios=[1, 1.9])
+        _draw_curve(left.subplots(), curves[0])
+        axes = right.subplots(1, len(SCORES), sharey=True)
         for ax, (name, (title, form)) in zip(axes, SCORES.items(), strict=True):
             _draw_scores(ax, splits, name, form)
             ax.set(title=title, xlabel="higher is better" if name == "accuracy" else "lower is better")
@@ -338,12 +424,24 @@ def draw_adaptation(splits: Sequence[Split]) -> bytes:
     return png.getvalue()
 
 
+def _draw_curve(ax: Any, curve: Curve) -> None:
+    x, low, high = curve.at[:, 0], curve.mean - 1.96 * curve.std, curve.mean + 1.96 * curve.std
+    ax.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0, label="95 % of observations")
+    ax.plot(x, curve.before, "--", color=GRAY, label="the network")
+    ax.plot(x, curve.truth, ":", color="black", linewidth=1, label="the new curve")
+    ax.plot(x, curve.mean, color=BLUE, label="linnet")
+    ax.plot(curve.X[:, 0], curve.y, "o", color=RED, markersize=5, label=f"{POINTS} points")
+    ax.set(title="A new curve", ylim=(min(float(low.min()), -2.6) - 0.1, max(float(high.max()), 2.2) + 0.1))
+    ax.legend(frameon=False, loc="lower center", ncols=2, fontsize=9)
+    ax.grid()
+
+
 def _draw_task(axes: Any, split: Split) -> None:
     upright = predict_classes(split.model, split.upright)
     for row, at, p, text in (
         (0, 1.0, upright, "upright: the network reads"),
         (1, 1.0, split.results[NONE][0], "turned: the network reads"),
-        (1, -0.34, split.results[VI][0], f"turned: {VI} reads"),
+        (1, -0.34, split.results[LINNET][0], f"turned: {LINNET} reads"),
     ):
         images, under = (split.upright, split.test[0])[row], {"va": "bottom"}
         axes[row, 0].text(-0.3, at, text, transform=axes[row, 0].transAxes, ha="right", fontsize=10, **under)
@@ -380,56 +478,3 @@ def _draw_scores(ax: Any, splits: Sequence[Split], name: str, form: str) -> None
         ax.xaxis.set_minor_formatter("")
     ax.grid(axis="x")
     ax.tick_params(axis="y", length=0)
-
-
-def draw_confidence(splits: Sequence[Split]) -> bytes:
-    """Accuracy against confidence, accuracy of confident digits, and the digits of low confidence, as a PNG."""
-    note = "above: the area of a dot shows the number of digits; bins with fewer than 5 digits are left out"
-    with _open_figure(7.4, "How far confidence can be trusted", note) as (fig, png):
-        top, bottom = fig.subfigures(2, 1, height_ratios=[1, 1.2])
-        left, right = bottom.subfigures(1, 2, width_ratios=[1, 1.7])
-        axes, ax = top.subplots(1, len(METHODS) - 1, sharey=True), left.subplots()
-        axes[0].set_ylabel("accuracy")
-        lines = {LAST: ":", TUNED: "-", MAP: ":", LAPLACE: "--", VI: "-"}
-        for small, (method, line) in zip(axes, lines.items(), strict=True):
-            p, y = (
-                torch.cat(parts) for parts in zip(*((s.results[method][0], s.test[1]) for s in splits), strict=True)
-            )
-            _draw_reliability(small, metrics.reliability(p, y, bins=10), method, _collect(splits, method, "ece"))
-            kept = metrics.kept_accuracy(p, y)
-            share = torch.arange(1, len(kept) + 1) / len(kept)
-            shown = share >= 0.2
-            ax.plot(share[shown], kept[shown], line, color=COLORS[method], linewidth=1.8, label=method)
-        ax.set(title="Accuracy of confident answers", xlabel="share of the digits that are answered")
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_formatter(PercentFormatter(1, 0))
-        ax.yaxis.set_major_locator(MultipleLocator(0.05))
-        ax.legend(frameon=False, loc="lower left", fontsize=10)
-        ax.grid()
-        _draw_unsure(right, splits[0])
-    return png.getvalue()
-
-
-def _draw_reliability(ax: Any, found: Any, method: str, ece: Sequence[float]) -> None:
-    for x, y, count in zip(found.confidence, found.accuracy, found.count, strict=True):
-        if count >= 5:
-            ax.plot([x, x], [x, y], color=COLORS[method], linewidth=1)
-            ax.scatter(x, y, s=20 + 500 * count / found.count.sum(), color=COLORS[method], alpha=0.85, linewidths=0)
-    ax.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=0)
-    ax.text(0.96, 0.04, f"ECE {statistics.fmean(ece):.3f}", transform=ax.transAxes, ha="right")
-    ax.set(title=method, xlabel="confidence", xlim=(0, 1.06), ylim=(0, 1.06), aspect="equal")
-    ax.set(xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
-    ax.grid()
-
-
-def _draw_unsure(fig: Any, split: Split, count: int = 6) -> None:
-    p, (x, y) = split.results[VI][0], split.test
-    fig.suptitle(f"The digits with the lowest confidence of {VI}", fontsize=12, x=0.02, ha="left")
-    axes = fig.subplots(2, count, sharey="row", height_ratios=[1.1, 1])
-    for (picture, bars), i in zip(axes.T, p.amax(1).argsort(stable=True)[:count].tolist(), strict=True):
-        _draw_digit(picture, x[i, 0])
-        picture.set_title(f"a {int(y[i])}", loc="center", fontsize=11, color=BLUE)
-        bars.bar(range(10), p[i].tolist(), color=[BLUE if k == int(y[i]) else GRAY for k in range(10)], width=0.8)
-        bars.set(xticks=range(0, 10, 3), ylim=(0, 0.5), yticks=[0, 0.25, 0.5])
-        bars.tick_params(axis="x", length=0)
-    axes[1, 0].set_ylabel("probability")
