@@ -258,14 +258,17 @@ def make_predictive_module(estimator: Any, form: Form, *, with_network: bool, le
     check_whole(lin.given, "to_module")
     expected = _predict_probe(estimator, level, with_network=with_network)
     name = _find_last_layer(lin)
-    if name is not None:
-        network = _put_head(estimator, name, with_network=with_network, level=level)
-        read = checks.output_tensor if lin.network.output is None else lin.network.output
-        module = PredictiveModule(network, read, form).eval()
-        if _is_same(module, expected):
-            return module
-    module = PredictiveModule(_make_rows(estimator, expected, with_network, level), _as_given, form).eval()
-    if not _is_same(module, expected):
+    own = FunctionalModel.of(lin.given, list(lin.theta), output=lin.network.output)
+    with own.in_precision("highest"):
+        if name is not None:
+            network = _put_head(estimator, name, with_network=with_network, level=level)
+            read = checks.output_tensor if lin.network.output is None else lin.network.output
+            module = PredictiveModule(network, read, form).eval()
+            if _is_same(module, expected):
+                return module
+        module = PredictiveModule(_make_rows(estimator, own, expected, with_network, level), _as_given, form).eval()
+        same = _is_same(module, expected)
+    if not same:
         raise NotImplementedError(
             f"The module would differ from predict by more than rounding: it computes in {expected.dtype}, the dtype "
             "of the network. Fit a network in float64 (model.double()), or choose params='last_layer'."
@@ -308,7 +311,9 @@ def _put_head(estimator: Any, name: str, *, with_network: bool, level: Tensor | 
     return network
 
 
-def _make_rows(estimator: Any, expected: Expected, with_network: bool, level: Tensor | None) -> nn.Module:
+def _make_rows(
+    estimator: Any, own: FunctionalModel, expected: Expected, with_network: bool, level: Tensor | None
+) -> nn.Module:
     """The module that makes rows of the Jacobian."""
     lin, posterior, batch = estimator.lin_, estimator._error_bars, expected.batch
     c, dtype = expected.f.shape[1], expected.dtype
@@ -319,7 +324,6 @@ def _make_rows(estimator: Any, expected: Expected, with_network: bool, level: Te
         what=f"A module with rows of the Jacobian, {c} x {lin.p:,} numbers for each example,",
         instead="Choose params='last_layer', which needs no rows",
     )
-    own = FunctionalModel.of(copy.deepcopy(lin.given).eval(), list(lin.theta), output=lin.network.output)
     rows = trace_rows(own, batch)
     D, A, weights = find_form(posterior, estimator.memory)
     dtype = torch.promote_types(dtype, torch.float32)
