@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, fx
 from torch.func import functionalize, vjp, vmap
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from linnet._common import forward_mode
 from linnet.data import Batch
 from linnet.network.functional_model import FunctionalModel
 
@@ -78,7 +78,7 @@ def trace_rows(network: FunctionalModel, batch: Batch) -> fx.GraphModule:
     # keeps for the backward pass, and there is a derivative.
     for keeps_detached in (True, False):
         try:
-            with _plain_settings():
+            with network.in_precision("highest"), forward_mode(network.module), _loops_refused():
                 plain = _trace_network(network, batch, keeps_detached=keeps_detached)
                 graph = _trace_batches(plain, network, inputs, f)
         except Exception as error:  # torch has no one kind of error for what it cannot trace
@@ -133,21 +133,15 @@ def _replace_tensors(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
 
 
 @contextmanager
-def _plain_settings() -> Iterator[None]:
-    """Torch takes none of its fused kernels, which have no derivatives in plain operations."""
+def _loops_refused() -> Iterator[None]:
+    """A block in which vmap refuses operations that vmap does not know, rather than to loop over the examples."""
     functorch: Any = torch._C._functorch
-    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
-    loops = functorch._is_vmap_fallback_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)
+    before = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch._C._set_mkldnn_enabled(fused)
-        functorch._set_vmap_fallback_enabled(loops)
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def _trace_network(network: FunctionalModel, batch: Batch, *, keeps_detached: bool) -> fx.GraphModule:
