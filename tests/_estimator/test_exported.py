@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import linnet
 from linnet import Laplace, TangentClassifier, TangentGLM, TangentRegressor
@@ -94,7 +95,8 @@ def test_tangent(name: str, tmp_path: Path) -> None:
 
 
 def attend(m: Any, x: Tensor) -> Tensor:
-    return m.out(m.block(m.table(x)).mean(1))
+    h = m.norm(m.table(x))
+    return m.out(F.scaled_dot_product_attention(m.query(h), h, h).mean(1))
 
 
 def push(m: Any, x: Tensor) -> Tensor:
@@ -104,10 +106,6 @@ def push(m: Any, x: Tensor) -> Tensor:
         energy = m.out(m.first(x).tanh())
         (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
     return torch.cat([energy, -slope], 1)
-
-
-def block() -> nn.Module:
-    return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, activation="gelu")
 
 
 IMAGES, TOKENS = normal(10, 2, 8, 8), torch.randint(0, 7, (10, 5), generator=torch.Generator().manual_seed(1))
@@ -120,7 +118,10 @@ NETWORKS: dict[str, tuple[Any, Tensor]] = {
         ),
         IMAGES,
     ),
-    "tokens": (lambda: Net(attend, table=nn.Embedding(7, 4), block=block(), out=nn.Linear(4, 2)), TOKENS),
+    "tokens": (
+        lambda: Net(attend, table=nn.Embedding(7, 4), norm=nn.LayerNorm(4), query=nn.Linear(4, 4), out=nn.Linear(4, 2)),
+        TOKENS,
+    ),
     "forces": (lambda: Net(push, first=nn.Linear(3, 5), out=nn.Linear(5, 1)), X[:10]),
 }
 

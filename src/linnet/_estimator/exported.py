@@ -105,8 +105,9 @@ class PredictiveModule(nn.Module):
 
     def _check_program(self, program: torch.export.ExportedProgram, inputs: tuple[Tensor, ...]) -> None:
         """Raise unless the exported program gives the answers of the module for batches of other sizes."""
+        loaded = program.module()
         for some in (tuple(x[:1] for x in inputs), tuple(torch.cat([x, x[:1]]) for x in inputs)):
-            found, expected = (m(*some) for m in (program.module(), self))
+            found, expected = loaded(*some), self(*some)
             both = ((found, expected),) if isinstance(found, Tensor) else zip(found, expected, strict=True)
             for a, b in both:
                 limit = min(ROUNDING * torch.finfo(b.dtype).eps, LARGEST) * float(b.abs().max())
