@@ -392,8 +392,7 @@ def test_unreadable_images_are_counted_or_stop(tmp_path):
 
 
 def test_an_image_that_is_too_large_is_left_out_or_stops(tmp_path, monkeypatch):
-    from PIL import Image
-
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra images")
     folder = pictures(tmp_path / "p")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)  # 64 pixels are above one limit, 100 above the other
     assert read(folder, Reading(channels=1), labeled=True).n == 12
@@ -422,8 +421,7 @@ def test_whatever_a_damaged_image_raises(tmp_path, monkeypatch):
 
 
 def test_folders_without_images_and_of_several_sizes(tmp_path):
-    from PIL import Image
-
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra images")
     assert "have no images" in refused(tmp_path, Reading())
     folder = pictures(tmp_path / "p")
     Image.new("L", (5, 9)).save(folder / "down" / "large.png")

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 import linnet
@@ -96,6 +95,7 @@ def test_the_command_and_the_seed():
 
 
 def test_examples_by_what_they_are():
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra images")
     shown = {kind: Page(render(cases.report(kind))) for kind in ("pictures", "texts", "rows")}
     addresses = [image["src"] for image in shown["pictures"].tags("img")]
     assert len(addresses) == 24 and all(src.startswith("data:image/png;base64,") for src in addresses)
@@ -312,6 +312,7 @@ def test_error_bars_that_are_all_alike_are_not_grouped():
 
 
 def test_inputs():
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra images")
     X = torch.arange(24.0).view(2, 1, 3, 4)
     shown = show_inputs(X, names=["a", "b"]).show(1)
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown.picture.partition(",")[2]))))
@@ -462,6 +463,7 @@ def test_of_a_run(tmp_path):
 
 
 def test_of_a_run_with_pictures(tmp_path):
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra images")
     nets, folder = networks(tmp_path), pictures(tmp_path / "images")
     (folder / "across" / "0.png").rename(folder / "across" / "<b>evil<b>.png")
     line = ["--model", f"{nets}:images", "--gray", "--pixel-mean", "0.5", "--pixel-std", "0.2"]

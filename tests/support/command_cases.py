@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from sklearn.datasets import load_diabetes, load_digits
 from typer.testing import CliRunner
 
@@ -143,8 +144,7 @@ def digits(folder: Path) -> tuple[Path, Path]:
 
 def pictures(folder: Path, *, count: int = 6) -> Path:
     """A folder of gray images of 8 x 8 pixels in two classes, one with lines across and one with lines down."""
-    from PIL import Image
-
+    Image = pytest.importorskip("PIL.Image", reason="needs the extra images")
     random = np.random.default_rng(0)
     for name, stripes in (("across", np.arange(8)[:, None]), ("down", np.arange(8)[None])):
         (folder / name).mkdir(parents=True)

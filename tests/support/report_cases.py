@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from linnet.jacobian import Plan
 from linnet.jacobian.plan import PlanLine
@@ -54,6 +55,7 @@ def numbers(n: int = 60, *, names: tuple[str, ...] = ("price",), seed: int = 0) 
 
 
 def pictures(n: int = 60, *, seed: int = 0) -> Inputs:
+    pytest.importorskip("PIL.Image", reason="needs the extra images")
     return Inputs(
         [f"folder/{i}.png" for i in range(n)], pictures=np.random.default_rng(seed).uniform(size=(n, 3, 9, 7))
     )
