@@ -59,11 +59,16 @@ def markdown(found: Sequence[Judged]) -> str:
         ]
         table = "\n".join(common.line_of(row) for row in (TITLES, ["---"] * len(TITLES), *rows))
         parts += [f"### {paper.authors}", f"*{paper.title}.*", table]
-    parts.append("## Where it did not come out")
-    for paper in PAPERS:
-        own = [(claim, finding) for p, claim, finding in find_failed(found) if p is paper]
-        lines = [f"- {_sentence(claim)} **{finding.verdict.capitalize()}.** {finding.why}" for claim, finding in own]
-        parts += [f"### {paper.authors}: reasons", "\n".join(lines)] if lines else []
+    limited = [one for one in found if one.finding.verdict == YES and one.finding.why]
+    for title, some, name in (
+        ("Where it did not come out", find_failed(found), "reasons"),
+        ("What a yes leaves open", limited, "limits"),
+    ):
+        parts.append(f"## {title}")
+        for paper in PAPERS:
+            own = [(claim, finding) for p, claim, finding in some if p is paper]
+            lines = [f"- {_sentence(c)} **{finding.verdict.capitalize()}.** {finding.why}" for c, finding in own]
+            parts += [f"### {paper.authors}: {name}", "\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
 

@@ -226,7 +226,8 @@ class Finding(NamedTuple):
 
     numbers: str  # our numbers, as a short text
     verdict: str  # one of VERDICTS, computed from the same numbers
-    why: str = ""  # where the claim did not come out, the believed cause and the evidence for the cause
+    # where the claim did not come out, the believed cause and the evidence for the cause; else what a yes leaves open
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ class Claim:
     holds: Condition = ahead  # what must hold for every interval
     # more names for the templates: functions of the metrics
     facts: Mapping[str, Callable[[Metrics], Any]] = field(default_factory=dict)
+    limits: str = ""  # what a yes leaves open, such as another model than the paper's: a template
 
     @property
     def where(self) -> str:
@@ -299,7 +301,7 @@ def judge(claim: Claim, metrics: Metrics | None) -> Finding:
         names |= {"each": judged, "mean": sum(value.mean for value in judged.values()) / len(judged)}
         write = Writer(metrics, names | {name: read(metrics) for name, read in claim.facts.items()}).format
         verdict = combine(part for value in judged.values() for part in claim.holds(value))
-        return Finding(write(claim.numbers), verdict, "" if verdict == YES else write(claim.why))
+        return Finding(write(claim.numbers), verdict, write(claim.limits if verdict == YES else claim.why))
     except LookupError:
         return Finding("no result yet", OPEN)
 

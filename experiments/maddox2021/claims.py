@@ -238,10 +238,18 @@ def accuracy_gaps(method: str) -> Callable[[Metrics], dict[str, Interval]]:
     return lambda metrics: {name: 100 * read(one) for name, one in settings_of(metrics, method).items()}
 
 
-def read_stillness(metrics: Metrics) -> str:
-    scale = max(one["scale"] for one in settings_of(metrics, LINEARIZED).values())
-    still = f"; the network knows these images and the evidence lets nothing move (scale {scale:.0e})"
-    return still if scale < 1e-3 else ""
+STILL = 1e-3
+"""A scale of the prior below which the linearized network is the network itself."""
+
+
+def read_linearized(metrics: Metrics) -> dict[str, Any]:
+    """Accuracies less the network's. A linearized network that does not move shows nothing."""
+    found = settings_of(metrics, LINEARIZED)
+    moved = {name: one["scale"] >= STILL for name, one in found.items()}
+    gaps = {
+        name: gap if moved[name] else Interval(gap.mean) for name, gap in accuracy_gaps(LINEARIZED)(metrics).items()
+    }
+    return {**gaps, "scale": max(one["scale"] for one in found.values()), "still": len(moved) - sum(moved.values())}
 
 
 def read_calibration(metrics: Metrics) -> dict[str, Any]:
@@ -260,10 +268,11 @@ FIGURE4 = [
     Claim(
         "figure4",
         "figure 4: The linearized network is nearly as accurate as the network on CIFAR-10.",
-        accuracy_gaps(LINEARIZED),
-        "points less the network: {each:+.2f;}{still}",
-        holds=within(1),
-        facts={"still": read_stillness},
+        read_linearized,
+        "points less the network: {each:+.2f;}",
+        "In {still} settings the linearized network is the network: the network knows these images, and the evidence "
+        "lets nothing move (largest scale {scale:.0e}). The gap is zero by construction there.",
+        within(1),
     ),
     Claim(
         "figure4",
@@ -361,9 +370,12 @@ FIGURE6 = [
     Claim(
         "sinusoids",
         "figure 6, appendix: A transferred deep kernel underfits.",
-        {"gap": sinusoid_gap("deep kernel, source")},
-        "RMSE with 10 points, finite NTK less deep kernel, source: {gap:+.2f}",
-        holds=behind,
+        {name: sinusoid_gap(f"deep kernel, {name}") for name in ("source", "shared")},
+        "RMSE with 10 points, finite NTK less deep kernel, by hyperparameters: {each:+.2f}",
+        "With the hyperparameters of the source tasks the deep kernel underfits. With hyperparameters that all tasks "
+        f"share, its RMSE is {{{TEN} > deep kernel, shared > rmse > mean:.2f}}, that of the finite NTK "
+        f"{{{TEN} > {PUBLISHED} > rmse > mean:.2f}}.",
+        behind,
     ),
     Claim(
         "sinusoids",
@@ -459,11 +471,14 @@ FIGURE7 = [
         "malaria",
         "figure 7a: Six times the epochs bring the last layer to the finite NTK, for far more time.",
         {
+            "behind": gap_of(YEARS, 300, LAST, NTK),
             "reached": 0.1 * stored(kept(NTK)) - REACHED,
             "longer": stored(kept(LONGER, "seconds")) - 2 * stored(kept(NTK, "seconds")),
         },
-        f"RMSE with 300 points less the finite NTK's: {{gap:+.3f}}; {{{kept(LONGER, 'seconds')}:.2g}} against "
-        f"{{{kept(NTK, 'seconds')}:.1g}} s",
+        f"RMSE with 300 points less the finite NTK's: {{behind:+.3f}}, with six times the epochs {{gap:+.3f}}; "
+        f"{{{kept(LONGER, 'seconds')}:.2g}} against {{{kept(NTK, 'seconds')}:.1g}} s",
+        "The last layer is ahead of the finite NTK with the first budget already, so more epochs have nothing to "
+        "bring. The process has a mean of zero; see above.",
         facts={"gap": REACHED},
     ),
     Claim(

@@ -30,6 +30,8 @@ from experiments.judge import (
     widen,
     within,
 )
+from experiments.maddox2021.shifts import FIXED as LAST
+from experiments.maddox2021.shifts import FIXED_LONGER as LONGER
 from experiments.mu2020.claims import FEATURES, IMAGES, LINEAR, SAME
 
 PAGE = ROOT / "docs" / "results.md"
@@ -140,7 +142,8 @@ def test_claims_on_the_committed_results(one: tuple) -> None:
     _, claim, finding = one
     assert finding.verdict in VERDICTS
     assert finding.numbers and "|" not in finding.numbers and "nan" not in finding.numbers.lower()
-    assert bool(finding.why) == (finding.verdict in (NO, NOT_SHOWN)), f"{claim.said} came out {finding.verdict}: why?"
+    wanted = finding.verdict in (NO, NOT_SHOWN) or (finding.verdict == YES and bool(claim.limits))
+    assert bool(finding.why) == wanted, f"{claim.said} came out {finding.verdict}: why?"
     if finding.verdict == OPEN:  # else a key of the metrics has been renamed
         assert claim.said.startswith(UNWRITTEN.get(claim.where, "nothing")), claim.said
 
@@ -208,3 +211,62 @@ def test_the_page_and_the_command_have_every_claim() -> None:
         assert f"[{finding.verdict}] {claim.where}: {claim.said}" in printed
         assert (finding.why in reasons) if finding.why else (f"{claim.said} **" not in reasons)
     assert "first less second" in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_yes_keeps_its_limits() -> None:
+    claim = Claim(
+        "x",
+        "table: A is ahead.",
+        {"gap": stored("gap")},
+        "{gap:+.1f}",
+        "why not",
+        limits="one of {n}",
+        facts={"n": lambda m: m["n"]},
+    )
+    assert judge(claim, {"gap": {"mean": 1.0, "low": 0.5, "high": 1.5}, "n": 3}) == Finding(
+        "+1.0 (+0.5 to +1.5)", YES, "one of 3"
+    )
+    assert judge(claim, {"gap": {"mean": -1.0, "low": -1.5, "high": -0.5}, "n": 3}).why == "why not"
+    page = markdown(FOUND)
+    for one in FOUND:
+        if one.finding.verdict == YES and one.claim.limits:
+            assert one.finding.why in page.partition("## What a yes leaves open")[2]
+
+
+def test_a_linearized_network_that_does_not_move_shows_nothing() -> None:
+    def finding(scale: float) -> Finding:
+        gap = {"mean": 0.0, "low": -0.001, "high": 0.001}
+        method = {"less the network": gap, "standard error over test images": 0.1, "scale": scale}
+        methods = {"network": {}, "linearized network, map": method}
+        return judge(claim_of("The linearized network is nearly as accurate"), {"results": {"net": {"a, 1": methods}}})
+
+    assert finding(0.1).verdict == YES
+    assert finding(1e-6).verdict == NOT_SHOWN and "is the network" in finding(1e-6).why
+
+
+@pytest.mark.parametrize(("behind", "verdict"), [(0.01, YES), (-0.01, NO)])
+def test_more_epochs_bring_a_layer_there_only_where_it_was_behind(behind: float, verdict: str) -> None:
+    claim = claim_of("Six times the epochs")
+    spread = {"rmse": {"mean": 0.06}, "seconds": {"mean": 0.1}}
+    long = {"rmse": {"mean": 0.06}, "seconds": {"mean": 2.0}}
+    names = {"ntk": "finite NTK", "last": LAST, "longer": LONGER}
+    runs = {
+        f"seed {i}": {
+            names["ntk"]: {"rmse": 0.06 + 0.001 * i},
+            names["last"]: {"rmse": 0.06 + 0.001 * i + behind},
+            names["longer"]: {"rmse": 0.06 + 0.001 * i},
+        }
+        for i in range(3)
+    }
+    metrics = {
+        "parts": {"x": {"2012 to 2015": {"300 points": runs}}},
+        "results": {"2012 to 2015": {"300": {names["ntk"]: spread, names["longer"]: long}}},
+    }
+    assert judge(claim, metrics).verdict == verdict
+
+
+def test_processes_of_one_machine_are_no_devices() -> None:
+    claim = claim_of("More devices speed")
+    rows = [{"ranks": 2, "speedup": 1.9}]
+    assert judge(claim, {"parts": {"ranks": {"rows": rows}}}).verdict == NOT_SHOWN
+    assert judge(claim, {"parts": {"ranks": {"rows": [{"ranks": 2, "speedup": 1.1}]}}}).verdict == NO
