@@ -117,7 +117,7 @@ def try_environment(environment: Environment) -> bool | None:
     if not found:
         return None
     folder = WORK / environment.name.replace(", ", "-").replace(" ", "")
-    linnet = f"{ROOT}[dev]" if environment.extras else str(ROOT)
+    linnet = f"{ROOT}[dev,onnx]" if environment.extras else str(ROOT)
     try:
         assert python is not None
         wanted = [environment.torch, "-e", linnet, *([] if environment.extras else TOOLS)]
