@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import linnet
 from linnet import Laplace, TangentClassifier
+from linnet._estimator import find_better_order, find_output_names
 from tests.support.laplace_cases import CLASSES, NEW, NUMBERS, X, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:The network is far from a mode")
@@ -23,7 +24,7 @@ TEXT = NAMES[CLASSES.numpy()]
 def test_laplace_takes_labels_that_are_text(tmp_path, structure):
     model = net(3)
     by_number = Laplace(model, structure=structure).fit(X, CLASSES)
-    by_name = Laplace(model, structure=structure).fit(X, TEXT)
+    by_name = Laplace(model, structure=structure, classes=NAMES).fit(X, TEXT)
     torch.testing.assert_close(by_name.predict_proba(NEW), by_number.predict_proba(NEW), rtol=1e-9, atol=0.0)
     assert by_name.classes_.tolist() == NAMES.tolist() and by_number.classes_.tolist() == [0, 1, 2]
     best = by_number.predict_proba(NEW).argmax(1)
@@ -38,7 +39,8 @@ def test_laplace_takes_labels_that_are_text(tmp_path, structure):
 
 def test_forgetting_and_attribution_by_labels_that_are_text():
     model = net(3)
-    by_number, by_name = (Laplace(model, structure="full").fit(X, y) for y in (CLASSES, TEXT))
+    by_number = Laplace(model, structure="full").fit(X, CLASSES)
+    by_name = Laplace(model, structure="full", classes=NAMES).fit(X, TEXT)
     fewer = by_name.forget(X[:3], TEXT[:3])
     expected = by_number.forget(X[:3], CLASSES[:3])
     torch.testing.assert_close(fewer.predict_proba(NEW), expected.predict_proba(NEW), rtol=1e-9, atol=0.0)
@@ -67,10 +69,10 @@ def test_classes_name_the_outputs():
 
 def test_one_logit_and_ensembles_name_their_classes():
     two = np.array(["no", "yes"])[(X[:, 0] > 0).long().numpy()]
-    la = Laplace(net(1), structure="full").fit(X, two)
+    la = Laplace(net(1), structure="full", classes=["no", "yes"]).fit(X, two)
     p = la.predict_proba(NEW)
     assert la.predict_label(NEW).tolist() == np.array(["no", "yes"])[p.argmax(1)].tolist()
-    both = Laplace([net(3), net(3, seed=1)], structure="full").fit(X, TEXT)
+    both = Laplace([net(3), net(3, seed=1)], structure="full", classes=NAMES).fit(X, TEXT)
     assert both.predict_label(NEW).tolist() == NAMES[both.predict_proba(NEW).argmax(1)].tolist()
 
 
@@ -78,7 +80,8 @@ def test_labels_that_do_not_fit():
     with pytest.raises(ValueError, match="which output is which"):
         Laplace(net(3)).fit(X, np.where(TEXT == "ash", "ash", "birch"))
     with pytest.raises(ValueError, match="Labels pine are not among the classes"):
-        Laplace(net(3), structure="full").fit(X, TEXT).joint_log_likelihood(X, np.where(TEXT == "ash", "pine", TEXT))
+        la = Laplace(net(3), structure="full", classes=NAMES).fit(X, TEXT)
+        la.joint_log_likelihood(X, np.where(TEXT == "ash", "pine", TEXT))
     with pytest.raises(TypeError, match=r"likelihood=.classification.*likelihood=.regression."):
         Laplace(net(1), "regression").fit(X, TEXT)
     labels = (X[:, :3] > 0).long()
@@ -148,3 +151,68 @@ def test_intervals_are_quantiles_of_the_prediction(level):
         fitted.predict_interval(NEW, 95)
     with pytest.raises(TypeError, match=r"for numbers, and TangentClassifier .*predict_proba"):
         TangentClassifier(net(3), inference="laplace").fit(X, CLASSES).predict_interval(NEW)
+
+
+def test_words_without_an_order_are_refused():
+    with pytest.raises(ValueError, match=r"labels are words such as '(ash|birch|cedar)'.* which output is which"):
+        Laplace(net(3), structure="diag").fit(X, TEXT)
+
+
+class Config:
+    def __init__(self, names):
+        self.id2label = dict(enumerate(names))
+
+
+@pytest.mark.parametrize("names", [["cedar", "birch", "ash"], ["ash", "birch", "cedar"]])
+def test_the_names_of_a_hugging_face_model_are_the_order(names):
+    model, plain = net(3), net(3)
+    model.config = Config(names)
+    la = Laplace(model, structure="diag").fit(X, TEXT)
+    expected = Laplace(plain, structure="diag", classes=names).fit(X, TEXT)
+    assert la.classes_.tolist() == names
+    torch.testing.assert_close(la.predict_proba(NEW), expected.predict_proba(NEW))
+    clf = linnet.TangentClassifier(model, inference="map").fit(X, TEXT)
+    known = linnet.TangentClassifier(plain, inference="map", classes=names).fit(X, TEXT)
+    assert clf.classes_.tolist() == names
+    torch.testing.assert_close(torch.as_tensor(clf.predict_proba(NEW)), torch.as_tensor(known.predict_proba(NEW)))
+
+
+def test_names_of_outputs():
+    def find(names, count=2):
+        model = net(2)
+        model.config = Config(names)
+        return find_output_names(model, count)
+
+    assert find(["a", "b"]) == ["a", "b"]
+    assert (
+        find(["a", "b"], 3) is find(["LABEL_0", "LABEL_1"]) is find(["a", "a"]) is find_output_names(net(2), 2) is None
+    )
+    model = net(2)
+    model.config = Config(["other", "names"])  # labels that the model does not know keep their order
+    clf = linnet.TangentClassifier(model, inference="map").fit(X, np.array(["no", "yes"])[(X[:, 0] > 0).long().numpy()])
+    assert clf.classes_.tolist() == ["no", "yes"]
+
+
+def test_numbers_of_outputs_may_stand_for_names():
+    by_number = Laplace(net(3), structure="diag", classes=list(NAMES)).fit(X, CLASSES)
+    by_name = Laplace(net(3), structure="diag", classes=list(NAMES)).fit(X, TEXT)
+    torch.testing.assert_close(by_number.predict_proba(NEW), by_name.predict_proba(NEW))
+    assert by_number.predict_label(NEW).tolist() == by_name.predict_label(NEW).tolist()
+    with pytest.raises(ValueError, match=r"Labels \[1, 2, 3\] are not among classes="):
+        Laplace(net(3), structure="diag", classes=list(NAMES)).fit(X, CLASSES + 1)
+
+
+@pytest.mark.parametrize(("count", "n"), [(2, 40), (3, 40), (10, 200)])
+def test_a_better_order_is_found_where_it_is_clear(count, n):
+    random = np.random.default_rng(0)
+    labels = random.integers(count, size=n)
+    order = np.roll(np.arange(count), 1)  # output j has the label order[j]
+    output = np.argsort(order)[labels]
+    wrong = random.random(n) < 0.2
+    output[wrong] = random.integers(count, size=wrong.sum())
+    assert find_better_order(output, labels, count) == order.tolist()
+    assert find_better_order(labels, labels, count) is None
+    assert find_better_order(output[:count], labels[:count], count) is None  # too few
+    for seed in range(200):  # outputs that know nothing
+        guess = np.random.default_rng(seed).integers(count, size=n)
+        assert find_better_order(guess, labels, count) is None

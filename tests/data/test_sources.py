@@ -7,6 +7,7 @@ import warnings
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,28 @@ def test_a_dict_of_arguments_beside_its_target(make: Any) -> None:
     assert all(not b.args and list(b.kwargs) == ["ids", "mask"] for b in batches)
     assert torch.equal(torch.cat([b.kwargs["ids"] for b in batches]), images())
     assert torch.equal(torch.cat([b.rest for b in batches]), torch.arange(N))
+
+
+class Taking(nn.Module):
+    """A forward with labels, as Hugging Face models have it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, ids: Any, labels: Any = None) -> Any:
+        return ids
+
+
+def test_labels_of_a_hugging_face_model_are_targets() -> None:
+    settings = {"is_encoder_decoder": False, "id2label": {0: "a", 1: "b"}}
+    data = {"ids": images(), "labels": torch.arange(N)}
+    (batch,) = as_source(data, Taking(SimpleNamespace(**settings))).batches(100)
+    assert list(batch.kwargs) == ["ids"] and torch.equal(batch.rest["labels"], torch.arange(N))
+    # An encoder-decoder makes inputs of the labels, and other models may do with them what they like.
+    for config in (SimpleNamespace(**settings | {"is_encoder_decoder": True}), None):
+        (batch,) = as_source(data, Taking(config)).batches(100)
+        assert list(batch.kwargs) == ["ids", "labels"] and batch.rest is None
 
 
 def test_a_dict_that_the_forward_takes_whole_stays_one_argument() -> None:

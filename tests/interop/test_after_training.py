@@ -217,3 +217,18 @@ def test_numbers_of_fits():
     assert [name for name in found if name.startswith("prior_scale")]
     both = linnet.Laplace([Net(3).body, Net(3).body], structure="diag").fit(X, LABELS)
     assert list_metrics(both)["network_1_effective_dimension"] == both.members_[1].effective_dimension_
+
+
+def test_loaders_of_hugging_face_bring_their_labels(tmp_path):
+    model = make_bert().eval()
+    batch = collate([Texts()[i] for i in range(24)])
+    labels = batch.pop("labels")
+    expected = linnet.Laplace(model, structure="diag", prior=0.5).fit(batch, labels)
+    loader = DataLoader(Texts(), batch_size=5, collate_fn=collate)
+    found = linnet.Laplace(model, structure="diag", prior=0.5).fit(loader)
+    torch.testing.assert_close(found.predict_proba(loader), expected.predict_proba(batch), rtol=1e-4, atol=1e-5)
+    rows = [{"input_ids": torch.randint(1, 20, (4,)), "labels": i % 2} for i in range(12)]
+    listed = linnet.Laplace(model, structure="diag", prior=0.5).fit(rows)
+    stacked = {"input_ids": torch.stack([row["input_ids"] for row in rows])}
+    expected = linnet.Laplace(model, structure="diag", prior=0.5).fit(stacked, torch.arange(12) % 2)
+    torch.testing.assert_close(listed.predict_proba(rows), expected.predict_proba(stacked), rtol=1e-4, atol=1e-5)

@@ -24,7 +24,14 @@ from linnet._estimator.inputs import (
     take_examples,
     warn_of_probabilities,
 )
-from linnet._estimator.labels import as_labels, check_is_no_regression, find_codes, name_classes
+from linnet._estimator.labels import (
+    as_labels,
+    check_is_no_regression,
+    find_better_order,
+    find_codes,
+    find_output_names,
+    name_classes,
+)
 from linnet._estimator.linearity import Linearity
 from linnet._estimator.optimizer_steps import epoch, shuffle
 from linnet._estimator.source_data import WithSource, join_inputs
@@ -54,9 +61,11 @@ __all__ = [
     "epoch",
     "example_codes",
     "files",
+    "find_better_order",
     "find_codes",
     "find_kept",
     "find_labeled",
+    "find_output_names",
     "has_targets_in_memory",
     "is_ensemble",
     "join_inputs",

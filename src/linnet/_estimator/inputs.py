@@ -27,11 +27,13 @@ def list_options(estimator: Any) -> list[tuple[str, Any]]:
 
 
 def check_inputs(estimator: Any, X: Any, *, reset: bool, flat: bool = False) -> Any:
-    """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, Datasets and loaders as they are."""
+    """Array-likes as checked arrays, (n, d) if ``flat``; tensors, dicts, lists of dicts, Datasets and loaders as they
+    are."""
     from scipy.sparse import issparse
     from sklearn.utils.validation import validate_data
 
     known = isinstance(X, Tensor | Mapping | torch.utils.data.Dataset | torch.utils.data.DataLoader | Source | tuple)
+    known = known or (isinstance(X, list) and len(X) > 0 and all(isinstance(item, Mapping) for item in X))
     if known and not issparse(X):  # one kind of sparse array is a dict
         return X
     flat = flat or getattr(X, "ndim", None) == 2  # of other shapes the network knows what it takes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 from torch import Tensor
@@ -38,7 +39,7 @@ def name_classes(labels: np.ndarray, count: int, given: Sequence[Any] | None) ->
                 f"The network has {count} classes, so classes= needs as many different labels; got {given}."
             )
         unknown = [label for label in found.tolist() if label not in set(classes.tolist())]
-        if unknown:
+        if unknown and not _number_outputs(found, classes):
             raise ValueError(f"Labels {unknown[:6]} are not among classes={classes.tolist()[:6]}.")
         return classes
     if len(found) > count:
@@ -60,12 +61,57 @@ def name_classes(labels: np.ndarray, count: int, given: Sequence[Any] | None) ->
 
 
 def find_codes(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """The number of the class of each label, (n,)."""
+    """The number of the class of each label, (n,). Numbers of outputs may stand for classes that have names."""
+    if _number_outputs(labels, classes):
+        return labels.astype(np.int64)
     places = {label: i for i, label in enumerate(classes.tolist())}
     unknown = sorted({str(label) for label in labels.tolist() if label not in places})
     if unknown:
         raise ValueError(f"Labels {', '.join(unknown[:6])} are not among the classes {classes.tolist()}.")
     return np.array([places[label] for label in labels.tolist()], dtype=np.int64)
+
+
+def _number_outputs(labels: np.ndarray, classes: np.ndarray) -> bool:
+    """Whether labels are numbers of outputs, and the classes have names."""
+    whole = labels.dtype.kind in "iu" and len(labels) > 0
+    return classes.dtype.kind in "UO" and whole and bool(labels.min() >= 0 and labels.max() < len(classes))
+
+
+def find_output_names(model: Any, count: int) -> list[str] | None:
+    """The names that a Hugging Face model has for its ``count`` outputs; None where the model has none.
+
+    ``LABEL_0``, ``LABEL_1`` and so on stand for no name.
+    """
+    known = getattr(getattr(model, "config", None), "id2label", None)
+    if not isinstance(known, dict) or len(known) != count:
+        return None
+    names = [str(known.get(i, known.get(str(i), ""))) for i in range(count)]
+    plain = all(name == f"LABEL_{i}" for i, name in enumerate(names))
+    return None if plain or len(set(names)) < count or "" in names else names
+
+
+def find_better_order(predicted: np.ndarray, codes: np.ndarray, count: int) -> list[int] | None:
+    """An order of labels with which the outputs of a network agree far better than with the order that is taken.
+
+    Args:
+        predicted: The output that is largest for each example, (n,).
+        codes: The number of the label of each example in the order that is taken, (n,).
+        count: Number of outputs.
+
+    Returns:
+        The number of the label of each output. None where no other order agrees with half of the labels, and with more
+        labels than the order that is taken by three standard deviations of chance.
+
+    >>> labels = np.arange(30) % 3
+    >>> find_better_order((labels + 1) % 3, labels, 3), find_better_order(labels, labels, 3)
+    ([2, 0, 1], None)
+    """
+    table = np.zeros((count, count), dtype=int)
+    np.add.at(table, (predicted, codes), 1)
+    outputs, labels = linear_sum_assignment(-table)
+    best, own, n = table[outputs, labels].sum(), np.trace(table), len(codes)
+    clear = n >= 4 * count and best >= n / 2 and best - own > 3 * np.sqrt(n)
+    return labels.tolist() if clear else None
 
 
 def check_is_no_regression(y: Any, instead: str = "Pass likelihood='regression'") -> None:

@@ -221,7 +221,7 @@ def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> Pre
     classes = tuple(np.unique(y).tolist())
     if len(classes) < 2:
         raise UsageError(f"Classification needs at least two classes, but all targets are {classes[0]!r}.")
-    fits = len(classes) == max(2, outputs) or (head == "keep" and _number_outputs(classes, outputs))
+    fits = outputs > 0 and (len(classes) == max(2, outputs) or (head == "keep" and _number_outputs(classes, outputs)))
     return PredictionTask(kind, why, classes, outputs, head == "new" or not fits)
 
 

@@ -40,6 +40,10 @@ class Signature:
             parameters = list(inspect.signature(forward).parameters.values())
         except (TypeError, ValueError):  # written in C, without a signature
             parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
+        # A Hugging Face model takes labels to compute a loss. An encoder-decoder also makes inputs of the labels.
+        config = getattr(getattr(forward, "__self__", None), "config", None)
+        encodes = getattr(config, "is_encoder_decoder", None) is False
+        self.unused = {"labels"} if encodes and hasattr(config, "id2label") else set()
         groups: dict[object, list[inspect.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(parameter.kind, []).append(parameter)
@@ -56,7 +60,8 @@ class Signature:
     def bind(self, data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The data of a batch as (args, kwargs, rest)."""
         if isinstance(data, Mapping):
-            kwargs = {key: value for key, value in data.items() if key in self.accepted or key not in TARGETS}
+            accepted = [key for key in self.accepted if key not in self.unused]
+            kwargs = {key: value for key, value in data.items() if key in accepted or key not in TARGETS}
             required = self.required + self.required_by_name
             checks.check_keywords(list(kwargs), self.accepted, required, any_keyword=self.any_keyword)
             rest = {key: value for key, value in data.items() if key not in kwargs}

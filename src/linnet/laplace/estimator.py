@@ -48,6 +48,7 @@ from linnet._estimator import (
     draw_inputs,
     find_codes,
     find_labeled,
+    find_output_names,
     leave_out_ignored,
     leave_out_weightless,
     list_options,
@@ -477,7 +478,14 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         kept = find_labeled(labels, self.ignore_index)
         counted = labels if kept is None else labels[kept.numpy()]
         if "classes_" not in vars(self):
-            self.classes_ = name_classes(counted, max(2, J.c), self.classes)
+            count = max(2, J.c)
+            classes = find_output_names(self.model, count) if self.classes is None else self.classes
+            if classes is None:
+                raise ValueError(
+                    f"The labels are words such as {str(counted[0])!r}, and Laplace keeps the outputs of the network: "
+                    "which output is which? Pass classes=, the label of each output in order."
+                )
+            self.classes_ = name_classes(counted, count, classes)
         codes = np.full(len(labels), self.ignore_index or 0)
         index = slice(None) if kept is None else kept.numpy()
         codes[index] = find_codes(counted, self.classes_)

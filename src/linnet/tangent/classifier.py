@@ -25,6 +25,7 @@ from linnet._estimator import (
     default_network,
     find_codes,
     find_labeled,
+    find_output_names,
     leave_out_ignored,
     name_classes,
 )
@@ -347,6 +348,9 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         if not isinstance(likelihood, Ordinal):
             linnets = isinstance(likelihood, Bernoulli | Categorical)
             count = max(2, c) if linnets else likelihood.mean(torch.zeros(1, c)).shape[-1]
+            names = find_output_names(self.model, count) if classes is None else None
+            if names is not None and labels.dtype.kind in "UO" and set(labels.tolist()) <= set(names):
+                classes = names
             return name_classes(labels, count, classes)
         found = np.unique(labels)
         if classes is None and found.dtype.kind not in "biuf":
