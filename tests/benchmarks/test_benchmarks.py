@@ -110,6 +110,7 @@ def test_gradient_features_are_the_same_however_they_are_kept():
 
 @pytest.mark.filterwarnings("ignore:The evidence of these 20 labels")  # which are too few
 def test_passes_over_real_data_are_counted(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs the extra demo")
     needed = ("mnist.npz", "fashion_mnist.npz", "weights/resnet20_cifar10.safetensors")
     missing = [name for name in needed if not (common.DATA / name).exists()]
     if missing:

@@ -16,6 +16,7 @@ REPEATS = 1  # `python -m benchmarks.failures --repeats 20` does more
 
 @pytest.mark.skipif(not hasattr(os, "fork") or not dist.is_gloo_available(), reason="needs fork and the gloo backend")
 def test_a_failure_of_one_rank_ends_all_ranks_with_the_right_error() -> None:
+    pytest.importorskip("gpytorch", reason="needs the extra gpytorch")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     # A test measures no time: ranks that end at all, however busy the machine is, will do.
     command = [sys.executable, "-m", "benchmarks.failures", "--repeats", str(REPEATS), "--seed", "1", "--seconds", "60"]

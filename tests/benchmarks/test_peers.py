@@ -78,6 +78,7 @@ def test_linnet_finds_evidence_and_probabilities(tmp_path, last_layer):
 
 @needs_linux
 def test_the_gaussian_process_is_gpytorchs_and_all_is_kept(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gpytorch", reason="needs the extra gpytorch")
     monkeypatch.setattr(compare, "Side", InThisProcess)
     monkeypatch.setattr(compare, "check", lambda python, peers: None)
     monkeypatch.setattr(compare, "JOBS", (Job("GP", "gpytorch", "gp", (64, 8, 1), 30, 6),))
