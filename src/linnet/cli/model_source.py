@@ -9,7 +9,8 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -207,14 +208,41 @@ def _make_hugging_face(path: str) -> nn.Module:
     except ImportError as error:
         raise UsageError(f"--model hf:{path} needs transformers: pip install transformers.") from error
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
-        made = (config.architectures or [""])[0]
-        kinds = ("SequenceClassification", "ImageClassification")
-        kind = next((f"AutoModelFor{kind}" for kind in kinds if made.endswith(f"For{kind}")), "AutoModel")
-        model: nn.Module = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32)
+        with hide_progress_bars():
+            config = transformers.AutoConfig.from_pretrained(path)
+            made = (config.architectures or [""])[0]
+            kinds = ("SequenceClassification", "ImageClassification")
+            kind = next((f"AutoModelFor{kind}" for kind in kinds if made.endswith(f"For{kind}")), "AutoModel")
+            model: nn.Module = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32)
     except Exception as error:  # an unknown folder or name, no access to the hub, a damaged file
-        raise UsageError(f"transformers finds no model at {path!r}: {_quote(error)}") from error
+        raise UsageError(f"{say_missing(path)}transformers finds no model at {path!r}: {_quote(error)}") from error
     return model
+
+
+def say_missing(path: str) -> str:
+    """The beginning of an error about a path of transformers: that there is no such folder, where there is none."""
+    return "" if Path(path).is_dir() else f"There is no folder {path} here, and "
+
+
+@contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """Make transformers draw no progress bars in a block. Bars that were on before are on again afterwards."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    _set_progress_bars(logging.disable_progress_bar)
+    try:
+        yield
+    finally:
+        _set_progress_bars(logging.enable_progress_bar)
+
+
+def _set_progress_bars(function: Callable[[], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an environment variable may decide about the bars of downloads
+        function()
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
