@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from linnet._common import listing
 from linnet.cli.data_files.images import read_images
 from linnet.cli.data_files.scaling import FORM, Scaler, Scales
-from linnet.cli.data_files.tables import Table, read_arrays, read_table, restore_text, split_arrays
-from linnet.cli.data_files.texts import read_texts, tokenize
+from linnet.cli.data_files.tables import Table, read_arrays, read_rows, read_table, restore_text, split_arrays
+from linnet.cli.data_files.texts import check_texts, find_text_column, read_texts, tokenize
 from linnet.cli.model_source import find_pixel_settings
 from linnet.cli.terminal import UsageError
+
+TABLES = (".csv", ".tsv", ".parquet")
+"""Endings of tables."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Reading:
     strict: bool = False  # whether an image that cannot be read is an error
     tokenizer: str | None = None  # tokenizer of texts
     max_length: int | None = None  # largest number of tokens of a text; None for 128
+    text_column: bool = False  # whether the only column of the training data was read as texts
     center: tuple[float, ...] | None = None  # mean of each column, where the columns are standardized
     spread: tuple[float, ...] | None = None  # standard deviation of each column, where the columns are standardized
     scaled_by: str | None = None  # file with the means and standard deviations; None for the training data
@@ -62,7 +66,7 @@ class Examples:
     @property
     def hint(self) -> str:
         """What the data are, and the options that change it, where a network does not take them."""
-        if self.columns is not None:
+        if self.columns is not None and not self.texts:
             return (
                 f"The table has {len(self.columns)} columns of inputs: {listing(self.columns, limit=12)}. Name those "
                 "that the network takes with --columns, or leave some out with --drop."
@@ -106,9 +110,9 @@ def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:
         found = _read_images(path, reading)
     elif path.suffix == ".npz":
         found = _read_arrays(path, reading)
-    elif _is_text(path, reading):
+    elif _has_lines_of_text(path, reading):
         found = _read_texts(path, reading)
-    elif path.suffix in (".csv", ".tsv", ".parquet"):
+    elif path.suffix in TABLES:
         found = _read_table(path, reading, labeled=labeled)
     else:
         more = " Text files need --model hf:..., whose tokenizer reads them." if path.suffix == ".txt" else ""
@@ -177,7 +181,9 @@ def read_for_network(
         reading = replace(reading, **given)
     found = read(path, reading, labeled=labeled)
     text = reading.text or (found.y is not None and found.y.dtype.kind == "U")
-    reading = replace(reading, columns=found.columns, text=text)
+    reading = replace(
+        reading, columns=found.columns, text=text, text_column=found.columns is not None and bool(found.texts)
+    )
     if standardization is not None:
         plain, reading = reading, standardization.find_columns(found, reading)
         found = found if reading is plain else read(path, reading, labeled=labeled)
@@ -186,21 +192,30 @@ def read_for_network(
 
 def _check_options(path: Path, reading: Reading) -> None:
     """Raise where an option is for data of another kind, and would do nothing."""
-    table = path.suffix in (".csv", ".tsv", ".parquet") and not _is_text(path, reading)
+    table = path.suffix in TABLES
+    texts = reading.tokenizer is not None and path.suffix in (*TABLES, ".txt")
     images = reading.channels == 1 or reading.size or reading.pixel_mean or reading.pixel_std or reading.strict
     for given, fits, what in (
         (reading.columns or reading.drop, table, "--columns and --drop are for tables"),
         (reading.row_id, table, "--id is for tables"),
         (images, path.is_dir(), "--size, --gray, --pixel-mean, --pixel-std and --strict are for folders of images"),
-        (reading.max_length, _is_text(path, reading), "--max-length is for texts"),
+        (reading.max_length, texts, "--max-length is for texts"),
         (reading.targets, not path.is_dir(), "--target is not for folders of images, whose folders are the classes"),
     ):
         if given and not fits:
             raise UsageError(f"{what}, and {path} is something else. Leave the option out.")
 
 
-def _is_text(path: Path, reading: Reading) -> bool:
-    return reading.tokenizer is not None and path.suffix in (".tsv", ".txt")
+def _has_lines_of_text(path: Path, reading: Reading) -> bool:
+    """Whether a file has lines of a text and a label, and no columns that the reading names."""
+    if reading.tokenizer is None or path.suffix not in (".tsv", ".txt"):
+        return False
+    if path.suffix == ".txt":
+        return True
+    if reading.columns is not None or reading.drop or reading.row_id is not None:
+        return False
+    header = read_rows(path, "\t")[0]
+    return len(header) < 3 or not any(name in header for name in reading.targets)
 
 
 def _say_where_targets_go(path: Path, reading: Reading) -> str:
@@ -208,7 +223,8 @@ def _say_where_targets_go(path: Path, reading: Reading) -> str:
         return "put the images of each class into a folder with the name of the class."
     if path.suffix == ".npz":
         return f"there is no array {_array_name(reading)!r}. Name the array with --target."
-    return "put a tab and a label behind each text." if reading.tokenizer else "name the column with --target."
+    lines = _has_lines_of_text(path, reading)
+    return "put a tab and a label behind each text." if lines else "name the column with --target."
 
 
 def _read_images(path: Path, reading: Reading) -> Examples:
@@ -262,11 +278,17 @@ def _check_finite(path: Path, name: str, x: np.ndarray) -> None:
 
 
 def _read_texts(path: Path, reading: Reading) -> Examples:
-    assert reading.tokenizer is not None
     texts, y = read_texts(path, target=reading.targets[0] if reading.targets else "label", text=reading.text)
+    X, what = _tokenize(texts, reading)
+    return Examples(X, y, what, texts=texts)
+
+
+def _tokenize(texts: list[str], reading: Reading) -> tuple[dict[str, Tensor], str]:
+    """The tokens of texts, and what they are in words."""
+    assert reading.tokenizer is not None
     X = tokenize(texts, reading.tokenizer, max_length=reading.max_length or 128)
     longest = next(iter(X.values())).shape[1]
-    return Examples(X, y, f"{len(texts):,} texts of up to {longest} tokens", texts=texts)
+    return X, f"{len(texts):,} text{'s' if len(texts) != 1 else ''} of up to {longest} tokens"
 
 
 def _read_table(path: Path, reading: Reading, *, labeled: bool) -> Examples:
@@ -278,14 +300,21 @@ def _read_table(path: Path, reading: Reading, *, labeled: bool) -> Examples:
             raise UsageError(f"Name the column of {path} to predict with --target. Its columns are {known}.")
         table.check_columns(targets, "--target names")
     names = _choose_columns(table, reading)
-    X = _standardize(torch.as_tensor(table.matrix(names)), reading, path)
+    text = None if reading.tokenizer is None else find_text_column(table, names, known=reading.text_column)
+    texts = [] if text is None else [str(cell) for cell in table.columns[text].tolist()]
+    X: Any
+    if texts:
+        check_texts(path, texts, first=table.first)
+        X, what = _tokenize(texts, reading)
+    else:
+        X = _standardize(torch.as_tensor(table.matrix(names)), reading, path)
+        rows, columns = ("s" if count != 1 else "" for count in (table.n, len(names)))
+        what = f"{table.n:,} row{rows} of {len(names)} column{columns}"
     y = None
     if targets and all(name in table.columns for name in targets):
         one = len(targets) == 1
         y = table.labels(targets[0], reading.task, text=reading.text) if one else table.matrix(targets)
-    rows, columns = ("s" if count != 1 else "" for count in (table.n, len(names)))
-    what = f"{table.n:,} row{rows} of {len(names)} column{columns}"
-    return Examples(X, y, what, _name_rows(table, reading), columns=names)
+    return Examples(X, y, what, _name_rows(table, reading), columns=names, texts=texts)
 
 
 def _name_rows(table: Table, reading: Reading) -> list[str]:
