@@ -64,7 +64,7 @@ def test_lightning_leaves_the_fit_that_one_makes_by_hand(tmp_path):
     by_hand = linnet.Laplace(model, "regression", "full", 1.0, noise=0.1).fit(X, Y)
     for a, b in zip(callback.laplace_.predict(X, return_std=True), by_hand.predict(X, return_std=True), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    assert callback.metrics_["log_evidence"] == pytest.approx(by_hand.log_evidence(), rel=1e-6)
+    assert callback.metrics_["log_evidence"] == pytest.approx(by_hand.largest_evidence_, rel=1e-6)
     again = linnet.load(tmp_path / "la.safetensors", model)
     torch.testing.assert_close(again.predict(X), by_hand.predict(X))
 
@@ -81,6 +81,14 @@ def test_lightning_logs_and_tests(tmp_path):
     assert kept == [callback.metrics_]
     assert {name: kept[0][f"test_{name}"] for name in expected} == expected
     assert "laplace_test_nll" in (next(tmp_path.rglob("metrics.csv"))).read_text()
+
+
+def test_a_file_of_a_loader(tmp_path):
+    model = Net()
+    callback = LightningCallback("regression", save=tmp_path / "la")
+    train(model, callback, Y)
+    assert callback.laplace_.structure_ == "kron"
+    torch.testing.assert_close(linnet.load(tmp_path / "la", model).predict(X), callback.laplace_.predict(X))
 
 
 def test_lightning_skips_trials_and_refuses_several_loaders():
@@ -192,6 +200,7 @@ def test_trainer_needs_labels(tmp_path):
         ({"test": X}, TypeError, "test must be inputs and targets"),
         ({"log_metrics": {}}, TypeError, "log_metrics must be a function"),
         ({"save": "none/la.safetensors"}, FileNotFoundError, "there is no folder none"),
+        ({"save": "la.safetensors", "structure": "function"}, ValueError, "cannot hold those of a loader"),
     ],
 )
 def test_mistakes_are_told_before_the_training(options, error, text):

@@ -574,6 +574,7 @@ def test_digits_are_no_worse_for_error_bars(kind: str) -> None:
     assert la.structure_ == "function"
     assert la.narrowed_ < 1
     assert la.tune_path_[-1].scales[0] == pytest.approx(la.narrowed_ * la.tune_path_[-2].scales[0])
+    assert la.largest_evidence_ == la.tune_path_[-2].log_evidence > la.log_evidence()
 
     def nll(p: Tensor, y: Tensor) -> float:
         return float(-p.gather(1, y[:, None]).log().mean())
@@ -938,6 +939,7 @@ def test_a_prior_that_is_given_is_not_narrowed() -> None:
     model, x = nn.Sequential(double(nn.Linear(3, 4), 2), Times(12.0)), normal(40, 3, seed=3)
     la = Laplace(model, "classification", "full", 5.0).fit(x, model(x).argmax(1))
     assert la.narrowed_ == 1 and bool((la.prior_variance_ == 5.0).all())
+    assert la.largest_evidence_ == la.log_evidence()
 
 
 def test_narrowing_looks_at_some_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": _option(str, "module:function, file.py:function, timm:NAME or hf:PATH."),
     "weights": _option(Path | None, "State dict: .safetensors, .pt or .pth. No code of the file is run.", None),
     "random_weights": _option(bool, "Use a network that is not trained.", False, "--random-weights"),
-    "train": _option(Path, "Training data: .csv, .parquet, .npz (x, y), .tsv of texts, or a folder of images."),
+    "train": _option(Path, "Training data: .csv, .parquet, .npz (x, y), .tsv or .csv of texts, or a folder of images."),
     "test": _option(Path | None, "Test data of the same kind.", None),
     "source": _option(Path | None, "Data that the network was trained on, of the same kind: all of it.", None),
     "data": _option(Path, "Data: .csv, .parquet, .npz (x), .txt or .tsv of texts, or a folder of images."),
@@ -51,6 +51,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "output": _option(str | None, "Output to read, if the network returns several: its position or name.", None),
     "task": _option(str, "auto, classification or regression.", "auto"),
+    "classes": _option(str | None, "Label of each output of the network, in order, with commas.", None),
     "size": _option(str | None, "Resize images: 32 or 32x48 (height x width).", None),
     "gray": _option(bool, "Read images with one channel instead of three.", False, "--gray"),
     "pixel_mean": _option(str | None, "Numbers to subtract from pixels in 0..1, with commas: 0.5,0.5,0.5.", None),
@@ -80,7 +81,7 @@ RUN = {
     "trust": _option(bool, "Import the code that the run names, although another user made the run.", False, "--trust"),
 }
 TABLE = "target columns drop row_id standardize scaler"
-FIT = f"model train out weights random_weights test task {TABLE} scale_target output params top"
+FIT = f"model train out weights random_weights test task classes {TABLE} scale_target output params top"
 EMBED = f"weights random_weights output components score kernel {TABLE} params top"
 INPUTS = "size gray pixel_mean pixel_std strict max_length device seed"
 

@@ -63,6 +63,7 @@ class FitOptions:
     structure: str = "auto"  # structure of the posterior of `linnet.Laplace`
     variance: str = "auto"  # "auto", "exact" or "samples"
     source: Path | None = None  # data that the network was trained on, or None
+    classes: tuple[str, ...] = ()  # label of each output, in order; none where they are not given
     random_weights: bool = False  # whether the network may be one that is not trained
 
 
@@ -82,11 +83,17 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
             "--source needs a mean function of zero: the network has fitted the source data, so that its residuals "
             "there say nothing. Leave --mean or --source out."
         )
+    classes = _split_names(options["classes"] or "")
+    if len(set(classes)) < len(classes):
+        raise UsageError(f"--classes needs a label of its own for each output; got {options['classes']}.")
+    if classes and options.get("head") == "new":
+        raise UsageError("--classes names the outputs of the network, and --head new makes others. Leave one out.")
     same = {name: options[name] for name in FitOptions.__dataclass_fields__ if name in options}
     return FitOptions(
         **same
         | {
             "weights": tuple(options["weights"] or ()),
+            "classes": classes,
             "reading": parse_reading(options),
             "standardization": parse_standardization(options),
             "output": NetworkOutput(options["output"]),

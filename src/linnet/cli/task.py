@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +11,18 @@ import torch
 from torch import nn
 
 from linnet._common import messages
+from linnet._estimator import find_better_order, find_output_names
 from linnet.cli import model_source
 from linnet.cli.data_files import Examples, Reading, read_for_network
+from linnet.cli.data_files.tables import parse_labels
 from linnet.cli.network_output import NetworkOutput, describe_outputs
 from linnet.cli.options import FitOptions
 from linnet.cli.terminal import Printer, UsageError, blame_input
 from linnet.data import as_source
 from linnet.network import checks
+
+NAMED = "classification", "--classes names them"
+"""The task where the classes are named, and why."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,16 @@ class PredictionTask:
 
     kind: str  # "classification" or "regression"
     why: str  # how linnet knows the kind
-    classes: tuple[Any, ...]  # label of each class, sorted; none for regression
+    classes: tuple[Any, ...]  # label of each class, sorted or as they are named; none for regression
     outputs: int  # number of outputs of the network
     new_head: bool  # whether the network needs a new head
+    named_by: str = ""  # who says which output is which class: "--classes" or "the model"; "" for nobody
 
     @property
     def output_labels(self) -> list[Any]:
         """The label of each output of a network that keeps its head; none for regression."""
+        if self.named_by:
+            return list(self.classes)
         if self.classes and _number_outputs(self.classes, self.outputs):
             return list(range(max(2, self.outputs)))
         return list(self.classes)
@@ -104,7 +113,8 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     if files[1] is not None:
         test, _ = read_for_network(files[1], settled, model, labeled=True)
         printer.say(f"{files[1]}: {test.what}")
-    task = find_task(model, train, asked=reading.task, head=options.head)
+    task = find_task(model, train, asked=reading.task, head=options.head, names=options.classes)
+    check_order(models, task, train)
     output = _scale_outputs(options, models, task, train, settled, printer)
     source = None
     if options.source is not None:
@@ -194,7 +204,7 @@ def guess_kind(y: np.ndarray, asked: str) -> tuple[str, str]:
     return "regression", f"the targets are {count} different whole numbers"
 
 
-def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> PredictionTask:
+def find_task(model: nn.Module, data: Examples, *, asked: str, head: str, names: Sequence[str] = ()) -> PredictionTask:
     """What to predict, and whether the outputs of the network fit.
 
     Args:
@@ -203,14 +213,17 @@ def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> Pre
         asked: "auto", "classification" or "regression".
         head: "auto" for a new head where the number of outputs is not the number of classes or targets; "new" for a
             new head in any case; "keep" where labels are numbers of outputs, although some of these do not occur.
+        names: Labels of the outputs of the network, in order; none where they are not given.
     """
     assert data.y is not None
-    kind, why = guess_kind(data.y, asked)
+    kind, why = guess_kind(data.y, asked) if asked != "auto" or not names else NAMED
     y = data.y[:, 0] if data.y.ndim == 2 and data.y.shape[1] == 1 else data.y
     outputs = count_outputs(model, data, keep=head == "keep")
-    guessed = kind == "classification" and asked == "auto" and y.dtype.kind in "iu" and head != "new"
+    guessed = kind == "classification" and asked == "auto" and y.dtype.kind in "iu" and head != "new" and not names
     if guessed and outputs == 1 and len(np.unique(y)) > 2:  # one output is the logit of two classes, or a number
         kind, why = "regression", "the network has one output and the targets are whole numbers"
+    if kind == "regression" and names:
+        raise UsageError(f"--classes names classes, and the targets are numbers ({why}). Leave --classes out.")
     if kind == "regression":
         needed = y.shape[1] if y.ndim == 2 else 1
         return PredictionTask(kind, why, (), outputs, head == "new" or needed != outputs)
@@ -219,10 +232,73 @@ def find_task(model: nn.Module, data: Examples, *, asked: str, head: str) -> Pre
     if y.dtype.kind == "f" and bool((y != np.round(y)).any()):
         raise UsageError("--task classification needs labels, but the targets are numbers with fractions.")
     classes = tuple(np.unique(y).tolist())
+    named, named_by = _name_outputs(model, classes, outputs, names, head=head)
+    if named:
+        return PredictionTask(kind, why, named, outputs, False, named_by)
     if len(classes) < 2:
         raise UsageError(f"Classification needs at least two classes, but all targets are {classes[0]!r}.")
     fits = outputs > 0 and (len(classes) == max(2, outputs) or (head == "keep" and _number_outputs(classes, outputs)))
     return PredictionTask(kind, why, classes, outputs, head == "new" or not fits)
+
+
+def _name_outputs(
+    model: nn.Module, classes: tuple[Any, ...], outputs: int, names: Sequence[str], *, head: str
+) -> tuple[tuple[Any, ...], str]:
+    """The label of each output, where the user or a Hugging Face model says so, and who says so."""
+    count = max(2, outputs)
+    if names:
+        given: tuple[Any, ...] = tuple(names if isinstance(classes[0], str) else parse_labels(names).tolist())
+        unknown = [str(label) for label in classes if label not in given]
+        if len(given) != count or not outputs:
+            raise UsageError(
+                f"--classes has {len(given)} labels, and the network has {outputs} outputs. Name each output once."
+            )
+        if unknown:
+            raise UsageError(f"--classes has no {messages.listing(unknown)}; the data have such labels.")
+        return given, "--classes"
+    known = find_output_names(model, count)
+    if known is None or head == "new" or not isinstance(classes[0], str):
+        return (), ""
+    if set(classes) <= set(known):
+        return tuple(known), "the model"
+    if len(classes) == count:
+        raise UsageError(
+            f"The model names its outputs {', '.join(known[:12])}, and the labels are {', '.join(classes[:12])}. Give "
+            "the labels in the order of the outputs with --classes. For other classes than the model's, linnet adapt "
+            "fits a new head with --head new."
+        )
+    return (), ""
+
+
+def check_order(models: Sequence[nn.Module], task: PredictionTask, data: Examples, *, most: int = 500) -> None:
+    """Raise where the outputs of the first network agree with the labels in another order alone.
+
+    Labels that are words or other numbers than those of outputs are taken in their sorted order, which is a guess.
+    """
+    labels = task.output_labels
+    if task.kind != "classification" or task.new_head or task.named_by or _number_outputs(task.classes, task.outputs):
+        return
+    assert data.y is not None
+    chosen = np.linspace(0, data.n - 1, min(most, data.n)).astype(int)
+    device, found = next(models[0].parameters()).device, []
+    with blame_input("The network does not take the training data: ", data.hint), torch.no_grad():
+        for batch in as_source(data.take(chosen), models[0].forward).batches(50):
+            f = checks.output_tensor(models[0](*batch.to(device).args, **batch.to(device).kwargs))
+            f = f.reshape(len(f), -1)
+            found.append((f[:, 0] > 0).long() if f.shape[1] == 1 else f.argmax(1))
+    predicted = torch.cat(found).cpu().numpy()
+    codes = index_labels(data.y.reshape(-1)[chosen], labels, "The training data")
+    order = find_better_order(predicted, codes, len(labels))
+    if order is None:
+        return
+    own, best = (float((np.asarray(o)[predicted] == codes).mean()) for o in (range(len(labels)), order))
+    named = ",".join(str(labels[i]) for i in order)
+    raise UsageError(
+        f"Which output is which class? In the order {', '.join(map(str, labels))} the network has {own:.0%} of "
+        f"{len(codes)} training labels right, and in another order {best:.0%}. If the outputs are these classes, give "
+        f"their order: --classes {named}. If the network was trained on other classes, linnet adapt fits a new head "
+        "with --head new."
+    )
 
 
 def _number_outputs(classes: tuple[Any, ...], outputs: int) -> bool:

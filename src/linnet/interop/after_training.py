@@ -28,7 +28,8 @@ class FitAfterTraining:
         test: Inputs and targets (X, y) whose metrics are logged as ``test_...``; None for no test.
         network: Name of the submodule that is the network, or a function from the trained module to the network; None
             for the module itself.
-        save: File for the fitted estimator; None for no file.
+        save: File for the fitted estimator; None for no file. The structure then is "kron" where none is given: a file
+            of the structure "function" needs the training inputs in memory.
         log_metrics: Function that keeps a dict of numbers, such as ``mlflow.log_metrics`` or ``wandb.log``.
         **options: Further arguments of `linnet.Laplace`, such as ``structure`` and ``params``.
 
@@ -60,6 +61,13 @@ class FitAfterTraining:
             raise ValueError(f"test is known for classification and regression; got likelihood={likelihood!r}.")
         if log_metrics is not None and not callable(log_metrics):
             raise TypeError(f"log_metrics must be a function of a dict; got {type(log_metrics).__name__}.")
+        if save is not None:
+            options = {"structure": "kron", **options}
+            if options["structure"] in ("auto", "function") and not isinstance(data, tuple):
+                raise ValueError(
+                    f"structure={options['structure']!r} may keep the training inputs, and a file cannot hold those of "
+                    "a loader. Name another structure, give data=(X, y), or leave save= out and save laplace_ yourself."
+                )
         Laplace(nn.Identity(), likelihood, **options)  # names of options that do not exist raise before the training
         if save is not None:
             messages.check_writable(save, "save")
@@ -104,12 +112,13 @@ def list_metrics(estimator: Any) -> dict[str, float]:
     ['log_evidence', 'noise', 'prior_scale']
     """
     found: dict[str, Any] = {}
-    evidence = estimator.log_evidence() if isinstance(estimator, Laplace) else estimator.log_evidence_
+    members: list[Any] = estimator.members_ if is_ensemble(estimator) else [estimator]
+    one = len(members) == 1
+    evidence = members[0].largest_evidence_ if one and isinstance(members[0], Laplace) else estimator.log_evidence_
     if evidence is not None:
         found["log_evidence"] = evidence
-    members: list[Any] = estimator.members_ if is_ensemble(estimator) else [estimator]
     for i, member in enumerate(members):
-        prefix = "" if len(members) == 1 else f"network_{i}_"
+        prefix = "" if one else f"network_{i}_"
         if isinstance(member, Laplace):
             found[f"{prefix}effective_dimension"] = member.effective_dimension_
         found |= {prefix + name: value for name, value in _spread("noise", getattr(member, "noise_", None)).items()}

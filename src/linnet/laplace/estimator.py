@@ -993,6 +993,17 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         self._accept(self._prior, self._log_det, [*self.tune_path_, last])
 
     @property
+    def largest_evidence_(self) -> float:
+        """The log evidence of the prior that the evidence chose, before error bars were narrowed.
+
+        `log_evidence` is that of the prior as it is. A prior that was narrowed for the error bars says little of the
+        size of the weights, so its evidence compares no models.
+        """
+        if self.narrowed_ == 1 or len(self.tune_path_) < 2:
+            return self.log_evidence()
+        return self.tune_path_[-2].log_evidence
+
+    @property
     def _evidence_variance(self) -> Tensor:
         """The prior variances of largest evidence, (p,), before `_narrow` made them smaller."""
         if self.narrowed_ == 1 or len(self.tune_path_) < 2:

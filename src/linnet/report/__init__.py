@@ -12,6 +12,7 @@ from linnet.report.build import (
     make_classes,
     make_numbers,
     score_outcome,
+    softmax,
     to_array,
     write,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "save",
     "score_outcome",
     "show_inputs",
+    "softmax",
     "to_array",
     "write",
 ]

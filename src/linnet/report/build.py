@@ -569,8 +569,9 @@ def find_evidence(estimator: Any) -> Evidence:
         return Evidence([], estimator.log_evidence_, scales={name: float(value) for name, value in named.items()})
     scales = {name: float(value) for name, value in estimator.scales_.items()}
     if isinstance(estimator, Laplace):
-        value = attempt(lambda: float(estimator.log_evidence()))
-        path = [step.log_evidence for step in estimator.tune_path_]
+        value = attempt(lambda: float(estimator.largest_evidence_))
+        steps = estimator.tune_path_ if estimator.narrowed_ == 1 else estimator.tune_path_[:-1]
+        path = [step.log_evidence for step in steps]
         return Evidence(path, None if isinstance(value, Missing) else value, scales=scales)
     found = estimator.log_evidence_
     return Evidence(

@@ -21,13 +21,30 @@ from linnet.cli.run_report import Evaluation
 from linnet.cli.task import FitData, index_labels, load
 from linnet.cli.terminal import Printer, UsageError
 from linnet.heads import head_of
-from linnet.report import Classes, Numbers, add_guess, compute_outputs, make_classes, make_numbers, score_outcome
+from linnet.report import (
+    Classes,
+    Numbers,
+    add_guess,
+    compute_outputs,
+    make_classes,
+    make_numbers,
+    score_outcome,
+    softmax,
+    to_array,
+)
 
 Networks = nn.Module | list[nn.Module]
 
 MANY = 2000
 """Rows (examples times outputs) up to which "auto" means variational inference. Above, "auto" means Laplace, which is
 faster (1 s against 4 s of one core at 1,200 rows). The limit is a choice: the predictions of both were not compared."""
+
+
+CHECKED = 1000
+"""Training examples on which the network is compared with a guess, where there are no test data."""
+
+STILL = 1e-6
+"""Scale of a prior below which nothing moves, in the units of the prior named `balanced`."""
 
 
 def adapt(given: Mapping[str, Any]) -> None:
@@ -76,6 +93,8 @@ def _run(command: str, options: FitOptions) -> None:
             tell = _print_adaptation if adapts else _print_error_bars
             tell = _print_ensemble if len(data.models) > 1 else tell
             tell(printer, estimator)
+            if adapts and len(data.models) == 1:
+                _warn_of_nothing_learned(estimator, new_head=data.task.new_head)
         before = "network alone" if not adapts else "new head alone" if data.task.new_head else "network as it was"
         names = (before, "adapted" if adapts else "with error bars")
         told, result, page, interrupted = None, Evaluation(), None, False
@@ -170,8 +189,9 @@ def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[
     if not task.new_head:
         classes = task.output_labels
         if classes:
-            shown = ", ".join(map(str, classes[:12]))
-            printer.say(f"the network's outputs are the classes {shown}{', ...' if len(classes) > 12 else ''}")
+            shown = ", ".join(map(str, classes[:12])) + (", ..." if len(classes) > 12 else "")
+            order = f"as {task.named_by} says" if task.named_by else "in this order; --classes can say otherwise"
+            printer.say(f"the network's outputs are the classes {shown}, {order}")
         return data.model, classes
     needed = f"{len(task.classes)} classes" if task.classes else "these numbers"
     forced = options.head == "new"
@@ -226,7 +246,11 @@ def _print_adaptation(printer: Printer, found: Any) -> None:
 
 
 def _print_error_bars(printer: Printer, found: linnet.Laplace) -> None:
-    printer.say(f"structure {found.structure_!r}; log evidence {found.log_evidence():.1f}")
+    printer.say(f"structure {found.structure_!r}; log evidence {found.largest_evidence_:.1f}")
+    if found.narrowed_ < 1:
+        printer.say(
+            f"for the error bars, the variances of this prior are narrowed to {found.narrowed_:.2g} of their sum"
+        )
     printer.say(f"{found.effective_dimension_:.1f} of {found.lin_.p:,} parameters are determined by the data")
     _print_noise(printer, found)
     _print_samples(printer, found)
@@ -258,7 +282,8 @@ def _describe(found: Any) -> dict[str, Any]:
     }
     if isinstance(found, linnet.Laplace):
         more = {"structure": found.structure_, "effective_dimension": found.effective_dimension_, "noise": noise}
-        return details | {"log_evidence": found.log_evidence()} | more
+        more |= {"narrowed": found.narrowed_}
+        return details | {"log_evidence": found.largest_evidence_} | more
     details |= {"log_evidence": found.log_evidence_, "solver": found.solver_, "layer_relevance": found.layer_relevance_}
     if isinstance(found, linnet.TangentRegressor):
         return details | {"noise": noise}
@@ -281,6 +306,7 @@ def _evaluate(
     """
     test = data.test
     if test is None or test.y is None:
+        _check_network(estimator, data, classes, y, names[0])
         return None, Evaluation()
     with printer.step(f"Test on {test.n:,} examples"):
         told = predict(estimator, test, classes=classes, targets=data.targets)
@@ -294,12 +320,56 @@ def _evaluate(
             outcome = add_guess(make_numbers(told.mean, told.std, test.y, data.targets, alone), y)
         found = score_outcome(outcome)
         scores = dict(zip([*list(found)[:-2], *names], found.values(), strict=True))
-        _warn_of_poor_network(scores, names[0])
+        _warn_of_poor_network(scores, names[0], "the test data")
+        _warn_of_loss(scores, *names)
         printer.print_scores(scores)
     return told, Evaluation(scores, outcome)
 
 
-def _warn_of_poor_network(scores: Mapping[str, Mapping[str, float]], name: str) -> None:
+def _check_network(estimator: Any, data: FitData, classes: list[Any], y: np.ndarray, name: str) -> None:
+    """Say so where the network that was given is worse than a guess, on training data for want of test data."""
+    if data.task.new_head:
+        return
+    index = np.linspace(0, data.train.n - 1, min(CHECKED, data.train.n)).astype(int)
+    alone, targets = compute_outputs(estimator, data.train.take(index)), data.y[index]
+    outcome: Classes | Numbers
+    if classes:
+        labels = index_labels(targets, classes, "The training data")
+        outcome = make_classes(softmax(alone), labels, [str(label) for label in classes], None)
+        outcome = add_guess(outcome, labels)
+    else:
+        shown = to_array(alone).reshape(len(targets), -1)
+        outcome = add_guess(make_numbers(shown, np.ones_like(shown), targets, data.targets, None), targets)
+    found = score_outcome(outcome)
+    if len(found) > 1:
+        guess, own = found.items()
+        _warn_of_poor_network({guess[0]: guess[1], name: own[1]}, name, "the training data")
+
+
+def _warn_of_nothing_learned(estimator: Any, *, new_head: bool) -> None:
+    """Say so where the prior that the evidence chose lets no parameter move."""
+    scales = [float(scale) for scale in estimator.scales_.values()]
+    if scales and max(scales) < STILL:
+        warnings.warn(
+            f"The evidence lets nothing move: the largest scale of the prior is {max(scales):.2g}, and the predictions "
+            "are those of the network. The network knows these data, or the labels say nothing about its features."
+            + ("" if new_head else " For another task than the network's, try --head new."),
+            stacklevel=2,
+        )
+
+
+def _warn_of_loss(scores: Mapping[str, Mapping[str, float]], before: str, after: str) -> None:
+    """Say so where the model is worse than what it was made from."""
+    metric = next((m for m in ("nll", "rmse") if all(m in scores[name] for name in (before, after))), None)
+    if metric is not None and scores[after][metric] > scores[before][metric]:
+        warnings.warn(
+            f"The model {after} is worse than the {before} on the test data: {metric} {scores[after][metric]:.4g} "
+            f"against {scores[before][metric]:.4g}. In Python, linnet.adapt chooses among several models.",
+            stacklevel=2,
+        )
+
+
+def _warn_of_poor_network(scores: Mapping[str, Mapping[str, float]], name: str, where: str) -> None:
     """Say so where the network that was given is worse than a guess that knows no inputs."""
     guess = next(iter(scores))
     worse = {
@@ -311,7 +381,7 @@ def _warn_of_poor_network(scores: Mapping[str, Mapping[str, float]], name: str) 
         metric = worse.pop()
         warnings.warn(
             f"The {name} is worse than to {guess}: {metric} {scores[name][metric]:.4g} against "
-            f"{scores[guess][metric]:.4g} on the test data. Are these its weights, its columns, and the scales of "
-            "inputs and targets that it was trained with?",
+            f"{scores[guess][metric]:.4g} on {where}. Are these its weights, its columns, the order of its classes, "
+            "and the scales of inputs and targets that it was trained with?",
             stacklevel=2,
         )

@@ -134,8 +134,11 @@ class Standardization:
     scaler: Scaler | None = None  # means and standard deviations that the owner of the network gives
     targets: bool = False  # whether the network gives standardized targets
 
-    def find_columns(self, found: Examples, reading: Reading) -> Reading:
-        """The reading that standardizes the columns of data that were read by the given reading."""
+    def find_columns(self, found: Examples, reading: Reading, *, ordered: bool = True) -> Reading:
+        """The reading that standardizes the columns of data that were read by the given reading.
+
+        Where the order of the columns is not given, ``ordered`` is False, and a scaler with names has the order.
+        """
         if self.scaler is None and not self.measure:
             return reading
         X = found.X
@@ -143,7 +146,11 @@ class Standardization:
             option = "--scaler" if self.scaler else "--standardize"
             raise UsageError(f"{option} is for tables and for arrays (n, d) of numbers. Leave it out.")
         if self.scaler is not None:
-            scales = self.scaler.find_columns(found.columns)
+            names = found.columns
+            if not ordered and names is not None and set(names) <= set(self.scaler.columns):
+                names = tuple(name for name in self.scaler.columns if name in names)
+                reading = replace(reading, columns=names)
+            scales = self.scaler.find_columns(names)
             if len(scales.mean) != X.shape[1]:
                 raise UsageError(f"{self.scaler.path} has {len(scales.mean)} columns, but the data have {X.shape[1]}.")
             return replace(reading, center=scales.mean, spread=scales.std, scaled_by=str(self.scaler.path))
@@ -180,12 +187,12 @@ def read_for_network(
         given = {key: value for key, value in find_pixel_settings(model).items() if getattr(reading, key) is None}
         reading = replace(reading, **given)
     found = read(path, reading, labeled=labeled)
-    text = reading.text or (found.y is not None and found.y.dtype.kind == "U")
+    ordered, text = reading.columns is not None, reading.text or (found.y is not None and found.y.dtype.kind == "U")
     reading = replace(
         reading, columns=found.columns, text=text, text_column=found.columns is not None and bool(found.texts)
     )
     if standardization is not None:
-        plain, reading = reading, standardization.find_columns(found, reading)
+        plain, reading = reading, standardization.find_columns(found, reading, ordered=ordered)
         found = found if reading is plain else read(path, reading, labeled=labeled)
     return cast_for_network(found, model), reading
 

@@ -57,7 +57,7 @@ class Scaler:
         return found
 
     def _find(self, given: Mapping[str, Any], what: str, names: Sequence[str] | None) -> Scales:
-        mean, std = given.get("mean"), given.get("std")
+        mean, std = ([x] if isinstance(x, int | float) else x for x in (given.get("mean"), given.get("std")))
         if isinstance(mean, list) and isinstance(std, list):
             if len(mean) != len(std) or (names is not None and len(mean) != len(names)):
                 needed = "" if names is None else f", and {len(names)} {what} in the data"
@@ -68,7 +68,7 @@ class Scaler:
             missing = [name for name in names if name not in given]
             if missing:
                 raise UsageError(
-                    f"{self.path}: {what!r} has no {listing(missing)}; it has {listing(list(given), limit=20)}."
+                    f"{self.path}: {what!r} has no {listing(missing)}; it has {listing(list(given), limit=20)}. {FORM}"
                 )
             pairs = [given[name] for name in names]
             if not all(isinstance(pair, dict) and {"mean", "std"} <= pair.keys() for pair in pairs):
