@@ -201,11 +201,11 @@ def test_a_poor_network_is_named_without_test_data_too(wines, tmp_path):
     )
     given = {"model": f"{wines}/network.py:regress", "train": table, "target": "y", "out": tmp_path / "run"}
     said = notes(done("adapt", **given))
-    assert "The network as it was is worse than to predict the mean: rmse" in said and "on the training data" in said
+    assert "The network as it was is no better than to predict the mean: rmse" in said and "on the training data" in said
     good = notes(
         done("adapt", **options(wines, tmp_path / "good", "numbers", inference="map") | {"test": wines / "numbers.csv"})
     )
-    assert "is worse than to" not in good
+    assert "is no better than to" not in good
 
 
 def test_a_model_that_is_worse_than_its_network_says_so(wines, tmp_path):
@@ -216,7 +216,7 @@ def test_a_model_that_is_worse_than_its_network_says_so(wines, tmp_path):
     )
     given = options(wines, tmp_path / "run", "numbers", mean="zero", inference="map") | {"train": noise}
     said = notes(done("adapt", **given))
-    assert "adapted is worse than the network as it was on the test data: nll" in said
+    assert "The adapted model is worse than the network as it was on the test data: nll" in said
 
 
 class Scaled:

@@ -20,6 +20,7 @@ from linnet.report.content import Classes, Eigenvalues, Group, Item, Missing, Nu
 from linnet.report.examples import Inputs, show_inputs
 from linnet.report.formatting import count, number, percent
 from linnet.report.html.page import render, save
+from linnet.report.verdicts import is_clearly_worse
 
 __all__ = [
     "NO_TEST",
@@ -37,6 +38,7 @@ __all__ = [
     "assemble",
     "compute_outputs",
     "count",
+    "is_clearly_worse",
     "make_classes",
     "make_numbers",
     "number",

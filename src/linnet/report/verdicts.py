@@ -67,6 +67,14 @@ def _is_clear(gain: np.ndarray) -> bool:
     return abs(float(gain.mean())) > CLEAR * error
 
 
+def is_clearly_worse(told: Classes | Numbers) -> bool:
+    """Whether the model loses more than the network alone, by more than chance."""
+    if told.before is None:
+        return False
+    old, new = (_lose(told, x) for x in (told.before, told.mean if isinstance(told, Numbers) else told.probabilities))
+    return bool(new.mean() > old.mean()) and _is_clear(new - old)
+
+
 def _compare_to_guess(report: Report) -> Check | None:
     """Whether the model knows more than the training targets: their mean, or the shares of their classes."""
     question, told = "Is it better than a guess that knows no inputs?", report.outcome

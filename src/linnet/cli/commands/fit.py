@@ -26,6 +26,7 @@ from linnet.report import (
     Numbers,
     add_guess,
     compute_outputs,
+    is_clearly_worse,
     make_classes,
     make_numbers,
     score_outcome,
@@ -320,8 +321,10 @@ def _evaluate(
             outcome = add_guess(make_numbers(told.mean, told.std, test.y, data.targets, alone), y)
         found = score_outcome(outcome)
         scores = dict(zip([*list(found)[:-2], *names], found.values(), strict=True))
-        _warn_of_poor_network(scores, names[0], "the test data")
-        _warn_of_loss(scores, *names)
+        if not data.task.new_head:
+            _warn_of_poor_network(scores, names[0], "the test data", test.n)
+        if names[1] == "adapted":
+            _warn_of_loss(scores, outcome, names[0])
         printer.print_scores(scores)
     return told, Evaluation(scores, outcome)
 
@@ -343,7 +346,7 @@ def _check_network(estimator: Any, data: FitData, classes: list[Any], y: np.ndar
     found = score_outcome(outcome)
     if len(found) > 1:
         guess, own = found.items()
-        _warn_of_poor_network({guess[0]: guess[1], name: own[1]}, name, "the training data")
+        _warn_of_poor_network({guess[0]: guess[1], name: own[1]}, name, "the training data", len(index))
 
 
 def _warn_of_nothing_learned(estimator: Any, *, new_head: bool) -> None:
@@ -358,30 +361,33 @@ def _warn_of_nothing_learned(estimator: Any, *, new_head: bool) -> None:
         )
 
 
-def _warn_of_loss(scores: Mapping[str, Mapping[str, float]], before: str, after: str) -> None:
-    """Say so where the model is worse than what it was made from."""
-    metric = next((m for m in ("nll", "rmse") if all(m in scores[name] for name in (before, after))), None)
-    if metric is not None and scores[after][metric] > scores[before][metric]:
+def _warn_of_loss(scores: Mapping[str, Mapping[str, float]], outcome: Classes | Numbers, before: str) -> None:
+    """Say so where the adapted model is worse than what it was made from."""
+    metric = "nll" if isinstance(outcome, Classes) else "rmse"
+    if is_clearly_worse(outcome):
         warnings.warn(
-            f"The model {after} is worse than the {before} on the test data: {metric} {scores[after][metric]:.4g} "
+            f"The adapted model is worse than the {before} on the test data: {metric} {scores['adapted'][metric]:.4g} "
             f"against {scores[before][metric]:.4g}. In Python, linnet.adapt chooses among several models.",
             stacklevel=2,
         )
 
 
-def _warn_of_poor_network(scores: Mapping[str, Mapping[str, float]], name: str, where: str) -> None:
-    """Say so where the network that was given is worse than a guess that knows no inputs."""
+def _warn_of_poor_network(scores: Mapping[str, Mapping[str, float]], name: str, where: str, count: int) -> None:
+    """Say so where the network that was given is no better than a guess that knows no inputs.
+
+    Accuracies count ``count`` examples, and differ by chance.
+    """
     guess = next(iter(scores))
-    worse = {
-        m
-        for m, sign in (("accuracy", -1), ("rmse", 1))
-        if m in scores[name] and m in scores[guess] and sign * (scores[name][m] - scores[guess][m]) > 0
-    }
-    if guess != name and worse:
-        metric = worse.pop()
+    if guess == name:
+        return
+    metric = next(m for m in ("accuracy", "rmse") if m in scores[name])
+    own, other = scores[name][metric], scores[guess][metric]
+    chance = 2 * (other * (1 - other) / count) ** 0.5 if metric == "accuracy" else 0.0
+    if own <= other + chance if metric == "accuracy" else own > other:
         warnings.warn(
-            f"The {name} is worse than to {guess}: {metric} {scores[name][metric]:.4g} against "
-            f"{scores[guess][metric]:.4g} on {where}. Are these its weights, its columns, the order of its classes, "
-            "and the scales of inputs and targets that it was trained with?",
+            f"The {name} is no better than to {guess}: {metric} {own:.4g} against {other:.4g} on {where}. Are these "
+            "its weights, its columns, the order of its classes, and the scales of inputs and targets that it was "
+            "trained with?"
+            + (" For other classes, linnet adapt fits a new head with --head new." if metric == "accuracy" else ""),
             stacklevel=2,
         )
