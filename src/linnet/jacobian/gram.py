@@ -169,7 +169,8 @@ def _sparse_groups(parts: Sequence[tuple[Tensor, Tensor]], own: slice, count: in
     columns = torch.arange(own.stop - own.start, device=groups.device).repeat(len(parts))
     scales = torch.cat([scale[own] for scale, _ in parts]).to(like)
     size = (count, own.stop - own.start)
-    return torch.sparse_coo_tensor(torch.stack([groups, columns]), scales, size, check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns of a choice that is not made here
+        return torch.sparse_coo_tensor(torch.stack([groups, columns]), scales, size, check_invariants=False)
 
 
 def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
