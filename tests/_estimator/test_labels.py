@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -216,3 +217,20 @@ def test_a_better_order_is_found_where_it_is_clear(count, n):
     for seed in range(200):  # outputs that know nothing
         guess = np.random.default_rng(seed).integers(count, size=n)
         assert find_better_order(guess, labels, count) is None
+
+
+@pytest.mark.parametrize("names", [["yes", "no"], ["b", "c", "a"]])
+def test_a_classifier_says_that_the_outputs_have_another_order(names):
+    torch.manual_seed(0)
+    inputs, model = torch.randn(90, 3).double(), torch.nn.Linear(3, 1 if len(names) == 2 else 3).double()
+    with torch.no_grad():
+        f = model(inputs)
+    output = (f[:, 0] > 0).long() if len(names) == 2 else f.argmax(1)
+    labels = np.array(names)[output.numpy()]
+    assert set(labels.tolist()) == set(names)
+    with pytest.warns(UserWarning, match=rf"agree with the labels in the order \{names}".replace("]", r"\]")):
+        linnet.TangentClassifier(model, inference="map", prior=1.0).fit(inputs, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linnet.TangentClassifier(model, inference="map", prior=1.0, classes=names).fit(inputs, labels)
+        linnet.TangentClassifier(model, inference="map", prior=1.0).fit(inputs, np.array(sorted(names))[output.numpy()])

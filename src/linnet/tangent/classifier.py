@@ -23,6 +23,7 @@ from linnet._estimator import (
     check_variance,
     convert_like,
     default_network,
+    find_better_order,
     find_codes,
     find_labeled,
     find_output_names,
@@ -225,6 +226,24 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
             raise ValueError(
                 f"A classifier takes likelihood='classification', 'ordinal' or a likelihood of classes; got {found!r}. "
                 "For counts and times use linnet.TangentGLM, for numbers linnet.TangentRegressor."
+            )
+
+    def _check_order(self, f: Tensor) -> None:
+        """Warn where the outputs f (n, c) agree with the labels in another order alone."""
+        count = len(self.classes_)
+        if self.classes is not None or self.multilabel_ or self.classes_.tolist() == list(range(count)):
+            return
+        assert self._observed is not None
+        predicted = (f[:, 0] > 0).long() if f.shape[1] == 1 else f.argmax(1)
+        codes = self._observed.reshape(len(f)).long().cpu().numpy()
+        order = find_better_order(predicted.cpu().numpy(), codes, count)
+        if order is not None:
+            named = [self.classes_[i].item() for i in order]
+            warnings.warn(
+                f"The outputs of the network agree with the labels in the order {named}, and hardly in the order "
+                f"{self.classes_.tolist()}, which is taken. If the network was trained on these classes, pass "
+                f"classes={named}.",
+                stacklevel=6,
             )
 
     def _warn_of_nothing(self) -> None:

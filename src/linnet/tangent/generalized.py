@@ -289,6 +289,8 @@ class Generalized(Tangent):
             base = self._base(J)
             if isinstance(self.likelihood_, Bernoulli | Categorical) and self.mean_ == "network":
                 warn_of_probabilities(base, lin.given)
+                if not refit:
+                    self._check_order(base)
             fit = any_likelihood.condition(Observations(J, targets, base, likelihood, start), prior, how, solver)
         lin.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
@@ -300,6 +302,9 @@ class Generalized(Tangent):
         self.passes_, self.objective_path_ = fit.passes, fit.path
         self.evidence_path_, self._weight, self._kept = fit.choice.path, weight, {}
         return fit
+
+    def _check_order(self, f: Tensor) -> None:
+        """Look at the outputs (n, c) of the network for the training data. Classifiers compare them with the labels."""
 
     def _fit_parameters(self, J: Jacobian, targets: Tensor, weight: Tensor | None) -> Likelihood:
         """The likelihood with the parameters that were left open, at the mean function."""
