@@ -14,7 +14,7 @@ from linnet.data import Batch
 from linnet.jacobian import Jacobian, Rotation, constant_over, gram, kronecker
 from linnet.jacobian.blocks.base import Scale
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
-from linnet.jacobian.kronecker import EXACT, DenseSide, Kronecker, SketchedSide
+from linnet.jacobian.kronecker import EXACT, Decomposed, DenseSide, Kronecker, SketchedSide
 from linnet.probability import Bernoulli, Categorical, Likelihood
 from tests.support.drawn import double, normal
 
@@ -286,6 +286,49 @@ def test_eigenvalues_belong_to_their_directions_in_every_layout() -> None:
         Q = rotation.back(torch.eye(15, dtype=torch.float64))
         D = J.dense()
         torch.testing.assert_close(((Q * values) @ Q.T)[:12, :12], (D.T @ D)[:12, :12], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_examples_leave_factors_and_come_back(name: str) -> None:
+    """The sums come back from what was decomposed, and those of some examples are taken away or added."""
+    J = case(name)
+    root = root_of(J)
+    gone, kept = torch.tensor([1, 4]), torch.tensor([i for i in range(J.n) if i not in (1, 4)])
+
+    def some(index: Tensor) -> Kronecker:
+        return J.subset(index).kronecker(root[index])
+
+    def decomposed(factors: Kronecker) -> Decomposed:
+        traces = factors.traces
+        return Decomposed(*factors.decomposed(), traces, factors.n)
+
+    whole, less, left = decomposed(J.kronecker(root)), some(gone), some(kept)
+    assert whole.complete and whole.matches(less)
+    less.join(whole, -1)
+    more = some(gone)
+    more.join(decomposed(some(kept)), 1)
+    for found, expected in ((less, left), (more, J.kronecker(root))):
+        assert found.n == expected.n
+        for key, total in expected.sums.items():
+            atol = 1e-12 * max(1.0, float(total.abs().max()))
+            torch.testing.assert_close(found.sums[key], total, rtol=1e-9, atol=atol, msg=key)
+
+
+def test_factors_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sketches, layers without curvature, and layers in another form: these factors are made again."""
+    J = case("mlp")
+    root = root_of(J)
+
+    def decomposed(J: Jacobian, root: Tensor | None) -> Decomposed:
+        factors = J.kronecker(root)
+        return Decomposed(*factors.decomposed(), factors.traces, factors.n)
+
+    factors, whole = J.kronecker(root), decomposed(J, root)
+    assert whole.matches(factors) and not decomposed(case("no bias"), None).matches(factors)
+    assert not decomposed(J, 0 * root).complete
+    monkeypatch.setattr(kronecker, "CUBES", {"cpu": 0})
+    sketched = J.kronecker(root)
+    assert not whole.matches(sketched) and not decomposed(J, root).complete
 
 
 def test_factors_are_added_up_in_float64() -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import Laplace
+from linnet.jacobian import kronecker
 from tests.support.drawn import double, normal
 
 STRUCTURES = ("full", "function", "diag", "kron", "ekfac", "lowrank", "subnetwork", "samples")
-SUMS = ("full", "function", "diag")
+SUMS = ("full", "function", "diag", "kron")
 N = 30
 GONE = torch.tensor([0, 5, 6, 29])
 STAY = torch.tensor([i for i in range(N) if i not in GONE.tolist()])
@@ -87,7 +88,7 @@ def test_more_examples(structure: Any) -> None:
 
 def test_what_comes_later_still_works() -> None:
     """The search for the prior, the evidence elsewhere, and samples go on from the examples that stay."""
-    for structure in ("full", "function", "diag"):
+    for structure in SUMS:
         given: dict[str, Any] = {"prior": "layerwise", "noise": None}
         first = laplace("regression", structure, **given)
         y = targets("regression", first.model, X)
@@ -137,7 +138,7 @@ def test_files_forget(kind: str, structure: Any, tmp_path: Path) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    first = laplace("classification", "kron")
+    first = laplace("classification", "ekfac")
     y = targets("classification", first.model, X)
     first.fit(X, y)
     for examples, labels, message in (
@@ -150,10 +151,20 @@ def test_errors(tmp_path: Path) -> None:
             first.forget(examples, labels)
     first.save(tmp_path / "la.safetensors")
     loaded = linnet.load(tmp_path / "la.safetensors", first.model)
-    with pytest.raises(NotImplementedError, match="structure='kron' is made again"):
+    with pytest.raises(NotImplementedError, match="structure='ekfac' is made again"):
         loaded.forget(X[:1], y[:1])
     with pytest.raises(ValueError, match="condition needs the training data"):
         loaded.condition(X[:1], y[:1])
+
+
+def test_sketched_factors_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = laplace("classification", "kron"), laplace("classification", "kron")
+    y = targets("classification", first.model, X)
+    monkeypatch.setattr(kronecker, "CUBES", {"cpu": 0})
+    first.fit(X, y).save(tmp_path / "la.safetensors")
+    check_same(first.forget(GONE), second.fit(X[STAY], y[STAY]))
+    with pytest.raises(NotImplementedError, match="a factor is sketched"):
+        linnet.load(tmp_path / "la.safetensors", first.model).forget(X[:1], y[:1])
 
 
 def test_drawn_labels_and_ensembles() -> None:

@@ -8,7 +8,7 @@ from linnet.jacobian.column_moments import Moments
 from linnet.jacobian.differentiable_rows import DifferentiableRows, Features, TangentFeatures, needs_grad
 from linnet.jacobian.gram import CurvatureSums
 from linnet.jacobian.jacobian import Jacobian
-from linnet.jacobian.kronecker import Basis, Rotation, Turn, constant_over, other_form
+from linnet.jacobian.kronecker import Basis, Decomposed, Kronecker, Rotation, Turn, constant_over, other_form
 from linnet.jacobian.linearization import Linearization, linearize
 from linnet.jacobian.output_combinations import (
     WeightedRows,
@@ -26,10 +26,12 @@ __all__ = [
     "AutodiffBlock",
     "Basis",
     "CurvatureSums",
+    "Decomposed",
     "DenseBlock",
     "DifferentiableRows",
     "Features",
     "Jacobian",
+    "Kronecker",
     "Linearization",
     "Moments",
     "NetworkChunks",

@@ -100,6 +100,11 @@ class DenseSide(Side):
     def add(self, rows: Tensor, weight: float = 1.0) -> None:
         self.total.add_((rows.mT @ rows).double(), alpha=weight)
 
+    @property
+    def trace(self) -> Tensor:
+        """Of each group, (groups,)."""
+        return self.total.diagonal(dim1=1, dim2=2).sum(1)
+
 
 @final
 class SketchedSide(Side):
@@ -361,6 +366,37 @@ class Kronecker:
         self.n, self.ranks = int(count), ranks
         for pair in self.pairs.values():
             pair.inputs.scale(1 / self.n)
+
+    @property
+    def traces(self) -> dict[Range, Tensor]:
+        """Of the input's side of each weight, (groups,), where no side is a sketch: see `Decomposed`."""
+        weights = [(pair.weight, pair.inputs) for pair in self.pairs.values()]
+        return {r: side.trace for r, side in weights if r is not None and isinstance(side, DenseSide)}
+
+    def join(self, earlier: Decomposed, sign: int) -> None:
+        """Turn the sums of some examples into those of an earlier decomposition with them, or without them.
+
+        Args:
+            earlier: What was decomposed, of the same layers in the same form (`Decomposed.matches`).
+            sign: One puts these examples and the earlier ones together; minus one takes these from the earlier ones,
+                which must have been among them.
+        """
+        n = earlier.n + sign * self.n
+        known: dict[int, Tensor] = {}  # layers that read the same input keep equal factors
+        for pair in self.pairs.values():
+            A, G = earlier.sides(pair, known)
+            pair.gradients.scale(sign)
+            pair.gradients.sums[0].add_(G)
+            if A is not None:
+                pair.inputs.scale(sign * self.n / n)
+                pair.inputs.sums[0].add_(A, alpha=earlier.n / n)
+        squares = earlier.values.double().clone()
+        for r, turn in earlier.rotation.turns.items():
+            if r in self.exact:
+                self.exact[r].mul_(sign).add_(_matrix(turn.Qg, earlier.along(r)[None])[0])
+            squares[slice(*r)] = 0
+        self.squares.mul_(sign).add_(squares).clamp_(min=0)
+        self.n = n
 
     def decomposed(self) -> tuple[Rotation, Tensor]:
         """The coordinates in which the blocks are diagonal, and the curvature along them, (p,)."""
@@ -626,6 +662,84 @@ class Rotation:
                 a, b, *swapped = key.split("-")
                 turns[int(a), int(b)] = Turn(Qg, basis(key, "x"), bool(swapped))
         return cls(turns, layout)
+
+
+@dataclass(frozen=True)
+class Decomposed:
+    r"""Kronecker factors as their eigenvalues and directions, from which the sums come back.
+
+    The curvature along a pair of directions is :math:`g_i a_j`. The sum over i and the trace of the input's side give
+    the :math:`g_i`, and then the sum over j gives the :math:`a_j`.
+
+    Attributes:
+        rotation: The directions.
+        values: The curvature along them, (p,).
+        traces: Of the input's side of each weight, (groups,).
+        n: Examples.
+    """
+
+    rotation: Rotation
+    values: Tensor
+    traces: Mapping[Range, Tensor]
+    n: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sums come back: no side is a sketch, and each weight has a curvature."""
+        turns = self.rotation.turns
+        bases = [Q for turn in turns.values() for Q in (turn.Qg, turn.Qx) if Q is not None]
+        weights = {r: turn.Qg.groups for r, turn in turns.items() if turn.Qx is not None}
+        there = all(bool((self.along(r).view(groups, -1).sum(1) > 0).all()) for r, groups in weights.items())
+        return there and all(Q.T is None for Q in bases) and set(weights) == set(self.traces)
+
+    def matches(self, other: Kronecker) -> bool:
+        """Whether factors of other examples are of the same layers in the same form."""
+        weights = {pair.weight for pair in other.pairs.values() if pair.weight is not None}
+        vectors = {pair.bias for pair in other.pairs.values() if pair.bias is not None} | set(other.exact)
+        sides = [side for pair in other.pairs.values() for side in (pair.inputs, pair.gradients) if side.d]
+        return (
+            self.complete
+            and all(isinstance(side, DenseSide) for side in sides)
+            and weights == set(self.traces)
+            and vectors == set(self.rotation.turns) - weights
+        )
+
+    def along(self, r: Range) -> Tensor:
+        """The curvature of a range of columns, in float64."""
+        return self.values[slice(*r)].double()
+
+    def sides(self, pair: Pair, known: dict[int, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """The factors of a pair: of the inputs, (groups, dx, dx), None where it has no weight, and of the gradients.
+
+        Args:
+            pair: Says which layer, and its layout.
+            known: Factors of the inputs that were made before, by their directions.
+        """
+        turns = self.rotation.turns
+        g = None
+        if pair.bias is not None:
+            Qg = turns[pair.bias].Qg
+            g = self.along(pair.bias).view(Qg.groups, Qg.d)
+        if pair.weight is None:
+            assert g is not None
+            return None, _matrix(Qg, g)
+        turn = turns[pair.weight]
+        Qg, Qx = turn.Qg, turn.Qx
+        assert Qx is not None
+        shape = (Qx.d, Qg.d) if turn.swapped else (Qg.d, Qx.d)
+        product = self.along(pair.weight).view(Qg.groups, *shape)
+        product = product.mT if turn.swapped else product
+        if g is None:
+            g = product.sum(2) / self.traces[pair.weight].double()[:, None]
+        if id(Qx) not in known:
+            known[id(Qx)] = _matrix(Qx, product.sum(1) / g.sum(1, keepdim=True))
+        return known[id(Qx)], _matrix(Qg, g)
+
+
+def _matrix(Q: Basis, values: Tensor) -> Tensor:
+    """``Q diag(values) Q^T`` of each group, (groups, d, d), in float64."""
+    V = Q.V.double()
+    return (V * values[:, None, :]) @ V.mT
 
 
 def constant_over(turns: Mapping[Range, Turn], variance: Tensor, layout: Layout) -> None:

@@ -295,6 +295,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
     _forgotten: int = 0  # examples
     _lost: float = 0.0  # what rounding did to variances where examples were forgotten
     _seen: Tensor | None = None  # checksums of the training examples, in what was loaded from a file
+    _traces: dict[tuple[int, int], Tensor] | None = None  # of Kronecker factors, in what was loaded from a file
     _one_column: bool
     _probe: Batch | None
 
@@ -1170,7 +1171,8 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         remove an example from the network, train the network without it; `certificate_` says so too. `TangentRegressor`
         and `TangentClassifier` forget what they have learned from an example altogether.
 
-        "full", "function" and "diag" cost what the forgotten examples cost; `linnet.laplace.forgetting` has a table.
+        "full", "function", "diag" and "kron" cost what the forgotten examples cost: `linnet.laplace.forgetting` has a
+        table.
         This one stays as it is.
 
         Args:
@@ -1190,6 +1192,9 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
 
     def _codes_of_examples(self) -> Tensor | None:
         return forgetting.codes_of_examples(self)
+
+    def _traces_of_inputs(self) -> dict[tuple[int, int], Tensor] | None:
+        return forgetting.traces_of(self._structure) if hasattr(self, "_structure") else self._traces
 
     @property
     def _y_is_known_noise(self) -> bool:

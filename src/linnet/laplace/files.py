@@ -53,6 +53,8 @@ def pack(la: Laplace) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["noise_each"] = la._noise_each
     codes = la._codes_of_examples()
     tensors |= {} if codes is None else {"seen": codes}
+    traces = la._traces_of_inputs()
+    tensors |= {} if traces is None else {f"traces.{a}-{b}": t for (a, b), t in traces.items()}
     described = describe_likelihood(inner)
     if isinstance(inner, Gaussian):
         described["settings"] = {}  # its noise is a tensor
@@ -172,6 +174,8 @@ def read(
     la.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=la.lin_.layout)
     la.variance_ = state.get("variance", "samples" if la.posterior_.known_from_samples else "exact")
     la.draws_ = state.get("draws", la.draws)
+    traces = {tuple(map(int, r.split("-"))): t for r, t in saved.strip("traces.", tensors).items()}
+    la._traces = traces or None  # type: ignore[assignment]
     la._seen, la._forgotten, la._lost = tensors.get("seen"), state.get("forgotten", 0), state.get("lost", 0.0)
     return la
 

@@ -1,6 +1,6 @@
 r"""More and fewer training examples for a Laplace approximation around the same weights, with the same prior and noise.
 
-The curvature is a sum over the examples. Three structures keep the sum itself, or a factor of it:
+The curvature is a sum over the examples. Four structures keep the sum itself, or a factor of it:
 
 ==========  ===============================================================  =======================================
 structure   without some examples                                            cost
@@ -8,12 +8,13 @@ structure   without some examples                                            cos
 full        ``G - J_B^T B J_B``                                              the rows that go, decompositions (p, p)
 function    the Cholesky factor of the kernel without their rows             ``(n c)^2`` times the rows that go
 diag        the diagonal of G less theirs                                    the rows that go
+kron        the factors less theirs, decomposed again                        the rows that go, decompositions (d, d)
 others      made again from the examples that stay, prior and noise given    a fit without its search
 ==========  ===============================================================  =======================================
 
-The others keep what is no sum over the examples: eigenvectors of Kronecker factors, leading eigenpairs, the parameters
-of a subnetwork, posterior samples (whose solve starts at the old ones). A structure whose prior is an earlier posterior
-is made again too.
+The others keep what is no sum over the examples: the curvature along eigenvectors that change (ekfac), leading
+eigenpairs, the parameters of a subnetwork, posterior samples (whose solve starts at the old ones). Made again are also
+a structure whose prior is an earlier posterior, and Kronecker factors that are sketched or of layers without curvature.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from linnet._estimator import (
 )
 from linnet.data import as_source
 from linnet.inference import CHOSEN, TRAINED, Certificate, LogDet, bound_rounding
-from linnet.jacobian import Jacobian
+from linnet.jacobian import Decomposed, Jacobian
 from linnet.laplace.structures import (
     CurvatureStructure,
     DiagonalCurvature,
     FullCurvature,
     KernelCurvature,
+    KroneckerCurvature,
     SampledCurvature,
 )
 from linnet.linalg import remove_rows, solve_lower, weight_from_root
@@ -55,6 +57,7 @@ from linnet.probability import (
     KnownNoise,
     Posterior,
     Prior,
+    TurnedPosterior,
     Weighted,
     WeightPosterior,
     as_continuous,
@@ -72,7 +75,7 @@ CARRIED = (
 )
 """Attributes that an approximation has in common with one of other examples."""
 
-SUMS = ("full", "function", "diag")
+SUMS = ("full", "function", "diag", "kron")
 """Structures that go on without some examples at a cost that grows with these."""
 
 
@@ -108,6 +111,9 @@ def forget(la: Laplace, examples: Any, y: Any) -> Laplace:
     other._f, other._J = la._f[there], la._J.subset(kept)
     J, root = la._J.subset(gone), la._root(la._f[gone], la._y[gone])
     changed = _subtract(la._structure, la.posterior_, J, root, kept, other, 1 / la._noise)
+    if changed is None:
+        _make_again(other, other._jacobian(rest), start=la)
+        return other
     _accept(other, *changed, la)
     residual = la._with_noise(la._noise).residual(la._f[gone], la._y[gone])
     other._measure_distance(la._gradient - J.T @ residual.flatten())
@@ -138,18 +144,23 @@ def condition(la: Laplace, X: Any, y: Any, sample_weight: Any) -> Laplace:
         ys = torch.cat([la._y, new])
     _set_examples(other, join_inputs(la._train_inputs, X, forward), ys, weight)
     whole = other._jacobian(other._train_inputs)
-    if la.structure_ not in ("full", "diag") or la.draws_ is not None or la._earlier is not None:
+    if la.structure_ not in ("full", "diag", "kron") or la.draws_ is not None or la._earlier is not None:
         _make_again(other, whole, start=la)
         return other
     f = J.outputs()
     other._f, other._J = torch.cat([la._f, f]), whole
     root, y = other._root(f, ys[-J.n :]), ys[-J.n :]
-    structure: CurvatureStructure
+    structure: CurvatureStructure | None
     if isinstance(la._structure, FullCurvature):
         structure = FullCurvature(None, None, G=la._structure.G + FullCurvature(J, root).G)
-    else:
-        assert isinstance(la._structure, DiagonalCurvature)
+    elif isinstance(la._structure, DiagonalCurvature):
         structure = DiagonalCurvature(None, None, values=la._structure.values + DiagonalCurvature(J, root).values)
+    else:
+        assert isinstance(la._structure, KroneckerCurvature)
+        structure = _join(la._structure, J, root, 1)
+    if structure is None:
+        _make_again(other, whole, start=la)
+        return other
     _accept(other, structure, structure.posterior(la.prior_variance_, 1 / la._noise), la)
     residual = other._with_noise(la._noise).residual(f, y)
     other._measure_distance(la._gradient + J.T @ residual.flatten())
@@ -162,7 +173,7 @@ def certify(la: Laplace) -> Certificate:
     posterior = la.posterior_
     if isinstance(posterior, WeightPosterior | FunctionPosterior):
         return Certificate(la._forgotten, 0.0, bound_rounding(posterior.factor) + la._lost, remains)
-    if isinstance(posterior, DiagonalPosterior):
+    if isinstance(posterior, DiagonalPosterior) or la.structure_ == "kron":
         return Certificate(la._forgotten, 0.0, la._lost, remains)
     return Certificate(la._forgotten, 0.0, None, remains)  # the structure was made again
 
@@ -239,8 +250,8 @@ def _subtract(
     kept: Tensor,
     other: Laplace,
     t: float,
-) -> tuple[CurvatureStructure, Posterior]:
-    """The structure and the posterior without the examples of J, whose curvature has a root.
+) -> tuple[CurvatureStructure, Posterior] | None:
+    """The structure and the posterior without the examples of J, whose curvature has a root; None for no such sum.
 
     Args:
         structure: The structure.
@@ -269,6 +280,12 @@ def _subtract(
         other._lost += float((t * variance * rounding).max())
         diagonal = DiagonalCurvature(J, root, values=values.clamp_min(0))
         return diagonal, diagonal.posterior(variance, t)
+    if isinstance(structure, KroneckerCurvature):
+        joined = _join(structure, J, root, -1)
+        if joined is None:
+            return None
+        other._lost += t * _bound_join(structure, variance)
+        return joined, joined.posterior(variance, t)
     assert isinstance(structure, KernelCurvature) and isinstance(posterior, FunctionPosterior)
     c = J.c
     rows = (kept[:, None] * c + torch.arange(c)).flatten()
@@ -277,6 +294,27 @@ def _subtract(
     kernel = KernelCurvature(other._J, structure.root[(kept if blocks else rows).to(structure.root.device)])
     found = FunctionPosterior(kernel.J, variance, torch.zeros_like(variance), root=kernel.root * t**0.5, factor=factor)
     return kernel, found
+
+
+def _join(structure: KroneckerCurvature, J: Jacobian, root: Any, sign: int) -> KroneckerCurvature | None:
+    """The structure with the examples of J, or without them; None where factors of it are no sums that are known."""
+    factors, earlier = J.kronecker(root), structure.factors
+    if earlier is None or not earlier.matches(factors):
+        return None
+    factors.join(earlier, sign)
+    return KroneckerCurvature(None, None, factors=factors)
+
+
+def _bound_join(structure: KroneckerCurvature, variance: Tensor) -> float:
+    """What rounding of the factors can do to variances at noise one, in units of the prior variance."""
+    turns = structure.rotation.turns
+    eps, rest = torch.finfo(structure.values.dtype).eps, (variance * structure.values).clone()
+    bound = 0.0
+    for r, turn in turns.items():
+        d = turn.Qg.d + (0 if turn.Qx is None else turn.Qx.d)
+        bound = max(bound, d * eps * float(rest[slice(*r)].max()))
+        rest[slice(*r)] = 0
+    return max(bound, len(structure.values) * eps * float(rest.max()))
 
 
 def _accept(la: Laplace, structure: CurvatureStructure, posterior: Posterior, before: Laplace) -> None:
@@ -340,6 +378,11 @@ def _forget_in_file(la: Laplace, X: Any, y: Any) -> Laplace:
             f"structure={la.structure_!r} is made again from the examples that stay, and a file does not hold them. "
             f"Fit again without the examples, or use one of {', '.join(map(repr, SUMS))}."
         )
+    if la.structure_ == "kron" and la._traces is None:
+        raise NotImplementedError(
+            "The file does not say what its Kronecker factors were made of: an earlier version wrote it, a factor is "
+            "sketched, or a layer has no curvature. Fit again without the examples, or use structure='diag'."
+        )
     if la._seen is None:
         raise ValueError(
             "The file cannot tell which examples the approximation has seen: it was written by an earlier version, or "
@@ -383,7 +426,14 @@ def _forget_in_file(la: Laplace, X: Any, y: Any) -> Laplace:
         other._probe = draw_inputs(as_source(other._train_inputs, la.lin_.module.forward))
     else:
         other._probe = None
-    structure, other.posterior_ = _subtract(before, la.posterior_, J, root, rest, other, 1.0)
+    changed = _subtract(before, la.posterior_, J, root, rest, other, 1.0)
+    if changed is None:
+        raise NotImplementedError(
+            "The examples reach the layers of the network in another form than the first training examples did, so "
+            "that the Kronecker factors in the file do not fit. Fit again without the examples."
+        )
+    structure, other.posterior_ = changed
+    other._traces = traces_of(structure)
     prior = Prior("given", variance)
     old = KnownLogDet(before, la.posterior_, prior, (1.0,), 1.0)((1.0,), 1.0)[0]
     new, gamma = KnownLogDet(structure, other.posterior_, prior, (1.0,), 1.0)((1.0,), 1.0)
@@ -405,8 +455,20 @@ def _structure_of(la: Laplace) -> CurvatureStructure:
     if isinstance(posterior, DiagonalPosterior):
         values = torch.where(S > 0, 1 / torch.where(S > 0, posterior.variances, 1.0) - 1 / safe, 0.0)
         return DiagonalCurvature(None, None, values=values.clamp_min(0))
+    if isinstance(posterior, TurnedPosterior):
+        values = torch.where(S > 0, 1 / torch.where(S > 0, posterior.variances, 1.0) - 1 / safe, 0.0).clamp_min(0)
+        assert posterior.rotation is not None and la._traces is not None and la._seen is not None
+        factors = Decomposed(posterior.rotation, values, la._traces, len(la._seen))
+        return KroneckerCurvature(None, None, factors=factors)
     assert isinstance(posterior, FunctionPosterior)
     return KernelCurvature(posterior.J, posterior.root)  # type: ignore[arg-type]
+
+
+def traces_of(structure: CurvatureStructure) -> dict[tuple[int, int], Tensor] | None:
+    """What a file keeps to make the sums of Kronecker factors again; None where the sums are not known."""
+    if not isinstance(structure, KroneckerCurvature) or structure.factors is None or not structure.factors.complete:
+        return None
+    return dict(structure.factors.traces)
 
 
 def _find_codes(seen: Tensor, wanted: Tensor) -> Tensor:

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from linnet._common import Checkpoint
 from linnet.inference import Coupled, Dense, LogDet, Samples, Separable, eigenvalues_of, posterior_samples
-from linnet.jacobian import CurvatureSums, Jacobian, WeightedRows, constant_over, estimate_column_norms
+from linnet.jacobian import (
+    CurvatureSums,
+    Decomposed,
+    Jacobian,
+    Kronecker,
+    WeightedRows,
+    constant_over,
+    estimate_column_norms,
+)
 from linnet.linalg import (
     as_weight,
     check_conditioning,
@@ -213,22 +221,34 @@ class KroneckerCurvature(CurvatureStructure):
         corrected: EKFAC: the exact curvature along the eigenvectors of the factors.
         sums: What a pass over the data has found; None makes the pass.
         keep: Gives the checkpoint of a pass.
+        factors: The factors, where they are known.
+
+    Attributes:
+        factors: The factors as they were decomposed; None for EKFAC.
     """
 
     def __init__(
         self,
-        J: Jacobian,
+        J: Jacobian | None,
         root: Any,
         *,
         corrected: bool = False,
         sums: CurvatureSums | None = None,
         keep: Keep = no_checkpoint,
+        factors: Kronecker | Decomposed | None = None,
     ) -> None:
         self.name = "ekfac" if corrected else "kron"
-        factors = None if sums is None else sums.factors
-        factors = J.kronecker(root, checkpoint=keep("factors")) if factors is None else factors
-        self.rotation, self.values = factors.decomposed()
+        factors = sums.factors if factors is None and sums is not None else factors
+        if factors is None:
+            assert J is not None
+            factors = J.kronecker(root, checkpoint=keep("factors"))
+        if not isinstance(factors, Decomposed):
+            traces, n = factors.traces, factors.n
+            factors = Decomposed(*factors.decomposed(), traces, n)
+        self.rotation, self.values = factors.rotation, factors.values
+        self.factors = None if corrected else factors
         if corrected:
+            assert J is not None
             assert root is not None
             # Eigenvectors may come out otherwise on another machine: sums along others would mean nothing.
             checkpoint = keep("squares", lambda: {"the coordinates of the factors": self.rotation.fingerprint()})
