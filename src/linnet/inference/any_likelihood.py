@@ -105,6 +105,13 @@ class Observations:
     likelihood: Likelihood
     start: Tensor | None = None
 
+    @property
+    def known(self) -> dict[str, Any]:
+        """What the search for a scale has to know. A mean function that says nothing gives the scale a hyperprior:
+        no scale at all would mean that the inputs tell nothing."""
+        nothing = not bool(self.mean.any())
+        return {"mean": self.mean, "likelihood": self.likelihood, "hyperprior": nothing}
+
     def start_in_whitened_weights(self, variance: Tensor) -> Tensor | None:
         """u of the start, (p,)."""
         d = variance.sqrt()
@@ -174,7 +181,7 @@ def _kernel(data: Observations, prior: Prior) -> tuple[Tensor, Choice, Tensor | 
     K = J.gram(scale=prior.base)
     if not prior.scales:
         return K, Choice((1.0,), (), 0.0), None
-    choice, mode = choose_scale(K, data.y, **given)  # type: ignore[arg-type]
+    choice, mode = choose_scale(K, data.y, **data.known)
     return K.mul_(choice.scales[0]), choice, mode.alpha
 
 
@@ -213,7 +220,7 @@ def _features(data: Observations, prior: Prior, settings: SolverSettings) -> tup
     Phi, given = data.J.scaled(prior.base.sqrt()).dense(limit=2**62), {"mean": data.mean, "likelihood": data.likelihood}
     choice, start = Choice((1.0,), (), 0.0), None
     if prior.scales:
-        choice, found = choose_scale(Phi, data.y, space="weight", **given)  # type: ignore[arg-type]
+        choice, found = choose_scale(Phi, data.y, space="weight", **data.known)
         start = found.u
     else:
         start = data.start_in_whitened_weights(prior.base)

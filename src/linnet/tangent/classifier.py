@@ -77,7 +77,8 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
             curvature says next to nothing: Laplace is badly under-confident there (see `linnet.inference.variational`).
         mean: "network" (the linearized network) or "zero" (the finite tangent kernel alone). "auto" is "zero" for a
             network with a head of `linnet.attach_head`, which has seen the labels, and else "network".
-        prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence.
+        prior: As for `TangentRegressor`; scales are chosen by the Laplace evidence. Where the mean function is zero,
+            one scale also has a hyperprior, which few labels do not outweigh and many do.
         solver: "auto", "function", "weight" or "cg-weight"; see `linnet.inference.gaussian.closed_form`. With
             ``inference="map"`` also "adam", on minibatches, for a Dataset whose examples change every time they are
             read (augmentation).
@@ -253,7 +254,8 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         warnings.warn(
             f"The evidence of these {len(self.mode_.f):,} labels is largest for a prior scale of next to nothing, and "
             "with mean='zero' all inputs then have the same probabilities: the features tell no classes apart, or the "
-            "labels are too few. Use mean='network', more labels, or a variance of your own as prior=.",
+            "labels are too few. Use prior='balanced', whose scale cannot vanish, mean='network', more labels, or a "
+            "variance of your own as prior=.",
             stacklevel=5,
         )
 

@@ -74,16 +74,17 @@ def test_best_scale_beats_a_fine_grid(likelihood: Likelihood, c: int) -> None:
 @pytest.mark.parametrize("space", ["function", "weight"])
 @pytest.mark.parametrize("size", [1, 10])
 def test_the_hyperprior_counts_beside_the_evidence(space: str, size: int) -> None:
-    # Six labels that five features tell apart, and sixty that they do not: the scale is nearer to its unit.
+    # Six labels that five features tell apart, and sixty that they do not: the scale is nearer to the median.
     Phi, y = normal(6 * size, 5), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0] * size, dtype=torch.float64)
     given: dict[str, Any] = {"mean": torch.zeros(len(y), 1, dtype=torch.float64), "likelihood": Bernoulli()}
     A = Phi @ Phi.T if space == "function" else Phi
     solve = function_space if space == "function" else weight_space
-    unit = math.log(unit_scale(A, y[:, None], given["mean"], given["likelihood"], space))
+    centered = Phi - Phi.mean(0)
+    unit = -math.log(0.25 * float(centered.square().sum()) / (len(y) - 1))  # p (1 - p) is 0.25 at no logit
 
     def value(t: float) -> float:
         found = solve(A, y, scale=math.exp(unit + t), tolerance=1e-10, **given).checked()  # type: ignore[operator]
-        return float(found.log_evidence) + t / 2 - math.log1p(math.exp(t))
+        return float(found.log_evidence) - t**2 / 2
 
     best = max(np.linspace(-12, 6, 37), key=value)
     want = minimize_scalar(lambda t: -value(t), bounds=(best - 1, best + 1), method="bounded", options={"xatol": 1e-6})

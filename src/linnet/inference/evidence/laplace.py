@@ -7,11 +7,14 @@ at the mode for the scales s (`linnet.inference.mode.newton`). Each value takes 
 search saves values: a part of the data says where to look, the slopes say where the top is, and every mode starts from
 the nearest mode that is known. The search is `linnet.inference.evidence.search.maximize`.
 
-One scale may have a weak hyperprior, since the evidence of few labels is often flat or largest at no scale: the
-standard deviation of the outputs, in units in which an average eigenvalue of ``L^T K L`` is one, is half-Cauchy of
-scale one. With t the logarithm of the scale in this unit, the search maximizes
+One scale may have a hyperprior, since the evidence of few labels is often flat or largest at no scale. The hyperprior
+is log-normal. Its median is the scale at which an average eigenvalue of ``L^T K L`` is one, where K is first centered
+over the examples: what moves all examples alike tells no example from another. With t the logarithm of the scale and m
+that of the median, the search maximizes
 
-.. math:: \log Z + \tfrac{t}{2} - \log(1 + e^t) .
+.. math:: \log Z - \tfrac{(t - m)^2}{2 w^2} , \qquad w = 1 .
+
+A hundred labels outweigh the hyperprior: it costs two nats where the outputs vary by e instead of by one.
 
 The mode moves with the scales, and the curvature B with the mode (Rasmussen and Williams, section 5.5.1, here for any
 number of coupled outputs). With :math:`R = L M^{-1} L^\top`, :math:`\Sigma = K - K R K` and
@@ -36,6 +39,9 @@ from linnet.inference.evidence.search import Maximum, Slope, maximize
 from linnet.inference.mode.newton import Mode, function_space, weight_space
 from linnet.linalg import solve_lower
 from linnet.probability import Likelihood, Weighted
+
+WIDTH = 1.0
+"""w, the standard deviation of the logarithm of the scale in its hyperprior."""
 
 STEP = 4 / 3 * math.log(10.0)
 """Distance of the logarithms of the scales that are tried where nothing is known: shorter costs more modes, longer may
@@ -87,7 +93,7 @@ def choose_scale(
         likelihood: Of the targets given f.
         space: ``"function"`` for K, ``"weight"`` for Phi.
         gain: Log evidence that is not worth another mode.
-        hyperprior: Whether the weak hyperprior counts beside the evidence.
+        hyperprior: Whether the hyperprior counts beside the evidence.
 
     Returns:
         A choice with one scale, and the mode with that scale, without its factor.
@@ -127,6 +133,9 @@ class _ScaleEvidence:
         self.hyperprior = hyperprior
         self.A, self.y, self.mean, self.likelihood, self.space = A, y, mean, likelihood, space
         self.unit = math.log(unit_scale(A, y, mean, likelihood, space))
+        self.middle = 0.0  # of the hyperprior
+        if hyperprior:
+            self.middle = math.log(unit_scale(A, y, mean, likelihood, space, centered=True)) - self.unit
         self.best: tuple[float, Mode] | None = None
         self.last: tuple[float, Mode] | None = None
         self.hint: tuple[float, Tensor] | None = None
@@ -135,8 +144,8 @@ class _ScaleEvidence:
         return math.exp(self.unit + t)
 
     def log_prior(self, t: float) -> float:
-        """The logarithm of the hyperprior, up to a constant: ``t / 2 - log(1 + e^t)``."""
-        return -abs(t) / 2 - math.log1p(math.exp(-abs(t))) if self.hyperprior else 0.0
+        """The logarithm of the hyperprior, up to a constant."""
+        return -0.5 * ((t - self.middle) / WIDTH) ** 2 if self.hyperprior else 0.0
 
     def __call__(self, x: Sequence[float]) -> _AtMode:
         (t,) = x
@@ -160,10 +169,12 @@ class _ScaleEvidence:
         return _AtMode(value, lambda: [self._add_prior(self._slope(mode, self.scale(t)), t)])
 
     def _add_prior(self, slope: Slope, t: float) -> Slope:
-        """With the slope of the hyperprior, ``1/2 - e^t / (1 + e^t)``."""
+        """With the slope of the hyperprior, and its curvature."""
         if not self.hyperprior:
             return slope
-        return slope._replace(up=slope.up + 1, down=slope.down + 2 / (1 + math.exp(-t)))
+        more = 2 / WIDTH**2  # half of what both have in common is the curvature
+        rest = slope.rest - (t - self.middle) / WIDTH**2
+        return slope._replace(up=slope.up + more, down=slope.down + more, rest=rest)
 
     def search(self, gain: float) -> Maximum:
         climb = partial(maximize, self, bounds=[(-WIDE, WIDE)], gain=gain, longest=STEP / 2)
@@ -254,13 +265,24 @@ def _moving_trace(Sigma: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -
     return float(trace.detach()), h
 
 
-def unit_scale(A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str) -> float:
+def unit_scale(
+    A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space: str, *, centered: bool = False
+) -> float:
     """The scale at which an average eigenvalue of ``L^T K L`` is one, with the larger curvature of f = 0 and f = m.
 
     An example of weight 2 counts as the same example given twice.
+
+    Args:
+        A: K (n c, n c), or Phi (n c, p).
+        y: Targets, as the likelihood takes them.
+        mean: m, (n, c).
+        likelihood: Of the targets given f.
+        space: ``"function"`` for K, ``"weight"`` for Phi.
+        centered: Whether the rows of all examples are taken less their mean, if that leaves anything.
     """
     n, c = mean.shape
-    count = float(likelihood.split(y)[1].sum()) if isinstance(likelihood, Weighted) else n
+    weight = likelihood.split(y)[1] if isinstance(likelihood, Weighted) else mean.new_ones(n)
+    count = float(weight.sum())
     if likelihood.diagonal:
         blocks = (A.diagonal() if space == "function" else A.square().sum(1)).view(n, c)
     elif space == "function":
@@ -268,10 +290,43 @@ def unit_scale(A: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, space
         blocks = A.view(n, c, n, c)[at, :, at]
     else:
         blocks = A.view(n, c, -1) @ A.view(n, c, -1).mT
-    largest = max(float((blocks * likelihood.observed_curvature(f, y)).sum()) for f in (torch.zeros_like(mean), mean))
+    options = (torch.zeros_like(mean), mean)
+    curvatures = [likelihood.observed_curvature(f, y) for f in options]
+    largest = max(float((blocks * B).sum()) for B in curvatures)
     if not largest > 0:
         raise ValueError("The kernel is zero on the training data: no selected parameter moves the outputs there.")
+    if centered and count > 1:
+        less = (
+            max(
+                float(((blocks - _common(A, weight / count, n, c, space, likelihood.diagonal)) * B).sum())
+                for B in curvatures
+            )
+            * count
+            / (count - 1)
+        )
+        largest = less if less > largest * n * c * torch.finfo(A.dtype).eps else largest
     return count * c / largest
+
+
+def _common(A: Tensor, share: Tensor, n: int, c: int, space: str, diagonal: bool) -> Tensor:
+    """What the blocks of K lose where each example is taken less the mean of all: (n, c, c), or (n, c) diagonals.
+
+    Args:
+        A: K (n c, n c), or Phi (n c, p).
+        share: The weight of each example, (n,); the sum is one.
+        n: Examples.
+        c: Outputs.
+        space: ``"function"`` for K, ``"weight"`` for Phi.
+        diagonal: Whether only diagonals are wanted.
+    """
+    share = share.to(A)
+    if space == "function":
+        across = torch.einsum("iajb,j->iab", A.view(n, c, n, c), share)
+    else:
+        center = torch.einsum("jbp,j->bp", A.view(n, c, -1), share)
+        across = A.view(n, c, -1) @ center.T
+    found = across + across.mT - torch.einsum("iab,i->ab", across, share)
+    return found.diagonal(dim1=1, dim2=2) if diagonal else found
 
 
 # One scale for each layer.
