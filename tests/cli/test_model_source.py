@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 import types
@@ -171,6 +172,26 @@ def test_timm(monkeypatch):
     }
     assert model_source.find_pixel_settings(nn.Linear(1, 1)) == {}
     assert "Unknown model (huge)" in refused("timm:huge")
+
+
+def test_pixels_of_a_hugging_face_model(monkeypatch, tmp_path):
+    """The image processor in the folder of the model says which pixels the network was trained with."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=8, patch_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    folder = tmp_path / "vit"
+    transformers.ViTForImageClassification(config).save_pretrained(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert model_source.find_pixel_settings(made(f"hf:{folder}")) == {}
+    processor = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2] * 3, "size": {"height": 8, "width": 8}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    found = model_source.find_pixel_settings(made(f"hf:{folder}"))
+    assert found == {"pixel_mean": (0.4, 0.5, 0.6), "pixel_std": (0.2,) * 3, "size": (8, 8)}
+    crop = {"do_center_crop": True, "crop_size": {"height": 6, "width": 4}, "do_normalize": False, "do_rescale": False}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | crop))
+    found = model_source.find_pixel_settings(made(f"hf:{folder}"))
+    assert found == {"pixel_mean": (0.0,) * 3, "pixel_std": (1 / 255,) * 3, "size": (6, 4)}
 
 
 def test_hugging_face_without_transformers(monkeypatch, tmp_path):

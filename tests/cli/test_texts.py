@@ -14,7 +14,7 @@ import torch
 from linnet.cli import data_files
 from linnet.cli.data_files import Reading, read, read_for_network
 from linnet.cli.data_files.texts import TOKENIZER_FILES, read_texts, tokenize
-from linnet.cli.model_source import hide_progress_bars, load_network
+from linnet.cli.model_source import load_network, quiet_transformers
 from linnet.cli.terminal import UsageError
 from tests.cli.commands.test_embed import bert
 from tests.support.command_cases import done, read_table, refused, write_table
@@ -295,12 +295,12 @@ def test_no_progress_bars(model, capsys):
         load_network(f"hf:{model}", None, seed=0, device=torch.device("cpu"))
         assert "Loading weights" not in capsys.readouterr().err
         assert logging.is_progress_bar_enabled()
-        with pytest.raises(ZeroDivisionError), hide_progress_bars():
+        with pytest.raises(ZeroDivisionError), quiet_transformers():
             assert not logging.is_progress_bar_enabled()
             _ = 1 / 0
         assert logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
-        with hide_progress_bars():
+        with quiet_transformers():
             pass
         assert not logging.is_progress_bar_enabled()
     finally:

@@ -208,7 +208,7 @@ def _make_hugging_face(path: str) -> nn.Module:
     except ImportError as error:
         raise UsageError(f"--model hf:{path} needs transformers: pip install transformers.") from error
     try:
-        with hide_progress_bars():
+        with quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(path)
             made = (config.architectures or [""])[0]
             kinds = ("SequenceClassification", "ImageClassification")
@@ -225,18 +225,23 @@ def say_missing(path: str) -> str:
 
 
 @contextmanager
-def hide_progress_bars() -> Iterator[None]:
-    """Make transformers draw no progress bars in a block. Bars that were on before are on again afterwards."""
+def quiet_transformers() -> Iterator[None]:
+    """Make transformers draw no progress bars and log no warnings in a block. Afterwards the settings are as before.
+
+    The warnings are tables of weights that a file does not have. `_refuse_random` says what matters of them.
+    """
     from transformers.utils import logging
 
-    if not logging.is_progress_bar_enabled():
-        yield
-        return
-    _set_progress_bars(logging.disable_progress_bar)
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(max(level, logging.ERROR))
+    if bars:
+        _set_progress_bars(logging.disable_progress_bar)
     try:
         yield
     finally:
-        _set_progress_bars(logging.enable_progress_bar)
+        logging.set_verbosity(level)
+        if bars:
+            _set_progress_bars(logging.enable_progress_bar)
 
 
 def _set_progress_bars(function: Callable[[], None]) -> None:
@@ -304,9 +309,51 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def find_pixel_settings(model: nn.Module) -> dict[str, Any]:
-    """The pixel means, the pixel standard deviations and the image size of a timm model; empty for other models."""
+    """The pixel means, the pixel standard deviations and the image size that a model was trained with.
+
+    timm models have these settings themselves, and models of transformers in the folder of the image processor. The
+    settings are empty for all other models.
+    """
     config: Any = getattr(model, "pretrained_cfg", None)
-    if not isinstance(config, Mapping) or "mean" not in config or "std" not in config:
+    if isinstance(config, Mapping) and "mean" in config and "std" in config:
+        size = tuple(config["input_size"][1:]) if "input_size" in config else None
+        return {"pixel_mean": tuple(config["mean"]), "pixel_std": tuple(config["std"]), "size": size}
+    path = getattr(getattr(model, "config", None), "name_or_path", None)
+    if not path or getattr(model, "main_input_name", None) != "pixel_values":
         return {}
-    size = tuple(config["input_size"][1:]) if "input_size" in config else None
-    return {"pixel_mean": tuple(config["mean"]), "pixel_std": tuple(config["std"]), "size": size}
+    from transformers import ImageProcessingMixin
+
+    try:
+        with quiet_transformers():
+            processor, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    except OSError:  # the model has no image processor
+        return {}
+    return _translate_image_processor(processor, getattr(model.config, "num_channels", 3))
+
+
+def _translate_image_processor(processor: Mapping[str, Any], channels: int) -> dict[str, Any]:
+    """The settings of an image processor, for pixels from 0 to 1. Only settings that change the pixels are there.
+
+    >>> _translate_image_processor({"image_mean": [0.5], "image_std": [0.5], "size": {"height": 8, "width": 9}}, 1)
+    {'pixel_mean': (0.5,), 'pixel_std': (0.5,), 'size': (8, 9)}
+    >>> _translate_image_processor({"do_normalize": False, "rescale_factor": 1 / 127.5, "rescale_offset": True}, 1)
+    {'pixel_mean': (0.5,), 'pixel_std': (0.5,)}
+    """
+    found: dict[str, Any] = {}
+    # The processor computes (factor * pixel - shift - mean) / std.
+    factor = round(255 * processor.get("rescale_factor", 1 / 255), 12) if processor.get("do_rescale", True) else 255.0
+    shift = 1.0 if processor.get("rescale_offset") else 0.0
+    means, stds = processor.get("image_mean"), processor.get("image_std")
+    if not processor.get("do_normalize", True) or means is None or stds is None:
+        means, stds = [0.0] * channels, [1.0] * channels
+    found["pixel_mean"] = tuple((mean + shift) / factor for mean in means)
+    found["pixel_std"] = tuple(std / factor for std in stds)
+    if not any(found["pixel_mean"]) and set(found["pixel_std"]) == {1.0}:
+        found = {}
+    crop = processor.get("crop_size") if processor.get("do_center_crop") else None
+    size = crop or (processor.get("size") if processor.get("do_resize", True) else None)
+    if isinstance(size, int):
+        found["size"] = (size, size)
+    elif isinstance(size, Mapping) and {"height", "width"} <= set(size):
+        found["size"] = (size["height"], size["width"])
+    return found

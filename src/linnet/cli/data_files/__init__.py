@@ -242,8 +242,19 @@ def _read_images(path: Path, reading: Reading) -> Examples:
             if len(values) != X.shape[1]:
                 raise UsageError(f"The images have {X.shape[1]} channels, but there are {len(values)} means or stds.")
             X = apply(X, torch.tensor(values).view(-1, 1, 1))
-    what = f"{len(X):,} images of {X.shape[1]} x {X.shape[2]} x {X.shape[3]}"
+    what = f"{len(X):,} images of {X.shape[1]} x {X.shape[2]} x {X.shape[3]}, {_describe_pixels(reading)}"
     return Examples(X, images.y, what, images.names)
+
+
+def _describe_pixels(reading: Reading) -> str:
+    """Which pixels the network sees, in words.
+
+    >>> _describe_pixels(Reading()), _describe_pixels(Reading(pixel_mean=(0.5, 0.4), pixel_std=(0.25, 0.25)))
+    ('pixels from 0 to 1', 'pixels less 0.5, 0.4, over 0.25, 0.25')
+    """
+    mean, std = (", ".join(f"{x:.4g}" for x in values or ()) for values in (reading.pixel_mean, reading.pixel_std))
+    parts = [f"less {mean}" if mean else "", f"over {std}" if std else ""]
+    return "pixels " + (", ".join(filter(None, parts)) or "from 0 to 1")
 
 
 def _array_name(reading: Reading) -> str:

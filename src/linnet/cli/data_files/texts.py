@@ -12,7 +12,7 @@ import torch
 
 from linnet._common import listing
 from linnet.cli.data_files.tables import NUMBER, Table, parse_labels, read_rows
-from linnet.cli.model_source import hide_progress_bars, say_missing
+from linnet.cli.model_source import quiet_transformers, say_missing
 from linnet.cli.terminal import UsageError
 
 TEXT_NAMES = {
@@ -156,7 +156,7 @@ def tokenize(texts: list[str], tokenizer: str, *, max_length: int) -> dict[str, 
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UsageError(f"The folder {tokenizer} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}. {REMEDY}")
     try:
-        with hide_progress_bars():
+        with quiet_transformers():
             made = AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # a hub, a folder or a file may raise anything
         raise UsageError(
