@@ -66,7 +66,7 @@ MATRIX = [
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
     """Run a command. Its output is printed; a failure raises."""
-    hidden = ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")
+    hidden = ("VIRTUAL_ENV", "VENV", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")  # make passes on what it was given
     clean = {name: value for name, value in os.environ.items() if name not in hidden}
     print("$", *command, flush=True)
     subprocess.run([str(part) for part in command], cwd=cwd, check=True, env=clean | variables)
