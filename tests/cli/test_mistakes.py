@@ -52,6 +52,10 @@ def given(tmp_path_factory):
     lines = [";".join(cell.replace(".", ",") for cell in row) for row in zip(*columns.values(), strict=True)]
     (folder / "commas.csv").write_text("\n".join([";".join(columns), *lines]))
     (folder / "sheet.xlsx").write_bytes(b"PK")
+    (folder / "SHEET.CSV").write_bytes(train.read_bytes())
+    (folder / "packed.csv.gz").write_bytes(b"")
+    (folder / "no names.csv").write_text("\n".join(train.read_text().splitlines()[1:]))
+    (folder / "utf16.csv").write_text(train.read_text(), encoding="utf-16")
     torch.save(torch.nn.Linear(3, 2).state_dict(), folder / "other.pt")
     torch.save(torch.nn.Linear(3, 2), folder / "whole.pt")
     (folder / "scaler.json").write_text('{"columns": {"mean": [0], "std": [1]}}')
@@ -65,6 +69,10 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("adapt", ["--target", "z"], ["no column 'z'", "--target", "Its columns are 'age'"]),
     ("adapt", ["--train", "{folder}/none.csv"], ["There is no", "none.csv"]),
     ("adapt", ["--train", "{folder}/sheet.xlsx"], ["Save the sheet as .csv"]),
+    ("adapt", ["--train", "{folder}/SHEET.CSV"], ["unknown ending", "small letters"]),
+    ("adapt", ["--train", "{folder}/packed.csv.gz"], ["unknown ending", "Unpack the file first"]),
+    ("adapt", ["--train", "{folder}/no names.csv"], ["no column 'y'", "here it has numbers: add a line"]),
+    ("adapt", ["--train", "{folder}/utf16.csv"], ["not a table in UTF-8", "Save it as CSV UTF-8"]),
     ("adapt", ["--train", "{folder}/text.csv"], ["line 2: column 'name' must hold numbers", "--drop"]),
     ("adapt", ["--train", "{folder}/gap.csv"], ["line 2: column 'bmi' is empty", "Fill such cells"]),
     ("adapt", ["--train", "{folder}/nan.csv"], ["line 2: column 'bmi' is NaN", "Fill such cells"]),
@@ -85,6 +93,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("adapt", ["--drop", "bpp"], ["no column 'bpp'", "--drop"]),
     # What is predicted.
     ("adapt", ["--task", "classification"], ["needs labels, but the targets are numbers with fractions"]),
+    ("adapt", ["--classes", "low,high"], ["--classes names labels, but the targets are numbers with fractions"]),
     ("adapt", ["--task", "regression", "--train", "{folder}/labels/train.csv"], ["must hold numbers, but has 'high'"]),
     ("adapt", ["--task", "regresion"], ["--task must be one of auto, classification, regression"]),
     ("adapt", ["--inference", "vi"], ["is for classes", "leave --inference out"]),
@@ -114,6 +123,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     # Runs.
     ("predict", ["--run", "{folder}/nowhere"], ["does not exist", "linnet adapt, uncertainty or embed has written"]),
     ("predict", ["--run", "{folder}"], ["has no run.json"]),
+    ("predict", ["--run", "{folder}/run/run.json"], ["needs a folder", "run.json is a file"]),
     ("predict", ["--data", "{folder}/fewer.csv"], ["no column 'bp'"]),
     ("predict", ["--data", "{arrays}"], ["has read a table with the columns 'age'", "needs a .csv"]),
     ("predict", ["--out", "{folder}/p.xlsx"], ["--out must be a .csv file"]),
@@ -157,3 +167,20 @@ def test_a_run_without_its_files(given, tmp_path):
     (run / "adapter.safetensors").unlink()
     said = refused("predict", run=run, data=given.test, out=tmp_path / "p.csv")
     assert "adapter.safetensors is missing" in said and "Copy the folder again" in said
+
+
+def test_test_data_that_are_training_data(given, tmp_path):
+    """The metrics of such examples look good and say nothing. The note is in the report too."""
+    rows = given.train.read_text().splitlines()
+    (tmp_path / "test.csv").write_text("\n".join([*given.test.read_text().splitlines(), *rows[1:8]]))
+    how = {"model": f"{given.nets}:numbers", "target": "y"}
+    said = done("adapt", **how, train=given.train, test=tmp_path / "test.csv", out=tmp_path / "run")
+    note = f"7 of the 37 examples of {tmp_path / 'test.csv'} are in {given.train} too"
+    assert note in said and note in (tmp_path / "run" / "report.html").read_text()
+    assert " too. Metrics" not in done("adapt", **how, train=given.train, test=given.test, out=tmp_path / "clean")
+
+
+def test_tabs_in_a_csv_file(given, tmp_path):
+    tabs = tmp_path / "train.csv"
+    tabs.write_text(given.train.read_text().replace(",", "\t"))
+    done("adapt", model=f"{given.nets}:numbers", target="y", train=tabs, out=tmp_path / "run")

@@ -491,7 +491,7 @@ def test_what_the_fit_warned_of_is_said(tmp_path):
     said = done(*line, "--prior", "1", "--out", tmp_path / "run")
     assert "Note: The network is far from a mode" in " ".join(said.split())
     page = Page((tmp_path / "run" / "report.html").read_text())
-    assert "Did the fit warn of anything?" in page.text and "The network is far from a mode" in page.text
+    assert "Did linnet warn of anything?" in page.text and "The network is far from a mode" in page.text
 
 
 def test_a_report_that_fails_does_not_take_the_run_with_it(tmp_path, monkeypatch):

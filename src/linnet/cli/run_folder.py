@@ -256,7 +256,7 @@ def load_estimator(folder: Path, run: Run, model: nn.Module | list[nn.Module]) -
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / RUN
     if not path.is_file():
-        what = "has no run.json" if folder.is_dir() else "does not exist"
+        what = "has no run.json" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
         aside = publishing.find_set_aside(folder)
         more = "" if aside is None else f" A process was killed while it replaced this run. The run is in {aside}."
         raise UsageError(

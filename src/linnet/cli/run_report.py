@@ -63,7 +63,8 @@ def report_fit(
 ) -> Report | None:
     """The report of `linnet adapt` or `linnet uncertainty`; None, with a note, if it cannot be made.
 
-    ``train`` holds the inputs and the targets that the estimator was fitted to, ``notes`` the warnings of the fit.
+    ``train`` holds the inputs and the targets that the estimator was fitted to. ``notes`` holds the warnings about the
+    data and the fit.
     """
 
     def make() -> Report:

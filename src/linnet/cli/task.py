@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from linnet._common import messages
-from linnet._estimator import find_better_order, find_output_names
+from linnet._estimator import example_codes, find_better_order, find_output_names
 from linnet.cli import model_source
 from linnet.cli.data_files import Examples, Reading, read_for_network
 from linnet.cli.data_files.tables import parse_labels
@@ -113,6 +115,7 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     if files[1] is not None:
         test, _ = read_for_network(files[1], settled, model, labeled=True)
         printer.say(f"{files[1]}: {test.what}")
+        _warn_of_shared_examples(model, train, test, (files[0], files[1]))
     task = find_task(model, train, asked=reading.task, head=options.head, names=options.classes)
     check_order(models, task, train)
     output = _scale_outputs(options, models, task, train, settled, printer)
@@ -132,6 +135,21 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     if len(models) > 1:
         printer.say(f"an ensemble of {len(models)} networks")
     return FitData(models, train, test, settled, task, output, source)
+
+
+def _warn_of_shared_examples(model: nn.Module, train: Examples, test: Examples, files: tuple[Path, Path]) -> None:
+    """Warn where inputs of the test data are those of training data."""
+    if train.texts and test.texts:
+        shared = np.isin(test.texts, train.texts)
+    else:
+        codes = [example_codes(as_source(data.X, model.forward)).cpu().numpy() for data in (train, test)]
+        shared = np.isin(codes[1], codes[0])
+    if shared.any():
+        warnings.warn(
+            f"{shared.sum():,} of the {test.n:,} examples of {files[1]} are in {files[0]} too. Metrics of these "
+            "examples say nothing about new data.",
+            stacklevel=2,
+        )
 
 
 def _scale_outputs(
@@ -230,7 +248,8 @@ def find_task(model: nn.Module, data: Examples, *, asked: str, head: str, names:
     if y.ndim != 1:
         raise UsageError(f"Classes need one target for each example, but there are {y.shape[1]}. Give one --target.")
     if y.dtype.kind == "f" and bool((y != np.round(y)).any()):
-        raise UsageError("--task classification needs labels, but the targets are numbers with fractions.")
+        option = "--classes names" if names and asked == "auto" else "--task classification needs"
+        raise UsageError(f"{option} labels, but the targets are numbers with fractions. Leave the option out.")
     classes = tuple(np.unique(y).tolist())
     named, named_by = _name_outputs(model, classes, outputs, names, head=head)
     if named:

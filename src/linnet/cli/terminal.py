@@ -137,9 +137,9 @@ def _print_note(message: Warning | str, category: type[Warning], *_: Any, **__: 
 
 
 @contextmanager
-def collect_notes() -> Iterator[list[str]]:
-    """Collect the warnings of a block. They are printed as well."""
-    notes: list[str] = []
+def collect_notes(notes: list[str] | None = None) -> Iterator[list[str]]:
+    """Collect the warnings of a block, behind earlier ``notes`` if these are given. Warnings are printed as well."""
+    notes = [] if notes is None else notes
     show = warnings.showwarning
 
     def collect(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:

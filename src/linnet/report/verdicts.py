@@ -49,7 +49,7 @@ def check_report(report: Report) -> list[Check]:
         found += [_compare_to_guess(report), _compare_to_network(report), _check_calibration(report)]
     if report.linear is not None:
         found.append(_check_linearity(report.linear))
-    found += [Check("Did the fit warn of anything?", "fair", "Yes", note) for note in report.notes]
+    found += [Check("Did linnet warn of anything?", "fair", "Yes", note) for note in report.notes]
     return [check for check in found if check is not None]
 
 

@@ -63,7 +63,7 @@ def _run(command: str, options: FitOptions) -> None:
     adapts = command == "adapt"
     with terminal.join_processes(options.device), publishing.publish_folder(options.out, force=options.force) as folder:
         printer = Printer()
-        with printer.step("Read"):
+        with printer.step("Read"), terminal.collect_notes() as notes:
             data = load(options, printer)
             if adapts and options.standardization.measure and options.source is None:
                 warnings.warn(
@@ -88,7 +88,7 @@ def _run(command: str, options: FitOptions) -> None:
             if adapts or options.structure in ("auto", "full", "function"):
                 kind = data.task.kind if adapts else "laplace"
                 print_solver(printer, J, kind, options.prior, inference=options.inference, more=data.source_count)
-        with printer.step("Adapt" if adapts else "Error bars"), terminal.collect_notes() as notes:
+        with printer.step("Adapt" if adapts else "Error bars"), terminal.collect_notes(notes):
             fit = _fit_tangent if adapts else _fit_laplace
             estimator = fit(options, model if len(data.models) == 1 else data.models, data, classes, y)
             tell = _print_adaptation if adapts else _print_error_bars

@@ -117,6 +117,8 @@ def read(path: Path, reading: Reading, *, labeled: bool) -> Examples:
     else:
         more = " Text files need --model hf:..., whose tokenizer reads them." if path.suffix == ".txt" else ""
         more = " Save the sheet as .csv." if path.suffix in (".xlsx", ".xls", ".ods") else more
+        more = " Write the ending in small letters." if path.suffix != path.suffix.lower() else more
+        more = " Unpack the file first." if path.suffix in (".gz", ".zip", ".bz2", ".xz") else more
         raise UsageError(
             f"{path} has an unknown ending. Known are .csv, .tsv, .parquet, .npz, and folders of images.{more}"
         )

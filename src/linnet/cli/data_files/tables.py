@@ -49,7 +49,12 @@ class Table:
         missing = [name for name in names if name not in self.columns]
         if missing:
             known = listing(list(self.columns), limit=20)
-            raise UsageError(f"{self.path} has no column {listing(missing)}, which {what}. Its columns are {known}.")
+            more = ""
+            if all(_parse_number(name) is not None for name in self.columns):
+                more = " The first line of a table has the names of its columns, and here it has numbers: add a line."
+            raise UsageError(
+                f"{self.path} has no column {listing(missing)}, which {what}. Its columns are {known}.{more}"
+            )
 
     def matrix(self, names: Sequence[str]) -> np.ndarray:
         """Columns of numbers, (n, d)."""
@@ -167,13 +172,13 @@ def read_rows(path: Path, separator: str | None = None) -> tuple[list[str], list
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.readline()
             file.seek(0)
-            if separator is None:
-                separator = ";" if ";" in start and "," not in start else ","
             tabs = separator == "\t"  # texts may begin with a quotation mark
+            if separator is None:
+                separator = next((one for one in ",;\t" if one in start), ",")
             reader = csv.reader(file, delimiter=separator, quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL)
             lines = [row for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} is not a table in UTF-8 text ({error}).") from error
+        raise UsageError(f"{path} is not a table in UTF-8 text ({error}). Save it as CSV UTF-8.") from error
     if not lines:
         raise UsageError(f"{path} is empty.")
     header, rows = [name.strip() for name in lines[0]], lines[1:]
