@@ -31,6 +31,17 @@ def test_rows_have_their_own_units():
     assert _show_inputs(None, Reading()).cells is None
 
 
+def test_a_zero_of_the_file_is_a_zero():
+    """Scaling and its inverse leave a rounding error of float32, which is not shown."""
+    cells = torch.tensor([[0.0, 7.0], [180.0, 0.0], [1e-3, -7.0]])
+    center, spread = (73.9, -1.1), (86.3, 63.7)
+    scaled = ((cells - torch.tensor(center)) / torch.tensor(spread)).float()
+    shown = _show_inputs(Examples(scaled, None, "rows"), Reading(center=center, spread=spread)).cells
+    assert shown[0, 0] == 0 and shown[1, 1] == 0
+    np.testing.assert_allclose(shown, cells, rtol=0, atol=3e-5)
+    assert shown[2, 0] > 0
+
+
 @pytest.mark.parametrize("labels", [None, ["no", "yes", "no", "yes", "no", "yes", "no", "yes"]])
 def test_the_ends_of_components(labels):
     Z = torch.stack([torch.arange(8.0), -torch.arange(8.0), torch.zeros(8), torch.ones(8)], 1)

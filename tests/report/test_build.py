@@ -19,7 +19,7 @@ from linnet.report.build import group_by_confidence
 from linnet.report.content import Evidence
 from linnet.report.formatting import explain
 from linnet.report.html.figures import compute_wilson, draw_error_by_std
-from linnet.report.html.svg import Scale, h, join, make_scale
+from linnet.report.html.svg import Plot, Scale, h, join, make_scale
 from tests.support import report_cases as cases
 from tests.support.command_cases import diabetes, done, networks, pictures
 from tests.support.drawn import double, normal
@@ -219,6 +219,15 @@ def test_axes_have_a_few_round_marks_that_differ(low, high):
     marks = axis.marks()
     assert 3 <= len(marks) <= 7 and min(marks) >= low - 1e-12 and max(marks) <= high * (1 + 1e-9)
     assert len({axis.text(mark) for mark in marks}) == len(marks)
+
+
+def test_numbers_beside_an_axis_have_room():
+    """A character has about eight units at the size of a phone."""
+    for low, high in ((0.0, 1.0), (-320.0468, -320.0462)):
+        axis = Scale(low, high, "")
+        plot = Plot(axis, axis, "")
+        assert plot.left - 8 >= 8 * max(len(axis.text(mark)) for mark in axis.marks())
+        assert plot.place(low, low)[0] == plot.left
 
 
 def test_axes_hold_their_values():

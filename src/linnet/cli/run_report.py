@@ -158,7 +158,10 @@ def _show_inputs(data: Examples | None, reading: Reading) -> Inputs:
         X = X * torch.tensor(reading.pixel_std or [1.0]).view(-1, 1, 1)
         X = (X + torch.tensor(reading.pixel_mean or [0.0]).view(-1, 1, 1)).clamp(0, 1)  # rounding
     if X.ndim == 2 and reading.center is not None and reading.spread is not None:
-        X = X.double() * torch.tensor(reading.spread).double() + torch.tensor(reading.center).double()
+        spread, center = (torch.tensor(values).double() for values in (reading.spread, reading.center))
+        rounding = 4 * torch.finfo(X.dtype).eps * (X.double().abs() * spread + center.abs())
+        X = X.double() * spread + center
+        X = torch.where(X.abs() <= rounding, 0.0, X)
     return show_inputs(X, names=data.names, columns=data.columns or ())
 
 
@@ -181,7 +184,9 @@ def report_embedding(
 
     def make() -> Report:
         Z = torch.as_tensor(E).double().cpu()
-        labels = None if data.y is None or data.y.ndim != 1 else [str(label) for label in data.y.tolist()]
+        labels = None
+        if data.y is not None and data.y.ndim == 1:
+            labels = [number(label) if isinstance(label, float) else str(label) for label in data.y.tolist()]
         keep = np.unique(np.linspace(0, len(Z) - 1, min(len(Z), 2000)).astype(int))  # dots of the figure
         points = None
         if Z.shape[1] > 1:

@@ -201,7 +201,7 @@ def draw_eigenvalues(found: Eigenvalues) -> Markup:
     x = Scale(1.0, max(2.0, 1.05 * len(values)), "direction, most important first", log=True)
     plot = Plot(x, Scale(low / 1.6, high * 1.6, title, log=True), "Eigenvalues, largest first.")
     if found.noise:
-        plot.level(1.0, "as much noise as signal")
+        plot.level(1.0, "as much noise as signal", above=float(values[-1]) < 1)
     plot.line(index + 1, values[index], "after")
     for i in index[:40]:
         plot.dot(i + 1, values[i], "after", radius=2.5, title=f"{i + 1}: {number(values[i])}")

@@ -93,11 +93,16 @@ class Scale:
         [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
         >>> Scale(0.5, 2000.0, "", log=True).marks()
         [1.0, 10.0, 100.0, 1000.0]
+        >>> Scale(1.0, 8.4, "", log=True).marks()
+        [1.0, 2.0, 5.0]
         """
         if self.log:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             each = max(1, -(-(last - first) // 5))
             found = [10.0**power for power in range(first, last + 1, each)]
+            if len(found) < 2:  # 1, 2 and 5 where the axis is short
+                fine = [unit * 10.0**power for power in range(first - 1, last + 1) for unit in (1, 2, 5)]
+                found = [mark for mark in fine if self.low <= mark <= self.high]
             return found if len(found) > 1 else [self.low, self.high]
         step = self._step
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -158,10 +163,11 @@ class Plot:
     """
 
     width, height = 440.0, 310.0
-    left, right, top, bottom = 54.0, 424.0, 34.0, 264.0  # edges of the area of the marks
+    right, top, bottom = 424.0, 34.0, 264.0  # edges of the area of the marks, but for the left one
 
     def __init__(self, x: Scale, y: Scale, label: str) -> None:
         self.x, self.y, self.label = x, y, label
+        self.left = max(54.0, 14.0 + 8.0 * max(len(y.text(mark)) for mark in y.marks()))  # the numbers have room
         self.parts: list[Markup] = []
 
     def place(self, x: float, y: float) -> tuple[float, float]:
@@ -193,11 +199,11 @@ class Plot:
         (x1, y1), (x2, y2) = self.place(x, low), self.place(x, high)
         self.parts.append(h("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"whisker {kind}"))
 
-    def level(self, y: float, text: str) -> None:
-        """Add a dashed horizontal line with a text below its beginning."""
+    def level(self, y: float, text: str, *, above: bool) -> None:
+        """Add a dashed horizontal line with a text above or below its end."""
         (x1, y1), (x2, _) = self.place(self.x.low, y), self.place(self.x.high, y)
         self.parts.append(h("line", x1=x1, y1=y1, x2=x2, y2=y1, class_="guide"))
-        self.parts.append(h("text", text, x=x1 + 6, y=y1 + 15, class_="note"))
+        self.parts.append(h("text", text, x=x2 - 4, y=y1 + (-6 if above else 15), class_="note", text_anchor="end"))
 
     def diagonal(self) -> None:
         """Add the line on which both axes have the same number."""
