@@ -1,4 +1,4 @@
-"""The recipes that need timm or torchvision, where these are installed; `test_docs.py` runs all others."""
+"""Blocks of pages that need other libraries, where these are installed; `test_docs.py` runs all others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,12 +15,13 @@ import linnet
 from docs.tools.pages import ROOT, Block, blocks
 
 PAGE = ROOT / "docs" / "recipes.md"
+COMING = ROOT / "docs" / "coming.md"
 NEEDS = re.compile(r"^needs (\w+), not run$")
 
 
-def optional() -> dict[str, Block]:
+def optional(page: Path = PAGE) -> dict[str, Block]:
     """The blocks that need a package which is not among linnet's, by its name."""
-    found = [(NEEDS.match(block.title), block) for block in blocks(PAGE.read_text(encoding="utf-8"))]
+    found = [(NEEDS.match(block.title), block) for block in blocks(page.read_text(encoding="utf-8"))]
     return {name[1]: block for name, block in found if name}
 
 
@@ -42,3 +44,28 @@ def test_recipes_with_other_packages(package: str, tmp_path: Path, monkeypatch: 
     clf, images = namespace["clf"], namespace["images"]
     again = linnet.load(tmp_path / f"{package}.safetensors", clf.model)
     torch.testing.assert_close(again.predict_proba(images), clf.predict_proba(images), rtol=1e-6, atol=1e-6)
+
+
+def test_which_libraries_around_laplace_torch_there_are() -> None:
+    assert set(optional(COMING)) == {"torch_uncertainty", "lightning_uq_box", "probly"}
+
+
+@pytest.mark.parametrize("package", ["torch_uncertainty", "lightning_uq_box", "probly"])
+def test_libraries_around_laplace_torch(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks run after those of the page that they read names from."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    found = blocks(COMING.read_text(encoding="utf-8"))
+    block = optional(COMING)[package]
+    first = [b for b in found if b.language == "python" and b.line < block.line and b.title in ("", "linnet")]
+    namespace: dict[str, object] = {}
+    for part in [*first, block]:
+        exec(compile("\n" * (part.line - 1) + part.code, str(COMING), "exec"), namespace)
+    if package == "probly":
+        total, of_weights = (np.asarray(namespace[name]) for name in ("total", "of_weights"))
+        assert total.shape == (369,) and bool((total >= of_weights).all())
+    else:
+        p = namespace["p"]
+        assert isinstance(p, torch.Tensor) and p.shape == (369, 2)
+        torch.testing.assert_close(p.sum(1), torch.ones(369, dtype=p.dtype))
