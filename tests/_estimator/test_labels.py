@@ -234,3 +234,25 @@ def test_a_classifier_says_that_the_outputs_have_another_order(names):
         warnings.simplefilter("error")
         linnet.TangentClassifier(model, inference="map", prior=1.0, classes=names).fit(inputs, labels)
         linnet.TangentClassifier(model, inference="map", prior=1.0).fit(inputs, np.array(sorted(names))[output.numpy()])
+
+
+class Squashed(nn.Module):
+    """A network whose `forward` ends in a sigmoid, so that no module is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1).double()
+
+    def forward(self, x):
+        return torch.sigmoid(self.inner(x))
+
+
+def test_a_sigmoid_that_is_no_module():
+    X = torch.randn(30, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    y = (X[:, 0] > 0).long()
+    model = Squashed()
+    with torch.no_grad():
+        model.inner.weight.copy_(torch.tensor([[4.0, 0.0]]))
+        model.inner.bias.zero_()
+    with pytest.warns(UserWarning, match=r"probabilities of a sigmoid.*output=torch.logit"):
+        linnet.Laplace(model, prior=0.1).fit(X, y)

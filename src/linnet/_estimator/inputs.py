@@ -222,14 +222,15 @@ def warn_of_probabilities(f: Tensor, network: nn.Module) -> None:
     """Warn where the outputs of a classifier, (n, c), are probabilities.
 
     Outputs of several classes are probabilities if they are positive and sum to one. Outputs between zero and one may
-    be logits too: they are probabilities if the last module of the network is a sigmoid.
+    be logits too: they are taken for probabilities if the last module of the network is a sigmoid, or if a single
+    output covers more than half of the range from zero to one. As logits they would all mean the same class.
     """
     rounding = torch.finfo(torch.bfloat16).eps  # of the coarsest dtype that networks run in
     if f.ndim != 2 or not bool(((f >= 0) & (f <= 1 + rounding)).all()):
         return
     if f.shape[1] > 1 and bool(((f.sum(1) - 1).abs() <= rounding).all()):
         what, inverse = "softmax", "torch.log"
-    elif isinstance(list(network.modules())[-1], nn.Sigmoid):
+    elif isinstance(list(network.modules())[-1], nn.Sigmoid) or (f.shape[1] == 1 and bool(f.max() - f.min() > 0.5)):
         what, inverse = "sigmoid", "torch.logit"
     else:
         return
