@@ -245,6 +245,12 @@ def print_plan(printer: Printer, model: nn.Module, J: Jacobian, *, layers: int =
         printer.say(f"  ... and {len(lines) - 3 - layers} more layers; `linnet info` shows all layers")
 
 
+def print_work(printer: Printer, J: Jacobian) -> None:
+    """Print the size of a Jacobian and the memory of its chunks, without its layers."""
+    for line in str(J.plan).splitlines()[:2]:
+        printer.say(f"  {line}")
+
+
 def print_solver(
     printer: Printer, J: Jacobian, kind: str, prior: PriorSpec, *, inference: str = "laplace", more: int = 0
 ) -> None:

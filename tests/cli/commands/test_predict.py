@@ -14,6 +14,8 @@ from linnet.cli.commands.predict import predict
 from linnet.cli.data_files import Examples
 from linnet.cli.task import index_labels
 from linnet.report import make_classes, make_numbers, score_outcome
+from tests.support.command_cases import done, read_table
+from tests.support.counted import Counting
 from tests.support.drawn import double, normal
 
 Z = norm.ppf(0.975)
@@ -145,3 +147,53 @@ def test_the_network_as_it_was():
     assert one == pytest.approx(metrics.classification(np.stack([1 - q, q], 1), np.array([1, 0])))
     target = np.array([[1.0, 0.0], [0.0, 0.0]])
     assert score(make_numbers(target, target + 1, target, [], f)) == {"rmse": pytest.approx(np.sqrt(5 / 4))}
+
+
+WIDE = normal(30, 4, seed=1)  # four columns, as `Counting` takes them
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_without_error_bars_numbers_take_one_pass(several, monkeypatch):
+    outputs = 2 if several else 1
+    found = linnet.TangentRegressor(double(Counting(outputs, 16)), noise=0.1).fit(
+        WIDE, WIDE[:, :2] if several else WIDE[:, 0]
+    )
+    many = Examples(normal(4000, 4, seed=3), None, "")
+    monkeypatch.setattr(Counting, "seen", 0)
+    told = predict(found, many, classes=[], targets=list("ab")[:outputs], error_bars=False)
+    assert 1 <= Counting.seen / 4000 < 1.2
+    assert list(told.columns) == ["example", *(["mean_a", "mean_b"] if several else ["mean"])]
+    mean = np.asarray(found.predict(many.X))
+    np.testing.assert_allclose(told.mean, mean, rtol=1e-12)
+    target = mean + 2.0
+    assert told.score(target, [], "") == {"rmse": pytest.approx(2.0)}
+
+
+@pytest.mark.parametrize("kind", ["laplace", "error bars", "map", "ensemble"])
+def test_without_error_bars_classes_take_one_pass(kind, monkeypatch):
+    y = (WIDE[:, 0] > 0).long()
+    if kind == "error bars":
+        found = linnet.Laplace(double(Counting(2, 16)), prior=0.5).fit(WIDE, y)
+    else:
+        model = double(Counting(2, 16))
+        models = [model, double(Counting(2, 16))] if kind == "ensemble" else model
+        inference = "laplace" if kind == "ensemble" else kind
+        found = linnet.TangentClassifier(models, inference=inference, prior=0.5).fit(WIDE, y)
+    many = Examples(normal(4000, 4, seed=3), None, "")
+    monkeypatch.setattr(Counting, "seen", 0)
+    told = predict(found, many, classes=[0, 1], targets=[], error_bars=False)
+    assert 1 <= Counting.seen / 4000 / (2 if kind == "ensemble" else 1) < 1.2
+    assert list(told.columns) == ["example", "prediction", "probability", "p_0", "p_1"]
+    if kind == "error bars":
+        expected = torch.as_tensor(found.predict(many.X)).softmax(1)
+    else:
+        members = found.members_ if kind == "ensemble" else [found]
+        expected = sum(member.predict_logits(many.X)[0].softmax(1) for member in members) / len(members)
+    np.testing.assert_allclose(told.probabilities, expected, rtol=1e-9)
+
+
+def test_the_command_without_error_bars(made, tmp_path):
+    line = ["predict", "--run", made / "run", "--data", made / "test.csv", "--out", tmp_path / "p.csv"]
+    said = done(*line, "--no-error-bars")
+    assert list(read_table(tmp_path / "p.csv")) == ["example", "target", "mean"]
+    assert "rmse" in said and "nll" not in said and "Jacobian (30 x" in said

@@ -12,11 +12,19 @@ from torch import nn
 
 import linnet
 from linnet._common import Ranks
-from linnet._estimator import is_ensemble
+from linnet._estimator import is_ensemble, members_of
 from linnet.cli import publishing, run_folder, run_report, terminal
 from linnet.cli.commands.predict import Predictions, predict
 from linnet.cli.data_files.tables import write_csv
-from linnet.cli.options import FitOptions, check_parameters, make_jacobian, parse_fit, print_plan, print_solver
+from linnet.cli.options import (
+    FitOptions,
+    check_parameters,
+    make_jacobian,
+    parse_fit,
+    print_plan,
+    print_solver,
+    print_work,
+)
 from linnet.cli.run_report import Evaluation
 from linnet.cli.task import FitData, index_labels, load
 from linnet.cli.terminal import Printer, UsageError
@@ -310,6 +318,7 @@ def _evaluate(
         _check_network(estimator, data, classes, y, names[0])
         return None, Evaluation()
     with printer.step(f"Test on {test.n:,} examples"):
+        print_work(printer, members_of(estimator)[0].lin_.jacobian(test.X, progress=False))
         told = predict(estimator, test, classes=classes, targets=data.targets)
         alone = compute_outputs(estimator, test.X)
         outcome: Classes | Numbers

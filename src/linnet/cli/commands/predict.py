@@ -17,29 +17,33 @@ from linnet._estimator import members_of
 from linnet.cli import publishing, run_folder
 from linnet.cli.data_files import Examples, cast_for_network, read
 from linnet.cli.data_files.tables import write_csv
+from linnet.cli.options import print_work
 from linnet.cli.task import index_labels
 from linnet.cli.terminal import Printer, UsageError, blame_input, choose_device, is_first_process, join_processes
 from linnet.metrics import Z95
-from linnet.report import to_array
+from linnet.report import softmax, to_array
 
 
 def run(options: Mapping[str, Any]) -> None:
     """Load a run, read new data as the run did, and write predictions with error bars, or vectors of an embedding."""
-    folder, data, out = (options[name] for name in ("run", "data", "out"))
+    folder, data, out, bars = (options[name] for name in ("run", "data", "out", "error_bars"))
     device, kept = choose_device(options["device"]), run_folder.read(folder)
     ending = ".npz" if kept.command == "embed" else ".csv"
     if out.suffix != ending:
         raise UsageError(f"The run was made by linnet {kept.command}, so --out must be a {ending} file; got {out}.")
+    if kept.command == "embed" and not bars:
+        raise UsageError("--no-error-bars is for predictions, and the run is an embedding. Leave the option out.")
     with join_processes(device), publishing.publish_file(out, force=options["force"]):
         printer = Printer()
         estimator, found = load_run(options, kept, device, printer)
+        print_work(printer, members_of(estimator)[0].lin_.jacobian(found.X, progress=False))
         if kept.command == "embed":
             E = torch.as_tensor(estimator.transform(found.X)).cpu().numpy()
             named = {"names": np.array(found.names)} if found.names else {}
             if is_first_process():
                 run_folder.write_arrays(out, {"embedding": E, **named})
         else:
-            told = predict(estimator, found, classes=kept.classes, targets=kept.targets)
+            told = predict(estimator, found, classes=kept.classes, targets=kept.targets, error_bars=bars)
             if found.y is not None and _can_score(found.y, kept):
                 printer.print_scores({"data": told.score(found.y, list(kept.classes), str(data))})
             if is_first_process():
@@ -105,22 +109,34 @@ class Predictions:
         """Metrics against the targets of ``what``."""
         if self.probabilities is not None:
             return metrics.classification(self.probabilities, index_labels(y.reshape(-1), classes, what))
-        assert self.mean is not None and self.std is not None
-        return metrics.regression(self.mean, self.std, y.reshape(self.mean.shape).astype(float))
+        assert self.mean is not None
+        y = y.reshape(self.mean.shape).astype(float)
+        if self.std is None:
+            return {"rmse": float(np.sqrt(np.square(self.mean - y).mean()))}
+        return metrics.regression(self.mean, self.std, y)
 
 
-def predict(estimator: Any, data: Examples, *, classes: Sequence[Any], targets: Sequence[str]) -> Predictions:
+def predict(
+    estimator: Any, data: Examples, *, classes: Sequence[Any], targets: Sequence[str], error_bars: bool = True
+) -> Predictions:
     """Predictions of a fitted TangentClassifier, TangentRegressor or Laplace, with error bars.
+
+    Without error bars, predictions are those of the mean of the outputs: one forward pass, and no Jacobian.
 
     Args:
         estimator: The fitted estimator.
         data: The inputs.
         classes: Label of each class; none for regression.
         targets: Names of the numbers that are predicted.
+        error_bars: Whether predictions have error bars.
     """
     columns = {"example": np.array(data.names) if data.names else np.arange(data.n)} | _list_targets(data, targets)
     if classes:
-        return _predict_classes(estimator, data, list(classes), columns)
+        return _predict_classes(estimator, data, list(classes), columns, error_bars=error_bars)
+    if not error_bars:
+        mean = to_array(estimator.predict(data.X))
+        columns |= {f"mean_{name}": mean[:, j] for j, name in enumerate(targets)} if mean.ndim == 2 else {"mean": mean}
+        return Predictions(columns, mean=mean)
     mean, std = (to_array(part) for part in estimator.predict(data.X, return_std=True))
     total = np.sqrt(std**2 + np.asarray(estimator.noise_, dtype=float))
     several = mean.ndim == 2
@@ -141,16 +157,24 @@ def _list_targets(data: Examples, names: Sequence[str]) -> dict[str, np.ndarray]
     return {f"target_{name}": y[:, j] for j, name in enumerate(names)} if y.shape[1] == len(names) else {}
 
 
-def _predict_classes(estimator: Any, data: Examples, classes: list[Any], columns: dict[str, np.ndarray]) -> Predictions:
-    p = to_array(estimator.predict_proba(data.X))
+def _predict_classes(
+    estimator: Any, data: Examples, classes: list[Any], columns: dict[str, np.ndarray], *, error_bars: bool
+) -> Predictions:
+    p = to_array(estimator.predict_proba(data.X)) if error_bars else _compute_probabilities_of_means(estimator, data.X)
     best = p.argmax(1)
     columns |= {"prediction": np.array(classes)[best], "probability": p[np.arange(len(p)), best]}
-    std = _compute_logit_std(estimator, data)
+    std = _compute_logit_std(estimator, data) if error_bars else None
     if std is not None:
         # A single output is the logit of the second class, and stands for both classes.
         columns["logit_std"] = std[np.arange(len(std)), best if std.shape[1] > 1 else np.zeros_like(best)]
     columns |= {f"p_{label}": p[:, j] for j, label in enumerate(classes)}
     return Predictions(columns, probabilities=p)
+
+
+def _compute_probabilities_of_means(estimator: Any, X: Any) -> np.ndarray:
+    """Class probabilities of the mean of the logits, (n, classes); of several networks their average."""
+    found = [softmax(member._outputs_and_spread(X, "none")[0]) for member in members_of(estimator)]
+    return np.average(found, axis=0, weights=getattr(estimator, "weights_", None) if len(found) > 1 else None)
 
 
 def _compute_logit_std(estimator: Any, data: Examples) -> np.ndarray | None:
