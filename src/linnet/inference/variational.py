@@ -413,14 +413,19 @@ def _ascend(
             u, f, at = u + t * d, f + t * df, moved
             value = bound(at, u, covariance)
         # The covariance.
-        target = covariance.best(at.curvature)
-        for halvings in range(10):
-            trial = covariance.mix(target, 0.5**halvings) if halvings else target
+        target, t, fall = covariance.best(at.curvature), 1.0, math.nan
+        for _ in range(10):
+            trial = covariance.mix(target, t) if t < 1 else target
             there = problem.take_expectations(f, trial.blocks)
-            if bound(there, u, trial) >= value:
-                covariance, at = trial, there
-                value = bound(at, u, covariance)
+            reached = bound(there, u, trial)
+            if reached >= value:
+                covariance, at, value = trial, there, reached
                 break
+            # The parabola a t - b t^2 through this step and the last one, of twice the length, gains at most a t / 4.
+            fall, last = value - reached, fall
+            if last - 4 * fall <= 8 * tolerance * max(1.0, abs(value)):
+                break
+            t /= 2
         path.append(value)
         # The ELBO is off by the square of the gradient: above 0.01 a standstill is no convergence.
         converged = ratio <= 1e-2 and path[-1] - path[-2] <= tolerance * max(1.0, abs(value))

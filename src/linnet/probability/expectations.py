@@ -317,12 +317,14 @@ def _bernoulli(likelihood: Bernoulli, mean: Tensor, cov: Covariance, y: Tensor, 
 def _categorical(likelihood: Categorical, mean: Tensor, cov: Covariance, y: Tensor, eps: Tensor | None) -> Expected:
     _check_draws(likelihood, eps, mean)
     assert eps is not None
-    f = mean + _times(_square_root(cov, mean), eps)
-    pi = torch.softmax(f, -1)
+    log_pi = F.log_softmax(mean + _times(_square_root(cov, mean), eps), -1)
+    pi, label = log_pi.exp(), y[:, None]
+    # As in `Categorical.residual`: the entry of the label is the sum of the other probabilities.
+    others = pi.mean(0).scatter(-1, label, 0.0)
     return Expected(
-        likelihood.log_prob(f, y).mean(0),
-        likelihood.residual(f, y).mean(0),
-        laplacian(torch.einsum("snc,snd->ncd", pi, pi) / len(f)),
+        log_pi.mean(0).gather(-1, label)[:, 0],
+        (-others).scatter(-1, label, others.sum(-1, keepdim=True)),
+        laplacian(torch.einsum("snc,snd->ncd", pi, pi) / len(pi)),
     )
 
 
