@@ -11,6 +11,7 @@ from torch import nn
 import linnet
 from linnet.adaptation import choice
 from linnet.adaptation.choice import HEAD, NETWORK, TANGENT, TUNED, Trials, fit_classes, read_examples, split
+from linnet.adaptation.fine_tuning import measure_losses
 
 RATES = (1e-2, 1e-3)
 
@@ -40,7 +41,8 @@ def test_a_regressor_with_error_bars_and_a_table():
     before = copy.deepcopy(model.state_dict())
     reg = linnet.adapt(model, X, X[:, 0] * X[:, 1] + 0.05 * points(60, 1)[:, 0], rates=RATES, progress=False)
     assert isinstance(reg, linnet.TangentRegressor)
-    assert [trial.name for trial in reg.selection_] == [NETWORK, HEAD, TUNED, TANGENT]
+    assert [trial.name for trial in reg.selection_] == [NETWORK, TUNED, TANGENT, HEAD]
+    assert reg.selection_[-1].note == "left out: the tangent was fitted"
     assert sum(trial.chosen for trial in reg.selection_) == 1
     assert all(trial.score is None or math.isfinite(trial.score) for trial in reg.selection_)
     mean, std = reg.predict(X, return_std=True, noise=True)
@@ -68,7 +70,7 @@ def test_fine_tuning_is_found_where_linear_ways_are_not_enough():
     reg = linnet.adapt(model, X, y, progress=False)
     scores = {trial.name: trial.score for trial in reg.selection_}
     assert [trial.name for trial in reg.selection_ if trial.chosen] == [TUNED]
-    assert scores[TUNED] < min(scores[HEAD], scores[TANGENT]) - 0.5
+    assert scores[TUNED] < scores[TANGENT] - 0.5
     new = points(200, 2)
     assert (reg.predict(new) - new[:, 0].abs()).square().mean() < 0.2 * new[:, 0].abs().var()
 
@@ -76,9 +78,10 @@ def test_fine_tuning_is_found_where_linear_ways_are_not_enough():
 def test_the_last_layer_is_judged_after_its_fit_and_numbers_may_need_a_new_head():
     model, X = network(1), points(60)
     y = 5 + 3 * model(X)[:, 0].detach() + 0.01 * points(60, 1)[:, 0]  # another last layer, and nothing else
-    reg = linnet.adapt(model, X, y, rates=(), progress=False)
+    reg = linnet.adapt(model, X, y, rates=(), seconds=1e-6, progress=False)
     scores = {trial.name: trial.score for trial in reg.selection_}
-    assert scores[HEAD] < scores[NETWORK] - 3
+    assert scores[TANGENT] is None and scores[HEAD] < scores[NETWORK] - 3
+    assert [trial.name for trial in reg.selection_ if trial.chosen] == [HEAD]
     reg = linnet.adapt(network(3), X, y, rates=(), progress=False)
     assert [trial.name for trial in reg.selection_] == [HEAD, TUNED, TANGENT]
     assert float((reg.predict(X) - y).square().mean()) < 0.1 * float(y.var())
@@ -230,16 +233,16 @@ def test_scores_are_densities_of_the_examples_held_out():
     torch.testing.assert_close(given.score_network(network(2)), expected, rtol=1e-9, atol=1e-12)
     y = classes_of(X)
     given = read(network(3), X, y)
-    clf = linnet.TangentClassifier(network(3), inference="laplace", prior=0.5).fit(X, y)
-    expected = -clf.predict_proba(X)[torch.arange(60), y].log()[given.held]
+    clf = linnet.TangentClassifier(network(3), inference="map", prior=0.5).fit(X, y)
+    expected = measure_losses(given.likelihood, clf.to_module()(X[given.held]), y[given.held])
     torch.testing.assert_close(given.score(clf), expected, rtol=1e-9, atol=1e-12)
     counts = torch.bincount(y[given.part], minlength=3).double() + 1
     expected = -(counts / counts.sum()).log()[y[given.held]].mean()
     assert given.constant_loss == pytest.approx(float(expected), rel=1e-12)
     several = (X > 0).long()
     given = read(network(2), X, several, "multilabel")
-    clf = linnet.TangentClassifier(network(2), inference="laplace", prior=0.5).fit(X, several)
-    expected = -torch.distributions.Bernoulli(clf.predict_proba(X)).log_prob(several.double()).sum(1)[given.held]
+    clf = linnet.TangentClassifier(network(2), inference="map", prior=0.5).fit(X, several)
+    expected = measure_losses(given.likelihood, clf.to_module()(X[given.held]), several[given.held].double())
     torch.testing.assert_close(given.score(clf), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -329,18 +332,32 @@ def test_fits_by_laplace_are_said(monkeypatch):
     """Where variational inference does not settle, Laplace's approximation takes its place, and selection_ says so."""
     torch.manual_seed(0)
     X = torch.randn(60, 3)
-    model, fit = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), linnet.TangentClassifier.fit
+    model, refit = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), linnet.TangentClassifier.refit
 
     def fail(self, *args, **given):
         if self.inference == "vi":
             raise ArithmeticError("not settled")
-        return fit(self, *args, **given)
+        return refit(self, *args, **given)
 
-    monkeypatch.setattr(linnet.TangentClassifier, "fit", fail)
+    let_win(monkeypatch, TANGENT)
+    monkeypatch.setattr(linnet.TangentClassifier, "refit", fail)
     found = linnet.adapt(model, X, (X[:, 0] > 0).long(), rates=(), progress=False)
-    said = {trial.name: trial.note for trial in found.selection_}
+    assert found.inference == "laplace"
+    said = {trial.name: trial.note for trial in found.selection_ if trial.chosen}
     assert "variational inference did not settle" in said["tangent"]
-    assert any(trial.chosen and "did not settle" in trial.note for trial in found.selection_)
+
+
+def test_a_classifier_is_refitted_to_all_examples_with_the_prior_of_its_trial(monkeypatch):
+    let_win(monkeypatch, TANGENT)
+    X = points(60)
+    y = classes_of(X)
+    found = linnet.adapt(network(3), X, y, rates=(), progress=False)
+    assert found.inference == "vi"
+    part = read(network(3), X, y).part
+    tried = linnet.TangentClassifier(found.model, mean=found.mean_, progress=False).fit(X[part], y[part])
+    assert found.scales_ == pytest.approx(tried.scales_, rel=1e-6)
+    expected = tried.refit(X, y)
+    torch.testing.assert_close(found.predict_proba(X), expected.predict_proba(X), rtol=1e-6, atol=1e-9)
 
 
 def test_of_few_examples_none_are_held_out():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linnet._common import messages, show_progress
 from linnet._estimator import check_inputs, name_classes, take_examples
-from linnet.adaptation.fine_tuning import RATES, ROUNDS, Tuned, Tuning, fine_tune
+from linnet.adaptation.fine_tuning import RATES, ROUNDS, Tuned, Tuning, fine_tune, measure_losses
 from linnet.adaptation.network import describe, divide_outputs, evaluate, find_temperature
 from linnet.data import Source, as_source
 from linnet.heads import attach_head, check_targets
@@ -89,17 +89,20 @@ def adapt(
 ) -> Estimator:
     """Adapt a trained network to new data in the way that predicts held-out examples best.
 
-    A fifth of the examples is held out; where that is fewer than 10 examples, the tangent is fitted to all. Four ways
-    are fitted to the others and judged by the log probability of the held-out targets: the network as it stands (with a
-    fitted temperature, or noise); its last layer; all its parameters, by the linearized network; and fine-tuning by
-    Adam with several learning rates and early stopping. A way that changes the network must be better than the network
-    as it stands beyond the standard error, and other ways must so be better than the tangent. The winner is fitted to
-    all examples. Fine-tuned weights are those of the four fifths. The last layer of the fine-tuned network is then
-    conditioned on the fifth that was held out: these examples are new to the fine-tuned network, so that the error bars
-    hold, and nothing is trained twice.
+    A fifth of the examples is held out; where that is fewer than 10 examples, the tangent is fitted to all. Ways to
+    adapt are fitted to the others and judged by the log probability of the held-out targets: the network as it stands
+    (with a fitted temperature, or noise); fine-tuning by Adam with several learning rates and early stopping; all
+    parameters, by the linearized network (the tangent); and, where the tangent would take too long, the last layer.
+    Linear ways of classifiers are judged by their modes, with a temperature, as fine-tuning is. A way that changes the
+    network must be better than the network as it stands beyond the standard error, and other ways must so be better
+    than the tangent.
+
+    The winner is fitted to all examples. A classifier keeps the prior of its trial. Fine-tuned weights are those of the
+    four fifths. The last layer of the fine-tuned network is then conditioned on the fifth that was held out: these
+    examples are new to the fine-tuned network, so that the error bars hold, and nothing is trained twice.
 
     The given network is untouched. A network whose outputs do not fit the labels, or say nothing about them, gets a
-    new head (`linnet.attach_head`).
+    new head (`linnet.attach_head`), which then is the way "last layer".
 
     The file of the estimator (``save``) holds the weights wherever they are not those of the given network:
     ``linnet.load(path, model)`` takes the given network, or any network of its architecture where the file holds all
@@ -128,7 +131,7 @@ def adapt(
         >>> model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
         >>> reg = adapt(model, X, torch.sin(2 * X[:, 0]), rates=(1e-2,))
         >>> [trial.name for trial in reg.selection_], sum(trial.chosen for trial in reg.selection_)
-        (['network', 'last layer', 'fine-tuning', 'tangent'], 1)
+        (['network', 'fine-tuning', 'tangent', 'last layer'], 1)
         >>> mean, std = reg.predict(X, return_std=True)
         >>> mean.shape, bool((std > 0).all())
         (torch.Size([60]), True)
@@ -195,10 +198,9 @@ class Examples:
         judged = codes[self.held] if len(self.held) else codes
         return -float((counts / counts.sum()).log()[judged].mean())
 
-    @property
-    def network_loss(self) -> float:
-        """The mean loss of the network, with its best temperature, for all examples: all of them are new to it."""
-        f = evaluate(self.base(None), self.source).cpu()
+    def find_loss(self, base: nn.Module) -> float:
+        """The mean loss of a network for all examples."""
+        f = evaluate(base, self.source).cpu()
         return -float(self.likelihood.log_prob(f, self.codes).mean())
 
     def with_new_head(self) -> Examples:
@@ -239,6 +241,19 @@ class Examples:
         """Adapt the network linearly; a new head starts from zero, as it has seen the same labels."""
         return self.condition(base, index, mean="zero" if self.new_head else "auto", **settings)
 
+    def try_out(self, base: nn.Module, index: Tensor, **settings: Any) -> Estimator:
+        """Fit to some examples for a trial, which needs no more than the mode of a classifier."""
+        return self.fit(base, index, **settings, **({} if self.task == "regression" else {"inference": "map"}))
+
+    def complete(self, tried: Estimator) -> Estimator:
+        """The estimator of a trial, fitted to all examples; a classifier keeps network and prior."""
+        if isinstance(tried, TangentRegressor):
+            return tried.fit(*self.take(None))
+        try:
+            return tried.set_params(inference="vi").refit(*self.take(None))
+        except ArithmeticError:
+            return tried.set_params(inference="laplace").refit(*self.take(None))
+
     def condition(self, network: nn.Module, index: Tensor | None, **settings: Any) -> Estimator:
         """Fit an estimator; where variational inference does not settle, the Gaussian at the mode takes its place."""
         try:
@@ -258,17 +273,15 @@ class Examples:
     # Scores.
 
     def score(self, estimator: Estimator) -> Tensor:
-        """Negative log probabilities (m,) of the targets that are held out."""
+        """Negative log probabilities (m,) of the targets that are held out; those of a mode at its best temperature."""
         X, _ = self.take(self.held)
-        codes, tiny = self.codes[self.held], torch.finfo(torch.float64).tiny
+        codes = self.codes[self.held]
         if isinstance(estimator, TangentRegressor):
             mean, std = (torch.as_tensor(t).cpu().double() for t in estimator.predict(X, return_std=True, noise=True))
             mean, std = mean.view_as(codes), std.view_as(codes)
             return (0.5 * (((codes - mean) / std).square() + LOG_2PI) + std.log()).sum(1)
-        p = torch.as_tensor(estimator.predict_proba(X)).cpu().double()
-        if self.task == "multilabel":
-            return -torch.where(codes > 0.5, p, 1 - p).clamp_min(tiny).log().sum(1)
-        return -p.gather(1, codes.long().view(-1, 1))[:, 0].clamp_min(tiny).log()
+        f = torch.as_tensor(estimator.decision_function(X)).cpu().double()
+        return measure_losses(self.likelihood, f.view(len(codes), -1), codes)
 
     def score_network(self, base: nn.Module) -> Tensor:
         """The same for a network as it stands; a regression takes its noise from the other examples."""
@@ -384,19 +397,17 @@ class Trials:
         self.tuning_deadline = self.deadline if seconds is None else self.deadline - seconds / 3
         self.done: list[Trial] = []
         self.losses: dict[str, Tensor] = {}
+        self.tried: dict[str, Estimator] = {}
 
     def run(self) -> Estimator:
         """Try all ways, and fit the best. Of few examples none are held out: the tangent is fitted to all of them."""
         if len(self.given.held) == 0:
             clock = time.perf_counter()
-            given = self.given
-            if (
-                given.task == "classification"
-                and not given.new_head
-                and given.network_loss > KNOWN * given.constant_loss
-            ):
-                self._renew_head(given.model)
-            estimator = self._fit(TANGENT, self.given.model)
+            given, base = self.given, self.given.base(None)
+            known = given.task != "classification" or given.new_head
+            if not known and given.find_loss(base) > KNOWN * given.constant_loss:
+                base = self._renew_head(base)
+            estimator = self._fit(TANGENT, base)
             why = f"the one way that was fitted: {len(self.given.y)} examples are too few to hold some of them out"
             estimator.selection_ = (Trial(TANGENT, None, None, time.perf_counter() - clock, True, why),)
             return estimator
@@ -406,15 +417,13 @@ class Trials:
                 note(self.given.score_network(base))
             if self.given.task == "classification" and self._score(NETWORK) > KNOWN * self.given.constant_loss:
                 base = self._renew_head(base)
-        with self._trial(HEAD) as note:
-            if self.given.new_head:
+        if self.given.new_head:
+            with self._trial(HEAD) as note:
                 note(self._tuning.losses(base))
-            else:
-                settings = self.given.last_layer(base)
-                head = quietly(lambda: self.given.fit(base, self.given.part, **settings))
-                note(self.given.score(head), tell_inference(head))
         tuned = self._fine_tune(base)
         self._try_tangent(base)
+        if not self.given.new_head:
+            self._try_last_layer(base)
         name = self._choose()
         estimator = self._fit(name, base if tuned is None or name == HEAD else tuned.network)
         own = next(trial for trial in self.done if trial.name == name)
@@ -432,8 +441,8 @@ class Trials:
         With few labels the choice is by few examples, and the tangent is what does best there.
         """
         rest = {name: self._score(name) for name in (HEAD, TUNED) if name in self.losses}
-        best = min(rest, key=lambda name: rest[name])
-        if TANGENT in self.losses and not self._is_better(best, TANGENT):
+        best = min(rest, key=lambda name: rest[name], default=TANGENT)
+        if TANGENT in self.losses and best != TANGENT and not self._is_better(best, TANGENT):
             best = TANGENT
         return best if NETWORK not in self.losses or self._is_better(best, NETWORK) else NETWORK
 
@@ -484,8 +493,15 @@ class Trials:
                 if expected > left:
                     note(None, f"left out: it would take about {expected:.0f} seconds")
                     return
-            found = quietly(lambda: given.fit(base, given.part))
-            note(given.score(found), tell_inference(found))
+            note(self._try_out(TANGENT, base))
+
+    def _try_last_layer(self, base: nn.Module) -> None:
+        """The last layer of the network alone, where the tangent, which has the last layer too, was left out."""
+        if TANGENT in self.tried:
+            self.done.append(Trial(HEAD, None, None, 0.0, note="left out: the tangent was fitted"))
+            return
+        with self._trial(HEAD) as note:
+            note(self._try_out(HEAD, base, **self.given.last_layer(base)))
 
     def _expect_seconds(self, base: nn.Module) -> float:
         """Seconds of the tangent, for the trial and for the fit to all examples, from a fit to few of them."""
@@ -497,21 +513,28 @@ class Trials:
         sizes = len(given.part), len(given.y)
         return (time.perf_counter() - clock) * sum((size / count) ** GROWTH for size in sizes)
 
-    def _fit(self, name: str, trained: nn.Module) -> Estimator:
+    def _try_out(self, name: str, base: nn.Module, **settings: Any) -> Tensor:
+        """Fit a linear way to the part; the losses (m,) of what is held out."""
+        found = self.tried[name] = quietly(lambda: self.given.try_out(base, self.given.part, **settings))
+        return self.given.score(found)
+
+    def _fit(self, name: str, network: nn.Module) -> Estimator:
         """The winner. A network that was trained on the part is conditioned on the examples that are new to it."""
         given = self.given
-        if name == TUNED or (name == HEAD and given.new_head):
-            network = self._tuning.calibrate(trained)
-            estimator: Estimator = quietly(lambda: given.condition(network, given.held, **given.last_layer(network)))
+        if name in self.tried:
+            estimator = given.complete(self.tried[name])
+            network = estimator.lin_.given
         elif name == NETWORK:
             self.given = given = replace(given, new_head=False)
             network = given.base(None)
             settings = {"mean": "network", "prior": NOTHING, **given.last_layer(network)}
+            settings |= {} if given.task == "regression" else {"inference": "laplace"}
             estimator = quietly(lambda: given.condition(network, None, **settings))
+        elif name == TANGENT:
+            estimator = given.fit(network, None)
         else:
-            network = given.base(None)
-            settings = given.last_layer(network) if name == HEAD else {}
-            estimator = given.fit(network, None, **settings)
+            calibrated = network = self._tuning.calibrate(network)
+            estimator = quietly(lambda: given.condition(calibrated, given.held, **given.last_layer(calibrated)))
         if network is not given.model:
             estimator._made = describe(network, with_weights=name == TUNED or given.new_head)
         return estimator

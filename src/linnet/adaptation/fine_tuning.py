@@ -174,7 +174,7 @@ def fine_tune(
         torch.manual_seed(tuning.seed)
         least = float(tuning.losses(copy.deepcopy(start).eval()).mean())
         entered = runners = [Runner(copy.deepcopy(start), rate, tuning.seed) for rate in rates]
-        count = 2
+        count = 1
         while runners:
             goal = ROUNDS if len(runners) == 1 else count
             runners = [runner for runner in runners if _advance(runner, tuning, goal, deadline, tick)]

@@ -52,6 +52,9 @@ Inference = Literal["map", "laplace", "vi"]
 SUBSET_ROWS = 2000
 """Rows on which the prior's scale is chosen where all of them are too many for a dense solver."""
 
+DRAWN = 1e-4
+"""The part of an ELBO by draws that one more iteration must gain. The error of the draws is as large."""
+
 
 @dataclass(frozen=True)
 class ModeFit:
@@ -363,6 +366,8 @@ def _fit_variational(
         "seed": how.settings.seed,
         "K": K,
     }
+    if not data.likelihood.diagonal:
+        given["tolerance"] = DRAWN
     if K is not None and how.family in ("auto", "full"):
         given |= {"start": alpha, "samples": max(given["samples"], variational.SAMPLES)}
         return variational.full(data.J, data.y, **given).checked()
