@@ -37,16 +37,16 @@ def let_win(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_a_regressor_with_error_bars_and_a_table():
-    model, X = network(1), points(60)
+    model, X = network(1), points(90)
     before = copy.deepcopy(model.state_dict())
-    reg = linnet.adapt(model, X, X[:, 0] * X[:, 1] + 0.05 * points(60, 1)[:, 0], rates=RATES, progress=False)
+    reg = linnet.adapt(model, X, X[:, 0] * X[:, 1] + 0.05 * points(90, 1)[:, 0], rates=RATES, progress=False)
     assert isinstance(reg, linnet.TangentRegressor)
     assert [trial.name for trial in reg.selection_] == [NETWORK, TUNED, TANGENT, HEAD]
     assert reg.selection_[-1].note == "left out: the tangent was fitted"
     assert sum(trial.chosen for trial in reg.selection_) == 1
     assert all(trial.score is None or math.isfinite(trial.score) for trial in reg.selection_)
     mean, std = reg.predict(X, return_std=True, noise=True)
-    assert mean.shape == (60,) and bool((std > 0).all())
+    assert mean.shape == (90,) and bool((std > 0).all())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
 
@@ -76,8 +76,8 @@ def test_fine_tuning_is_found_where_linear_ways_are_not_enough():
 
 
 def test_the_last_layer_is_judged_after_its_fit_and_numbers_may_need_a_new_head():
-    model, X = network(1), points(60)
-    y = 5 + 3 * model(X)[:, 0].detach() + 0.01 * points(60, 1)[:, 0]  # another last layer, and nothing else
+    model, X = network(1), points(90)
+    y = 5 + 3 * model(X)[:, 0].detach() + 0.01 * points(90, 1)[:, 0]  # another last layer, and nothing else
     reg = linnet.adapt(model, X, y, rates=(), seconds=1e-6, progress=False)
     scores = {trial.name: trial.score for trial in reg.selection_}
     assert scores[TANGENT] is None and scores[HEAD] < scores[NETWORK] - 3
@@ -107,17 +107,17 @@ def test_outputs_that_say_nothing_about_the_labels_are_replaced():
 
 
 def test_two_classes_several_labels_and_data_that_carries_labels():
-    X = points(60)
+    X = points(90)
     y = (X[:, 0] > 0).long()
     one = linnet.adapt(network(1), X, y, rates=(), progress=False)
     two = linnet.adapt(network(2), torch.utils.data.TensorDataset(X, y), rates=(), progress=False)
-    assert one.predict_proba(X).shape == two.predict_proba(X).shape == (60, 2)
+    assert one.predict_proba(X).shape == two.predict_proba(X).shape == (90, 2)
     several = linnet.adapt(network(2), {"input": X}, torch.stack([y, 1 - y], 1), task="multilabel", progress=False)
-    assert several.multilabel_ and several.predict_proba({"input": X}).shape == (60, 2)
+    assert several.multilabel_ and several.predict_proba({"input": X}).shape == (90, 2)
 
 
 def test_the_same_seed_gives_the_same_answer():
-    X = points(60)
+    X = points(90)
     first, second = (linnet.adapt(network(3), X, classes_of(X), rates=RATES, progress=False) for _ in range(2))
     assert torch.equal(first.predict_proba(X), second.predict_proba(X))
     assert [(t.score, t.chosen) for t in first.selection_] == [(t.score, t.chosen) for t in second.selection_]
@@ -134,6 +134,10 @@ def test_what_changes_the_network_must_be_better_beyond_the_error():
     assert trials._choose() == HEAD
     trials.losses = {NETWORK: base, TUNED: base - 0.1 + noise}
     assert trials._choose() == NETWORK
+    trials.losses = {NETWORK: base - 0.1, TANGENT: base + noise}
+    assert trials._choose() == TANGENT
+    trials.losses = {NETWORK: base - 0.3, TANGENT: base + noise}
+    assert trials._choose() == NETWORK
     trials.losses = {HEAD: base, TANGENT: base + 0.1 + noise, TUNED: base - 0.01}
     assert trials._choose() == TANGENT
     trials.losses = {HEAD: base, TANGENT: base + 0.3 + noise, TUNED: base - 0.01}
@@ -141,17 +145,17 @@ def test_what_changes_the_network_must_be_better_beyond_the_error():
 
 
 def test_time_that_is_short_leaves_the_tangent_out():
-    X = points(60)
+    X = points(90)
     clf = linnet.adapt(network(5), X, classes_of(X), seconds=1e-3, rates=RATES, progress=False)
     (left,) = [trial for trial in clf.selection_ if trial.name == TANGENT]
     assert left.score is None and left.note == "left out: no time is left"
-    assert clf.predict_proba(X).shape == (60, 3)
+    assert clf.predict_proba(X).shape == (90, 3)
 
 
 def test_a_tangent_that_would_take_longer_than_fine_tuning_is_left_out(monkeypatch):
     monkeypatch.setattr(Trials, "_expect_seconds", lambda self, base: 1e9)
     monkeypatch.setattr(choice, "PROBED", 10)
-    X = points(60)
+    X = points(90)
     reg = linnet.adapt(network(1), X, X[:, 0], rates=RATES, progress=False)
     (left,) = [trial for trial in reg.selection_ if trial.name == TANGENT]
     assert left.score is None and left.note == "left out: it would take about 1000000000 seconds"
@@ -159,7 +163,7 @@ def test_a_tangent_that_would_take_longer_than_fine_tuning_is_left_out(monkeypat
 
 def test_seconds_are_expected_from_a_fit_to_few_examples(monkeypatch):
     monkeypatch.setattr(choice, "PROBED", 10)
-    X = points(60)
+    X = points(90)
     examples = read_examples(network(1), X, X[:, 0], task="auto", classes=None, share=0.2, seed=0, progress=False)
     assert Trials(examples, None, ())._expect_seconds(network(1)) > 0
 
@@ -173,7 +177,7 @@ def test_files_hold_what_the_given_network_does_not(tmp_path, monkeypatch, name,
     if task == "new labels" and name == NETWORK:
         pytest.skip("A network without outputs for the labels has no answer as it stands.")
     let_win(monkeypatch, name)
-    X = points(60)
+    X = points(90)
     model = network({"regression": 1, "classification": 3, "new labels": 5}[task])
     labels = ["a", "b", "c"]
     y = torch.sin(X[:, 0]) if task == "regression" else classes_of(X)
@@ -190,7 +194,7 @@ def test_files_hold_what_the_given_network_does_not(tmp_path, monkeypatch, name,
 
 def test_a_file_without_weights_needs_the_weights_it_was_fitted_with(tmp_path, monkeypatch):
     let_win(monkeypatch, HEAD)
-    X, model = points(60), network(2)
+    X, model = points(90), network(2)
     with torch.no_grad():
         model[2].weight *= 5
         model[2].bias -= model(X).mean(0)
@@ -205,14 +209,14 @@ def test_a_file_without_weights_needs_the_weights_it_was_fitted_with(tmp_path, m
 
 
 def test_classes_are_split_evenly_and_keep_an_example():
-    labels = torch.tensor([0] * 50 + [1] * 10 + [2])
-    part, held = split(labels, 61, 0.2, 3)
-    assert sorted([*part.tolist(), *held.tolist()]) == list(range(61))
-    assert torch.bincount(labels[held], minlength=3).tolist() == [10, 2, 0]
-    part, held = split(None, 50, 0.2, 3)
-    assert (len(part), len(held)) == (40, 10)
-    part, held = split(torch.tensor([0] * 48 + [1] * 2), 50, 0.2, 3)  # a fifth of two is less than one half
-    assert torch.bincount((held >= 48).long(), minlength=2).tolist() == [10, 0]
+    labels = torch.tensor([0] * 75 + [1] * 15 + [2])
+    part, held = split(labels, 91, 0.2, 3)
+    assert sorted([*part.tolist(), *held.tolist()]) == list(range(91))
+    assert torch.bincount(labels[held], minlength=3).tolist() == [15, 3, 0]
+    part, held = split(None, 100, 0.2, 3)
+    assert (len(part), len(held)) == (80, 20)
+    part, held = split(torch.tensor([0] * 98 + [1] * 2), 100, 0.2, 3)  # a fifth of two is less than one half
+    assert torch.bincount((held >= 98).long(), minlength=2).tolist() == [20, 0]
 
 
 def read(model: nn.Module, X: torch.Tensor, y: object, task: str = "auto") -> choice.Examples:
@@ -220,7 +224,7 @@ def read(model: nn.Module, X: torch.Tensor, y: object, task: str = "auto") -> ch
 
 
 def test_scores_are_densities_of_the_examples_held_out():
-    X = points(60)
+    X = points(90)
     Y = torch.stack([X[:, 0].sin(), X[:, 1]], 1)
     given = read(network(2), X, Y)
     reg = linnet.TangentRegressor(network(2), noise=0.1, prior=0.5).fit(X[given.part], Y[given.part])
@@ -247,7 +251,7 @@ def test_scores_are_densities_of_the_examples_held_out():
 
 
 def test_the_error_of_a_score_is_that_of_a_mean():
-    X = points(60)
+    X = points(90)
     trials, losses = Trials(read(network(1), X, X[:, 0]), None, ()), points(25)[:, 0]
     with trials._trial("name") as note:
         note(losses, "a note")
@@ -258,14 +262,14 @@ def test_the_error_of_a_score_is_that_of_a_mean():
 
 def test_fine_tuned_networks_are_conditioned_on_what_is_new_to_them(monkeypatch):
     let_win(monkeypatch, TUNED)
-    X = points(60)
+    X = points(90)
     reg = linnet.adapt(network(1), X, torch.sin(X[:, 0]), rates=(1e-2,), progress=False)
-    assert len(reg.loo_.mean) == 12
+    assert len(reg.loo_.mean) == 18
 
 
 def test_whole_numbers_as_inputs_and_labels_that_other_calls_ignore():
     torch.manual_seed(0)
-    X = torch.randint(5, (60, 2))
+    X = torch.randint(5, (90, 2))
     model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 2)).double()
     labels = torch.where(X[:, 0] > 1, -100, 7)
     clf = linnet.adapt(model, X, labels, classes=[-100, 7], rates=(), progress=False)
@@ -331,7 +335,7 @@ def test_frozen_networks_are_not_fine_tuned():
 def test_fits_by_laplace_are_said(monkeypatch):
     """Where variational inference does not settle, Laplace's approximation takes its place, and selection_ says so."""
     torch.manual_seed(0)
-    X = torch.randn(60, 3)
+    X = torch.randn(90, 3)
     model, refit = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), linnet.TangentClassifier.refit
 
     def fail(self, *args, **given):
@@ -349,7 +353,7 @@ def test_fits_by_laplace_are_said(monkeypatch):
 
 def test_a_classifier_is_refitted_to_all_examples_with_the_prior_of_its_trial(monkeypatch):
     let_win(monkeypatch, TANGENT)
-    X = points(60)
+    X = points(90)
     y = classes_of(X)
     found = linnet.adapt(network(3), X, y, rates=(), progress=False)
     assert found.inference == "vi"
@@ -367,9 +371,9 @@ def test_of_few_examples_none_are_held_out():
     assert only.name == TANGENT and only.chosen and only.score is None and "9 examples are too few" in only.note
     alone = linnet.TangentRegressor(network(1), progress=False).fit(X, X[:, 0].sin())
     torch.testing.assert_close(found.predict(X), alone.predict(X), rtol=1e-9, atol=0)
-    X = points(47)
+    X = points(72)
     (only,) = linnet.adapt(network(3), X, classes_of(X), progress=False).selection_
-    assert only.chosen and "47 examples are too few" in only.note
+    assert only.chosen and "72 examples are too few" in only.note
 
 
 def test_a_refit_is_saved_with_its_network(tmp_path):
