@@ -121,6 +121,8 @@ class Mixture:
         models = check_networks(estimator.model)
         check_weights(estimator.weights, len(models))
         settings = estimator.get_params(deep=False)
+        if settings.get("relinearize"):
+            raise NotImplementedError("relinearize= is for one network, not for an ensemble: use relinearize=0.")
         for name in [name for name in vars(estimator) if name.endswith("_")]:  # of an earlier fit, of one network
             delattr(estimator, name)
         members = [type(estimator)(**settings | {"model": model, "weights": "uniform"}) for model in models]

@@ -209,6 +209,8 @@ def _check_likelihoods(described: Sequence[Any]) -> None:
 
 
 def _merge_tangent(found: Sequence[Any]) -> Any:
+    for one in found:
+        one._check_own_weights("merge")
     _check_layouts(found)
     bases = [None if one.model is None else saved.base_of(one) for one in found]
     for i, base in enumerate(bases):

@@ -5,11 +5,13 @@ from linnet.tangent.classifier import TangentClassifier
 from linnet.tangent.glm import TangentGLM
 from linnet.tangent.mean_choice import MeanTrial
 from linnet.tangent.regressor import LeaveOneOut, TangentRegressor
+from linnet.tangent.relinearization import Relinearization
 
 __all__ = [
     "LeaveOneOut",
     "LinearizedModule",
     "MeanTrial",
+    "Relinearization",
     "Tangent",
     "TangentClassifier",
     "TangentGLM",

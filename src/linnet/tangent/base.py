@@ -31,8 +31,9 @@ from linnet.data import Batch, SingleBatch, as_source
 from linnet.inference import CHOSEN, HEAD, STANDARD, Certificate, SolverSettings
 from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
 from linnet.network import block_names, check_whole, has_fitted_head, select, top_blocks
-from linnet.probability import Posterior, Spread, layer_sums
+from linnet.probability import Posterior, Prior, Spread, layer_sums
 from linnet.tangent import files
+from linnet.tangent.relinearization import Around, Relinearization
 
 Mean = Literal["auto", "network", "zero"]
 
@@ -48,6 +49,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         merged_: Whether `linnet.merge` made the estimator, which then holds no training data.
         selection_: Rows of what was compared, one of them chosen: the mean functions, or the ways of `linnet.adapt`;
             None where nothing was.
+        relinearized_: The steps of ``relinearize=``, in order; () where none was tried.
     """
 
     model: Any
@@ -66,6 +68,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     batch_size: int | str
     memory: float | str
     progress: bool | None
+
+    relinearize: int = 0
 
     lin_: Linearization
     _dtypes: Dtypes
@@ -86,14 +90,19 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _level: Tensor | None = None
     _source: range | None = None
     _forgotten: int = 0  # examples
-    _made: dict[str, Any] | None = None  # how `linnet.adapt` made the network from that of the user
+    _made: dict[str, Any] | None = None  # how the network was made from that of the user
     selection_: tuple[Any, ...] | None = None
+    relinearized_: tuple[Relinearization, ...] = ()
+    prior_: Prior
+    _around: Around | None = None  # of the fit that goes on
+    _shift: Tensor | None = None  # how far the weights of lin_ are from those where the prior is centered
     _kept: dict[str, Any]
 
     _SHARED: ClassVar[tuple[str, ...]] = (
         *("lin_", "_dtypes", "top_", "top_path_", "_chosen", "_probe", "_made", "merged_"),  # of the network
         *("n_features_in_", "feature_names_in_"),  # of the inputs
         *("scales_", "mean_", "selection_", "_level", "_source", "_forgotten"),  # of the prior and the mean function
+        *("_around", "_shift", "relinearized_"),  # of the weights
     )
     """Attributes that an estimator has in common with one that it makes for other data."""
 
@@ -207,6 +216,37 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         given = self.get_params(deep=False)
         self.__dict__.update(condition(X, y, sample_weight).__dict__ | given)
 
+    # Around other weights.
+
+    def _settle(self, around: Around | None) -> None:
+        """Which weights the network is linearized around in the fit that follows; None for its own."""
+        self._around, self._shift = around, None if around is None else around.shift
+        if around is not None:
+            same = {"scaled": False, "temperature": 1.0, "head": None}  # the network of the user, with other weights
+            self._made = (self._made or same) | {"with_weights": True}
+
+    def _prior_base(self, J: Jacobian) -> Tensor:
+        """The mean function where the prior is centered, at the inputs of J, (n, c): residuals are less this."""
+        base = self._base(J)
+        return base if self._shift is None else base - (J @ self._shift).view_as(base)
+
+    def _count_from_weights(self) -> None:
+        """Count the displacement of a new posterior from the weights of ``lin_``, as predictions do."""
+        if self._shift is not None:
+            self.posterior_.delta = self.posterior_.delta - self._shift
+
+    def _loss_of(self, f: Tensor) -> float:
+        """Minus the log density of the training targets, up to a constant, where the network's outputs are f (n, c)."""
+        raise NotImplementedError
+
+    def _check_own_weights(self, what: str) -> None:
+        """Raise where the prior is not centered at the weights that the network is linearized around."""
+        if self._shift is not None:
+            raise NotImplementedError(
+                f"{what} is not known for a network that was linearized around other weights (relinearize=): the prior "
+                "is centered at the weights of the given network. Fit again with all data, or with relinearize=0."
+            )
+
     # Without some examples.
 
     @by_members
@@ -235,6 +275,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             (2, True)
         """
         check_is_fitted(self)
+        self._check_own_weights("forget")
         self._check_examples("forget")
         targets, encode = self._seen_targets(), self._encode_targets
         return self._without(
@@ -249,6 +290,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         It is measured when it is asked for, by products with the Jacobian of these examples.
         """
         check_is_fitted(self)
+        self._check_own_weights("certificate_")
         self._check_examples("certificate_")
         if "certificate" not in self._kept:
             remains = [CHOSEN] if self._forgotten else []
@@ -361,6 +403,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """The mean function as far as it is known before any data: "auto" where they may choose."""
         if self.mean not in get_args(Mean):
             raise ValueError(f"mean must be one of {', '.join(map(repr, get_args(Mean)))}; got {self.mean!r}.")
+        if self._around is not None:
+            return "network"
         # Where a network, or its head, has fitted the data already, its residuals there say nothing.
         fitted = self._source is not None or (self.mean == "auto" and has_fitted_head(network))
         return "zero" if self.model is None or fitted else self.mean
@@ -405,9 +449,15 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
 
     @property
     def delta_(self) -> dict[str, Tensor]:
-        """How far the parameters move, by name."""
+        """How far the parameters move from those of the given network, by name."""
         check_is_fitted(self)
-        return self.lin_.layout.unflatten(self.posterior_.delta)
+        return self.lin_.layout.unflatten(self._moved)
+
+    @property
+    def _moved(self) -> Tensor:
+        """The displacement from where the prior is centered, (p,)."""
+        delta = self.posterior_.delta
+        return delta if self._shift is None else delta + self._shift
 
     @property
     def layer_relevance_(self) -> dict[str, float]:
@@ -417,7 +467,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         change of the function, to which the layer contributes :math:`\alpha^\top K_l \alpha`.
         """
         check_is_fitted(self)
-        S, delta = self.prior_variance_, self.posterior_.delta
+        S, delta = self.prior_variance_, self._moved
         parts = layer_sums(self.lin_.layout, torch.where(S > 0, delta.square() / S, 0.0))
         total = sum(parts.values())
         return {layer: part / total if total > 0 else 0.0 for layer, part in parts.items()}
@@ -457,10 +507,10 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
         self.lin_.check_unchanged(contents=True)
         check_whole(self.lin_.given, "apply")
-        changed = copy.deepcopy(self.lin_.given)
+        changed, steps = copy.deepcopy(self.lin_.given), self.lin_.layout.unflatten(self.posterior_.delta)
         with torch.no_grad():
             for name, parameter in select(changed, list(self.lin_.theta)).items():
-                parameter += self.delta_[name].to(parameter)
+                parameter += steps[name].to(parameter)
         self._check_applied()
         return changed
 

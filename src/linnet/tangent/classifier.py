@@ -50,6 +50,7 @@ from linnet.tangent.base import (
     Tangent,
 )
 from linnet.tangent.generalized import Generalized
+from linnet.tangent.relinearization import Around, check_settings, relinearize
 
 NOTHING = 0.01
 """Logits no larger than this tell no class from another."""
@@ -110,6 +111,8 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
             `TangentRegressor`.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
+        relinearize: Number of times, at most, that the mode is written back into a copy of the network, which is then
+            linearized around the new weights; see `TangentRegressor`.
         seed: Seed of all random draws.
         progress: False for no progress bars.
 
@@ -130,6 +133,7 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         layer_relevance_: Each layer's share in the adaptation.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the logits' error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
+        relinearized_: The steps of ``relinearize=``, each with its objective and its evidence.
         members_: Of an ensemble, the fitted classifier of each network; ``weights_`` their weights.
 
     Example:
@@ -171,9 +175,11 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         weights: str | Sequence[float] = "uniform",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
+        relinearize: int = 0,
         seed: int = 0,
         progress: bool | None = None,
     ) -> None:
+        self.relinearize = relinearize
         self.model, self.params, self.inference, self.mean, self.prior = model, params, inference, mean, prior
         self.top, self.solver, self.link, self.family, self.classes = top, solver, link, family, classes
         self.likelihood = likelihood
@@ -206,6 +212,9 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         if isinstance(source, Tangent):
             self._carry_on(source, X, y, sample_weight)
             return self
+        check_settings(self)
+        self.relinearized_ = ()
+        self._settle(None)
         if self.top == "evidence" and self.solver != "adam":
             self._fit_by_evidence(X, y, sample_weight, source)
             return self
@@ -216,6 +225,16 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
         self._check_likelihood()
         self._how()  # its errors come before any work
         inputs = self._inputs(X, reset=True)
+        if self.relinearize:
+            if source is not None:
+                raise NotImplementedError("relinearize= does not go with source=: use relinearize=0.")
+
+            def fit(estimator: Any, around: Around | None) -> None:
+                estimator._settle(around)
+                estimator._fit_likelihood(estimator._inputs(X, reset=True), y, sample_weight)
+
+            around, self.relinearized_ = relinearize(self, fit, changed={"inference": "map"})
+            self._settle(around)
         self._fit_likelihood(inputs, y, sample_weight, source)
         self._warn_of_nothing()
         return self

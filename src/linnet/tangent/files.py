@@ -16,6 +16,7 @@ from linnet._estimator import files as saved
 from linnet.inference import Average, Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
 from linnet.probability import POSTERIORS, describe_likelihood, posterior_from, restore_likelihood
+from linnet.tangent.relinearization import Relinearization
 
 if TYPE_CHECKING:
     from linnet.tangent.base import Tangent
@@ -66,6 +67,8 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state["inputs"] = [x[1] for x in inputs if x is not None]
         for i, x in enumerate(inputs):
             tensors |= {f"inputs.{i}.{key}": value for key, value in x[0].items()} if x else {}
+    if estimator._shift is not None:
+        tensors["shift"] = estimator._shift
     own, more = estimator._state()
     kept, seen = behavior.record(estimator.lin_, estimator._probe if estimator.model is not None else None)
     if estimator.model is None:
@@ -89,6 +92,7 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "behavior": seen,
         "made": estimator._made,
         "selection": None if estimator.selection_ is None else [asdict(row) for row in estimator.selection_],
+        "relinearized": [asdict(step) for step in estimator.relinearized_],
         "selection_of": None if estimator.selection_ is None else type(estimator.selection_[0]).__name__,
     }
     if hasattr(estimator, "likelihood_"):
@@ -151,7 +155,8 @@ def read(
     J: LinearOperator | None = jacobians[0] if len(jacobians) == 1 else Stack(jacobians) if jacobians else None
     parts, layout = saved.strip("posterior.", tensors), estimator.lin_.layout
     estimator.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=layout)
-    estimator._made = meta.get("made")
+    estimator._made, estimator._shift = meta.get("made"), tensors.get("shift")
+    estimator.relinearized_ = tuple(Relinearization(**step) for step in meta.get("relinearized", ()))
     if meta.get("selection") is not None:
         name = meta.get("selection_of", "Trial")
         row_of = getattr(import_module(SELECTIONS[name]), name)

@@ -105,7 +105,7 @@ class Generalized(Tangent):
         if source is not None:
             both = WithSource.join(self, inputs, y, weight, source)
             inputs, y, weight, self._source = both.inputs, both.y, both.weight, range(both.start, both.stop)
-        model = self._network(inputs, y, weight)
+        model = self._network(inputs, y, weight) if self._around is None else self._around.network
         known = self._known_mean(model)
         self.mean_, self.selection_ = "network" if known == "auto" else known, None
         self._choose(model, inputs)
@@ -118,6 +118,7 @@ class Generalized(Tangent):
 
     def _refit_likelihood(self, inputs: Any, y: Any, sample_weight: Any) -> Any:
         """An estimator for other data, with the prior and the likelihood found here."""
+        self._check_own_weights("refit")
         if self._source is not None:
             raise NotImplementedError(
                 "refit keeps the prior, and the prior of a fit with source= is the posterior of the source. Use "
@@ -146,6 +147,7 @@ class Generalized(Tangent):
             sample_weight: How many times each example counts, as for `fit`.
         """
         check_is_fitted(self)
+        self._check_own_weights("condition")
         self._check_examples("condition")
         seen = self._seen_targets()
         forward = self.lin_.module.forward
@@ -273,6 +275,8 @@ class Generalized(Tangent):
                 return self._condition(*fewer[:2], prior, weight=fewer[2].take(weight))
             targets = self._observe(None, J, refit=refit)
         lin.check_ranks_agree(options=list_options(self), labels=targets)
+        if prior is None and self._around is not None:
+            prior = self._around.prior
         if prior is None:
             rows = None if weight is None else weight.to(J.device, J.dtype).repeat_interleave(J.c)
             prior = make_prior(lin, self.prior, J=J, weight=rows)
@@ -286,14 +290,15 @@ class Generalized(Tangent):
             network = self.mean_ == "network"
             fit = any_likelihood.train(J, targets, prior, likelihood, how.settings, network=network, training=training)
         else:
-            base = self._base(J)
-            if isinstance(self.likelihood_, Bernoulli | Categorical) and self.mean_ == "network":
+            base = self._prior_base(J)
+            if isinstance(self.likelihood_, Bernoulli | Categorical) and self.mean_ == "network" and not self._around:
                 warn_of_probabilities(base, lin.given)
                 if not refit:
                     self._check_order(base)
             fit = any_likelihood.condition(Observations(J, targets, base, likelihood, start), prior, how, solver)
         lin.check_unchanged(contents=True)
-        self.posterior_, self.prior_variance_, self.mode_ = fit.posterior, fit.variance, fit.mode
+        self.posterior_, self.prior_variance_, self.mode_, self.prior_ = fit.posterior, fit.variance, fit.mode, prior
+        self._count_from_weights()
         self._settle_variance(J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.elbo_path_ = () if fit.best is None else fit.best.path
@@ -302,6 +307,11 @@ class Generalized(Tangent):
         self.passes_, self.objective_path_ = fit.passes, fit.path
         self.evidence_path_, self._weight, self._kept = fit.choice.path, weight, {}
         return fit
+
+    def _loss_of(self, f: Tensor) -> float:
+        assert self._observed is not None
+        each = self.likelihood_.log_prob(f, self._observed)
+        return -float((each if self._weight is None else self._weight.to(each) * each).sum())
 
     def _check_order(self, f: Tensor) -> None:
         """Look at the outputs (n, c) of the network for the training data. Classifiers compare them with the labels."""

@@ -54,6 +54,7 @@ from linnet.tangent import files
 from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.mean_choice import choose_mean
 from linnet.tangent.own_data_warning import warn_of_own_data
+from linnet.tangent.relinearization import Around, Relinearization, check_settings, relinearize
 
 COARSE = 1e-3
 """Posterior standard deviations by which rounding may move a mean before the network is copied to float64: time and
@@ -132,6 +133,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             the evidence of each), or a number for each network.
         memory: Bytes that dense matrices may take, or "auto".
         batch_size: Number of examples per chunk, or "auto".
+        relinearize: Number of times, at most, that the mean is written back into a copy of the network, which is then
+            linearized around the new weights; the prior stays centered at the weights of the given network. A step is
+            taken where the evidence grows; see `linnet.tangent.relinearization`. For one network and a dense solver.
+            Such a fit does not take `condition`, `refit`, `forget`, `path` and `linnet.merge`.
         seed: Seed of all random draws.
         progress: False for no progress bars.
 
@@ -153,6 +158,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         layer_relevance_: Each layer's share in the adaptation.
         variance_: "exact" or "samples"; ``std_error_`` is the relative standard error of the error bars.
         top_: How many blocks adapt, where ``top`` was given; ``top_path_`` the evidences that "evidence" compared.
+        relinearized_: The steps of ``relinearize=``, each with its objective and its evidence.
         loo_: Closed-form leave-one-out predictions, with ``scales_`` and ``noise_``.
         members_: Of an ensemble, the fitted regressor of each network; ``weights_`` their weights. ``log_evidence_`` is
             that of the mixture.
@@ -192,9 +198,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         weights: str | Sequence[float] = "uniform",
         memory: float | str = "auto",
         batch_size: int | str = "auto",
+        relinearize: int = 0,
         seed: int = 0,
         progress: bool | None = None,
     ) -> None:
+        self.relinearize = relinearize
         self.model, self.params, self.top, self.mean, self.prior, self.noise = model, params, top, mean, prior, noise
         self.solver, self.noise_floor, self.average, self.output = solver, noise_floor, average, output
         self.dtype = dtype
@@ -226,12 +234,30 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if isinstance(source, Tangent):
             self._carry_on(source, X, y, sample_weight)
             return self
+        around, self.relinearized_ = self._relinearize(X, y, sample_weight, source)
+        self._settle(around)
         if self.top == "evidence":
             self._fit_by_evidence(X, y, sample_weight, source)
         else:
             self._fit_all([(X, y, sample_weight)], source=source)
         self.__dict__.pop("tasks_", None)
         return self
+
+    def _relinearize(
+        self, X: Any, y: Any, sample_weight: Any, source: Any
+    ) -> tuple[Around | None, tuple[Relinearization, ...]]:
+        """The weights to linearize around, None for the network's own, and the steps that led there."""
+        check_settings(self)
+        if not self.relinearize:
+            return None, ()
+        if source is not None:
+            raise NotImplementedError("relinearize= does not go with source=: use relinearize=0.")
+
+        def fit(estimator: Any, around: Around | None) -> None:
+            estimator._settle(around)
+            estimator._fit_all([(X, y, sample_weight)])
+
+        return relinearize(self, fit, changed={"average": False})
 
     @together
     def fit_tasks(
@@ -248,6 +274,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """
         if len(tasks) == 0:
             raise ValueError("fit_tasks needs at least one (X, y).")
+        if self.relinearize:
+            raise NotImplementedError("fit_tasks has one linearization for all tasks: use relinearize=0.")
+        self._settle(None)
         weights = [None] * len(tasks) if sample_weight is None else list(sample_weight)
         if len(weights) != len(tasks):
             raise ValueError(
@@ -274,7 +303,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             both = WithSource.join(self, inputs[0], ys[0], weights[0], source)
             inputs[0], ys[0], weights[0] = both.inputs, both.y, both.weight
             self._source = range(both.start, both.stop)
-        model = self._network(inputs[0], data[0][1], weights[0])
+        model = self._network(inputs[0], data[0][1], weights[0]) if self._around is None else self._around.network
         known_mean = self._known_mean(model)
         self.mean_, self.selection_ = "network" if known_mean == "auto" else known_mean, None
         self._choose(model, inputs[0])
@@ -317,7 +346,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                 "One observation cannot tell signal from noise (n_samples=1). Give noise= as a number, or more data."
             )
         whole = jacobians[0] if len(jacobians) == 1 else Stack(jacobians)
-        self.prior_ = make_prior(lin, self.prior, J=whole, weight=_row_weights(tasks))
+        if self._around is None:
+            self.prior_ = make_prior(lin, self.prior, J=whole, weight=_row_weights(tasks))
+        else:
+            self.prior_ = self._around.prior
         settings = self._settings(_rounding(jacobians[0], solver), solver=solver, average=bool(self.average))
         if known_mean == "auto" and closed_form.decomposes(solver, rows, lin.p, lin.device) and _can_compare(targets):
             pairs = zip(tasks, targets, strict=True)
@@ -396,7 +428,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def _task(self, J: Jacobian, y: Tensor, X: Any, weight: Tensor | None, known: Tensor | None) -> Task:
         """The task of examples with weights (n,), and a known noise (n, c) of each observation, or None for both."""
-        base = self._base(J)
+        base = self._prior_base(J)
         noise = self._noise_of(J, X, known)
         if weight is not None:
             w = weight.to(noise.base).repeat_interleave(J.c)
@@ -452,6 +484,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
     def _set(self, task: Task, fit: Fit, inputs: list[Any]) -> None:
         self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
+        self._count_from_weights()
         self._settle_variance(task.J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
@@ -475,6 +508,11 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         fit = Fit(self.posterior_, choice, S, empty, empty, self.log_evidence_, self.log_evidence_error_, self.solver_)
         self.noise_, self.noise_floored_, self.averaged_ = first.noise_, first.noise_floored_, False
         self._train, self._fit_, self._kept, self.evidence_path_ = task, fit, {}, ()
+
+    def _loss_of(self, f: Tensor) -> float:
+        task = self._train
+        error = task.base.flatten() + task.r - f.flatten()
+        return 0.5 * float((error.square() / self._fit_.noise_rows).sum())
 
     def _count_noises(self, noise: Noise) -> int:
         """How many scales of the noise are not those of the source, which come after the others."""
@@ -553,6 +591,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             noise: Variances of the new observations, (n,) or (n, c), where those of `fit` had one each.
         """
         check_is_fitted(self)
+        self._check_own_weights("condition")
         task, X, _ = self._new_task(X, y, sample_weight, noise)
         if self._fit_.posterior.factored:
             whole, fit = updates.extend(self._train, self._fit_, task)
@@ -681,6 +720,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             (True, True, torch.Size([20]))
         """
         check_is_fitted(self)
+        self._check_own_weights("refit")
         if self._source is not None:
             raise NotImplementedError(
                 "refit keeps prior and noise, and the prior of a fit with source= is the posterior of the source. Use "
@@ -758,6 +798,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         units of the prior's standard deviations.
         """
         check_is_fitted(self)
+        self._check_own_weights("path")
         self._check_examples("path")
         if not t >= 0:
             raise ValueError(f"t is a time and must not be negative; got {t!r}.")
