@@ -24,7 +24,7 @@ PAPERS = {
     "damianou2020": "deep_gp",
     "yang2024": "lora",
     "calibration": "coverage unknown",
-    "scoreboard": "scoreboard",
+    "scoreboard": "scoreboard relinearized",
     "kirsch2019": "labels",
     "park2023": "attribution",
     "ritter2018": "onward merged",

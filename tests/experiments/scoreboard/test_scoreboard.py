@@ -7,7 +7,7 @@ from experiments import common
 from experiments.__main__ import main
 from experiments.common import ensembles
 from experiments.common.training import Labeled
-from experiments.scoreboard import classes, counts, methods, numbers, tasks
+from experiments.scoreboard import classes, counts, methods, numbers, relinearized, tasks
 from experiments.scoreboard.methods import ADAPT, AS_IS, ENSEMBLE, FINE, LAST, LINNET, LINNET_ENSEMBLE, TEMPERATURE
 from tests.support.drawn import normal
 from tests.support.needed import needs
@@ -185,3 +185,24 @@ def test_scoreboard_runs_and_goes_on(tmp_path):
     assert set(more["results"]["development"]["new digits, decay 0, 100 labels"]) == {AS_IS}
     with pytest.raises(ValueError, match="No cell has one of the texts"):
         main(["scoreboard", "--quick", "--only", "nothing", "--out", str(tmp_path)])
+
+
+def test_steps_count_as_better_or_worse_beyond_their_error():
+    def measured(nll, steps):
+        return {str(k): {"nll": value, "log evidence": 0.0, "taken": k} for k, value in zip(steps, nll, strict=True)}
+
+    runs = [measured(nll, relinearized.STEPS) for nll in ([1.0, 0.5, 1.1], [2.0, 1.4, 1.9])]
+    cell = relinearized.compare(runs)
+    assert cell["1"]["change of nll"]["mean"] == pytest.approx(-0.55)
+    assert cell["1"]["change of nll"]["error"] == pytest.approx(0.05)
+    counted = relinearized.count({"a cell": cell})
+    assert (counted["1"]["better"], counted["1"]["worse"]) == (1, 0)
+    assert (counted["3"]["better"], counted["3"]["worse"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_relinearized_runs(tmp_path):
+    needs("uci/boston.csv", "uci/splits.npz")
+    record = run_quick(tmp_path, "relinearized")
+    assert set(record["cells"]) == {"boston, 50 labels", "sinusoids, 5 labels"}
+    assert record["verdicts"]["1"]["cells"] == 2
