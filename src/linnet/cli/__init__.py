@@ -181,13 +181,11 @@ def uncertainty() -> None:
 
 @_command(
     "predict.run",
-    "run data out error_bars model weights trust device force",
+    "run data out no_error_bars model weights trust device force",
     **RUN
     | {
         "run": _option(Path, "Folder that adapt, uncertainty or embed has written."),
-        "error_bars": _option(
-            bool, "Without error bars, a prediction takes one forward pass.", True, "--error-bars/--no-error-bars"
-        ),
+        "no_error_bars": _option(bool, "Predict in one forward pass, without error bars.", False, "--no-error-bars"),
         "out": _option(Path, "File for the predictions: .csv, or .npz for an embedding."),
     },
 )

@@ -26,7 +26,8 @@ from linnet.report import softmax, to_array
 
 def run(options: Mapping[str, Any]) -> None:
     """Load a run, read new data as the run did, and write predictions with error bars, or vectors of an embedding."""
-    folder, data, out, bars = (options[name] for name in ("run", "data", "out", "error_bars"))
+    folder, data, out = (options[name] for name in ("run", "data", "out"))
+    bars = not options["no_error_bars"]
     device, kept = choose_device(options["device"]), run_folder.read(folder)
     ending = ".npz" if kept.command == "embed" else ".csv"
     if out.suffix != ending:
