@@ -97,7 +97,8 @@ def fit_tangent(task: Task, model: Any, **settings: Any) -> Prediction:
 
 def fit_last_layer(task: Task) -> Prediction:
     """Bayesian linear regression of the last layer, prior and noise by the evidence."""
-    return fit_tangent(task, task.networks[0], params=f"{len(task.networks[0]) - 1}.*")  # type: ignore[arg-type]
+    last = f"{len(task.networks[0]) - 1}.*"  # type: ignore[arg-type]
+    return fit_tangent(task, task.networks[0], params=last, inputs=False)
 
 
 def adapt(task: Task) -> Prediction:

@@ -67,12 +67,12 @@ def test_fine_tuning_is_found_where_linear_ways_are_not_enough():
     with torch.no_grad():
         model[0].weight *= 1e-3
     y = X[:, 0].abs() + 0.01 * points(300, 1)[:, 0]
-    reg = linnet.adapt(model, X, y, progress=False)
+    reg = linnet.adapt(model, {"input": X}, y, progress=False)  # without features of a matrix of inputs
     scores = {trial.name: trial.score for trial in reg.selection_}
     assert [trial.name for trial in reg.selection_ if trial.chosen] == [TUNED]
     assert scores[TUNED] < scores[TANGENT] - 0.5
     new = points(200, 2)
-    assert (reg.predict(new) - new[:, 0].abs()).square().mean() < 0.2 * new[:, 0].abs().var()
+    assert (reg.predict({"input": new}) - new[:, 0].abs()).square().mean() < 0.2 * new[:, 0].abs().var()
 
 
 def test_the_last_layer_is_judged_after_its_fit_and_numbers_may_need_a_new_head():

@@ -10,6 +10,7 @@ from torch import nn
 import linnet
 from linnet.inference.gaussian import closed_form
 from linnet.tangent import MeanTrial
+from linnet.tangent.input_features import LENGTHS
 
 
 def network(outputs=1, seed=0):
@@ -75,7 +76,7 @@ def check(model, X, y, wanted, **settings):
     fits = {mean: linnet.TangentRegressor(model, mean=mean, **settings).fit(X, y) for mean in ("network", "zero")}
     scores = {mean: fit.log_evidence_ + fit.loo_.log_score.sum() for mean, fit in fits.items()}
     best = max(scores, key=scores.get)
-    reg = linnet.TangentRegressor(model, **settings).fit(X, y)
+    reg = linnet.TangentRegressor(model, inputs=False, **settings).fit(X, y)
     assert reg.mean_ == best and wanted in (None, best)
     assert [row.name for row in reg.selection_] == ["network", "zero"]
     for row in reg.selection_:
@@ -109,13 +110,15 @@ def test_weights_count_as_repeated_examples(solver, outputs):
 
 def test_kernels_and_eigenvectors_are_made_once(monkeypatch):
     made, decomposed = [], []
-    make, decompose = closed_form._make_kernels, closed_form.gaussian.decompose
-    monkeypatch.setattr(closed_form, "_make_kernels", lambda *given: made.append(1) or make(*given))
+    make, decompose = closed_form.make_kernels, closed_form.gaussian.decompose
+    monkeypatch.setattr(closed_form, "make_kernels", lambda *given: made.append(1) or make(*given))
     monkeypatch.setattr(closed_form.gaussian, "decompose", lambda *given: decomposed.append(1) or decompose(*given))
     model = network()
     X, y = close_data(model)
     linnet.TangentRegressor(model, solver="function").fit(X, y)
-    assert len(made) == len(decomposed) == 1
+    assert len(made) == 1 and len(decomposed) == 1 + len(LENGTHS)
+    linnet.TangentRegressor(model, solver="function", inputs=False).fit(X, y)
+    assert len(made) == 2 and len(decomposed) == 2 + len(LENGTHS)
 
 
 def test_tasks_share_the_choice():

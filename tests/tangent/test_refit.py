@@ -84,7 +84,9 @@ def test_known_variances_are_those_of_the_new_inputs() -> None:
     model = mlp(2)
     X, Z = normal(15, 3), normal(6, 3, seed=1)
     out, new_out = model(X).detach(), model(Z).detach()
-    first = TangentRegressor(model, noise="heteroscedastic", prior="shared").fit(X, out[:, :1] + normal(15, 1, seed=2))
+    first = TangentRegressor(model, noise="heteroscedastic", prior="shared", inputs=False).fit(
+        X, out[:, :1] + normal(15, 1, seed=2)
+    )
     y = new_out[:, :1] + normal(6, 1, seed=3)
     J = dense_jacobian(model, Z, output=lambda raw: raw[:, :1], names=dict(model.named_parameters()))
     rows = first.noise_ * new_out[:, 1].exp()

@@ -235,6 +235,7 @@ def test_what_a_fit_around_other_weights_does_not_take():
     [
         ({"solver": "cg-function"}, "solver='cg-function'"),
         ({"mean": "zero"}, "mean='zero'"),
+        ({"inputs": True}, "inputs=True"),
         ({"top": "evidence"}, "top='evidence'"),
         ({"model": None}, "model=None"),
         ({"noise": "heteroscedastic"}, "noise='heteroscedastic'"),

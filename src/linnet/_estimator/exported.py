@@ -243,7 +243,9 @@ class RowsWithVariance(nn.Module):
         return rotation.rows(J.flatten(0, 1)).unflatten(0, (-1, J.shape[1]))
 
 
-def make_predictive_module(estimator: Any, form: Form, *, with_network: bool, level: Tensor | None) -> PredictiveModule:
+def make_predictive_module(
+    estimator: Any, form: Form, *, with_network: bool, level: Tensor | None, network: nn.Module | None = None
+) -> PredictiveModule:
     """The module of a fitted estimator.
 
     Args:
@@ -251,6 +253,7 @@ def make_predictive_module(estimator: Any, form: Form, *, with_network: bool, le
         form: What the module returns.
         with_network: Whether the mean holds the outputs of the network itself.
         level: (c,), added to the mean; None for nothing.
+        network: What was linearized, where that is more than the user's network.
     """
     lin, posterior = estimator.lin_, estimator._error_bars
     if posterior.is_point:
@@ -259,12 +262,12 @@ def make_predictive_module(estimator: Any, form: Form, *, with_network: bool, le
     check_whole(lin.given, "to_module")
     expected = _predict_probe(estimator, level, with_network=with_network)
     name = _find_last_layer(lin)
-    own = FunctionalModel.of(lin.given, list(lin.theta), output=lin.network.output)
+    own = FunctionalModel.of(lin.given if network is None else network, list(lin.theta), output=lin.network.output)
     with own.in_precision("highest"):
         if name is not None:
-            network = _put_head(estimator, name, with_network=with_network, level=level)
+            changed = _put_head(estimator, name, with_network=with_network, level=level)
             read = checks.output_tensor if lin.network.output is None else lin.network.output
-            module = PredictiveModule(network, read, form).eval()
+            module = PredictiveModule(changed, read, form).eval()
             if _is_same(module, expected):
                 return module
         module = PredictiveModule(_make_rows(estimator, own, expected, with_network, level), _as_given, form).eval()
@@ -432,6 +435,7 @@ class Expected:
         f: (n, c), outputs of the network.
         mean: (n, c).
         variance: (n, c).
+        prior: The largest variance beforehand, of which the data leave the variance; 0 where it is not the difference.
         dtype: The dtype of the network.
     """
 
@@ -439,6 +443,7 @@ class Expected:
     f: Tensor
     mean: Tensor
     variance: Tensor
+    prior: float
     dtype: torch.dtype
 
 
@@ -450,9 +455,12 @@ def _predict_probe(estimator: Any, level: Tensor | None, *, with_network: bool) 
     dtype = next(lin.given.parameters()).dtype
     batch = batch.to(lin.device).with_inputs(lambda t: t.to(dtype) if t.is_floating_point() else t)
     J = lin.jacobian(batch.args[0] if len(batch.args) == 1 and not batch.kwargs else batch.kwargs or batch.args)
-    f, shift, variance = estimator._error_bars.predict(J, "variance")
+    posterior = estimator._error_bars
+    f, shift, variance = posterior.predict(J, "variance")
+    subtracts = isinstance(posterior, FunctionPosterior | KernelPosterior)
+    prior = float(J.gram_diag(scale=posterior.D).amax()) if subtracts else 0.0
     mean = shift + (f if with_network else 0.0)
-    return Expected(batch, f, mean if level is None else mean + level, variance, dtype)
+    return Expected(batch, f, mean if level is None else mean + level, variance, prior, dtype)
 
 
 def _is_same(module: PredictiveModule, expected: Expected) -> bool:
@@ -469,5 +477,6 @@ def _is_same(module: PredictiveModule, expected: Expected) -> bool:
     limit = min(ROUNDING * torch.finfo(expected.dtype).eps, LARGEST)
     size = expected.mean.abs().amax() + expected.f.abs().amax()
     far = (mean - expected.mean).abs().amax() > limit * size
-    # A standard deviation may be small beside the mean.
-    return not bool(far) and bool((variance - expected.variance).abs().amax() <= limit * expected.variance.amax())
+    # A standard deviation may be small beside the mean, and what data leave of a variance small beside the variance.
+    left = limit * expected.variance.amax() + 64 * torch.finfo(expected.variance.dtype).eps * expected.prior
+    return not bool(far) and bool((variance - expected.variance).abs().amax() <= left)

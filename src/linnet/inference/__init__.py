@@ -1,7 +1,16 @@
 """Data, prior and likelihood to posterior and evidence."""
 
 from linnet.inference.any_likelihood import Inference, InferenceOptions, ModeFit, Observations
-from linnet.inference.certificate import CHOSEN, HEAD, STANDARD, TRAINED, Certificate, bound_distance, bound_rounding
+from linnet.inference.certificate import (
+    CHOSEN,
+    FEATURES,
+    HEAD,
+    STANDARD,
+    TRAINED,
+    Certificate,
+    bound_distance,
+    bound_rounding,
+)
 from linnet.inference.evidence.gaussian import LOG_2PI, Choice
 from linnet.inference.evidence.laplace import add_kernels, scale_slopes
 from linnet.inference.evidence.log_determinants import Cost, Coupled, Dense, LogDet, Separable, eigenvalues_of
@@ -26,6 +35,7 @@ from linnet.inference.samples import Samples, choose_space, effective_dimension,
 
 __all__ = [
     "CHOSEN",
+    "FEATURES",
     "HEAD",
     "LOG_2PI",
     "STANDARD",

@@ -14,6 +14,7 @@ CHOSEN = (
     "examples that are forgotten"
 )
 STANDARD = "the network standardizes its inputs, and the mean function has its level, from all examples of the fit"
+FEATURES = "the features of the inputs are in units of the mean and the standard deviation of all examples of the fit"
 HEAD = "the head of the network was fitted with the examples that are forgotten (attach_head)"
 TRAINED = (
     "the weights of the network were trained with whatever they were trained with: forgetting changes the error bars "

@@ -182,6 +182,17 @@ def _check_layouts(found: Sequence[Any]) -> None:
             )
 
 
+def _check_features(found: Sequence[Any]) -> None:
+    states = [{} if one._features is None else one._features.state_dict() for one in found]
+    for i, state in enumerate(states):
+        same = state.keys() == states[0].keys() and all(torch.equal(t, states[0][key]) for key, t in state.items())
+        if not same:
+            raise ValueError(
+                f"Estimators 0 and {i} have other features of the inputs (inputs_), which come from the data of each. "
+                "Fit all with inputs=False."
+            )
+
+
 def _check_variances(found: Sequence[Any]) -> None:
     first = found[0].prior_variance_
     eps = torch.finfo(first.dtype).eps
@@ -211,6 +222,7 @@ def _check_likelihoods(described: Sequence[Any]) -> None:
 def _merge_tangent(found: Sequence[Any]) -> Any:
     for one in found:
         one._check_own_weights("merge")
+    _check_features(found)
     _check_layouts(found)
     bases = [None if one.model is None else saved.base_of(one) for one in found]
     for i, base in enumerate(bases):

@@ -28,11 +28,12 @@ from linnet._estimator import (
 )
 from linnet._estimator import files as saved
 from linnet.data import Batch, SingleBatch, as_source
-from linnet.inference import CHOSEN, HEAD, STANDARD, Certificate, SolverSettings
-from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings
+from linnet.inference import CHOSEN, FEATURES, HEAD, STANDARD, Certificate, SolverSettings
+from linnet.jacobian import Jacobian, Linearization, NetworkChunks, PassSettings, linearize
 from linnet.network import block_names, check_whole, has_fitted_head, select, top_blocks
 from linnet.probability import Posterior, Prior, Spread, layer_sums
 from linnet.tangent import files
+from linnet.tangent.input_features import NAME, PREFIX, InputFeatures, NetworkWithInputs, own_name
 from linnet.tangent.relinearization import Around, Relinearization
 
 Mean = Literal["auto", "network", "zero"]
@@ -90,6 +91,8 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     _level: Tensor | None = None
     _source: range | None = None
     _forgotten: int = 0  # examples
+    _features: InputFeatures | None = None  # of the inputs, beside the network
+    _outputs: int = 1  # of the network, where there are features
     _made: dict[str, Any] | None = None  # how the network was made from that of the user
     selection_: tuple[Any, ...] | None = None
     relinearized_: tuple[Relinearization, ...] = ()
@@ -103,6 +106,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         *("n_features_in_", "feature_names_in_"),  # of the inputs
         *("scales_", "mean_", "selection_", "_level", "_source", "_forgotten"),  # of the prior and the mean function
         *("_around", "_shift", "relinearized_"),  # of the weights
+        *("_features", "_outputs"),  # of the inputs, beside the network
     )
     """Attributes that an estimator has in common with one that it makes for other data."""
 
@@ -207,7 +211,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if self.model is None or is_ensemble(self) or is_ensemble(earlier):
             raise ValueError("source= with a fitted estimator is for one network, which both have as model=.")
         self._choose(self.model, X)
-        names, known = list(select(self.model, self._selected)), list(earlier.lin_.theta)
+        names, known = list(select(self.model, self._selected)), earlier._own_parameters()
         if names != known or saved.checksum(self.model) != saved.base_of(earlier):
             raise ValueError(
                 f"source= was fitted around other weights, or over other parameters: {len(known)} tensors there and "
@@ -295,6 +299,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         if "certificate" not in self._kept:
             remains = [CHOSEN] if self._forgotten else []
             remains += [STANDARD] if self._forgotten and self.model is None else []
+            remains += [FEATURES] if self._forgotten and self._features is not None else []
             remains += [HEAD] if self._forgotten and has_fitted_head(self.lin_.given) else []
             self._kept["certificate"] = Certificate(self._forgotten, *self._bound_errors(), tuple(remains))
         return self._kept["certificate"]
@@ -445,19 +450,56 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """The inverse; J is the Jacobian of the training inputs where they were saved."""
         raise NotImplementedError
 
+    # Features of the inputs.
+
+    @property
+    def inputs_(self) -> float | None:
+        """The length scale of the features of the inputs; None for a model without them."""
+        check_is_fitted(self)
+        return None if self._features is None else self._features.length
+
+    def _linearize_with_features(self, model: nn.Module, dtypes: Dtypes, output: Any) -> Linearization:
+        """The linear model of a network and features of its inputs, which watches the network alone."""
+        names = [f"{PREFIX}{name}" for name in select(model, self._selected)]
+        whole = self._add_features(model, output)
+        return dtypes.apply(linearize(whole, [*names, f"{NAME}.weight"])).watching(model)
+
+    def _add_features(self, model: nn.Module, output: Any) -> NetworkWithInputs:
+        assert self._features is not None
+        return NetworkWithInputs(model, self._features, self._outputs, output)
+
+    def _whole_network(self) -> nn.Module:
+        """The module that the linear model is of: the network, or the network with features of the inputs."""
+        given, whole = self.lin_.given, self.lin_.module
+        if self._features is None:
+            return given
+        assert isinstance(whole, NetworkWithInputs)
+        return self._add_features(given, whole.output)
+
+    def _own_parameters(self) -> list[str]:
+        """The selected parameters of the network, by the names that they have there."""
+        names = list(self.lin_.theta)
+        return names if self._features is None else [own_name(name) for name in names if name.startswith(PREFIX)]
+
     # The adapted model.
 
     @property
     def delta_(self) -> dict[str, Tensor]:
-        """How far the parameters move from those of the given network, by name."""
+        """How far the parameters move from those of the given network, by name.
+
+        "input_features.weight" are the weights of features of the inputs.
+        """
         check_is_fitted(self)
-        return self.lin_.layout.unflatten(self._moved)
+        return self._with_own_names(self.lin_.layout.unflatten(self._moved))
 
     @property
     def _moved(self) -> Tensor:
         """The displacement from where the prior is centered, (p,)."""
         delta = self.posterior_.delta
         return delta if self._shift is None else delta + self._shift
+
+    def _with_own_names(self, found: dict[str, Any]) -> dict[str, Any]:
+        return found if self._features is None else {own_name(name): value for name, value in found.items()}
 
     @property
     def layer_relevance_(self) -> dict[str, float]:
@@ -470,7 +512,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         S, delta = self.prior_variance_, self._moved
         parts = layer_sums(self.lin_.layout, torch.where(S > 0, delta.square() / S, 0.0))
         total = sum(parts.values())
-        return {layer: part / total if total > 0 else 0.0 for layer, part in parts.items()}
+        return self._with_own_names({layer: part / total if total > 0 else 0.0 for layer, part in parts.items()})
 
     def to_module(self, *, error_bars: bool = False) -> nn.Module:
         """A module that computes the adapted linear model, ``f(x; theta0) + J(x) delta`` (without f for mean zero).
@@ -484,7 +526,7 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         check_is_fitted(self)
         if error_bars:
             options: dict[str, Any] = {"with_network": self.mean_ == "network", "level": self._level}
-            return make_predictive_module(self, self._exported_form(), **options)
+            return make_predictive_module(self, self._exported_form(), network=self._whole_network(), **options)
         self.lin_.check_unchanged(contents=True)
         network = self.mean_ == "network"
         return LinearizedModule(self.lin_, self.posterior_.delta, with_network=network, level=self._level)
@@ -500,14 +542,15 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
         """A copy of the network with ``theta0 + delta`` written in; the model given is untouched.
 
         The copy is another model wherever the network is not linear in its weights; see `linearity`. A warning says
-        where the copy fits the training data worse than the network did.
+        where the copy fits the training data worse than the network did. With features of the inputs (``inputs_``), the
+        copy is a module that adds them to the outputs of the network.
         """
         check_is_fitted(self)
         if self.model is None:
             raise ValueError("apply needs a network of your own: pass model=. The default one is not trained.")
         self.lin_.check_unchanged(contents=True)
         check_whole(self.lin_.given, "apply")
-        changed, steps = copy.deepcopy(self.lin_.given), self.lin_.layout.unflatten(self.posterior_.delta)
+        changed, steps = copy.deepcopy(self._whole_network()), self.lin_.layout.unflatten(self.posterior_.delta)
         with torch.no_grad():
             for name, parameter in select(changed, list(self.lin_.theta)).items():
                 parameter += steps[name].to(parameter)

@@ -16,6 +16,7 @@ from linnet._estimator import files as saved
 from linnet.inference import Average, Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
 from linnet.probability import POSTERIORS, describe_likelihood, posterior_from, restore_likelihood
+from linnet.tangent.input_features import InputFeatures
 from linnet.tangent.relinearization import Relinearization
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "top": estimator.top_,
         "top_path": None if estimator.top_path_ is None else list(estimator.top_path_.items()),
     }
+    if estimator._features is not None:
+        state["inputs_length"], state["outputs"] = estimator._features.length, estimator._outputs
+        tensors |= {f"features.{key}": value for key, value in estimator._features.state_dict().items()}
     inputs = [saved.flatten_inputs(X) for X in estimator._train_inputs]
     if found.needs_data and any(x is None for x in inputs):
         raise TypeError(
@@ -83,7 +87,7 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "estimator": type(estimator).__name__,
         "settings": saved.settings_of(estimator, apart=("model", "params", "top", "output", "dtype", "likelihood")),
         "needs_output": estimator.output is not None,
-        "parameters": list(estimator.lin_.theta),
+        "parameters": estimator._own_parameters(),
         **estimator._dtypes.meta(),
         "posterior": name,
         "base": base,
@@ -136,9 +140,13 @@ def read(
     network = model if model is not None else _default(saved.strip("network.", tensors), estimator.seed)
     device = next(network.parameters()).device
     tensors = {key: value.to(device) for key, value in tensors.items()}
+    state = meta["state"]
+    if "inputs_length" in state:
+        features = saved.strip("features.", tensors)
+        estimator._features = InputFeatures(features["center"], features["frequencies"], state["inputs_length"])
+        estimator._outputs = state["outputs"]
     estimator._attach(network, dtypes)
     estimator._probe = behavior.check(path, estimator.lin_, tensors, meta.get("behavior"))
-    state = meta["state"]
     estimator.prior_variance_ = tensors["prior_variance"]
     estimator.scales_, estimator.solver_, estimator.solution_ = state["scales"], state["solver"], None
     estimator.log_evidence_, estimator.log_evidence_error_ = state["log_evidence"], state["log_evidence_error"]

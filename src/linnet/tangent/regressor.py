@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from linnet.data import as_source
 from linnet.inference import (
     Fit,
     Noise,
+    SolverSettings,
     Task,
     bound_distance,
     bound_rounding,
@@ -52,7 +54,16 @@ from linnet.network import CannotCast, Params, check_module, checks
 from linnet.probability import Prior, PriorSpec, as_variances, check_prior, make_prior
 from linnet.tangent import files
 from linnet.tangent.base import Mean, Tangent
-from linnet.tangent.mean_choice import choose_mean
+from linnet.tangent.input_features import (
+    COLUMNS,
+    FREQUENCIES,
+    PREFIX,
+    ROWS,
+    InputFeatures,
+    own_name,
+    propose_features,
+)
+from linnet.tangent.mean_choice import Candidate, choose_mean
 from linnet.tangent.own_data_warning import warn_of_own_data
 from linnet.tangent.relinearization import Around, Relinearization, check_settings, relinearize
 
@@ -99,6 +110,13 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             are made once for both. "auto" is "zero" for a network with a head of `linnet.attach_head`, which has seen
             the targets. "auto" is "network" for two observations or fewer, for iterative solvers, and where the matrix
             to decompose has more than 4,096 rows (12,288 on a GPU).
+        inputs: Whether the linear model also has features of the inputs, whose kernel is nearly an RBF kernel: for
+            targets that the network knows little about. "auto" compares models with and without features, as ``mean``
+            compares mean functions, and chooses the length scale so. "auto" compares where ``mean`` is "auto" and
+            compares too, for one task of at most 1,024 observations, one input (n, d) of at most 64 columns, a prior
+            with one scale and a dense solver in function space; elsewhere it is False, and for the weights that
+            ``relinearize`` finds. True compares length scales alone, and raises where there can be no features. See
+            `linnet.tangent.input_features`.
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.probability.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
@@ -144,8 +162,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         noise_: Noise variance: a number, or one for each output; for "heteroscedastic" the scale of the network's; for
             a noise of each observation, what was given.
         mean_: The mean function, "network" or "zero"; that of `fit` also in `refit` and `condition`.
-        selection_: What "auto" compared, a row for each mean function with its log evidence and its leave-one-out log
-            densities; None where nothing was compared.
+        inputs_: The length scale of the features of the inputs, in standard deviations of the inputs times the root of
+            the number of columns; None for a model without features. That of `fit` also in `refit` and `condition`.
+        selection_: What "auto" compared, a row for each mean function, and for each with each length scale, with its
+            log evidence and its leave-one-out log densities; None where nothing was compared.
         source_noise_: The same of the source data, where `fit` was given them.
         noise_floored_: Whether half the noise would have more evidence, so that ``noise_`` comes from ``noise_floor``
             rather than from the observations; for "per-output" one for each.
@@ -185,6 +205,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         solver: str = "auto",
         *,
         top: int | str | None = None,
+        inputs: bool | str = "auto",
         noise_floor: float = NOISE_FLOOR,
         average: bool = True,
         output: Any = None,
@@ -205,7 +226,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.relinearize = relinearize
         self.model, self.params, self.top, self.mean, self.prior, self.noise = model, params, top, mean, prior, noise
         self.solver, self.noise_floor, self.average, self.output = solver, noise_floor, average, output
-        self.dtype = dtype
+        self.inputs, self.dtype = inputs, dtype
         self.tolerance, self.iterations, self.preconditioner = tolerance, iterations, preconditioner
         self.rank, self.samples, self.variance, self.memory = rank, samples, variance, memory
         self.weights, self.batch_size, self.seed, self.progress = weights, batch_size, seed, progress
@@ -257,7 +278,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             estimator._settle(around)
             estimator._fit_all([(X, y, sample_weight)])
 
-        return relinearize(self, fit, changed={"average": False})
+        return relinearize(self, fit, changed={"average": False, "inputs": False})
 
     @together
     def fit_tasks(
@@ -291,6 +312,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         """The regressors of all tasks (X, y, weights); ``dtype`` in place of the setting; ``source`` is of one task."""
         check_prior(self.prior)
         check_variance(self.variance)
+        _check_inputs_option(self.inputs)
         settings = self._settings()
         _check_noise(self.noise, self.noise_floor)
         inputs = [self._inputs(X, reset=i == 0) for i, (X, *_) in enumerate(data)]
@@ -298,7 +320,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         weighted = [leave_out_weightless(X, w, forward) for X, (*_, w) in zip(inputs, data, strict=True)]
         inputs, weights, kept = (list(column) for column in zip(*weighted, strict=True))
         ys = [counted.take(y) for (_, y, _), counted in zip(data, kept, strict=True)]
-        self._source = None
+        self._source = self._features = None
         if source is not None:
             both = WithSource.join(self, inputs[0], ys[0], weights[0], source)
             inputs[0], ys[0], weights[0] = both.inputs, both.y, both.weight
@@ -351,22 +373,107 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         else:
             self.prior_ = self._around.prior
         settings = self._settings(_rounding(jacobians[0], solver), solver=solver, average=bool(self.average))
-        if known_mean == "auto" and closed_form.decomposes(solver, rows, lin.p, lin.device) and _can_compare(targets):
-            pairs = zip(tasks, targets, strict=True)
-            zero = [replace(task, r=y.flatten(), base=torch.zeros_like(task.base)) for task, y in pairs]
-            options = {"network": tasks, "zero": zero}
-            self.mean_, fits, self.selection_ = choose_mean(options, self.prior_, settings)
-            tasks = options[self.mean_]
+        compares = known_mean == "auto" and closed_form.decomposes(solver, rows, lin.p, lin.device)
+        compares = compares and _can_compare(targets)
+        features = self._propose_features(tasks, inputs, weights, settings, compares=compares)
+        if compares or features:
+            options = {self.mean_: tasks}
+            if compares:
+                pairs = zip(tasks, targets, strict=True)
+                options["zero"] = [replace(task, r=y.flatten(), base=torch.zeros_like(task.base)) for task, y in pairs]
+            plain = self.inputs is not True
+            best, self.selection_ = choose_mean(options, self.prior_, settings, features=features, plain=plain)
+            self.mean_, fits, tasks = best.name, best.fits, options[best.name]
+            if best.features is not None:
+                tasks, fits = self._fit_with_features(model, tasks[0], inputs[0], best, settings)
         else:
             fits = closed_form.condition(tasks, self.prior_, settings)
         if self.mean_ == "network":
-            warn_of_own_data(tasks, self.prior_.base)
+            warn_of_own_data(tasks, self._of_network(self.prior_.base))
         if self._needs_float64(model, first, tasks, fits):
             return self._fit_all(data, "float64", source)
         self.scales_ = dict(zip(self.prior_.scales, fits[0].choice.scales, strict=False))
         self._set(tasks[0], fits[0], [inputs[0]])
         rest = zip(tasks[1:], fits[1:], inputs[1:], strict=True)
         return [self, *(self._with_task(task, fit, [X]) for task, fit, X in rest)]
+
+    def _propose_features(
+        self,
+        tasks: Sequence[Task],
+        inputs: Sequence[Any],
+        weights: Sequence[Tensor | None],
+        settings: SolverSettings,
+        *,
+        compares: bool,
+    ) -> list[tuple[InputFeatures, Tensor]]:
+        """Features of the inputs that are worth a comparison, and their values in the dtype of products.
+
+        Args:
+            tasks: The tasks.
+            inputs: Their inputs.
+            weights: The weights of their examples.
+            settings: Of the solvers, with the solver for the network alone.
+            compares: Whether mean functions are compared.
+        """
+        if self.inputs is False or (self.inputs == "auto" and not compares):
+            return []
+        lin, J, X = self.lin_, tasks[0].J, inputs[0]
+        matrix = isinstance(X, np.ndarray | Tensor) and X.ndim == 2
+        wanted = replace(settings, solver=self.solver)
+        p, own = lin.p + 2 * FREQUENCIES * J.c, next(lin.given.parameters()).dtype
+        why = None
+        if self.model is None or self._source is not None or len(tasks) > 1:
+            why = "is for one task and a network of your own, fitted without source="
+        elif not matrix or not torch.as_tensor(X[:1]).is_floating_point() or not 0 < X.shape[1] <= COLUMNS:
+            why = f"needs one input (n, d) of floating numbers with at most {COLUMNS} columns"
+        elif own not in (torch.float32, torch.float64):
+            why = "needs a network in float32 or float64"
+        elif len(self.prior_.scales) != 1:
+            why = "needs a prior with one scale, such as prior='balanced'"
+        elif J.shape[0] > ROWS or J.has_many_outputs(self.samples) or lin.ranks.world > 1:
+            why = f"is for one process, up to {ROWS:,} observations and few outputs for each example"
+        elif sum(len(task.r) for task in tasks) < 3:
+            why = "needs three observations to choose a length scale"
+        elif choose_solver(J.shape[0], p, wanted, device=lin.device) != "function":
+            why = "is solved in function space, with solver='function' or 'auto' and memory for it"
+        if why is not None:
+            if self.inputs is True:
+                raise NotImplementedError(
+                    f"inputs=True {why}. Use inputs=False, which is a model of the network alone."
+                )
+            return []
+        rows = torch.as_tensor(X).detach().to(device=lin.device, dtype=lin.model_dtype)
+        found = propose_features(rows, weights[0], dtype=own, seed=self.seed)
+        return [(one, copy.deepcopy(one).to(lin.model_dtype)(rows).to(lin.dtype)) for one in found]
+
+    def _of_network(self, variance: Tensor) -> Tensor:
+        """Prior variances (p,) with zero for the weights of features of the inputs."""
+        if self._features is None:
+            return variance
+        out, layout = variance.clone(), self.lin_.layout
+        for name, at in layout.slices.items():
+            if not name.startswith(PREFIX):
+                out[at] = 0.0
+        return out
+
+    def _fit_with_features(
+        self, model: nn.Module, task: Task, X: Any, best: Candidate, settings: SolverSettings
+    ) -> tuple[list[Task], list[Fit]]:
+        """The task and its fit with the Jacobian of the model with features, which stays."""
+        assert best.features is not None
+        layout, prior = self.lin_.layout, self.prior_
+        self._features, self._outputs = best.features, task.base.shape[1]
+        self._attach(model, self._dtypes)
+        new = self.lin_.layout
+        base = torch.full((new.p,), best.variance, dtype=prior.base.dtype, device=prior.base.device)
+        for name, at in new.slices.items():
+            if (own := own_name(name)) in layout.slices:
+                base[at] = prior.base[layout.slices[own]]
+        self.prior_ = replace(prior, base=base)
+        task = replace(task, J=self._jacobian(X).cached())
+        # Features in float32 are not those in the dtype of products: the kernel is made again.
+        known = best.kernels if self.lin_.model_dtype == self.lin_.dtype else {}
+        return [task], closed_form.condition([task], self.prior_, replace(settings, solver="function"), shared=known)
 
     def _needs_float64(self, model: nn.Module, first: Jacobian, tasks: list[Task], fits: list[Fit]) -> bool:
         """Whether rounding inside the network moves the mean too far and a copy in float64 serves; say so.
@@ -411,7 +518,9 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
 
     def _linearize(self, model: nn.Module, dtypes: Dtypes, *, second: bool = False) -> Linearization:
         output = _Half(self.output, second) if self._noise_name == "heteroscedastic" else self.output
-        return dtypes.apply(linearize(model, self._selected, output))
+        if self._features is None or second:
+            return dtypes.apply(linearize(model, self._selected, output))
+        return self._linearize_with_features(model, dtypes, output)
 
     def _targets(self, y: Any, J: Jacobian) -> Tensor:
         y = as_targets(y, J).to(device=J.device, dtype=J.dtype)
@@ -730,7 +839,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         J, choice = task.J, self._fit_.choice
         task = replace(task, noise=replace(task.noise, value=choice.noise))
         if self.mean_ == "network":
-            warn_of_own_data([task], self.prior_variance_)
+            warn_of_own_data([task], self._of_network(self.prior_variance_))
         prior = Prior("given", self.prior_variance_)
         rows, p = J.shape
         solver = choose_solver(rows, p, self._settings(), device=J.device)
@@ -821,7 +930,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         check_is_fitted(self)
         self._check_examples("loo_")
         if "loo" not in self._kept:
-            found = updates.leave_one_out(self._train, self._point_fit(), self._precisions())
+            fit = self._point_fit()
+            found = updates.leave_one_out(self._train, fit.noise_rows, fit.alpha, self._precisions())
             y = self._train.base + self._train.r.view_as(self._train.base)
             index = self._task_examples(len(y))
             columns = self._shaped(y - found.step), self._shaped(found.variance.sqrt()), found.score
@@ -953,6 +1063,11 @@ def _tell_apart(task: Task, source: range, c: int) -> Task:
         return task
     later = torch.arange(len(task.r), device=noise.group.device) // c >= source.start
     return replace(task, noise=replace(noise, group=noise.group + noise.count * later, count=2 * noise.count))
+
+
+def _check_inputs_option(inputs: Any) -> None:
+    if not isinstance(inputs, bool) and inputs != "auto":
+        raise ValueError(f"inputs must be True, False or 'auto'; got {inputs!r}.")
 
 
 def _as_json(value: Any) -> Any:

@@ -174,6 +174,7 @@ def check_settings(estimator: Any) -> None:
         "model=None": estimator.model is None,
         "mean='zero'": estimator.mean == "zero",
         "top='evidence'": estimator.top == "evidence",
+        "inputs=True": getattr(estimator, "inputs", False) is True,
         "noise='heteroscedastic'": getattr(estimator, "noise", None) == "heteroscedastic" if k else False,
         f"solver={estimator.solver!r}": estimator.solver in ("cg-function", "cg-weight", "adam"),
     }

@@ -85,7 +85,7 @@ def mixture(reg: TangentRegressor, J: Tensor) -> Mixture:
 def fitted(solver: str, case: str, n: int = 12) -> tuple[TangentRegressor, Tensor, Tensor]:
     model = mlp()
     X, y = problem(model, n)
-    return TangentRegressor(model, solver=solver, **CASES[case]).fit(X, y), X, y
+    return TangentRegressor(model, solver=solver, inputs=False, **CASES[case]).fit(X, y), X, y
 
 
 @pytest.mark.parametrize("solver", DENSE)
@@ -116,7 +116,7 @@ def test_the_posterior_is_the_mixture(solver: str, case: str) -> None:
 @pytest.mark.parametrize("case", ["both", "noise given", "prior given"])
 def test_the_evidence_is_the_largest(solver: str, case: str) -> None:
     reg, X, y = fitted(solver, case)
-    largest = TangentRegressor(reg.model, solver=solver, average=False, **CASES[case]).fit(X, y)
+    largest = TangentRegressor(reg.model, solver=solver, inputs=False, average=False, **CASES[case]).fit(X, y)
     assert not largest.averaged_
     assert reg.log_evidence_ == pytest.approx(largest.log_evidence_, rel=1e-9)
     assert reg.evidence_path_ == largest.evidence_path_

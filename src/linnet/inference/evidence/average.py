@@ -101,8 +101,8 @@ def _weigh(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each ratio (g,) its log weight, and the means of scale and noise."""
     m = spectrum.m
-    log_det = torch.stack([(spectrum.weights * (spectrum.nodes / ratio).log1p()).sum() for ratio in ratios])
-    energy = torch.stack([(spectrum.energies / (spectrum.positions / ratio + 1)).sum() for ratio in ratios])
+    log_det = (spectrum.nodes / ratios[:, None]).log1p() @ spectrum.weights
+    energy = (1 / (spectrum.positions / ratios[:, None] + 1)) @ spectrum.energies
     if noise is not None:
         noises = torch.full_like(ratios, noise)
         value = -0.5 * (log_det + energy / noise)

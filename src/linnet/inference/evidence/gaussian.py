@@ -128,9 +128,15 @@ class KernelSpectrum:
         zero = self.nodes.new_zeros(1)
         return join_spectra([self, KernelSpectrum(zero, zero + count, zero, zero)]) if count else self
 
-    def best_scale(self, ratio: float) -> float:
-        """The scale of largest evidence where the noise is this ratio of the scale."""
-        return float((self.energies / (self.positions + ratio)).sum()) / self.m
+    def log_evidences(self, scales: Tensor, noises: Tensor) -> Tensor:
+        """`log_evidence` for many scales and noises, (g,) each."""
+        d = scales[:, None] * self.nodes + noises[:, None]
+        e = scales[:, None] * self.positions + noises[:, None]
+        return -0.5 * (d.log() @ self.weights + (1 / e) @ self.energies + self.m * LOG_2PI)
+
+    def best_scales(self, ratios: Tensor) -> Tensor:
+        """The scales of largest evidence where the noise is so many times the scale, (g,)."""
+        return (1 / (self.positions + ratios[:, None])) @ self.energies / self.m
 
 
 class Eigenpairs(NamedTuple):
@@ -237,13 +243,12 @@ def choose_one(
     zero = spectrum.nodes.new_zeros(1)
     # An energy that the kernel cannot explain, and no observation.
     penalized = join_spectra([spectrum, KernelSpectrum(zero, zero, zero, zero + penalty)])
-    starts = []
     low, high = ratio_bounds(top, floor)
-    for i in range(count := math.ceil(4 * (high - low)) + 1):
-        ratio = math.exp(low + (high - low) * i / (count - 1))
-        s = scale or (noise / ratio if noise else penalized.best_scale(ratio))
-        starts.append(((s,), (noise or s * ratio,)))
-    start = max(starts, key=lambda start: penalized.terms(*start).value)
+    ratios = torch.linspace(low, high, math.ceil(4 * (high - low)) + 1, dtype=torch.float64).exp()
+    scales = torch.full_like(ratios, scale) if scale else noise / ratios if noise else penalized.best_scales(ratios)
+    noises = torch.full_like(ratios, noise) if noise else scales * ratios
+    best = int(penalized.log_evidences(scales, noises).argmax())
+    start = (float(scales[best]),), (float(noises[best]),)
     sizes = _Sizes([top], floor, floor * max(4 / max(16.0, spectrum.m), 1 / 64))
     return _choose(spectrum.terms, Choice(*start, math.nan), given, sizes, (penalty,))
 

@@ -100,13 +100,24 @@ def _keep(shared: dict[Any, Any] | None, key: Any, make: Callable[[], Any]) -> A
 # Dense function space.
 
 
-def _function(
+class _FunctionSpace(NamedTuple):
+    """What `_function` knows before it solves: whitened kernels and residuals, hyperparameters, eigenvectors."""
+
+    tasks: list[Task]
+    kernels: list[dict[str, Tensor]]
+    residuals: list[Tensor]
+    choice: Choice
+    points: average.WeightedPoints | None
+    decomposed: list[_Decomposed]
+
+
+def _prepare_function(
     tasks: Sequence[Task],
     prior: Prior,
     settings: SolverSettings,
     choice: Choice | None,
     shared: dict[Any, Any] | None,
-) -> list[Fit]:
+) -> _FunctionSpace:
     # The parts of a stack, which later data leave, are cached.
     tasks = [
         task if isinstance(task.J, Stack) else replace(task, J=_keep(shared, ("J", i), task.J.cached))
@@ -114,7 +125,7 @@ def _function(
     ]
     several = len(prior.scales) > 1 or tasks[0].noise.count > 1
     kernels: list[dict[str, Tensor]] = [
-        _keep(shared, ("kernels", i), partial(_make_kernels, task, prior)) for i, task in enumerate(tasks)
+        _keep(shared, ("kernels", i), partial(make_kernels, task, prior)) for i, task in enumerate(tasks)
     ]
     residuals = [task.r * task.noise.base.rsqrt() for task in tasks]
 
@@ -145,6 +156,17 @@ def _function(
             refine=partial(gaussian.choose_by_kernels, problems),
         )
         points = _points(tasks, prior, settings, known_spectra, floor)
+    return _FunctionSpace(tasks, kernels, residuals, choice, points, known_spectra)
+
+
+def _function(
+    tasks: Sequence[Task],
+    prior: Prior,
+    settings: SolverSettings,
+    choice: Choice | None,
+    shared: dict[Any, Any] | None,
+) -> list[Fit]:
+    tasks, kernels, residuals, choice, points, known_spectra = _prepare_function(tasks, prior, settings, choice, shared)
     if points is not None:
         pairs = zip(tasks, known_spectra, strict=True)
         return [_averaged_function(task, found, prior, choice, points) for task, found in pairs]
@@ -153,7 +175,7 @@ def _function(
         variance = prior.variance(choice.scales if prior.scales else ())
         parts = parts if shared is None else {name: K.clone() for name, K in parts.items()}
         M, scales = _combined_(parts, choice.scales), task.r.new_tensor(choice.noise)[task.noise.group]
-        _whiten_(M, scales)
+        whiten_(M, scales)
         M.diagonal().add_(1)
         check_conditioning(M)
         C = cholesky_(M)
@@ -169,19 +191,59 @@ def _function(
     return fits
 
 
-def _make_kernels(task: Task, prior: Prior) -> dict[str, Tensor]:
+class Summary(NamedTuple):
+    """What a fit of one task in function space would find, without its posterior.
+
+    Attributes:
+        log_evidence: As that of a `Fit`.
+        noise_rows: (n c,), the average noise variance of each observation.
+        alpha: (n c,), ``(K + noise)^-1 r`` with the average scale and noise.
+        precisions: (n, c, c), the diagonal blocks of ``(K + noise)^-1`` with them.
+    """
+
+    log_evidence: float
+    noise_rows: Tensor
+    alpha: Tensor
+    precisions: Tensor
+
+
+def summarize(task: Task, prior: Prior, settings: SolverSettings, shared: dict[Any, Any]) -> Summary | None:
+    """The summary of `condition` in function space, by the eigenvectors of the kernel; None where nothing is averaged.
+
+    Args:
+        task: The task.
+        prior: Of the displacement.
+        settings: How to solve.
+        shared: As for `condition`.
+    """
+    found = _prepare_function([task], prior, settings, None, shared)
+    if found.points is None:
+        return None
+    (values, Q, along), c = found.decomposed[0].pairs, task.base.shape[1]
+    inverse, W = 1 / (found.points.scale * values + found.points.noise), task.noise.base.rsqrt()
+    T = (W[:, None] * Q).view(-1, c, len(values))
+    return Summary(
+        _find_log_evidence(task, found.decomposed[0], found.choice),
+        task.noise.rows((found.points.noise,)),
+        W * (Q @ (inverse * along)),
+        (T * inverse) @ T.mT,
+    )
+
+
+def make_kernels(task: Task, prior: Prior) -> dict[str, Tensor]:
     """The whitened kernel of each scale of the prior."""
     parts = task.J.layer_grams() if len(prior.scales) > 1 else {"all": task.J.gram(scale=prior.base)}
     for K in parts.values():
-        _whiten_(K, task.noise.base)
+        whiten_(K, task.noise.base)
     return parts
 
 
-def _whiten_(K: Tensor, variance: Tensor) -> None:
-    """Divides rows and columns by standard deviations, in place."""
+def whiten_(K: Tensor, variance: Tensor) -> Tensor:
+    """K with rows and columns divided by standard deviations, in place."""
     if bool((variance != 1).any()):
         root = variance.rsqrt()
         K.mul_(root[:, None]).mul_(root)
+    return K
 
 
 def _combined_(parts: dict[str, Tensor], scales: Sequence[float]) -> Tensor:
@@ -371,9 +433,13 @@ def _averaged(
     solver: str,
 ) -> Fit:
     """The fit with averages in place of the choice, whose evidence stays."""
-    w = torch.ones_like(task.r) if task.noise.weight is None else task.noise.weight
-    known = 0.5 * float((w * (task.noise.base * w).log()).sum())
-    value = found.spectrum.log_evidence(choice.scales[0], choice.noise[0]) - known
+    value = _find_log_evidence(task, found, choice)
     kept = replace(choice, scales=(points.scale,), noise=(points.noise,), averaged=True)
     rows, before = task.noise.rows(kept.noise), Average(len(alpha), posterior.delta, alpha, value)
     return Fit(posterior, kept, variance, rows, alpha, value, 0.0, solver, average=before)
+
+
+def _find_log_evidence(task: Task, found: _Decomposed, choice: Choice) -> float:
+    w = torch.ones_like(task.r) if task.noise.weight is None else task.noise.weight
+    known = 0.5 * float((w * (task.noise.base * w).log()).sum())
+    return found.spectrum.log_evidence(choice.scales[0], choice.noise[0]) - known

@@ -141,16 +141,22 @@ class LeftOut(NamedTuple):
     score: Tensor
 
 
-def leave_one_out(task: Task, fit: Fit, P: Tensor) -> LeftOut:
-    """Predictions of each example from all others, in closed form; P are the `precisions`.
+def leave_one_out(task: Task, noise: Tensor, alpha: Tensor, P: Tensor) -> LeftOut:
+    """Predictions of each example from all others, in closed form.
 
     An example of weight w is left out w times, and its target is one observation.
+
+    Args:
+        task: The observations.
+        noise: The variance of each observation over its weight, (n c,).
+        alpha: ``(K + noise)^-1 r``, (n c,).
+        P: The `precisions`, (n, c, c).
     """
     n, c = P.shape[:2]
-    step = torch.linalg.solve(P, fit.alpha.view(n, c, 1))[..., 0]
+    step = torch.linalg.solve(P, alpha.view(n, c, 1))[..., 0]
     C = torch.linalg.inv(P)  # of all w observations' average
     if task.noise.weight is not None:
-        C = C + torch.diag_embed(((task.noise.weight - 1) * fit.noise_rows).view(n, c))
+        C = C + torch.diag_embed(((task.noise.weight - 1) * noise).view(n, c))
         P = torch.linalg.inv(C)
     energy = (step * (P @ step[..., None])[..., 0]).sum(1)
     score = 0.5 * (torch.linalg.slogdet(P)[1] - energy - c * LOG_2PI)

@@ -256,6 +256,7 @@ def _write_inside(report: Report) -> Markup | None:
 def _show_selection(rows: Sequence[Any]) -> Markup:
     """A table of what was compared, with the chosen row in bold."""
     titles = [x.name for x in dataclasses.fields(rows[0]) if x.name != "chosen"]
+    titles = [title for title in titles if any(getattr(row, title) is not None for row in rows)]
     right = [j for j, title in enumerate(titles) if any(isinstance(getattr(row, title), float) for row in rows)]
 
     def show(row: Any, title: str) -> Child:
