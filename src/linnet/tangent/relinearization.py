@@ -8,8 +8,9 @@ step goes from :math:`\theta_k` towards the mode of this fit, and is halved unti
 
 .. math:: -\log p(y \mid f(\theta)) + \tfrac12 (\theta - \theta_0)^\top S^{-1} (\theta - \theta_0) .
 
-The judge is the evidence of the linearized network, with the scales and the noise that are best there: a step whose
-evidence does not grow is not taken, and ends the search.
+The prior's scales and the noise are those of the largest evidence of each linearization; given as numbers, they stay,
+and all steps lower one objective. The judge is this evidence: a step whose evidence does not grow is not taken, and
+ends the search.
 """
 
 from __future__ import annotations

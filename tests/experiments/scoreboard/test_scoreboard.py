@@ -204,5 +204,5 @@ def test_steps_count_as_better_or_worse_beyond_their_error():
 def test_relinearized_runs(tmp_path):
     needs("uci/boston.csv", "uci/splits.npz")
     record = run_quick(tmp_path, "relinearized")
-    assert set(record["cells"]) == {"boston, 50 labels", "sinusoids, 5 labels"}
-    assert record["verdicts"]["1"]["cells"] == 2
+    assert set(record["cells"]["auto"]) == {"boston, 50 labels", "sinusoids, 5 labels"}
+    assert record["verdicts"]["network"]["1"]["cells"] == 2
