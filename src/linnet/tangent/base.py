@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 import torch
 from sklearn.base import BaseEstimator
@@ -34,7 +34,9 @@ from linnet.network import block_names, check_whole, has_fitted_head, select, to
 from linnet.probability import Posterior, Prior, Spread, layer_sums
 from linnet.tangent import files
 from linnet.tangent.input_features import NAME, PREFIX, InputFeatures, NetworkWithInputs, own_name
-from linnet.tangent.relinearization import Around, Relinearization
+
+if TYPE_CHECKING:
+    from linnet.tangent.relinearization import Around, Relinearization
 
 Mean = Literal["auto", "network", "zero"]
 

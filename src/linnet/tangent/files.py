@@ -17,7 +17,6 @@ from linnet.inference import Average, Choice, Fit, Noise, Task
 from linnet.linalg import LinearOperator, Stack
 from linnet.probability import POSTERIORS, describe_likelihood, posterior_from, restore_likelihood
 from linnet.tangent.input_features import InputFeatures
-from linnet.tangent.relinearization import Relinearization
 
 if TYPE_CHECKING:
     from linnet.tangent.base import Tangent
@@ -164,7 +163,9 @@ def read(
     parts, layout = saved.strip("posterior.", tensors), estimator.lin_.layout
     estimator.posterior_ = posterior_from(meta["posterior"], parts, J=J, layout=layout)
     estimator._made, estimator._shift = meta.get("made"), tensors.get("shift")
-    estimator.relinearized_ = tuple(Relinearization(**step) for step in meta.get("relinearized", ()))
+    if meta.get("relinearized"):
+        row_of = import_module("linnet.tangent.relinearization").Relinearization
+        estimator.relinearized_ = tuple(row_of(**step) for step in meta["relinearized"])
     if meta.get("selection") is not None:
         name = meta.get("selection_of", "Trial")
         row_of = getattr(import_module(SELECTIONS[name]), name)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet.network import check_whole, select
-from linnet.probability import Prior
 
 if TYPE_CHECKING:
+    from linnet.probability import Prior
     from linnet.tangent.base import Tangent
 
 HALVINGS = 10
