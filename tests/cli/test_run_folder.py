@@ -438,3 +438,16 @@ def test_the_fit_is_kept_when_the_test_is_interrupted(tmp_path, line, monkeypatc
     written = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert written == ["adapter.safetensors", "metrics.json", "run.json"]
     done("predict", "--run", tmp_path / "run", "--data", test, "--out", tmp_path / "p.csv")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_all_files_of_a_run_have_the_mode_of_new_files(tmp_path, made, umask):
+    before = os.umask(umask)
+    try:
+        options = ["--model", f"{made / 'nets.py'}:numbers", "--train", made / "train.csv", "--target", "y"]
+        done("adapt", *options, "--test", made / "test.csv", "--out", tmp_path / "run")
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "run").iterdir())
+    assert len(files) == 5 and {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o777 & ~umask

@@ -1,4 +1,13 @@
-"""HTML and SVG elements with escaped text; and a small plot with axes and marks, whose colors are in page.css."""
+"""HTML and SVG elements with escaped text; and a small plot with axes and marks, whose colors are in page.css.
+
+Why no matplotlib: a report needs no extra, and matplotlib is in the extra ``demo``. A figure has the colors of the page
+in light and in dark mode, because a style sheet colors it, and a title under the mouse for each mark. matplotlib fixes
+the colors in the file. Its SVG of 100 error bars has 35 kB with text and 43 kB with text as paths; this module's has
+16 kB.
+
+Why no Jinja2: `h` and `join` are the whole of what a template engine would replace, about 50 lines. The conditions, the
+loops and the formats of `linnet.report.html.page` would move into templates, where mypy does not see them.
+"""
 
 from __future__ import annotations
 
