@@ -1374,6 +1374,14 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
             check_covariance_fits(J, self.memory)
         return told.moments(J, spread), told
 
+    @together
+    def _probabilities_and_std(self, X: Any) -> tuple[Tensor, Tensor]:
+        """Class probabilities, and standard deviations of the logits (n, c), from one pass."""
+        moments, told = self._moments(X, "variance")
+        assert isinstance(moments.spread, Tensor)
+        p = told.probabilities(moments, link="probit", draws=0, seed=self.seed)
+        return p, told.means(moments.spread).sqrt()
+
     def _outputs_and_spread(self, X: Any, spread: Spread) -> tuple[Any, Any]:
         moments, _ = self._moments(X, spread)
         return moments.f, moments.spread

@@ -36,6 +36,7 @@ from linnet.network import Params, check_module
 from linnet.probability import (
     Bernoulli,
     Categorical,
+    FactoredCovariance,
     Likelihood,
     Ordinal,
     PriorSpec,
@@ -462,6 +463,17 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
     def _outputs_and_spread(self, X: Any, spread: Spread) -> tuple[Any, Any]:
         return self._predict(X, spread)
 
+    @together
+    def _probabilities_and_std(self, X: Any) -> tuple[Tensor, Tensor | None]:
+        """Class probabilities, and standard deviations of the logits (n, c), from one pass; None for a mode."""
+        f, spread = self._predict(X, self._spread)
+        p = self._for_all_classes(self._averaged(f, spread))
+        if spread is None:
+            return p, None
+        if isinstance(spread, FactoredCovariance):
+            return p, spread.T.square().sum(2).sqrt()
+        return p, (spread if spread.ndim == 2 else spread.diagonal(dim1=1, dim2=2)).sqrt()
+
     @property
     def _spread(self) -> Spread:
         """The second moments that probabilities take."""
@@ -481,7 +493,9 @@ class TangentClassifier(HubMixin, ClassUncertaintyMixin, ClassifierMixin, Genera
 
     @by_members
     def _probabilities(self, X: Any) -> Tensor:
-        p = self._averaged(*self._predict(X, self._spread))
+        return self._for_all_classes(self._averaged(*self._predict(X, self._spread)))
+
+    def _for_all_classes(self, p: Tensor) -> Tensor:
         return torch.cat([1 - p, p], 1) if p.shape[1] == 1 and not self.multilabel_ else p
 
     def _averaged(self, f: Tensor, spread: Any) -> Tensor:

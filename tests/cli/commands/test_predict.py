@@ -192,6 +192,18 @@ def test_without_error_bars_classes_take_one_pass(kind, monkeypatch):
     np.testing.assert_allclose(told.probabilities, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["laplace", "vi", "error bars"])
+def test_classes_with_error_bars_take_one_pass_too(kind, monkeypatch):
+    y = (WIDE[:, 0] > 0).long()
+    model = double(Counting(2, 16))
+    made = linnet.Laplace(model, prior=0.5) if kind == "error bars" else linnet.TangentClassifier(model, inference=kind)
+    found = made.fit(WIDE, y)
+    monkeypatch.setattr(Counting, "seen", 0)
+    told = predict(found, Examples(normal(4000, 4, seed=3), None, ""), classes=[0, 1], targets=[])
+    assert 1 <= Counting.seen / 4000 < 1.2
+    assert "logit_std" in told.columns
+
+
 def test_the_command_without_error_bars(made, tmp_path):
     line = ["predict", "--run", made / "run", "--data", made / "test.csv", "--out", tmp_path / "p.csv"]
     said = done(*line, "--no-error-bars")

@@ -13,7 +13,7 @@ import torch
 import linnet
 from linnet import metrics
 from linnet._common import listing
-from linnet._estimator import members_of
+from linnet._estimator import is_ensemble, members_of
 from linnet.cli import publishing, run_folder
 from linnet.cli.data_files import Examples, cast_for_network, read
 from linnet.cli.data_files.tables import write_csv
@@ -161,10 +161,9 @@ def _list_targets(data: Examples, names: Sequence[str]) -> dict[str, np.ndarray]
 def _predict_classes(
     estimator: Any, data: Examples, classes: list[Any], columns: dict[str, np.ndarray], *, error_bars: bool
 ) -> Predictions:
-    p = to_array(estimator.predict_proba(data.X)) if error_bars else _compute_probabilities_of_means(estimator, data.X)
+    p, std = _compute_probabilities(estimator, data.X, error_bars=error_bars)
     best = p.argmax(1)
     columns |= {"prediction": np.array(classes)[best], "probability": p[np.arange(len(p)), best]}
-    std = _compute_logit_std(estimator, data) if error_bars else None
     if std is not None:
         # A single output is the logit of the second class, and stands for both classes.
         columns["logit_std"] = std[np.arange(len(std)), best if std.shape[1] > 1 else np.zeros_like(best)]
@@ -172,17 +171,19 @@ def _predict_classes(
     return Predictions(columns, probabilities=p)
 
 
-def _compute_probabilities_of_means(estimator: Any, X: Any) -> np.ndarray:
-    """Class probabilities of the mean of the logits, (n, classes); of several networks their average."""
-    found = [softmax(member._outputs_and_spread(X, "none")[0]) for member in members_of(estimator)]
-    return np.average(found, axis=0, weights=getattr(estimator, "weights_", None) if len(found) > 1 else None)
+def _compute_probabilities(estimator: Any, X: Any, *, error_bars: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """Class probabilities (n, classes), and standard deviations of the logits (n, c), from one pass of each network.
 
-
-def _compute_logit_std(estimator: Any, data: Examples) -> np.ndarray | None:
-    """Standard deviations of the logits, (n, c); None for a mode, which has no standard deviations."""
+    Without error bars the probabilities are those of the mean of the logits. A mode has no standard deviations.
+    """
+    if not error_bars:
+        found = [softmax(member._outputs_and_spread(X, "none")[0]) for member in members_of(estimator)]
+        return np.average(found, axis=0, weights=getattr(estimator, "weights_", None) if len(found) > 1 else None), None
+    if not is_ensemble(estimator):
+        p, std = estimator._probabilities_and_std(X)
+        return to_array(p), None if std is None else to_array(std)
+    p = to_array(estimator.predict_proba(X))
     if isinstance(estimator, linnet.Laplace):
-        std = to_array(estimator.predict(data.X, return_std=True)[1])
-        return std if std.ndim == 2 else std[:, None]
-    if estimator.inference == "map":
-        return None
-    return to_array(estimator.predict_logits(data.X, return_std=True)[1])
+        std = to_array(estimator.predict(X, return_std=True)[1])
+        return p, std if std.ndim == 2 else std[:, None]
+    return p, None if estimator.inference == "map" else to_array(estimator.predict_logits(X, return_std=True)[1])
