@@ -334,6 +334,8 @@ def test_members_choose_for_themselves_and_a_new_fit_chooses_anew() -> None:
     model, (X, y) = mlp(), rough(60)
     reg = TangentRegressor([model, mlp(seed=1)]).fit(X, y)
     assert all(member.inputs_ is not None for member in reg.members_)
+    with pytest.raises(AttributeError, match=r"members_\[0\].inputs_"):
+        _ = reg.inputs_
     one = TangentRegressor(model).fit(X, y)
     assert one.inputs_ is not None
     assert one.set_params(inputs=False).fit(X, y).inputs_ is None and list(one.delta_)[-1] == "2.bias"

@@ -454,12 +454,6 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
 
     # Features of the inputs.
 
-    @property
-    def inputs_(self) -> float | None:
-        """The length scale of the features of the inputs; None for a model without them."""
-        check_is_fitted(self)
-        return None if self._features is None else self._features.length
-
     def _linearize_with_features(self, model: nn.Module, dtypes: Dtypes, output: Any) -> Linearization:
         """The linear model of a network and features of its inputs, which watches the network alone."""
         names = [f"{PREFIX}{name}" for name in select(model, self._selected)]

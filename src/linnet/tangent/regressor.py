@@ -594,6 +594,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.lin_.check_unchanged(contents=True)
         self.posterior_, self.prior_variance_ = fit.posterior, fit.variance
         self._count_from_weights()
+        self.inputs_ = None if self._features is None else self._features.length
         self._settle_variance(task.J)
         self.log_evidence_, self.log_evidence_error_ = fit.log_evidence, fit.error
         self.solver_, self.solution_, self.evidence_path_ = fit.solver, fit.solution, fit.choice.path
@@ -616,6 +617,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         task = Task(J, empty, noise, S.new_zeros(0, first._train.base.shape[1]))
         fit = Fit(self.posterior_, choice, S, empty, empty, self.log_evidence_, self.log_evidence_error_, self.solver_)
         self.noise_, self.noise_floored_, self.averaged_ = first.noise_, first.noise_floored_, False
+        self.inputs_ = first.inputs_
         self._train, self._fit_, self._kept, self.evidence_path_ = task, fit, {}, ()
 
     def _loss_of(self, f: Tensor) -> float:
@@ -658,6 +660,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self._one_column, self._level = meta["one_column"], tensors.get("level")
         self._noise_each, self.merged_ = meta.get("noise_each", False), meta.get("merged", False)
         self._forgotten = meta.get("forgotten", 0)
+        self.inputs_ = None if self._features is None else self._features.length
         if self.merged_:
             before = Matrix(self.prior_variance_.new_zeros(0, self.lin_.p))
             J = before if J is None else Stack([before, J])
