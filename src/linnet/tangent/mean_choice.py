@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.inference import Fit, SolverSettings, Task
+from linnet.inference import SolverSettings, Task
 from linnet.inference.gaussian import closed_form, updates
 from linnet.probability import Prior
 from linnet.tangent.input_features import SHARE, InputFeatures
@@ -42,21 +42,19 @@ class MeanTrial:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mean function and perhaps features of the inputs, and what a fit with them found.
+    """A mean function and perhaps features of the inputs.
 
     Attributes:
         name: "network" or "zero".
-        fits: Of each task; none with features.
+        shared: Kernels and their eigenvectors, for `closed_form.condition`.
         features: Of the inputs; None for a model without them.
         variance: Prior variance of the weights of the features where the scale is one.
-        kernels: With features, what `closed_form.condition` would make of the model with features, to be shared.
     """
 
     name: str
-    fits: list[Fit]
+    shared: dict[Any, Any]
     features: InputFeatures | None = None
     variance: float = 0.0
-    kernels: dict[Any, Any] | None = None
 
 
 def choose_mean(
@@ -81,9 +79,10 @@ def choose_mean(
     """
     candidates, trials = list[Candidate](), list[MeanTrial]()
     shared: dict[Any, Any] = {}
+    in_functions = settings.solver == "function"
     for name, tasks in options.items() if plain else ():
-        fits, value, left_out = _try(tasks, prior, settings, shared)
-        candidates.append(Candidate(name, fits))
+        value, left_out = (_score if in_functions and len(tasks) == 1 else _try)(tasks, prior, settings, shared)
+        candidates.append(Candidate(name, shared))
         trials.append(MeanTrial(name, value, left_out))
     if features:
         task, dense = next(iter(options.values()))[0], replace(settings, solver="function")
@@ -95,14 +94,14 @@ def choose_mean(
             variance = SHARE * average
             kernels = {"all": K + variance * closed_form.whiten_(_make_kernel(values, task), task.noise.base)}
             own: dict[Any, Any] = {("J", 0): J, ("kernels", 0): kernels}
-            for name, (first,) in options.items():
-                value, left_out = _score(first, prior, dense, own)
-                candidates.append(Candidate(name, [], one, variance, own))
+            for name, tasks in options.items():
+                value, left_out = _score(tasks, prior, dense, own)
+                candidates.append(Candidate(name, own, one, variance))
                 trials.append(MeanTrial(name, value, left_out, inputs=one.length))
     best = max(range(len(trials)), key=lambda i: trials[i].score)
     found = candidates[best]
-    if found.kernels is not None:
-        found.kernels.pop(("J", 0))
+    if found.features is not None:
+        found.shared.pop(("J", 0))  # which has no features
     return found, tuple(replace(trial, chosen=i == best) for i, trial in enumerate(trials))
 
 
@@ -118,10 +117,8 @@ def _average_variance(K: Tensor, task: Task) -> float:
     return float((w * task.noise.base * K.diagonal()).sum() / w.sum())
 
 
-def _try(
-    tasks: list[Task], prior: Prior, settings: SolverSettings, shared: dict[Any, Any]
-) -> tuple[list[Fit], float, float]:
-    """Fits, their log evidence and their leave-one-out log densities, both summed over tasks."""
+def _try(tasks: list[Task], prior: Prior, settings: SolverSettings, shared: dict[Any, Any]) -> tuple[float, float]:
+    """The log evidence of fits and their leave-one-out log densities, both summed over tasks."""
     fits = points = closed_form.condition(tasks, prior, settings, shared=shared)
     if fits[0].choice.averaged:  # leave-one-out is at the average
         choice = replace(fits[0].choice, averaged=False)
@@ -130,14 +127,15 @@ def _try(
         _sum_scores(task, fit.noise_rows, fit.alpha, updates.precisions(task, fit))
         for task, fit in zip(tasks, points, strict=True)
     ]
-    return fits, sum(fit.log_evidence for fit in fits), sum(scores)
+    return sum(fit.log_evidence for fit in fits), sum(scores)
 
 
-def _score(task: Task, prior: Prior, settings: SolverSettings, shared: dict[Any, Any]) -> tuple[float, float]:
+def _score(tasks: list[Task], prior: Prior, settings: SolverSettings, shared: dict[Any, Any]) -> tuple[float, float]:
     """Both numbers of `_try` for one task in function space, without the posterior where there is an average."""
+    (task,) = tasks
     found = closed_form.summarize(task, prior, settings, shared)
     if found is None:
-        return _try([task], prior, settings, shared)[1:]
+        return _try(tasks, prior, settings, shared)
     return found.log_evidence, _sum_scores(task, found.noise_rows, found.alpha, found.precisions)
 
 

@@ -383,8 +383,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                 options["zero"] = [replace(task, r=y.flatten(), base=torch.zeros_like(task.base)) for task, y in pairs]
             plain = self.inputs is not True
             best, self.selection_ = choose_mean(options, self.prior_, settings, features=features, plain=plain)
-            self.mean_, fits, tasks = best.name, best.fits, options[best.name]
-            if best.features is not None:
+            self.mean_, tasks = best.name, options[best.name]
+            if best.features is None:
+                fits = closed_form.condition(tasks, self.prior_, settings, shared=best.shared)
+            else:
                 tasks, fits = self._fit_with_features(model, tasks[0], inputs[0], best, settings)
         else:
             fits = closed_form.condition(tasks, self.prior_, settings)
@@ -472,7 +474,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         self.prior_ = replace(prior, base=base)
         task = replace(task, J=self._jacobian(X).cached())
         # Features in float32 are not those in the dtype of products: the kernel is made again.
-        known = best.kernels if self.lin_.model_dtype == self.lin_.dtype else {}
+        known = best.shared if self.lin_.model_dtype == self.lin_.dtype else {}
         return [task], closed_form.condition([task], self.prior_, replace(settings, solver="function"), shared=known)
 
     def _needs_float64(self, model: nn.Module, first: Jacobian, tasks: list[Task], fits: list[Fit]) -> bool:
