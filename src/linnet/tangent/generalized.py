@@ -65,7 +65,7 @@ class Generalized(Tangent):
     _weight: Tensor | None = None
     _observed: Tensor | None = None  # the targets of the training examples, as the likelihood takes them
 
-    _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_")
+    _SHARED: ClassVar[tuple[str, ...]] = (*Tangent._SHARED, "scale_examples_", "likelihood_", "prior_")
 
     # What an estimator says about its network and its targets.
 
@@ -355,6 +355,7 @@ class Generalized(Tangent):
         self.elbo_, self.elbo_path_, self.scale_examples_ = meta["elbo"], (), meta["scale_examples"]
         self.passes_, self.objective_path_, self.evidence_path_ = meta["passes"], (), ()
         self.mode_, self._weight, self.merged_ = None, tensors.get("weight"), meta.get("merged", False)
+        self.prior_ = Prior("given", self.prior_variance_)
         self._source = range(*meta["source"]) if "source" in meta else None
         self._observed, self._forgotten, self._kept = tensors.get("targets"), meta.get("forgotten", 0), {}
 
