@@ -86,6 +86,13 @@ def test_all_parts_are_there(kind):
     assert render(report) == render(cases.report(kind))
 
 
+@pytest.mark.parametrize(("kind", "names"), [("rows", ("rmse", "nll", "coverage")), ("pictures", ("nll", "ece"))])
+def test_metrics_have_their_names_of_the_console(kind, names):
+    text = Page(render(cases.report(kind))).text
+    for name in names:
+        assert f"{explain(name, regression=kind == 'rows').title} {name} " in text
+
+
 def test_the_command_and_the_seed():
     report = cases.report("rows")
     page = Page(render(report))

@@ -333,7 +333,9 @@ def _tabulate_scores(
             for method in by_method
         ]
         words = [[told.words, " ", h("em", goals[told.better])]] if explained else []
-        rows.append([h("strong", told.title), *cells, *words])
+        # The name that the console and metrics.json have stands below the title.
+        key = h("small", name, class_="quiet") if told.title.lower() != name else None
+        rows.append([[h("strong", told.title), key], *cells, *words])
     titles = ["", *by_method, *(["meaning"] if explained else [])]
     kind, style = "scores" if explained else "", f"--methods:{len(by_method)}"
     return _make_table(titles, rows, right=range(1, 1 + len(by_method)), kind=kind, style=style)
