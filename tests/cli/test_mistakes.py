@@ -90,6 +90,9 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         ["--train", "{folder}/labels/train.csv", "--test", "{folder}/other labels.csv"],
         ["labels that are not among the classes: 'medium'", "The classes are 'high', 'low'"],
     ),
+    ("adapt", ["--columns", "age,bmi,bp,bp"], ["--columns names 'bp' twice"]),
+    ("adapt", ["--columns", "age,bmi,bp,y"], ["--columns names the target 'y', which the network would then see"]),
+    ("adapt", ["--id", "y"], ["--id and --target both name 'y'"]),
     ("adapt", ["--drop", "bpp"], ["no column 'bpp'", "--drop"]),
     # What is predicted.
     ("adapt", ["--task", "classification"], ["needs labels, but the targets are numbers with fractions"]),
@@ -184,3 +187,16 @@ def test_tabs_in_a_csv_file(given, tmp_path):
     tabs = tmp_path / "train.csv"
     tabs.write_text(given.train.read_text().replace(",", "\t"))
     done("adapt", model=f"{given.nets}:numbers", target="y", train=tabs, out=tmp_path / "run")
+
+
+def test_a_target_that_is_named_twice(given, tmp_path):
+    said = refused(
+        "adapt", "--target", "y", model=f"{given.nets}:numbers", train=given.train, target="y", out=tmp_path / "run"
+    )
+    assert "--target names 'y' twice" in said
+
+
+def test_targets_that_are_scaled_by_new_data(given, tmp_path):
+    how = {"model": f"{given.nets}:numbers", "target": "y", "train": given.train}
+    said = done("adapt", "--scale-target", **how, out=tmp_path / "run")
+    assert f"--scale-target measures {given.train}. A network that was trained on other data" in said

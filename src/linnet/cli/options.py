@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linnet import _estimator as estimators
-from linnet._common import format_bytes
+from linnet._common import format_bytes, listing
 from linnet.cli.data_files import Examples, Reading, Standardization, move
 from linnet.cli.data_files.scaling import read_scaler
 from linnet.cli.network_output import NetworkOutput
@@ -112,9 +112,11 @@ def parse_reading(options: Mapping[str, Any]) -> Reading:
     check_choice("--task", task or "auto", ("auto", "classification", "regression"))
     if columns and drop:
         raise UsageError("--columns names all columns that are used, so there is nothing to --drop. Give only one.")
+    inputs = None if columns is None else _split_names(columns)
+    _check_roles(target or (), inputs or (), options.get("row_id"))
     return Reading(
         targets=tuple(target or ()),
-        columns=None if columns is None else _split_names(columns),
+        columns=inputs,
         drop=() if drop is None else _split_names(drop),
         task=task or "auto",
         row_id=options.get("row_id"),
@@ -126,6 +128,20 @@ def parse_reading(options: Mapping[str, Any]) -> Reading:
         tokenizer=model.removeprefix("hf:") if model.startswith("hf:") else None,
         max_length=options["max_length"],
     )
+
+
+def _check_roles(targets: Sequence[str], columns: Sequence[str], row_id: str | None) -> None:
+    """Raise where a column is named twice, or for two purposes."""
+    for option, names in (("--target", targets), ("--columns", columns)):
+        doubled = sorted({name for name in names if list(names).count(name) > 1})
+        if doubled:
+            raise UsageError(f"{option} names {listing(doubled)} twice. Name each column once.")
+    both = [name for name in targets if name in columns]
+    if both:
+        raise UsageError(f"--columns names the target {listing(both)}, which the network would then see. Leave it out.")
+    if row_id is not None and row_id in (*targets, *columns):
+        other = "--target" if row_id in targets else "--columns"
+        raise UsageError(f"--id and {other} both name {row_id!r}. The network does not take the names of rows.")
 
 
 def parse_standardization(options: Mapping[str, Any]) -> Standardization:

@@ -73,9 +73,11 @@ def _run(command: str, options: FitOptions) -> None:
         printer = Printer()
         with printer.step("Read"), terminal.collect_notes() as notes:
             data = load(options, printer)
-            if adapts and options.standardization.measure and options.source is None:
+            measures = options.standardization.measure or options.standardization.measures_targets
+            if adapts and measures and options.source is None:
+                option = "--standardize" if options.standardization.measure else "--scale-target"
                 warnings.warn(
-                    f"--standardize measures {options.train}. A network that was trained on other data expects their "
+                    f"{option} measures {options.train}. A network that was trained on other data expects their "
                     "means and spreads: give these data as --source, or the means and spreads as --scaler.",
                     stacklevel=2,
                 )

@@ -136,6 +136,11 @@ class Standardization:
     scaler: Scaler | None = None  # means and standard deviations that the owner of the network gives
     targets: bool = False  # whether the network gives standardized targets
 
+    @property
+    def measures_targets(self) -> bool:
+        """Whether means and standard deviations of targets are measured."""
+        return self.targets and self.scaler is None
+
     def find_columns(self, found: Examples, reading: Reading, *, ordered: bool = True) -> Reading:
         """The reading that standardizes the columns of data that were read by the given reading.
 
