@@ -113,11 +113,11 @@ def load(options: FitOptions, printer: Printer) -> FitData:
     models = model_source.load_networks(options.model, options.weights, output=options.output, **how)
     model, standardization = models[0], options.standardization
     train, settled = read_for_network(files[0], reading, model, labeled=True, standardization=standardization)
-    printer.say(f"{files[0]}: {train.what}")
+    printer.say(f"{files[0]}: {train.description}")
     test = None
     if files[1] is not None:
         test, _ = read_for_network(files[1], settled, model, labeled=True)
-        printer.say(f"{files[1]}: {test.what}")
+        printer.say(f"{files[1]}: {test.description}")
         _warn_of_shared_examples(model, train, test, (files[0], files[1]))
     task = find_task(model, train, asked=reading.task, head=options.head, names=options.classes)
     check_order(models, task, train)
@@ -130,7 +130,7 @@ def load(options: FitOptions, printer: Printer) -> FitData:
                 "head has other outputs. Leave --source out."
             )
         source, _ = read_for_network(options.source, settled, model, labeled=True)
-        printer.say(f"{options.source}: {source.what}, which the network was trained on")
+        printer.say(f"{options.source}: {source.description}, which the network was trained on")
     for path, other in ((files[1], test), (options.source, source)):
         if other is not None and other.y is not None:
             check_alike(model, task, train, other, (str(files[0]), str(path)))

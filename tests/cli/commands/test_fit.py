@@ -151,7 +151,9 @@ def test_image_folders(tmp_path, nets):
     line = ["adapt", "--model", f"{nets}:images", "--train", folder, "--out", out, "--gray", "--inference", "laplace"]
     said = done(*line)
     assert "Note: 1 of 13 images cannot be read and are left out: 'down/broken.png'." in " ".join(said.split())
-    assert "12 images of 1 x 8 x 8" in said and "classes across, down" in said
+    assert "12 images of 1 x 8 x 8, pixels from 0 to 1" in said
+    assert "pixels from 0 to 1" not in (tmp_path / "run" / "report.html").read_text()
+    assert "classes across, down" in said
     assert "cannot be read as an image" in refused(*line, "--strict", "--force")
     done("predict", "--run", out, "--data", folder / "across", "--out", tmp_path / "p.csv")
     told = read_table(tmp_path / "p.csv")

@@ -126,7 +126,7 @@ def _prepare(
         how: Any = {"seed": seed, "device": device, "random_weights": given["random_weights"]}
         model = model_source.load_network(given["model"], given["weights"], output=output, **how)
         data, reading = read_for_network(given["data"], reading, model, labeled=False, standardization=standardization)
-        printer.say(f"{given['data']}: {data.what}")
+        printer.say(f"{given['data']}: {data.description}")
         count = count or 1
         if count > data.n:
             raise UsageError(f"--components {count} is more than the number of examples. Ask for at most {data.n}.")

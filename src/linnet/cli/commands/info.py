@@ -97,5 +97,5 @@ def _describe_network(given: Mapping[str, Any], printer: Printer) -> None:
     if blocks:
         printer.say(f"blocks that --top counts, from bottom to top: {', '.join(blocks)}")
     if data is not None:
-        printer.say(f"{path}: {data.what}")
+        printer.say(f"{path}: {data.description}")
         printer.say(str(make_jacobian(network, params, data).plan))

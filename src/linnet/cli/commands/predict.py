@@ -72,7 +72,7 @@ def load_estimator_and_network(
     network = run_folder.load_network(folder, kept, found, model=model, weights=weights, device=device)
     found = cast_for_network(found, network[0] if isinstance(network, list) else network)
     estimator = run_folder.load_estimator(folder, kept, network)
-    printer.say(f"{data}: {found.what}; {type(estimator).__name__} of {folder}")
+    printer.say(f"{data}: {found.description}; {type(estimator).__name__} of {folder}")
     with blame_input("The network does not take these data: ", found.hint):
         _ = members_of(estimator)[0].lin_.jacobian(found.X, progress=False).c  # the first examples
     return estimator, found, network

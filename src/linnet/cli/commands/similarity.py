@@ -30,7 +30,7 @@ def run(given: Mapping[str, Any]) -> None:
             how["output"] = NetworkOutput(given["output"])
             networks = [model_source.load_network(spec, path, **how) for spec, path in pairs]
             data, _ = read_for_network(given["data"], reading, networks[0], labeled=False)
-            printer.say(f"{given['data']}: {data.what}")
+            printer.say(f"{given['data']}: {data.description}")
         names = [f"{i + 1}: {spec}{'' if path is None else f' {path.name}'}" for i, (spec, path) in enumerate(pairs)]
         with printer.step("Compare"):
             n = len(networks)

@@ -58,6 +58,12 @@ class Examples:
     names: list[str] = field(default_factory=list)  # names of the examples, where they are files or have an id
     columns: tuple[str, ...] | None = None  # names of the columns of a table
     texts: list[str] = field(default_factory=list)  # the texts from which the inputs were made
+    scale: str = ""  # the units of pixels, in words
+
+    @property
+    def description(self) -> str:
+        """The data in words, with the units that the network sees."""
+        return ", ".join(filter(None, (self.what, self.scale)))
 
     @property
     def n(self) -> int:
@@ -249,8 +255,8 @@ def _read_images(path: Path, reading: Reading) -> Examples:
             if len(values) != X.shape[1]:
                 raise UsageError(f"The images have {X.shape[1]} channels, but there are {len(values)} means or stds.")
             X = apply(X, torch.tensor(values).view(-1, 1, 1))
-    what = f"{len(X):,} images of {X.shape[1]} x {X.shape[2]} x {X.shape[3]}, {_describe_pixels(reading)}"
-    return Examples(X, images.y, what, images.names)
+    what = f"{len(X):,} images of {X.shape[1]} x {X.shape[2]} x {X.shape[3]}"
+    return Examples(X, images.y, what, images.names, scale=_describe_pixels(reading))
 
 
 def _describe_pixels(reading: Reading) -> str:
