@@ -150,12 +150,14 @@ def demo() -> None:
 
 @_command(
     "fit.adapt",
-    f"{FIT} source prior noise inference mean head features variance {INPUTS} force",
+    f"{FIT} source prior noise inference mean input_features relinearize head features variance {INPUTS} force",
     weights=SEVERAL,
     top=_option(str | None, "Instead of --params: number of blocks from the top, or evidence.", None),
     prior=(OPTIONS["prior"][0], "balanced"),
     inference=_option(str, "For classes: auto, vi, laplace or map.", "auto"),
     mean=_option(str, "auto (by evidence and leave-one-out, for numbers), network, or zero.", "auto"),
+    input_features=_option(str, "For numbers: features of the columns beside the network: auto, yes or no.", "auto"),
+    relinearize=_option(int, "Linearize again around the adapted weights, up to so many times.", 0, min=0),
     head=_option(str, "auto (a new head if the outputs do not match the targets), new, or keep.", "auto"),
     features=_option(str | None, "Module that a new head reads, by name; or output.", None),
 )

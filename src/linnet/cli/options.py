@@ -57,6 +57,8 @@ class FitOptions:
     device: torch.device  # the device of the network and the data
     inference: str = "auto"  # "auto", "vi", "laplace" or "map", for classes
     mean: str = "auto"  # "auto", "network" or "zero"
+    input_features: str = "auto"  # "auto", "yes" or "no", for numbers
+    relinearize: int = 0  # how often the network is linearized around adapted weights, at most
     noise: str | float | None = None  # "evidence", "per-output" or a variance, for numbers; None for the default
     head: str = "keep"  # "auto", "new" or "keep"; see `linnet.cli.task.find_task`
     features: str | None = None  # the module that a new head reads; None for the input of the last layer
@@ -73,11 +75,12 @@ def parse_fit(options: Mapping[str, Any]) -> FitOptions:
         "inference": ("auto", "vi", "laplace", "map"),
         "head": ("auto", "new", "keep"),
         "mean": ("auto", "network", "zero"),
+        "input_features": ("auto", "yes", "no"),
         "variance": ("auto", "exact", "samples"),
         "structure": ("auto", "full", "function", "lowrank", "kron", "ekfac", "diag", "subnetwork", "samples"),
     }.items():
         if name in options:
-            check_choice(f"--{name}", options[name], known)
+            check_choice(f"--{name.replace('_', '-')}", options[name], known)
     if options.get("source") is not None and options["mean"] == "network":
         raise UsageError(
             "--source needs a mean function of zero: the network has fitted the source data, so that its residuals "

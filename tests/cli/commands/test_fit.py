@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -296,3 +297,20 @@ def test_source_data_that_cannot_be(tmp_path, nets):
     other = write_table(tmp_path / "other.csv", ["age", "bmi", "bp", "s5", "y"], [[1, 2, 3, 4, "high"]] * 3)
     assert "must be numbers of the same shape" in refused("adapt", source=other, **given)
     assert "No such option" in refused("uncertainty", source=test, **given)
+
+
+def test_features_of_the_inputs_and_other_weights(tmp_path, nets):
+    train, _ = diabetes(tmp_path)
+    how = {"model": f"{nets}:numbers", "train": train, "target": "y", "standardize": True, "random_weights": True}
+    said = done("adapt", **how, input_features="yes", out=tmp_path / "with")
+    lengths = re.findall(r"features of the inputs: length scale ([\d.]+)", said)
+    assert len(lengths) == 1
+    saved = linnet.load(
+        tmp_path / "with" / "adapter.safetensors",
+        model_source.load_network(how["model"], None, seed=0, device=torch.device("cpu")),
+    )
+    assert saved.inputs is True and saved.inputs_ == float(lengths[0])
+    said = done("adapt", **how, input_features="no", relinearize=2, mean="network", out=tmp_path / "without")
+    assert "features of the inputs" not in said and "linearized again: log evidence" in said
+    message = refused("adapt", **how, input_features="true", out=tmp_path / "never")
+    assert "--input-features must be one of auto, yes, no; got 'true'" in " ".join(message.split())

@@ -218,9 +218,10 @@ def _attach_head(options: FitOptions, data: FitData, printer: Printer) -> tuple[
 def _fit_tangent(options: FitOptions, model: Networks, data: FitData, classes: list[Any], y: np.ndarray) -> Any:
     chosen = options.parameters
     how: Any = {"params": chosen.params, "top": chosen.top, "mean": options.mean, "prior": options.prior}
-    how |= {"variance": options.variance}
+    how |= {"variance": options.variance, "relinearize": options.relinearize}
     if data.task.kind == "regression":
         how |= {} if options.noise is None else {"noise": options.noise}
+        how |= {} if options.input_features == "auto" else {"inputs": options.input_features == "yes"}
         return linnet.TangentRegressor(model, seed=options.seed, **how).fit(data.train.X, y, source=data.fitted_source)
     # Every label of a file is the name of a class.
     how |= {"inference": options.inference, "classes": classes, "ignore_index": None}
@@ -247,6 +248,11 @@ def _print_adaptation(printer: Printer, found: Any) -> None:
     if found.log_evidence_ is not None:
         printer.say(f"log evidence {found.log_evidence_:.1f}, by solver {found.solver_!r}")
     printer.say(f"mean function: {found.mean_}")
+    if getattr(found, "inputs_", None) is not None:
+        printer.say(f"features of the inputs: length scale {found.inputs_:g}")
+    for step in found.relinearized_:
+        taken = "taken" if step.accepted else "not taken"
+        printer.say(f"linearized again: log evidence {step.log_evidence:.1f}, {taken}")
     if found.top_path_:
         path = ", ".join(f"{k}: {value:.1f}" for k, value in found.top_path_.items())
         printer.say(f"blocks from the top: {found.top_} (log evidence {path})")
