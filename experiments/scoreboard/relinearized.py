@@ -2,7 +2,7 @@
 
 `TangentRegressor(relinearize=k)` takes up to k damped Gauss-Newton steps, each while the evidence grows. The networks
 and the examples are those of the scoreboard. The mean function is the network, or "auto", which takes no step where
-zero is the better mean function. Differences are paired over the seeds.
+zero or features of the inputs are better. Differences are paired over the seeds.
 """
 
 from __future__ import annotations

@@ -266,3 +266,15 @@ def test_what_is_no_number_of_steps_and_other_calls():
     # Where zero is the better mean function, the network's weights are not written over.
     level = linnet.TangentRegressor(moved(model, 5.0), relinearize=1, progress=False).fit(X, y)
     assert (level.mean_ == "zero") == (level.relinearized_ == ())
+
+
+def test_another_model_that_was_chosen_takes_no_step():
+    model = network()
+    X = points(60)
+    y = (3 * X[:, 0]).sin() * (2 * X[:, 1]).cos()
+    reg = linnet.TangentRegressor(model, relinearize=2, progress=False).fit(X, y)
+    plain = linnet.TangentRegressor(model, progress=False).fit(X, y)
+    assert reg.inputs_ == plain.inputs_ and reg.mean_ == plain.mean_
+    assert reg.inputs_ is not None or reg.mean_ == "zero"
+    assert reg.relinearized_ == ()
+    torch.testing.assert_close(reg.predict(X), plain.predict(X), rtol=1e-12, atol=0)

@@ -65,7 +65,7 @@ from linnet.tangent.input_features import (
 )
 from linnet.tangent.mean_choice import Candidate, choose_mean
 from linnet.tangent.own_data_warning import warn_of_own_data
-from linnet.tangent.relinearization import Around, Relinearization, check_settings, relinearize
+from linnet.tangent.relinearization import Around, check_settings, relinearize
 
 COARSE = 1e-3
 """Posterior standard deviations by which rounding may move a mean before the network is copied to float64: time and
@@ -114,9 +114,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             targets that the network knows little about. "auto" compares models with and without features, as ``mean``
             compares mean functions, and chooses the length scale so. "auto" compares where ``mean`` is "auto" and
             compares too, for one task of at most 1,024 observations, one input (n, d) of at most 64 columns, a prior
-            with one scale and a dense solver in function space; elsewhere it is False, and for the weights that
-            ``relinearize`` finds. True compares length scales alone, and raises where there can be no features. See
-            `linnet.tangent.input_features`.
+            with one scale and a dense solver in function space; elsewhere it is False. True compares length
+            scales alone, and raises where there can be no features. See `linnet.tangent.input_features`.
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.probability.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
@@ -153,7 +152,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         batch_size: Number of examples per chunk, or "auto".
         relinearize: Number of times, at most, that the mean is written back into a copy of the network, which is then
             linearized around the new weights; the prior stays centered at the weights of the given network. A step is
-            taken where the evidence grows; see `linnet.tangent.relinearization`. For one network and a dense solver.
+            taken where the evidence grows; see `linnet.tangent.relinearization`. For one network and a dense solver;
+            where the mean function zero or features of the inputs are chosen, no step is tried.
             Such a fit does not take `condition`, `refit`, `forget`, `path` and `linnet.merge`.
         seed: Seed of all random draws.
         progress: False for no progress bars.
@@ -255,30 +255,31 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if isinstance(source, Tangent):
             self._carry_on(source, X, y, sample_weight)
             return self
-        around, self.relinearized_ = self._relinearize(X, y, sample_weight, source)
-        self._settle(around)
+        check_settings(self)
+        if self.relinearize and source is not None:
+            raise NotImplementedError("relinearize= does not go with source=: use relinearize=0.")
+        self.relinearized_ = ()
+        self._settle(None)
         if self.top == "evidence":
             self._fit_by_evidence(X, y, sample_weight, source)
         else:
             self._fit_all([(X, y, sample_weight)], source=source)
         self.__dict__.pop("tasks_", None)
+        if self.relinearize and self.mean_ == "network" and self.inputs_ is None:
+            self._relinearize(X, y, sample_weight)
         return self
 
-    def _relinearize(
-        self, X: Any, y: Any, sample_weight: Any, source: Any
-    ) -> tuple[Around | None, tuple[Relinearization, ...]]:
-        """The weights to linearize around, None for the network's own, and the steps that led there."""
-        check_settings(self)
-        if not self.relinearize:
-            return None, ()
-        if source is not None:
-            raise NotImplementedError("relinearize= does not go with source=: use relinearize=0.")
+    def _relinearize(self, X: Any, y: Any, sample_weight: Any) -> None:
+        """Linearize around other weights, where steps lead to some."""
 
         def fit(estimator: Any, around: Around | None) -> None:
             estimator._settle(around)
             estimator._fit_all([(X, y, sample_weight)])
 
-        return relinearize(self, fit, changed={"average": False, "inputs": False})
+        changed = {"mean": "network", "average": False, "inputs": False}
+        around, self.relinearized_ = relinearize(self, fit, changed=changed)
+        if around is not None:
+            fit(self, around)
 
     @together
     def fit_tasks(
