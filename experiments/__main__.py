@@ -23,7 +23,7 @@ PAPERS = {
     "allingham2023": "evidence laplace_uci laplace_digits laplace_cifar snelson not_linearized joint",
     "damianou2020": "deep_gp",
     "yang2024": "lora",
-    "calibration": "coverage unknown",
+    "calibration": "coverage unknown long_chain",
     "scoreboard": "scoreboard relinearized",
     "kirsch2019": "labels",
     "park2023": "attribution",
@@ -89,12 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             raise ValueError(f"--share is of a GPU's memory: it goes with --device cuda; got {options.device}.")
         torch.cuda.set_per_process_memory_fraction(options.share, torch.device(options.device).index)
     start, cpu = time.perf_counter(), time.process_time()
-    command = "python -m experiments " + " ".join(shlex.quote(word) for word in without_places(given))
+    options.command = "python -m experiments " + " ".join(shlex.quote(word) for word in without_places(given))
     folder = common.results_folder(options.out, quick=options.quick)
     with plots.style():
         outcome = load(options.name).run(options)
         spent = common.Spent(time.perf_counter() - start, time.process_time() - cpu)
-        where = common.save(outcome, folder, name=options.name, command=command, spent=spent, device=options.device)
+        how = {"name": options.name, "command": options.command, "device": options.device}
+        where = common.save(outcome, folder, spent=spent, **how)
     print(f"wrote {where}")
     return where
 

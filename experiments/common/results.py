@@ -183,13 +183,17 @@ def kept_parts(options: argparse.Namespace) -> dict[str, Any]:
 def keep(options: argparse.Namespace, part: Mapping[str, Any]) -> dict[str, Any]:
     """Put a part of a result, a nested dict, beside the earlier ones in metrics.json; returns all of them.
 
-    Other processes may do so at the same time. Where both have a number, the new one stays.
+    Other processes may do so at the same time. Where both have a number, the new one stays. The commands that parts
+    come from are kept, the latest last.
     """
     where = own_folder(options)
     where.mkdir(parents=True, exist_ok=True)
     with lock(where.parent):
         record = earlier(options)
-        record = {"experiment": options.name, **record, "parts": merge(record.get("parts", {}), clean(part))}
+        command = getattr(options, "command", None)  # options that were not read from a command line have none
+        commands = [one for one in record.get("commands", []) if one != command] + [command] * (command is not None)
+        parts = merge(record.get("parts", {}), clean(part))
+        record = {"experiment": options.name, **record, "commands": commands, "parts": parts}
         write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     return record["parts"]
 
@@ -237,35 +241,43 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def save(outcome: Outcome, folder: Path, *, name: str, command: str, spent: Spent, device: str) -> Path:
-    """Write metrics.json and figure.png under folder/name and the rows into folder/README.md. Figures are closed."""
+    """Write metrics.json and the figure under folder/name and the rows into folder/README.md. Figures are closed.
+
+    The command, the time and the machine are those of this run. If the run kept no part and drew the parts of earlier
+    runs, they stay those of the last run that kept one.
+    """
     from matplotlib import pyplot
 
     where = folder / name
     where.mkdir(parents=True, exist_ok=True)
     with lock(folder):  # runs side by side share the table
         path, table = where / "metrics.json", folder / "README.md"
-        parts = {}
+        parts: dict[str, Any] = {}
+        made = {"command": command, "seconds": round(spent.wall, 1), "CPU seconds": round(spent.cpu, 1)}
+        made |= {"machine": machine(device)}
         if "parts" in outcome.metrics and path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8")).get("parts", {})
-            parts = {"parts": merge(kept, clean(outcome.metrics["parts"]))}
+            before = json.loads(path.read_text(encoding="utf-8"))
+            commands = before.get("commands", [])
+            parts = {"commands": commands} if commands else {}
+            parts |= {"parts": merge(before.get("parts", {}), clean(outcome.metrics["parts"]))}
+            if command not in commands:
+                made = {key: before.get(key, value) for key, value in made.items()}
             if outcome.renewed is not None and parts["parts"] != clean(outcome.metrics["parts"]):
                 outcome = outcome.renewed(parts["parts"])
         rows = list(outcome.rows)
         record = {
             "experiment": name,
-            "command": command,
-            "seconds": round(spent.wall, 1),
-            "CPU seconds": round(spent.cpu, 1),
-            "machine": machine(device),
+            **made,
             **outcome.metrics,
             **parts,
         }
         write(path, json.dumps(clean(record), indent=1, allow_nan=False) + "\n")
-        with atomic_write(where / "figure.png") as temporary:
-            outcome.figure.savefig(temporary, format="png", dpi=150)
-        before = table.read_text(encoding="utf-8") if table.exists() else ""
-        shown = outcome.command or command, outcome.time or str(spent)
-        write(table, update_table(before, name, *shown, rows))
+        for ending in ("png", "svg"):
+            with atomic_write(where / f"figure.{ending}") as temporary:
+                outcome.figure.savefig(temporary, format=ending, dpi=150)
+        page = table.read_text(encoding="utf-8") if table.exists() else ""
+        shown = outcome.command or made["command"], outcome.time or str(spent)
+        write(table, update_table(page, name, *shown, rows))
     pyplot.close("all")  # matplotlib keeps figures until they are closed
     for row in rows:
         print(f"{row.what}: {row.ours}")

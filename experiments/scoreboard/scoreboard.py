@@ -25,7 +25,6 @@ from experiments.common import plots
 from experiments.common.statistics import show_error
 from experiments.scoreboard import counts, methods, tasks
 from experiments.scoreboard.tasks import Cell, Setting
-from linnet._common import atomic_write
 
 ARGUMENTS = {
     "--only": {
@@ -54,10 +53,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
     else:
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             list(pool.map(partial(measure_cell, options), wanted))
-    made = outcome([(cell.half, cell.key) for cell in cells], common.kept_parts(options))
-    with atomic_write(common.own_folder(options) / "figure.svg") as temporary:
-        made.figure.savefig(temporary, format="svg")
-    return made
+    return outcome([(cell.half, cell.key) for cell in cells], common.kept_parts(options))
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:

@@ -1,9 +1,12 @@
 """Scores, files and the command line of the experiments."""
 
+import json
 import math
+from argparse import Namespace
 
 import pytest
 import torch
+from matplotlib import pyplot
 from torch.distributions import Normal
 
 from experiments import common
@@ -43,3 +46,23 @@ def test_the_command_line_lists_what_exists(capsys):
     assert "sinusoids" in capsys.readouterr().err
     options = parser().parse_args(["uci"])
     assert options.data == common.DATA and common.results_folder(None, quick=True) == common.RESULTS / "quick"
+
+
+def test_metrics_have_the_commands_that_made_the_numbers(tmp_path):
+    """A run that draws what earlier runs have kept leaves their command, time and machine."""
+    options = Namespace(name="some", out=tmp_path, quick=False)
+
+    def save(command, seconds):
+        metrics = {"parts": common.kept_parts(options)}
+        outcome = common.Outcome(metrics, pyplot.figure(), [common.Row("what", "theirs", "ours", "nothing")])
+        spent = common.Spent(seconds, seconds)
+        where = common.save(outcome, tmp_path, name="some", command=command, spent=spent, device="cpu")
+        return json.loads((where / "metrics.json").read_text())
+
+    for command in ("first", "second", "first"):
+        options.command = command
+        common.keep(options, {command: 1})
+    found = save("first", 5.0)
+    assert found["commands"] == ["second", "first"] and found["command"] == "first" and found["seconds"] == 5
+    again = save("draw", 1.0)
+    assert again == found and "| `first` |" in (tmp_path / "README.md").read_text()

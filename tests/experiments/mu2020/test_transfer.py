@@ -180,6 +180,7 @@ def test_what_another_process_kept_meanwhile_is_shown(tmp_path):
     record = json.loads((where / "metrics.json").read_text())
     assert record["settings"] == {"draws": 2, "of": "all"} and record["parts"].keys() == {"here", "there"}
     assert record["less the linear one"]["accuracy"]["10"][GRADIENTS]["count"] == 2
+    assert (where / "figure.svg").read_text().startswith("<?xml") and (where / "figure.png").exists()
     page = (tmp_path / "README.md").read_text()
     assert page.count(f"| some: 10 labels, {GRADIENTS} less linear") == 2
     assert "+15.0 (" in page and "| 2 draws |" in page
