@@ -35,7 +35,7 @@ from linnet._estimator import (
     list_options,
     take_parts,
 )
-from linnet.data import as_source
+from linnet.data import as_source, as_tensors
 from linnet.inference import (
     Fit,
     Noise,
@@ -421,20 +421,21 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if self.inputs is False or (self.inputs == "auto" and not compares):
             return []
         lin, J, X = self.lin_, tasks[0].J, inputs[0]
-        matrix = isinstance(X, np.ndarray | Tensor) and X.ndim == 2
+        X = as_tensors(X)
+        matrix = isinstance(X, Tensor) and X.ndim == 2
         wanted = replace(settings, solver=self.solver)
         p, own = lin.p + 2 * FREQUENCIES * J.c, next(lin.given.parameters()).dtype
         why = None
         if self.model is None or self._source is not None or len(tasks) > 1:
             why = "is for one task and a network of your own, fitted without source="
-        elif not matrix or not torch.as_tensor(X[:1]).is_floating_point() or not 0 < X.shape[1] <= COLUMNS:
+        elif not matrix or not X.is_floating_point() or not 0 < X.shape[1] <= COLUMNS:
             why = f"needs one input (n, d) of floating numbers with at most {COLUMNS} columns"
         elif own not in (torch.float32, torch.float64):
             why = "needs a network in float32 or float64"
         elif len(self.prior_.scales) != 1:
             why = "needs a prior with one scale, such as prior='balanced'"
-        elif J.shape[0] > ROWS or J.has_many_outputs(self.samples) or lin.ranks.world > 1:
-            why = f"is for one process, up to {ROWS:,} observations and few outputs for each example"
+        elif J.shape[0] > ROWS or J.has_many_outputs(self.samples):
+            why = f"is for up to {ROWS:,} observations and few outputs for each example"
         elif sum(len(task.r) for task in tasks) < 3:
             why = "needs three observations to choose a length scale"
         elif choose_solver(J.shape[0], p, wanted, device=lin.device) != "function":
@@ -445,7 +446,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
                     f"inputs=True {why}. Use inputs=False, which is a model of the network alone."
                 )
             return []
-        rows = torch.as_tensor(X).detach().to(device=lin.device, dtype=lin.model_dtype)
+        rows = X.detach().to(device=lin.device, dtype=lin.model_dtype)
         found = propose_features(rows, weights[0], dtype=own, seed=self.seed)
         return [(one, copy.deepcopy(one).to(lin.model_dtype)(rows).to(lin.dtype)) for one in found]
 
