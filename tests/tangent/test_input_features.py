@@ -43,7 +43,7 @@ def kernel(reg: TangentRegressor, X: Tensor, Z: Tensor) -> Tensor:
         rows = [one.view(len(one) // (2 * c), 2, c, -1)[:, 0].flatten(0, 1) for one in rows]
     S, variances = reg.prior_variance_[:own], reg.prior_variance_[own:]
     assert bool((variances == variances[0]).all())
-    phases = [(x - features.center) @ features.frequencies.T for x in (X, Z)]
+    phases = [((x - features.center) / features.spread) @ features.frequencies.T for x in (X, Z)]
     phi = [torch.cat([one.cos(), one.sin()], 1) / math.sqrt(len(features.frequencies)) for one in phases]
     return rows[0] * S @ rows[1].T + variances[0] * torch.kron(phi[0] @ phi[1].T, torch.eye(c).double())
 
@@ -348,3 +348,23 @@ def test_posteriors_over_other_features_are_not_merged() -> None:
     with pytest.raises(ValueError, match="features of the inputs"):
         linnet.merge(parts)
     assert isinstance(parts[0]._features, InputFeatures)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_columns_that_hardly_vary_and_rows_far_away(dtype: torch.dtype) -> None:
+    """Phases stay small enough that their rounding does not depend on the batch."""
+    X, y = rough(20)
+    constant = torch.full((20, 1), 0.1 + 0.2, dtype=torch.float64)
+    ulp = constant + torch.finfo(dtype).eps * (torch.arange(20) % 2)[:, None]
+    rare = torch.zeros(20, 1, dtype=torch.float64)
+    rare[0] = 1e-6
+    X = torch.cat([X, constant, ulp, rare], 1).to(dtype)
+    model = double(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))).to(dtype)
+    reg = TangentRegressor(model, inputs=True, progress=False).fit(X, y.to(dtype))
+    new = torch.cat([X[:5], X[:5] + 1e3, -X[:5] * 1e6])
+    mean, std = reg.predict(new, return_std=True)
+    assert bool(torch.isfinite(mean).all()) and bool((std > 0).all())
+    alone = torch.cat([reg.predict(x[None]) for x in new])
+    torch.testing.assert_close(alone, mean, rtol=1e4 * torch.finfo(dtype).eps, atol=1e3 * torch.finfo(dtype).eps)
+    features = reg._features
+    assert features is not None and features.spread[3] == 1 and features.spread[4] == 1 and features.spread[5] < 1e-6

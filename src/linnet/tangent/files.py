@@ -142,7 +142,7 @@ def read(
     state = meta["state"]
     if "inputs_length" in state:
         features = saved.strip("features.", tensors)
-        estimator._features = InputFeatures(features["center"], features["frequencies"], state["inputs_length"])
+        estimator._features = InputFeatures(**features, length=state["inputs_length"])
         estimator._outputs = state["outputs"]
     estimator._attach(network, dtypes)
     estimator._probe = behavior.check(path, estimator.lin_, tensors, meta.get("behavior"))

@@ -3,11 +3,11 @@ r"""Features of the inputs beside the network: an RBF kernel as more columns of 
 .. math:: f(x) = m(x) + J(x) (\theta - \theta_0) + \phi(x)^\top w, \qquad
           \phi(x)^\top \phi(x') \approx \exp\left(-\frac{|z - z'|^2}{2 l^2 d}\right)
 
-z are the d columns of the inputs in units of their standard deviations, and l is the length scale. The features are
-cosines and sines of random projections (Rahimi and Recht 2007), with frequencies from a scrambled Sobol sequence in
-place of independent draws. Their inner product is one for equal inputs, and differs from the RBF kernel by about
-``1 / sqrt(FREQUENCIES)`` elsewhere, less with few columns. The features hold no row of the data, so that forgetting,
-conditioning and exports are those of any other linear model.
+z are the d columns of the inputs in units of their standard deviations, at most `FAR` of them, and l is the length
+scale. The features are cosines and sines of random projections (Rahimi and Recht 2007), with frequencies from a
+scrambled Sobol sequence in place of independent draws. Their inner product is one for equal inputs, and differs from
+the RBF kernel by about ``1 / sqrt(FREQUENCIES)`` elsewhere, less with few columns. The features hold no row of the
+data, so that forgetting, conditioning and exports are those of any other linear model.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ COLUMNS = 64
 ROWS = 1024
 """Observations up to which features are considered: each length scale takes one more decomposition of the kernel."""
 
+FAR = 32.0
+"""Standard deviations from the mean beyond which a column is taken to be there: no row is farther from the mean of
+`ROWS` rows, itself among them. Rounding of the phases of farther rows would depend on their batch."""
+
 PREFIX, NAME = "network.", "input_features"
 
 
@@ -44,28 +48,32 @@ class InputFeatures(nn.Module):
     """Cosines and sines of projections of the inputs, (n, 2 m).
 
     Args:
-        center: (d,), subtracted from the inputs.
-        frequencies: (m, d).
+        center: (d,), the means of the inputs.
+        spread: (d,), their standard deviations.
+        frequencies: (m, d), for inputs in these units.
         length: The length scale, in standard deviations of the inputs times the root of d.
 
     Example:
-        >>> features = InputFeatures(torch.zeros(2), torch.randn(8, 2), 1.0)
+        >>> features = InputFeatures(torch.zeros(2), torch.ones(2), torch.randn(8, 2), 1.0)
         >>> phi = features(torch.randn(5, 2))
         >>> phi.shape, bool(torch.allclose(phi.square().sum(1), torch.ones(5)))
         (torch.Size([5, 16]), True)
     """
 
     center: Tensor
+    spread: Tensor
     frequencies: Tensor
 
-    def __init__(self, center: Tensor, frequencies: Tensor, length: float) -> None:
+    def __init__(self, center: Tensor, spread: Tensor, frequencies: Tensor, length: float) -> None:
         super().__init__()
         self.register_buffer("center", center)
+        self.register_buffer("spread", spread)
         self.register_buffer("frequencies", frequencies)
         self.length = length
 
     def forward(self, x: Tensor) -> Tensor:
-        phase = (x.to(self.center.dtype) - self.center) @ self.frequencies.T
+        z = ((x.to(self.center.dtype) - self.center) / self.spread).clamp(-FAR, FAR)
+        phase = z @ self.frequencies.T
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(len(self.frequencies))
 
 
@@ -129,11 +137,13 @@ def propose_features(X: Tensor, weight: Tensor | None, *, dtype: torch.dtype, se
     w = w / w.sum()
     center = w @ X
     spread = (w @ (X - center).square()).sqrt()
-    spread = torch.where(spread > 0, spread, 1.0)
-    uniform = torch.quasirandom.SobolEngine(d, scramble=True, seed=seed).draw(FREQUENCIES, dtype=torch.float64)
     eps = torch.finfo(torch.float64).eps
+    # A column that is constant but for rounding stays in its own units.
+    rounding = (len(X) * eps + 4 * torch.finfo(dtype).eps) * X.abs().amax(0)
+    spread = torch.where(spread > rounding, spread, 1.0)
+    uniform = torch.quasirandom.SobolEngine(d, scramble=True, seed=seed).draw(FREQUENCIES, dtype=torch.float64)
     normal = torch.special.ndtri(uniform.clamp(eps, 1 - eps)).to(X.device)
     return [
-        InputFeatures(center.to(dtype), (normal / (length * math.sqrt(d) * spread)).to(dtype), length)
+        InputFeatures(center.to(dtype), spread.to(dtype), (normal / (length * math.sqrt(d))).to(dtype), length)
         for length in LENGTHS
     ]
