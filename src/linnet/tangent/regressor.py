@@ -421,7 +421,7 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         if self.inputs is False or (self.inputs == "auto" and not compares):
             return []
         lin, J, X = self.lin_, tasks[0].J, inputs[0]
-        X = as_tensors(X)
+        X = as_tensors(X) if isinstance(X, np.ndarray) else X
         matrix = isinstance(X, Tensor) and X.ndim == 2
         wanted = replace(settings, solver=self.solver)
         p, own = lin.p + 2 * FREQUENCIES * J.c, next(lin.given.parameters()).dtype
