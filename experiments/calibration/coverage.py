@@ -4,8 +4,8 @@
 "own": the network is trained on all training rows and then gets the same rows again. All scores are those of the test
 rows of the split, noise included, with targets in units of their standard deviation. Defaults were chosen on boston,
 energy, kin8nm and wine, splits 0 to 4; the splits that are reported begin at 5 (protein has 5 splits: 3 and 4).
-"drawn": data from the linear model itself, a network with 65 parameters and a prior variance of 0.25. The mean function
-is the network in all of them.
+"drawn": data from the linear model itself, a network with 65 parameters and a prior variance of 0.25; the mean function
+is the network.
 """
 
 from __future__ import annotations
@@ -31,12 +31,19 @@ DEVELOPMENT = ("boston", "energy", "kin8nm", "wine")
 HELD = tuple(name for name in uci.SETS if name not in DEVELOPMENT)
 ROWS = 1000  # training rows of a split, at most: half of them for the network of "new"
 SIZES = (5, 10, 20, 50, 100)  # rows that a network is adapted on, beside all of them
-NETWORK, DEFAULT, MAXIMUM = "network", "TangentRegressor", "TangentRegressor(average=False)"
+NETWORK, DEFAULT = "network", "TangentRegressor"
+PLAIN, MAXIMUM = "TangentRegressor(mean='network')", "TangentRegressor(mean='network', average=False)"
+TANGENTS: Mapping[str, Mapping[str, Any]] = {
+    DEFAULT: {},
+    PLAIN: {"mean": "network"},
+    MAXIMUM: {"mean": "network", "average": False},
+}
 LAPLACE = {f"Laplace, {structure}": structure for structure in ("auto", "kron", "diag")}
 METHODS = {
     NETWORK: "as trained; the noise is its mean squared error on the adaptation rows",
-    DEFAULT: "the default, which averages over prior scale and noise by their evidence",
-    MAXIMUM: "prior scale and noise of largest evidence",
+    DEFAULT: "the default, which chooses the mean function and features of the inputs",
+    PLAIN: "the network as the mean function; averages over prior scale and noise by their evidence, as the default",
+    MAXIMUM: "the same with prior scale and noise of largest evidence",
     **{name: f"Laplace(net, 'regression', structure={structure!r})" for name, structure in LAPLACE.items()},
 }
 
@@ -67,7 +74,7 @@ def predict_network(model: nn.Module, X: Tensor, y: Tensor, at: Tensor) -> Predi
 
 def predict_tangent(model: nn.Module, X: Tensor, y: Tensor, at: Tensor, **settings: Any) -> Prediction:
     with common.expect(common.OWN):
-        reg = linnet.TangentRegressor(model, mean="network", progress=False, **settings).fit(X, y)
+        reg = linnet.TangentRegressor(model, progress=False, **settings).fit(X, y)
     mean, std = reg.predict(at, return_std=True, noise=True)
     return Prediction(mean, std.square())
 
@@ -90,13 +97,13 @@ def predictions(data: uci.Split, sizes: Sequence[int], *, steps: int, seed: int)
             for start in range(0, min(len(y), 4 * size) - size + 1, size) if size <= 20 else (0,):
                 part = slice(start, start + size)
                 yield setting, NETWORK, i, predict_network(model, X[part], y[part], at)
-                yield setting, DEFAULT, i, predict_tangent(model, X[part], y[part], at)
-                yield setting, MAXIMUM, i, predict_tangent(model, X[part], y[part], at, average=False)
+                for name, given in TANGENTS.items():
+                    yield setting, name, i, predict_tangent(model, X[part], y[part], at, **given)
     for i, model in enumerate(train_networks(data.X, data.y, steps=steps, seed=seed + 1)):
         X, y, at = data.X[i], data.y[i], data.X_test[i]
         yield "own", NETWORK, i, predict_network(model, X, y, at)
-        yield "own", DEFAULT, i, predict_tangent(model, X, y, at)
-        yield "own", MAXIMUM, i, predict_tangent(model, X, y, at, average=False)
+        for name, given in TANGENTS.items():
+            yield "own", name, i, predict_tangent(model, X, y, at, **given)
         for name, structure in LAPLACE.items():
             yield "own", name, i, predict_laplace(model, X, y, at, structure)
 
@@ -200,7 +207,7 @@ def figure(results: Mapping[str, Any]) -> Figure:
     picture, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
     new = [setting for setting in settings if setting != "own"]
     for ax, shown, methods in (
-        (axes[0], new, (NETWORK, MAXIMUM, DEFAULT)),
+        (axes[0], new, (NETWORK, MAXIMUM, PLAIN, DEFAULT)),
         (axes[1], ["own"], (NETWORK, DEFAULT, *LAPLACE)),
     ):
         places = [f"{s}" for s in shown] if len(shown) > 1 else list(methods)
@@ -211,7 +218,7 @@ def figure(results: Mapping[str, Any]) -> Figure:
             for at, several in zip(x, values, strict=True):
                 label = method if at == x[0] and len(shown) > 1 else None
                 ax.plot(
-                    [at + 0.15 * (k - 1) * (len(shown) > 1)] * len(several), several, ".", color=f"C{k}", label=label
+                    [at + 0.15 * (k - 1.5) * (len(shown) > 1)] * len(several), several, ".", color=f"C{k}", label=label
                 )
         ax.set_xticks(range(len(places)), [place.removeprefix("new, ") for place in places], rotation=20)
         ax.set_title("new rows" if len(shown) > 1 else "the network's own rows")

@@ -368,3 +368,11 @@ def test_columns_that_hardly_vary_and_rows_far_away(dtype: torch.dtype) -> None:
     torch.testing.assert_close(alone, mean, rtol=1e4 * torch.finfo(dtype).eps, atol=1e3 * torch.finfo(dtype).eps)
     features = reg._features
     assert features is not None and features.spread[3] == 1 and features.spread[4] == 1 and features.spread[5] < 1e-6
+
+
+def test_few_rows_for_each_column_are_no_comparison() -> None:
+    X, y = rough(7)
+    assert TangentRegressor(mlp(), progress=False).fit(X[:6], y[:6]).selection_[-1].inputs is None  # type: ignore[index]
+    more = TangentRegressor(mlp(), progress=False).fit(X, y)
+    assert more.selection_ is not None and {trial.inputs for trial in more.selection_} == {None, *LENGTHS}
+    assert TangentRegressor(mlp(), inputs=True, progress=False).fit(X[:6], y[:6]).inputs_ in LENGTHS

@@ -57,6 +57,7 @@ from linnet.tangent.base import Mean, Tangent
 from linnet.tangent.input_features import (
     COLUMNS,
     FREQUENCIES,
+    PER_COLUMN,
     PREFIX,
     ROWS,
     InputFeatures,
@@ -113,9 +114,10 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
         inputs: Whether the linear model also has features of the inputs, whose kernel is nearly an RBF kernel: for
             targets that the network knows little about. "auto" compares models with and without features, as ``mean``
             compares mean functions, and chooses the length scale so. "auto" compares where ``mean`` is "auto" and
-            compares too, for one task of at most 1,024 observations, one input (n, d) of at most 64 columns, a prior
-            with one scale and a dense solver in function space; elsewhere it is False. True compares length
-            scales alone, and raises where there can be no features. See `linnet.tangent.input_features`.
+            compares too, for one task of at most 1,024 observations and more than two rows for each column, one input
+            (n, d) of at most 64 columns, a prior with one scale and a dense solver in function space; elsewhere it is
+            False, and for the weights that ``relinearize`` finds. True compares length scales alone, and raises where
+            there can be no features. See `linnet.tangent.input_features`.
         prior: On the displacement: "balanced" (which measures best on data that the network has not seen), "shared",
             "ntk", "layerwise", "unit", a variance, or variances by layer glob; see `linnet.probability.priors`.
         noise: Variance of the observations: "evidence" chooses one, "per-output" one for each output,
@@ -438,6 +440,8 @@ class TangentRegressor(HubMixin, MultiOutputMixin, RegressorMixin, Tangent):
             why = f"is for up to {ROWS:,} observations and few outputs for each example"
         elif sum(len(task.r) for task in tasks) < 3:
             why = "needs three observations to choose a length scale"
+        elif self.inputs == "auto" and J.n <= PER_COLUMN * X.shape[1]:
+            why = "compares nothing for so few rows"
         elif choose_solver(J.shape[0], p, wanted, device=lin.device) != "function":
             why = "is solved in function space, with solver='function' or 'auto' and memory for it"
         if why is not None:
