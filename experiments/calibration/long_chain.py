@@ -97,9 +97,9 @@ class Draws:
     """Averages of logits and probabilities over each chain.
 
     Attributes:
-        mean: Of the logits, (chains, n, c).
-        square: Of their squares.
-        p: Class probabilities, (chains, n, classes).
+        mean: The average logits, (chains, n, c).
+        square: The average squares of the logits.
+        p: The average class probabilities, (chains, n, classes).
     """
 
     mean: Tensor
@@ -119,7 +119,7 @@ class Draws:
 
 
 def probabilities(f: Tensor) -> Tensor:
-    """Of the classes, from logits (..., c)."""
+    """Class probabilities from logits (..., c)."""
     if f.shape[-1] > 1:
         return f.softmax(-1)
     p = torch.sigmoid(f)
@@ -134,9 +134,9 @@ def slice_sample(
     Args:
         log_prob: From logits (chains, m) to log likelihoods (chains,).
         rows: From a point to its logits, (m, d).
-        z: Where the chains begin, (chains, d).
-        steps: Points of each chain.
-        generator: Of all draws.
+        z: The first points of the chains, (chains, d).
+        steps: The number of points of each chain.
+        generator: The generator of all draws.
     """
 
     def uniform() -> Tensor:

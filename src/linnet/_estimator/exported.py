@@ -253,7 +253,7 @@ def make_predictive_module(
         form: What the module returns.
         with_network: Whether the mean holds the outputs of the network itself.
         level: (c,), added to the mean; None for nothing.
-        network: What was linearized, where that is more than the user's network.
+        network: The module that was linearized, if it is not the user's network; None for the user's network.
     """
     lin, posterior = estimator.lin_, estimator._error_bars
     if posterior.is_point:

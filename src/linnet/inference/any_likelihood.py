@@ -110,8 +110,10 @@ class Observations:
 
     @property
     def known(self) -> dict[str, Any]:
-        """What the search for a scale has to know. A mean function that says nothing gives the scale a hyperprior:
-        no scale at all would mean that the inputs tell nothing."""
+        """Arguments of the search for a scale.
+
+        If the mean function is zero, the scale has a hyperprior: a scale of zero would mean that inputs tell nothing.
+        """
         nothing = not bool(self.mean.any())
         return {"mean": self.mean, "likelihood": self.likelihood, "hyperprior": nothing}
 

@@ -102,7 +102,7 @@ class DenseSide(Side):
 
     @property
     def trace(self) -> Tensor:
-        """Of each group, (groups,)."""
+        """The trace of each group, (groups,)."""
         return self.total.diagonal(dim1=1, dim2=2).sum(1)
 
 
@@ -369,7 +369,7 @@ class Kronecker:
 
     @property
     def traces(self) -> dict[Range, Tensor]:
-        """Of the input's side of each weight, (groups,), where no side is a sketch: see `Decomposed`."""
+        """The traces (groups,) of the input's side of each weight, if the side is no sketch; see `Decomposed`."""
         weights = [(pair.weight, pair.inputs) for pair in self.pairs.values()]
         return {r: side.trace for r, side in weights if r is not None and isinstance(side, DenseSide)}
 
@@ -674,8 +674,8 @@ class Decomposed:
     Attributes:
         rotation: The directions.
         values: The curvature along them, (p,).
-        traces: Of the input's side of each weight, (groups,).
-        n: Examples.
+        traces: The traces (groups,) of the input's side of each weight.
+        n: The number of examples.
     """
 
     rotation: Rotation

@@ -1172,8 +1172,7 @@ class Laplace(HubMixin, ClassUncertaintyMixin, EnsembleMixin, ErrorBarsMixin, Ba
         and `TangentClassifier` forget what they have learned from an example altogether.
 
         "full", "function", "diag" and "kron" cost what the forgotten examples cost: `linnet.laplace.forgetting` has a
-        table.
-        This one stays as it is.
+        table. This one stays as it is.
 
         Args:
             examples: Positions of the examples, or their inputs, as for `TangentRegressor.forget`. What was loaded from

@@ -283,6 +283,26 @@ def test_the_first_scale_makes_an_average_eigenvalue_one(likelihood: Likelihood)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
+def test_the_median_of_the_hyperprior_centers_the_kernel(likelihood: Likelihood) -> None:
+    """Of L^T H K H L with H the projection that takes the mean over the examples away, as a dense matrix."""
+    n, c, p = 5, 3, 7
+    Phi, mean = normal(n * c, p) + 3.0, 3 * normal(n, c, seed=1)  # most of the kernel is what all examples share
+    K, traces, y = Phi @ Phi.T, [], torch.zeros(n).long()
+    H = torch.kron(torch.eye(n).double() - 1 / n, torch.eye(c).double())
+    for f in (torch.zeros_like(mean), mean):
+        B = likelihood.curvature(f)
+        whole = torch.diag(B.flatten()) if B.ndim == 2 else torch.block_diag(*B)
+        traces.append(float((whole * (H @ K @ H)).sum()) * n / (n - 1))
+    for A, space in ((K, "function"), (Phi, "weight")):
+        found = unit_scale(A, y, mean, likelihood, space, centered=True)
+        assert found * max(traces) / (n * c) == pytest.approx(1, rel=1e-10)
+    same = Phi[:c].repeat(n, 1)  # nothing is left
+    assert unit_scale(same, y, mean, likelihood, "weight", centered=True) == unit_scale(
+        same, y, mean, likelihood, "weight"
+    )
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
 @pytest.mark.parametrize("space", ["function", "weight"])
 def test_an_example_of_weight_two_is_the_example_twice_for_the_unit_and_the_hyperprior(
     likelihood: Likelihood, space: str

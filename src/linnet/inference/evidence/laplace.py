@@ -14,7 +14,8 @@ that of the median, the search maximizes
 
 .. math:: \log Z - \tfrac{(t - m)^2}{2 w^2} , \qquad w = 1 .
 
-A hundred labels outweigh the hyperprior: it costs two nats where the outputs vary by e instead of by one.
+The hyperprior costs two nats where the outputs vary e times as much as at the median, or 1 / e times. Many labels
+outweigh two nats.
 
 The mode moves with the scales, and the curvature B with the mode (Rasmussen and Williams, section 5.5.1, here for any
 number of coupled outputs). With :math:`R = L M^{-1} L^\top`, :math:`\Sigma = K - K R K` and
@@ -290,26 +291,19 @@ def unit_scale(
         blocks = A.view(n, c, n, c)[at, :, at]
     else:
         blocks = A.view(n, c, -1) @ A.view(n, c, -1).mT
-    options = (torch.zeros_like(mean), mean)
-    curvatures = [likelihood.observed_curvature(f, y) for f in options]
+    curvatures = [likelihood.observed_curvature(f, y) for f in (torch.zeros_like(mean), mean)]
     largest = max(float((blocks * B).sum()) for B in curvatures)
     if not largest > 0:
         raise ValueError("The kernel is zero on the training data: no selected parameter moves the outputs there.")
     if centered and count > 1:
-        less = (
-            max(
-                float(((blocks - _common(A, weight / count, n, c, space, likelihood.diagonal)) * B).sum())
-                for B in curvatures
-            )
-            * count
-            / (count - 1)
-        )
+        blocks = blocks - _common(A, weight / count, n, c, space, likelihood.diagonal)
+        less = max(float((blocks * B).sum()) for B in curvatures) * count / (count - 1)
         largest = less if less > largest * n * c * torch.finfo(A.dtype).eps else largest
     return count * c / largest
 
 
 def _common(A: Tensor, share: Tensor, n: int, c: int, space: str, diagonal: bool) -> Tensor:
-    """What the blocks of K lose where each example is taken less the mean of all: (n, c, c), or (n, c) diagonals.
+    """The part of the blocks of K that centering removes, (n, c, c), or the diagonals of this part, (n, c).
 
     Args:
         A: K (n c, n c), or Phi (n c, p).
