@@ -159,10 +159,16 @@ def test_a_share_of_the_memory_is_kept_to():
     torch.cuda.set_per_process_memory_fraction(0.05)
     try:
         assert 0 < memory.free_memory(device) <= 0.05 * torch.cuda.mem_get_info()[1]
-        assert memory.dense_budget("auto", device) <= 0.9 * 0.05 * torch.cuda.mem_get_info()[1]
+        assert memory.find_dense_budget("auto", device) <= 0.9 * 0.05 * torch.cuda.mem_get_info()[1]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert memory.free_memory(device) > 0.05 * torch.cuda.mem_get_info()[1]
+
+
+def test_what_fits_memory_twice_is_kept_as_one_chunk() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).cuda()
+    stored = rows(net, torch.randn(100, 3, device="cuda")).cached()
+    assert len(stored.passes.chunks.pieces) == 1  # type: ignore[attr-defined]
 
 
 def rows(net: torch.nn.Module, X: torch.Tensor, **settings: Any) -> linnet.Jacobian:

@@ -42,6 +42,21 @@ def test_regressor(solver: str, return_std: bool, mean: Any, monkeypatch: pytest
     assert 1 <= forwards(monkeypatch, lambda: reg.predict(NEW, return_std=return_std)) < 1.2
 
 
+@pytest.mark.parametrize("estimator", [linnet.TangentRegressor, linnet.TangentClassifier, linnet.Laplace])
+def test_calls_of_first_predictions(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for the size of an example, one for the pass, and four proofs: two halves, and two examples alone."""
+    targets = NUMBERS if estimator is linnet.TangentRegressor else LABELS
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The network is far from a mode", UserWarning)
+        fitted = estimator(net(), prior=1.0).fit(X, targets)
+    monkeypatch.setattr(Counting, "calls", 0)
+    if estimator is linnet.TangentRegressor:
+        fitted.predict(NEW[:20], return_std=True)
+    else:
+        fitted.predict_proba(NEW[:20])
+    assert Counting.calls == 6
+
+
 CLASSIFIERS = [
     {"inference": "map"},
     {"inference": "laplace"},

@@ -246,17 +246,15 @@ def normalized() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("entries", [None, 3000])
-def test_rounding_is_told_from_signals_of_the_same_size(entries, monkeypatch):
-    if entries is not None:  # one example at a time
-        monkeypatch.setattr("linnet.fisher.statistics.TEMPORARY", entries)
+@pytest.mark.parametrize("memory", ["auto", 1000])  # the second has room for one example at a time
+def test_rounding_is_told_from_signals_of_the_same_size(memory):
     model, X = double(normalized()), normal(60, 144)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.float())  # so that both precisions have the same network
     X = X.float().double()
-    fine = linnet.linearize(model, output=energy).jacobian(X)
-    coarse = linnet.linearize(copy.deepcopy(model).float(), output=energy).jacobian(X.float())
+    fine = linnet.linearize(model, output=energy).jacobian(X, memory=memory)
+    coarse = linnet.linearize(copy.deepcopy(model).float(), output=energy).jacobian(X.float(), memory=memory)
     exact, found = (fisher_statistics(J, centered=True) for J in (fine, coarse))
     s = fine.lin.layout.slices
     noise = torch.zeros(fine.shape[1], dtype=torch.bool)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet.data import SingleBatch
-from linnet.jacobian import TEMPORARY, DenseBlock, Jacobian, Linearization, Moments, random_signs
+from linnet.jacobian import DenseBlock, Jacobian, Linearization, Moments, random_signs
 from linnet.linalg import LinearOperator
 from linnet.network import Layout
 
@@ -142,7 +142,9 @@ def _squares(
     """
     p = J.shape[1]
     sums = [[Moments(p, centered=centered, device=J.device) for _ in range(1 + len(judges))] for _ in parts]
-    for index in torch.arange(J.n).split(max(1, TEMPORARY // (4 * max(1, p)))):
+    # The rows of both, their difference, and its squares in float64.
+    most = J.passes.chunk_room // (24 * max(1, p))
+    for index in torch.arange(J.n).split(max(1, most)):
         A = J.subset(index).dense()
         for i, judge in enumerate([None, *judges]):
             rows = A if judge is None else A - judge.subset(index).dense()

@@ -1,7 +1,7 @@
 """`Linearization` and `Jacobian`: the network's derivative as a streamed linear operator."""
 
 from linnet.jacobian.blocks.autodiff import AutodiffBlock
-from linnet.jacobian.blocks.base import TEMPORARY, DenseBlock
+from linnet.jacobian.blocks.base import DenseBlock
 from linnet.jacobian.cached import cache_limit
 from linnet.jacobian.chunk import NetworkChunks
 from linnet.jacobian.column_moments import Moments
@@ -21,7 +21,6 @@ from linnet.jacobian.plan import Plan, _count, autodiff_wins, fused_cost, gram_c
 from linnet.jacobian.proofs import TOLERANCE, random_signs
 
 __all__ = [
-    "TEMPORARY",
     "TOLERANCE",
     "AutodiffBlock",
     "Basis",

@@ -23,7 +23,7 @@ from linnet.jacobian.blocks.autodiff import AutodiffBlock
 from linnet.jacobian.blocks.base import ColumnBlock, Recipe
 from linnet.jacobian.blocks.composite import pack
 from linnet.jacobian.passes import Chunk, ChunkRequest, ChunkSource, FirstExamples, Pass, PassSettings, Prepare
-from linnet.jacobian.plan import PRODUCTS, Engine, Request
+from linnet.jacobian.plan import PRODUCTS, Engine, Request, chunk_size
 from linnet.jacobian.proofs import PROBE
 from linnet.network import check_outputs_finite
 
@@ -105,10 +105,12 @@ def estimate_size(chunks: ChunkSource) -> int:
 
 def _stored_size(chunks: ChunkSource) -> int:
     """Examples per chunk while chunks are kept."""
-    size = Pass(chunks).chunk_size()
-    # Beside the chunk there is what is kept, up to the other half of the memory.
-    halves = chunks.lin.device.type == "cuda" and chunks.settings.batch_size == "auto"
-    return ceil(size / 2) if halves else size
+    passes = Pass(chunks)
+    size = passes.chunk_size()
+    if chunks.lin.device.type != "cuda" or chunks.settings.batch_size != "auto":
+        return size
+    # A chunk may take half of the memory. What is kept of the chunk lies beside it.
+    return min(size, chunk_size(chunks.n, chunks.first.per_example, passes.chunk_room // 2))
 
 
 @final

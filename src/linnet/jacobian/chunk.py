@@ -426,16 +426,22 @@ class NetworkChunks(ChunkSource):
                 sizes[place] = max(sizes.get(place, 0), size)
             return t.detach()  # an output that its own graph saved would never be freed
 
-        self.lin.rules.assign(batch)
+        rules = self.lin.rules
         build = partial(self.lin.chunks.build_by_rules, batch, self.settings.precision, few=True)
-        try:
-            with noting_saved_tensors(note):
-                chunk = build()
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
-                chunk = build()
+        if not rules.assignments:
+            rules.assign(batch)
+        known = -1
+        while known != len(rules.assignments):  # checks of new calls would count as memory
+            known = len(rules.assignments)
+            sizes.clear()
+            try:
+                with noting_saved_tensors(note):
+                    chunk = build()
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                with _Results(note):  # torch.func inside the network allows no hooks: all results are about as much
+                    chunk = build()
         check_outputs_finite(chunk.f, batch.start)
         graph = max(1, sum(sizes.values()) // batch.n)
         for block in chunk.blocks:
@@ -503,11 +509,13 @@ class NetworkChunks(ChunkSource):
         s, lin = self.settings, self.lin
         if not self._records or request.rotation is not None or not self.proofs.has("rules", batch):
             return None
-        if self._prefers_autodiff(request) or not self.can_replay:
+        if self._prefers_autodiff(request):
             return None
         make = partial(lin.chunks.build_by_rules, precision=s.precision, prepare=request.prepare)
         key, room = (request.kind, request.k, s.precision, s.engine), partial(find_budget, s.memory, lin.device)
-        return self.replays.borrow(key, batch, make, Chunk.is_close, needs=batch.n * self.first.per_example, room=room)
+        needs = batch.n * self.first.per_example
+        how: dict[str, Any] = {"needs": needs, "room": room, "allowed": lambda: self._can_replay}
+        return self.replays.borrow(key, batch, make, Chunk.is_close, **how)
 
     @cached_property
     def _records(self) -> bool:
@@ -515,7 +523,7 @@ class NetworkChunks(ChunkSource):
         return can_record(self.lin.device)
 
     @cached_property
-    def can_replay(self) -> bool:
+    def _can_replay(self) -> bool:
         """Whether a GPU can record chunks: the network never looks at numbers."""
         if not self._records or self.settings.memory != "auto" or self.source.changes:
             return False

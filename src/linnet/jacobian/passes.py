@@ -229,11 +229,6 @@ class ChunkSource(ABC):
     def in_memory(self) -> bool:
         """Whether passes touch neither the network nor the data."""
 
-    @property
-    def can_replay(self) -> bool:
-        """Whether a GPU can record chunks and play them again."""
-        return False
-
     @abstractmethod
     def with_settings(self, settings: PassSettings) -> ChunkSource:
         """The same chunks with other settings."""

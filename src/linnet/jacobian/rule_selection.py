@@ -139,7 +139,7 @@ class RuleSelection:
         self.network.find_autocast(probe)
         with self.network.in_precision("highest"):
             recording = self.record(probe)
-        return self.assign_to(recording, batch)
+        return self.assign_to(recording, batch, of_first=True)
 
     @property
     def _rounds_to_half(self) -> bool:
@@ -160,19 +160,26 @@ class RuleSelection:
         """Whether some parameters are left to autodiff."""
         return any(known.rest for known in self._known.assignments.values())
 
-    def assign_to(self, recording: Recording, batch: Batch) -> RuleAssignment:
+    def assign_to(self, recording: Recording, batch: Batch, *, of_first: bool = False) -> RuleAssignment:
+        """Which rules serve a recorded pass, checked on the first examples if its calls are new.
+
+        Args:
+            recording: The pass.
+            batch: The examples of the pass.
+            of_first: Whether the pass was over the first examples alone, in full precision.
+        """
         found = self._known.assignments.get(recording.signature)
         if found is None or (found.examples == 1 and batch.n > 1):
             probe = batch.part(0, min(PROBE, batch.n))
             with self.network.in_precision("highest"):
-                found = replace(self._inspect(recording, probe), examples=probe.n)
+                small = recording if of_first else self.record(probe, recording.changes)
+                found = replace(self._inspect(recording, small, probe), examples=probe.n)
             self._known.assignments[recording.signature] = found
             self._known.changes = found.changes
         self._known.last = found
         return found
 
-    def _inspect(self, recording: Recording, probe: Batch) -> RuleAssignment:
-        small = self.record(probe, recording.changes)
+    def _inspect(self, recording: Recording, small: Recording, probe: Batch) -> RuleAssignment:
         checks.check_outputs_finite(small.out, probe.start)
         self._check_independent(small, probe)
         self._check_linear(small)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,7 +49,9 @@ def copy_structure(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     shells: list[tuple[nn.Module, nn.Module]] = []
     for module in model.modules():
         for key, held in vars(module).items():
-            if key in HOOKS and any(map(_is_foreign, held.values())):
+            if type(held) in (dict, OrderedDict) and not held:
+                memo[id(held)] = type(held)()  # most of what a module holds; copy.deepcopy takes its time for each
+            elif key in HOOKS and any(map(_is_foreign, held.values())):
                 memo[id(held)] = type(held)()
                 hooks.append((held, memo[id(held)]))
             elif key.startswith(STATE):

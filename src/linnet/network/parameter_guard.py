@@ -78,13 +78,16 @@ class CallGuard:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Raise if a call read a parameter past its attribute; asking for a shape or a device is no reading."""
-        if isinstance(result, Tensor) and result.dtype in DIGITS:
-            self.coarsest = coarser(result.dtype, self.coarsest)
-            if result.requires_grad:
-                self.coarsest_gradient = coarser(result.dtype, self.coarsest_gradient)
+        if isinstance(result, Tensor):
+            dtype = result.dtype
+            if dtype is not self.coarsest_gradient and dtype in DIGITS:
+                self.coarsest = coarser(dtype, self.coarsest)
+                if result.requires_grad:
+                    self.coarsest_gradient = coarser(dtype, self.coarsest_gradient)
+        elif func not in READERS and next(_tensors((result,)), None) is None:
+            return
         for t in _tensors((*args, *kwargs.values())):
-            name = self._name(t)
-            if name is not None and (func in READERS or next(_tensors((result,)), None) is not None):
+            if (name := self._name(t)) is not None:
                 raise checks.original_is_read(name)
 
     def _name(self, t: Tensor) -> str | None:

@@ -56,6 +56,7 @@ class Replays(Generic[T]):
         *,
         needs: int,
         room: Callable[[], int],
+        allowed: Callable[[], bool] = lambda: True,
     ) -> Loan[T] | None:
         """What ``make`` gives for a batch on a GPU, by a recorded graph; None if there is none, or not yet.
 
@@ -69,6 +70,7 @@ class Replays(Generic[T]):
             alike: Whether two results of the same batch differ by rounding only.
             needs: Bytes that the result takes while it is made.
             room: Gives the bytes that a pass may take.
+            allowed: Whether a record may be made at all. It is asked where a batch comes again: asking may take a pass.
         """
         others = _plain_values((batch.args, batch.kwargs))
         if others is None:
@@ -79,7 +81,7 @@ class Replays(Generic[T]):
             self._visits[whole] += 1
             held = self._held
             # Half of the memory that is free counts as room; what the records hold was free before.
-            if self._visits[whole] < 2 or held + needs > SHARE * (room() + held // 2):
+            if self._visits[whole] < 2 or held + needs > SHARE * (room() + held // 2) or not allowed():
                 return None
             self._known[whole] = _Replay.record(batch, make, alike)
             self._held += needs
