@@ -298,7 +298,7 @@ def test_what_products_make_of_a_copy_is_kept(model, x, monkeypatch):
     def refuse(block):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr(Pass, "_prepare_for", lambda self, request, k: refuse)
+    monkeypatch.setattr(Pass, "prepare_for", lambda self, request, k: refuse)
     close(part @ V, first)
     with pytest.raises(AssertionError, match="prepared again"):
         _ = J.subset(part.index) @ V

@@ -557,6 +557,27 @@ def test_streams_give_what_whole_chunks_give(name: str, diagonal: bool, monkeypa
     torch.testing.assert_close(found.factors.squares, whole.factors.squares, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("memory", ["auto", 2**10])  # in the second the sparse matrices are not kept
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("name", list(STREAMED))
+def test_squares_of_groups_by_streams(name: str, rotated: bool, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X = STREAMED[name]()
+    lin = linnet.linearize(double(model).eval())
+    rows = linnet.testing.dense_jacobian(model, X)
+    J = lin.jacobian(X, batch_size=3, memory=memory)
+    if rotated:
+        rotation, _ = lin.jacobian(X).kronecker().decomposed()
+        J, rows = J.rotated(rotation), rotation.rows(rows)
+    parts = [(torch.rand(lin.p).double(), torch.randint(5, (lin.p,))) for _ in range(2)]
+    expected = torch.stack(
+        [sum(rows[:, group == i].square() @ scale[group == i] for scale, group in parts) for i in range(5)], 1
+    )
+    torch.testing.assert_close(J.grouped_squares(parts, 5), expected, rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr(gram, "streams", lambda passes: True)
+    torch.testing.assert_close(J.grouped_squares(parts, 5), expected, rtol=1e-9, atol=1e-12)
+    assert not lin.rules.denied("stream")
+
+
 @pytest.mark.parametrize("spanned", [True, False])
 def test_a_gradient_that_the_columns_span_takes_no_backward_pass(
     spanned: bool, monkeypatch: pytest.MonkeyPatch

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -147,30 +148,61 @@ def compute_grouped_squares(J: Jacobian, parts: Sequence[tuple[Tensor, Tensor]],
 
     def run() -> Tensor:
         out = torch.zeros(J.shape[0], count, dtype=J.dtype, device=J.device)
-        for piece in J.passes.pieces("diag", 1, "squares of J"):
-            total = out.new_zeros(count, piece.batch.n * J.c)
-            for block in piece.blocks:
-                for (a, b), rows in by_range(block):
-                    for cut in pieces(b - a, total.shape[1]):
-                        squares, own = rows[..., cut].flatten(0, 1).T.contiguous(), slice(a + cut.start, a + cut.stop)
-                        # One sparse product is several times as fast as adding up the columns of each part.
-                        total += torch.sparse.mm(_sparse_groups(parts, own, count, total), squares.to(total).square())
-            out[piece.rows] = total.T
-            del piece
+        sums = _GroupedSums(parts, count, like=out, room=J.passes.chunk_room)
+        if streams(J.passes):
+            stream_grouped_squares(J, sums, out)
+        else:
+            for piece in J.passes.pieces("diag", 1, "squares of J"):
+                total = out.new_zeros(count, piece.batch.n * J.c)
+                for block in piece.blocks:
+                    sums.add(block, total)
+                out[piece.rows] = total.T
+                del piece
         J.ranks.share_rows(out, J.n, J.c)
         return out
 
     return J.passes.complete(run)
 
 
-def _sparse_groups(parts: Sequence[tuple[Tensor, Tensor]], own: slice, count: int, like: Tensor) -> Tensor:
-    """The sparse matrix (count, columns) that adds up some columns by their groups, with their scales."""
-    groups = torch.cat([group[own] for _, group in parts])
-    columns = torch.arange(own.stop - own.start, device=groups.device).repeat(len(parts))
-    scales = torch.cat([scale[own] for scale, _ in parts]).to(like)
-    size = (count, own.stop - own.start)
-    with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns of a choice that is not made here
-        return torch.sparse_coo_tensor(torch.stack([groups, columns]), scales, size, check_invariants=False)
+class _GroupedSums:
+    """Adds up the squares of rows by the groups of their columns, with a scale for each column.
+
+    One sparse product is several times as fast as adding up the columns of each group. The sparse matrices are the same
+    for all chunks, and are kept where they fit.
+
+    Args:
+        parts: Pairs of a scale (p,) and the number of the group of each column (p,); the sums add up.
+        count: Number of groups.
+        like: A tensor of the device and dtype of the sums.
+        room: Bytes that a chunk may take; the matrices may take a quarter of them.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], count: int, *, like: Tensor, room: int) -> None:
+        self._parts, self._count, self._like = parts, count, like
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        entries = sum(scale.numel() for scale, _ in parts)
+        self._keeps = 4 * entries * (16 + like.element_size()) <= room  # two indices and a number for each entry
+
+    def add(self, block: ColumnBlock, total: Tensor) -> None:
+        """Add the sums of the rows of a block to a tensor (count, rows)."""
+        for (a, b), rows in by_range(block):
+            for cut in pieces(b - a, total.shape[1]):
+                squares = rows[..., cut].flatten(0, 1).T.contiguous().to(total).square()
+                total += torch.sparse.mm(self._groups(a + cut.start, a + cut.stop), squares)
+
+    def _groups(self, start: int, stop: int) -> Tensor:
+        """The sparse matrix (count, columns) that adds up some columns by their groups."""
+        if (start, stop) in self._kept:
+            return self._kept[start, stop]
+        groups = torch.cat([group[start:stop] for _, group in self._parts])
+        columns = torch.arange(stop - start, device=groups.device).repeat(len(self._parts))
+        scales = torch.cat([scale[start:stop] for scale, _ in self._parts]).to(self._like)
+        size, index = (self._count, stop - start), torch.stack([groups, columns])
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns of a choice that is not made here
+            found = torch.sparse_coo_tensor(index, scales, size, check_invariants=False).coalesce()
+        if self._keeps:
+            self._kept[start, stop] = found
+        return found
 
 
 def compute_moments(J: Jacobian, *, centered: bool) -> Moments:
@@ -304,7 +336,7 @@ def compute_curvature(
         for start, stop in _parts(J, sums, checkpoint):
             if streamed:
                 assert factors is not None
-                add_streams(J.passes, J.network_chunks(), factors, f, gradient, start, stop, root=root, u=u)
+                add_streams(J.passes, factors, f, gradient, start, stop, root=root, u=u)
                 continue
             for piece in J.passes.pieces(
                 "sides" if form == "kron" else "squares", 1, "curvature", start=start, stop=stop
@@ -602,18 +634,18 @@ def by_range(block: ColumnBlock) -> list[tuple[tuple[int, int], Tensor]]:
     return list(zip(rows.ranges, rows.parts, strict=True))
 
 
-# Kronecker factors of networks whose gradients do not fit memory: one backward pass for each column of the root.
+# Networks whose gradients do not fit memory: one backward pass for each seed.
 #
-# A chunk as other passes make it holds the gradients (n, c, T, d) of all layers at once. The factor of the output
-# gradients is a sum over the columns h of ``L^T g``. A backward pass starts from one column of L, each layer adds its
-# gradient to its factor during the pass, and the gradient is freed. A chunk takes the memory of a training step.
+# A chunk as other passes make it holds the gradients (n, c, T, d) of all layers at once. A stream starts a backward
+# pass from one seed (n, c): a column of the curvature's root, or an output. Each layer hands its block over during
+# the pass, and the gradient is freed. A chunk takes the memory of a training step.
 
 SMALL = 256
 """Outputs up to which the curvature of an example is decomposed, so that columns of zeros take no backward pass."""
 
 
 def streams(passes: Pass) -> bool:
-    """Whether factors come by streams: the gradients of a chunk do not fit memory, and every layer can hand them over.
+    """Whether chunks come by streams: the gradients of a chunk do not fit memory, and every layer can hand them over.
 
     Convolutions do not stream, because each column would make their patches again.
     """
@@ -634,9 +666,37 @@ def _can_stream(assignment: RuleAssignment) -> bool:
     return once and not assignment.rest and not assignment.changes.spread
 
 
+def _stream(
+    passes: Pass,
+    start: int,
+    stop: int,
+    label: str,
+    make: Callable[[Batch, OtherBatches | None], Chunk],
+    *,
+    rows: bool = False,
+) -> Iterator[tuple[Batch, Tensor]]:
+    """The chunks of a stream, each with its outputs (n, c).
+
+    Args:
+        passes: Goes over the data.
+        start: First example.
+        stop: End of the examples.
+        label: Label of the progress bar.
+        make: Makes a chunk (`_stream_chunk`), which is compared with reverse mode where other batches are given.
+        rows: Whether the rows of each layer are formed.
+    """
+    s, chunks = passes.settings, passes.chunks
+    assert not chunks.in_memory
+    source = cast("NetworkChunks", chunks)
+    s.used = _stream_size(passes, rows=rows)
+    with show_progress(stop - start, label, progress=s.progress) as tick:
+        for batch in source.batches(s.used, start, stop):
+            yield batch, source.prove("stream", batch, partial(make, batch)).f
+            tick(batch.n)
+
+
 def add_streams(
     passes: Pass,
-    chunks: NetworkChunks,
     factors: Kronecker,
     f: Tensor,
     gradient: Tensor,
@@ -650,7 +710,6 @@ def add_streams(
 
     Args:
         passes: Goes over the data.
-        chunks: Makes the chunks.
         factors: Sums of the curvature.
         f: (n, c), takes the outputs.
         gradient: (p,), takes ``J^T u``.
@@ -662,44 +721,106 @@ def add_streams(
     Raises:
         Disproved: Where a layer does not hand over its gradient, or hands over a wrong one.
     """
-    s = passes.settings
-    size = _stream_size(passes)
-    s.used = size
-    with show_progress(stop - start, "curvature", progress=s.progress) as tick:
-        for batch in chunks.batches(size, start, stop):
-
-            def make(apart: OtherBatches | None, batch: Batch = batch) -> Chunk:
-                return _stream_chunk(passes, batch, factors, gradient, root=root, u=u, apart=apart)
-
-            f[batch.start : batch.start + batch.n] = chunks.prove("stream", batch, make).f
-            tick(batch.n)
+    make = partial(_stream_curvature, passes, factors, gradient, root, u)
+    for batch, outputs in _stream(passes, start, stop, "curvature", make):
+        f[batch.start : batch.start + batch.n] = outputs
 
 
-def _stream_size(passes: Pass) -> int:
-    """Examples per chunk: their graph, and the gradient of the layer whose gradient is longest."""
+def _stream_curvature(
+    passes: Pass,
+    factors: Kronecker,
+    gradient: Tensor,
+    root: Callable[[Batch], Tensor],
+    u: Callable[[Batch], Tensor],
+    batch: Batch,
+    apart: OtherBatches | None,
+) -> Chunk:
+    """Adds the curvature of a chunk to factors, and its ``J^T u`` to the gradient."""
+    net = passes.lin.network
+    part = torch.zeros(passes.lin.p, 1, dtype=net.row_dtype, device=net.device)
+    count, shares, given = 0, part, list[bool]()
+
+    def seeds(with_outputs: Batch) -> Tensor:
+        nonlocal count, shares, given
+        columns = _root_columns(root(with_outputs))
+        wanted = u(with_outputs).to(columns)
+        found = _shares_of(columns, wanted, 1e-9)  # as exact as products are
+        count, all_ = len(columns), columns
+        if found is None:  # u is no sum of the columns: J^T u takes a backward pass of its own, the last one
+            all_ = torch.cat([columns, wanted[None]])
+            found = torch.zeros(all_.shape[:2], device=columns.device)
+            found[-1] = 1.0
+        shares, given = found.to(net.row_dtype), found.any(1).tolist()
+        return all_
+
+    def take(m: int, block: ColumnBlock) -> None:
+        if m < count:
+            factors.add([prepare(block, "sides", k=1)], None, 0, inputs=m == 0)
+        if given[m]:
+            block.rmatmul(shares[m][:, None, None], part)
+
+    chunk = _stream_chunk(passes, batch, apart, seeds=seeds, take=take)
+    factors.n += batch.n
+    gradient += part[:, 0]
+    return chunk
+
+
+def stream_grouped_squares(J: Jacobian, sums: _GroupedSums, out: Tensor) -> None:
+    """Write the sums of squares of all rows of J by the groups of their columns into ``out`` (n c, count)."""
+    passes, c = J.passes, J.c
+    ready = passes.prepare_for("diag", 1)
+
+    def make(batch: Batch, apart: OtherBatches | None) -> Chunk:
+        totals = out.new_zeros(c, out.shape[1], batch.n)
+
+        def seeds(with_outputs: Batch) -> Tensor:
+            return torch.eye(c, dtype=out.dtype, device=out.device)[:, None].expand(-1, batch.n, -1)
+
+        chunk = _stream_chunk(
+            passes, batch, apart, seeds=seeds, take=lambda m, block: sums.add(ready(block), totals[m])
+        )
+        rows = slice(batch.start * c, (batch.start + batch.n) * c)
+        out[rows] = totals.permute(2, 0, 1).flatten(0, 1)
+        return chunk
+
+    for _ in _stream(passes, *passes.own, "squares of J", make, rows=True):
+        pass
+
+
+def _stream_size(passes: Pass, *, rows: bool = False) -> int:
+    """Examples per chunk: their graph, and the gradient of the layer whose gradient is longest, or its rows."""
     s, first = passes.settings, passes.chunks.first
     if isinstance(s.batch_size, int):
         size = min(s.batch_size, passes.n)
     else:
-        longest = max((4 * f.size.T * f.size.groups * (f.size.dx + f.size.dg) for f in first.blocks), default=0)
-        each = first.graph + longest * passes.lin.dtype.itemsize
+        each = [f.size.T * f.size.groups * (f.size.dx + f.size.dg) + rows * f.q for f in first.blocks]
         room = find_budget(s.memory, passes.lin.device)
         # Layers with many uses keep a GPU busy with few examples: larger chunks take memory, and save no time.
-        size = chunk_size(passes.n, each, room // 4 if isinstance(s.memory, str) else room)
+        room = room // 4 if isinstance(s.memory, str) else room
+        size = chunk_size(passes.n, first.graph + 4 * max(each, default=0) * passes.lin.dtype.itemsize, room)
     return size if s.largest is None else min(size, s.largest)
 
 
 def _stream_chunk(
     passes: Pass,
     batch: Batch,
-    factors: Kronecker,
-    gradient: Tensor,
-    *,
-    root: Callable[[Batch], Tensor],
-    u: Callable[[Batch], Tensor],
     apart: OtherBatches | None,
+    *,
+    seeds: Callable[[Batch], Tensor],
+    take: Callable[[int, ColumnBlock], None],
 ) -> Chunk:
-    """Adds the curvature of a chunk, which is compared with reverse mode where it is new (``apart`` is given)."""
+    """A chunk by one backward pass for each seed, compared with reverse mode where it is new (``apart`` is given).
+
+    Args:
+        passes: Goes over the data.
+        batch: The examples.
+        apart: Some of the examples in other batches; None if the chunk is not to be compared.
+        seeds: From the examples with their outputs to the seeds, (m, n, c).
+        take: Called with the number of a seed and, layer by layer, the block (n, 1, q) of its backward pass.
+
+    Raises:
+        Disproved: Where a layer does not hand over its gradient, or hands over a wrong one.
+    """
     lin, precision = passes.lin, passes.settings.precision
     net, rules = lin.network, lin.rules
     with net.in_precision(precision):
@@ -710,50 +831,35 @@ def _stream_chunk(
         out = recording.out
         f = out.detach().to(net.dtype)
         check_outputs_finite(f, batch.start, batch.positions)
-        with_outputs = replace(batch, f=f)
-        columns = _root_columns(root(with_outputs))
-        wanted = u(with_outputs).to(columns)
-        shares = _shares_of(columns, wanted, 1e-9)  # as exact as products are
-        # Where u is no sum of the columns, J^T u takes a backward pass of its own, the last one.
-        seeds = (columns if shares is not None else torch.cat([columns, wanted[None]])).to(out)  # (m, n, c)
-        if shares is None:
-            shares = torch.zeros(seeds.shape[:2], device=out.device)
-            shares[-1] = 1.0
-        shares = shares.to(net.row_dtype)
-        signs = random_signs(*seeds.shape[:2], seed=batch.start + 1, like=out.detach())
+        wanted = seeds(replace(batch, f=f)).to(out)
+        signs = random_signs(*wanted.shape[:2], seed=batch.start + 1, like=out.detach())
         truth = None
         if apart is not None:
-            truth = rules.truth(recording, torch.einsum("mn,mnc->nc", signs, seeds), precision)
+            truth = rules.truth(recording, torch.einsum("mn,mnc->nc", signs, wanted), precision)
             _check_apart(recording, batch, apart, passes, precision)
         rows = net.row_dtype
-        found, part = (torch.zeros(lin.p, 1, dtype=rows, device=net.device) for _ in range(2))
+        found = torch.zeros(lin.p, 1, dtype=rows, device=net.device)
         kept = [served for served in assignment.kept if served]
         uses = [use for use, served in zip(recording.uses, assignment.kept, strict=True) if served]
         recording.uses.clear()
-        counts = shares.any(1).tolist()
-        for m, seed in enumerate(seeds):
+        for m, seed in enumerate(wanted):
 
-            def take(i: int, use: RecordedCall, g: Tensor, m: int = m) -> None:
+            def hand_over(i: int, use: RecordedCall, g: Tensor, m: int = m) -> None:
                 with torch.autocast(net.device.type, enabled=False):
                     for block in build_blocks(use, kept[i], g, n=batch.n, dtype=rows):
                         block = block.widen()
-                        if m < len(columns):
-                            factors.add([prepare(block, "sides", k=1)], None, 0, inputs=m == 0)
-                        if counts[m]:
-                            block.rmatmul(shares[m][:, None, None], part)
+                        take(m, block)
                         if truth is not None:
                             block.rmatmul(signs[m].to(rows)[:, None, None], found)
 
-            last = m + 1 == len(seeds)
+            last = m + 1 == len(wanted)
             given: list[RecordedCall | None] = list(uses)
             if last:
                 uses.clear()
-            if not streamed(out, given, take, seed=seed, keep=not last):
+            if not streamed(out, given, hand_over, seed=seed, keep=not last):
                 raise Disproved("stream")
     if truth is not None and truth.judges and truth.different(found.to(truth.G))[0]:
         raise Disproved("stream")
-    factors.n += batch.n
-    gradient += part[:, 0]
     return Chunk(f, [])
 
 

@@ -311,7 +311,7 @@ class Pass:
             size = self.chunk_size(columns=columns, sides=kind == "sides")
         s.used = size
         first, last = (self.own[0] if start is None else start), (self.own[1] if stop is None else stop)
-        request = ChunkRequest(kind, k, self._prepare_for(kind, k), along, self.rotation)
+        request = ChunkRequest(kind, k, self.prepare_for(kind, k), along, self.rotation)
         with show_progress(max(0, last - first), label, progress=s.progress if label else False) as tick:
             for batch, chunk in self.chunks.chunks(size, first, last, request):
                 blocks = pack(chunk.blocks) if kind in PRODUCTS else chunk.blocks
@@ -320,7 +320,7 @@ class Pass:
                 yield made.pop()
                 tick(batch.n)
 
-    def _prepare_for(self, kind: Request, k: int) -> Prepare:
+    def prepare_for(self, kind: Request, k: int) -> Prepare:
         """Prepares a block for a kind of products, in the coordinates and the dtype of this pass."""
         rotation, rounds = self.rotation, kind == "gram" and self._in_tf32
         rows = self.lin.network.row_dtype
