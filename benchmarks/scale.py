@@ -2,7 +2,7 @@
 
 The networks have random weights. In the passes every network gives one output per example: the log-sum-exp of the class
 logits. A training step is a plain forward and backward pass in the selected parameters, in the same precision. Memory
-is the peak above what the model, its data and V occupy.
+is the peak above what the model, its data, V and the result occupy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.timing import machine, milliseconds, synchronize
 from linnet._common import Precision, arithmetic
 
 K = 16
-PARTS = (4, 8)
+PARTS = (2, 4, 8)
 """Into how many chunks the examples are cut, to see what memory costs in time."""
 
 Inputs = Tensor | dict[str, Tensor]
@@ -160,6 +160,11 @@ def output(raw: Any) -> Tensor:
     return raw.logits.logsumexp(-1)
 
 
+def n_of(x: Inputs) -> int:
+    """The number of examples."""
+    return len(x) if isinstance(x, Tensor) else len(next(iter(x.values())))
+
+
 def _call(model: nn.Module, x: Inputs) -> Any:
     return model(**x) if isinstance(x, dict) else model(x)
 
@@ -208,7 +213,10 @@ def time_passes(name: str, job: Job, precision: Precision, device: str, rounds: 
         memory = {"step": peak(partial(step, model, x), device)}
         model.zero_grad(set_to_none=True)
         lin = linnet.linearize(model, output=output)
-        memory |= {key: peak(partial(four_times, lin, x, V, precision, key), device) for key in job.parts}
+        entries = {"pass": V.numel(), "column": p, "gram": n_of(x) ** 2}
+        for key in job.parts:
+            result = entries[key] * V.element_size() / 2**30
+            memory[key] = peak(partial(four_times, lin, x, V, precision, key), device) - result
         peer = time_curvlinops(model, x, V[:, :1].contiguous(), device)
     ratios = {key: times[key] / times["step"] for key in job.parts}
     for found in smaller:
@@ -222,17 +230,12 @@ def time_in_parts(
     model: nn.Module, x: Inputs, V: Tensor, precision: Precision, device: str, rounds: int, parts: int
 ) -> dict[str, Any]:
     """A pass whose chunks hold a part of the examples: less memory, for more launches and more passes over V."""
-    n = len(x) if isinstance(x, Tensor) else len(next(iter(x.values())))
-    lin, size = linnet.linearize(model, output=output), max(1, n // parts)
+    lin, size = linnet.linearize(model, output=output), max(1, n_of(x) // parts)
     J = lin.jacobian(x, batch_size=size, precision=precision, progress=False)
     found = milliseconds({"pass": partial(J.normal, V)}, device, rounds=rounds, warmup=3)
     del J
-    fresh = lin.jacobian(x, batch_size=size, precision=precision, progress=False)
-    return {
-        "parts": parts,
-        "ms": found["pass"],
-        "memory_gib": peak(lambda: [fresh.normal(V) for _ in range(4)], device),
-    }
+    memory = peak(partial(four_times, lin, x, V, precision, "pass", batch_size=size), device)
+    return {"parts": parts, "ms": found["pass"], "memory_gib": memory - V.numel() * V.element_size() / 2**30}
 
 
 class _Output(nn.Module):
@@ -257,7 +260,7 @@ def time_curvlinops(model: nn.Module, x: Inputs, V: Tensor, device: str) -> dict
         return None
     wrapped = _Output(model)
     params = [t for t in wrapped.parameters() if t.requires_grad]
-    n = len(x) if isinstance(x, Tensor) else len(next(iter(x.values())))
+    n = n_of(x)
     data = [(x, torch.zeros(n, 1, device=V.device, dtype=params[0].dtype))]
     try:
         given = {"check_deterministic": False, "num_data": n, "batch_size_fn": lambda _: n}
@@ -270,9 +273,17 @@ def time_curvlinops(model: nn.Module, x: Inputs, V: Tensor, device: str) -> dict
         model.zero_grad(set_to_none=True)
 
 
-def four_times(lin: linnet.Linearization, x: Inputs, V: Tensor, precision: Precision, part: str) -> None:
+def four_times(
+    lin: linnet.Linearization,
+    x: Inputs,
+    V: Tensor,
+    precision: Precision,
+    part: str,
+    *,
+    batch_size: int | str = "auto",
+) -> None:
     """A new Jacobian and four passes: what a GPU records of the first passes counts too."""
-    J = lin.jacobian(x, precision=precision, progress=False)
+    J = lin.jacobian(x, batch_size=batch_size, precision=precision, progress=False)
     for _ in range(4):
         J.gram() if part == "gram" else J.normal(V if part == "pass" else V[:, :1])
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
@@ -558,6 +559,7 @@ class Rotation:
 
     def __init__(self, turns: Mapping[Range, Turn], layout: Layout) -> None:
         self.turns, self.layout = dict(turns), layout
+        self._ordered = sorted(self.turns)
 
     def fingerprint(self) -> str:
         """Tells these coordinates from others, to the bit."""
@@ -605,11 +607,13 @@ class Rotation:
         return turns[0]
 
     def _within(self, r: Range) -> Iterator[tuple[Range, Turn]]:
-        for key, turn in self.turns.items():
-            if key[0] < r[1] and r[0] < key[1]:
-                if key[0] < r[0] or r[1] < key[1]:
-                    raise other_form(self.layout, r)
-                yield key, turn
+        first = bisect_right(self._ordered, r[0], key=lambda key: key[1])
+        for key in self._ordered[first:]:
+            if key[0] >= r[1]:
+                return
+            if key[0] < r[0] or r[1] < key[1]:
+                raise other_form(self.layout, r)
+            yield key, self.turns[key]
 
     def _turned(self, r: Range, part: Tensor) -> Tensor:
         out = part
@@ -621,7 +625,8 @@ class Rotation:
     def rows(self, R: Tensor) -> Tensor:
         """``R Q`` for rows (m, p), differentiable in them."""
         parts, end = [], 0
-        for (a, b), turn in sorted(self.turns.items(), key=lambda item: item[0]):
+        for a, b in self._ordered:
+            turn = self.turns[a, b]
             parts += [R[:, end:a], turn.rows(R[None, :, a:b])[0]]
             end = b
         return torch.cat([*parts, R[:, end:]], 1)
