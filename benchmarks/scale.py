@@ -334,8 +334,10 @@ def estimators(device: str, only: str) -> Iterator[tuple[str, Any]]:
 
 
 def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | None = None) -> None:
-    """Everything that is asked for; prints a line per measurement and writes JSON after each."""
-    results: dict[str, Any] = {"machine": machine(device), "passes": []}
+    """Measure what is asked for, beside what was measured before on such a machine; print each, and write JSON."""
+    results: dict[str, Any] = {} if out is None or not out.exists() else json.loads(out.read_text())
+    if results.get("machine") != machine(device):
+        results = {"machine": machine(device), "passes": []}
     print(results["machine"], flush=True)
     for name, job in (JOBS if device.startswith("cuda") else SMALL).items():
         if only not in ("all", "passes", name):
@@ -349,7 +351,8 @@ def run(device: str, out: Path | None, rounds: int, only: str, *, table: str | N
             except (RuntimeError, ValueError, TypeError) as error:
                 traceback.print_exc()
                 found = {"network": name, "precision": precision, "error": str(error)}
-            results["passes"].append(found)
+            others = [one for one in results["passes"] if (one["network"], one["precision"]) != (name, precision)]
+            results["passes"] = [*others, found]
             if "ms" in found:
                 ratios = "  ".join(f"{key} {value:.2f}" for key, value in found["ratios"].items())
                 memory = "  ".join(f"{key} {value:.1f}" for key, value in found["memory_gib"].items())
