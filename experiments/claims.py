@@ -50,6 +50,18 @@ def find_failed(found: Sequence[Judged]) -> list[Judged]:
     return [one for one in found if one.finding.verdict in (NO, NOT_SHOWN)]
 
 
+def overview(found: Sequence[Judged]) -> str:
+    """One table of all papers with their verdicts, and a picture of each paper."""
+    titles = ["paper", *VERDICTS, "picture"]
+    rows = []
+    for paper in PAPERS:
+        counts = Counter(one.finding.verdict for one in found if one.paper is paper)
+        file = f"assets/results/{paper.picture}.png"
+        picture = f'[![Figure of {paper.picture}]({file}){{ width="260" }}]({file})'
+        rows.append([f"{paper.authors}: *{paper.title}*", *(str(counts[verdict]) for verdict in VERDICTS), picture])
+    return "\n".join(common.line_of(row) for row in (titles, ["---"] * len(titles), *rows))
+
+
 def markdown(found: Sequence[Judged]) -> str:
     """A table for each paper, and below them the reasons of what did not come out."""
     parts = [f"{count_verdicts(found)}."]

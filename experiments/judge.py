@@ -260,11 +260,19 @@ class Claim:
 
 
 class Paper(NamedTuple):
-    """A paper with its claims, in the order in which they are written down."""
+    """A paper with its claims, in the order in which they are written down.
+
+    Attributes:
+        authors: The authors and the year.
+        title: The title.
+        claims: What the paper says about which method is ahead.
+        picture: The experiment whose figure stands for the paper.
+    """
 
     authors: str
     title: str
     claims: Sequence[Claim]
+    picture: str
 
 
 class Each(dict[str, Interval]):

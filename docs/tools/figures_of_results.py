@@ -277,6 +277,23 @@ def claims() -> str:
     return markdown(judge_all())
 
 
+def overview() -> str:
+    """The verdicts of all papers in one table, and how often the defaults are ahead on the scoreboard."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from experiments.claims import count_verdicts, judge_all, overview
+
+    found = judge_all()
+    counts = json.loads((ROOT / "results" / "scoreboard" / "metrics.json").read_text(encoding="utf-8"))["counts"]
+    cells = []
+    for half in ("both halves", "development", "held"):
+        one, five, adapt = (counts[half][f"{name} best or level"] for name in ("linnet", "linnet of 5", "linnet.adapt"))
+        cells.append([half, *(f"{count['yes']} of {count['cells']}" for count in (one, five, adapt))])
+    titles = ["tasks", "default, one network", "default, five networks", "`linnet.adapt`"]
+    said = "On the scoreboard no other method is ahead, beyond one standard error, in so many cells:"
+    return "\n\n".join([f"{count_verdicts(found)}.", overview(found), said, _table(titles, cells)])
+
+
 def results() -> str:
     """One section for each experiment of `results/README.md`, with its figure."""
     lines = (ROOT / "results" / "README.md").read_text(encoding="utf-8").splitlines()

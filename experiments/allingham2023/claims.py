@@ -172,4 +172,5 @@ PAPER = Paper(
             facts={"fifty": over(apart(50))},
         ),
     ],
+    picture="snelson",
 )

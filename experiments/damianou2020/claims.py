@@ -54,4 +54,5 @@ PAPER = Paper(
             limits="One data set. The settings of the deep process are the last of four that were tried on others.",
         ),
     ],
+    picture="deep_gp",
 )

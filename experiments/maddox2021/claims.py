@@ -553,4 +553,5 @@ PAPER = Paper(
     "Maddox et al. 2021",
     "Fast Adaptation with Linearized Neural Networks",
     [*FIGURE2, *FIGURE3, *FIGURE4, *FIGURE5, *FIGURE6, *FIGURE7, *TABLE1],
+    picture="figure2",
 )

@@ -231,4 +231,9 @@ TABLE4 = [
     ),
 ]
 
-PAPER = Paper("Mu et al. 2020", "Gradients as Features for Deep Representation Learning", [*TABLES, *TABLE4])
+PAPER = Paper(
+    "Mu et al. 2020",
+    "Gradients as Features for Deep Representation Learning",
+    [*TABLES, *TABLE4],
+    picture="transfer",
+)

@@ -38,4 +38,5 @@ PAPER = Paper(
             "level with fine-tuning here, and images that are kept are ahead of both.",
         ),
     ],
+    picture="onward",
 )

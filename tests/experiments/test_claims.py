@@ -9,7 +9,7 @@ import pytest
 
 from docs.tools.pages import ROOT
 from experiments.__main__ import EXPERIMENTS, describe
-from experiments.claims import PAPERS, count_verdicts, find_failed, judge_all, markdown, text
+from experiments.claims import PAPERS, count_verdicts, find_failed, judge_all, markdown, overview, text
 from experiments.judge import (
     NO,
     NOT_SHOWN,
@@ -270,3 +270,15 @@ def test_processes_of_one_machine_are_no_devices() -> None:
     rows = [{"ranks": 2, "speedup": 1.9}]
     assert judge(claim, {"parts": {"ranks": {"rows": rows}}}).verdict == NOT_SHOWN
     assert judge(claim, {"parts": {"ranks": {"rows": [{"ranks": 2, "speedup": 1.1}]}}}).verdict == NO
+
+
+def test_the_overview_counts_every_claim_once_and_shows_figures_that_exist():
+    lines = overview(FOUND).splitlines()
+    assert lines[0] == "| paper | yes | no | not shown | open | picture |"
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    assert len(cells) == len(PAPERS)
+    for i, verdict in enumerate(VERDICTS, start=1):
+        assert sum(int(row[i]) for row in cells) == sum(one.finding.verdict == verdict for one in FOUND)
+    for paper, row in zip(PAPERS, cells, strict=True):
+        assert row[0].startswith(paper.authors)
+        assert paper.picture in row[5] and (ROOT / "results" / paper.picture / "figure.png").exists()
