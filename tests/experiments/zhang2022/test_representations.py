@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,7 +70,7 @@ def test_both_networks_see_changed_images():
 
 
 def test_redrawn_layers_are_new_and_the_others_are_not():
-    blocks, x = list(networks.ColorDiscriminator(2).blocks), normal(8, 3, 32, 32).float()
+    blocks, x = list(networks.ImageEncoder(2).blocks), normal(8, 3, 32, 32).float()
     new = table1_mu.redraw(blocks, [False, False, True, False, False], x, 0)
     same = [torch.equal(old[0].weight, block[0].weight) for old, block in zip(blocks, new, strict=True)]
     assert same == [True, True, False, True, True]
@@ -80,20 +79,61 @@ def test_redrawn_layers_are_new_and_the_others_are_not():
     assert means[0] == 0 and min(means[1:]) > 0
 
 
-# Probes.
+# What a GAN is worth.
 
 
-def test_the_penalty_of_a_probe_is_chosen_by_held_out_examples():
-    y = torch.arange(200) % 2
-    E = torch.cat([normal(200, 3) + 2 * normal(2, 3, seed=1)[y], normal(200, 150, seed=5), torch.ones(200, 1)], 1)
-    each = [nfk_probe.fit_probe(E, y, penalties=(penalty,)) for penalty in (10.0, 0.1, 1e-6)]
-    best, right = max(each, key=lambda found: found[1])
-    found, held_out = nfk_probe.fit_probe(E, y, penalties=(10.0, 0.1, 1e-6))
-    assert held_out == right > min(share for _, share in each) and found[-1].C == best[-1].C
-    # Without a spread of each, the unit of the features is free.
-    a, b = (nfk_probe.fit_probe(k * E, y, penalties=(1.0,), standardize=False)[0] for k in (1, 100))
-    f, g = a.decision_function(E.numpy()), b.decision_function(100 * E.numpy())
-    np.testing.assert_allclose(f, g, rtol=0.01, atol=0.01)
+def test_a_discriminator_that_does_not_tell_images_apart_is_refused():
+    told = {"output, training images": 1.0, "output, test images": 0.5, "output, generated images": -1.0}
+    encoders.check(told)
+    with pytest.raises(ArithmeticError, match=r"0\.500 for test and 0\.600 for generated"):
+        encoders.check(told | {"output, generated images": 0.6})
+
+
+class Mean(nn.Module):
+    """Calls bright images real."""
+
+    def forward(self, x):
+        return x.mean((1, 2, 3))
+
+
+def test_what_is_said_of_real_and_generated_images(tmp_path):
+    import argparse
+
+    level = torch.linspace(0.1, 0.9, 20)[:, None, None, None].expand(-1, 3, 32, 32)
+    G = nn.Linear(100, 3 * 32 * 32)
+    nn.init.zeros_(G.weight), nn.init.constant_(G.bias, -0.5)
+    made = nn.Sequential(G, nn.Unflatten(1, (3, 32, 32)))
+    options = argparse.Namespace(data=tmp_path)
+    found = encoders.judge(Mean(), made, ((level + 1) * 127.5).to(torch.uint8), level, options)
+    assert found["test images called real"] == found["generated images called generated"] == 1
+    assert found["test above generated"] == 1 and found["spread of generated images"] == 0  # collapsed
+    assert found["output, generated images"] == pytest.approx(-0.5)
+
+
+# Kernels of whole Fisher vectors.
+
+
+def test_the_kernel_in_blocks_is_the_whole_one(monkeypatch):
+    import linnet
+
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    emb = linnet.FisherEmbedding(net, 2, score=linnet.scores.energy(), progress=False)
+    x, new = normal(7, 4), normal(5, 4, seed=1)
+    emb.fit(x)
+    monkeypatch.setattr(nfk_probe, "BLOCK", 3)
+    K, away = nfk_probe.whole_kernel(emb, x, new)
+    torch.testing.assert_close(K, emb.gram(x))
+    torch.testing.assert_close(away, emb.gram(new, x))
+
+
+def test_shares_of_components_beyond_the_embedding(monkeypatch):
+    E = normal(60, 40) * torch.logspace(0, -1, 40, dtype=torch.float64)
+    K = E @ E.T
+    monkeypatch.setattr(nfk_probe, "FURTHER", (5, 10, 100))
+    found = nfk_probe.explain(K, nfk_probe.Sizes(60, 60, dimensions=(4,)))
+    values = torch.linalg.eigvalsh(K).flip(0)
+    assert list(found) == ["5", "10"]
+    assert found["10"] == pytest.approx(float(values[:10].sum() / values.sum()), rel=1e-6)
 
 
 # Distillation with an embedding of the student's own.
@@ -154,6 +194,7 @@ def test_encoders_run(tmp_path):
     needs("cifar10_test.npz", "mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
     found = run_quick(tmp_path, "encoders")["parts"]
     assert list(found) == list(encoders.PARTS)
+    assert found["bigan"]["latents explained, generated images"] < 1 and found["gan"]["steps"] == 2
     assert 0 <= found["rotation"]["accuracy of angles, test"] <= 1
     assert (tmp_path / "encoders" / "vae_cifar10.safetensors").stat().st_size < 5_000_000
     again = run_quick(tmp_path, "encoders", "--parts")["parts"]
