@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import multiprocessing
 import os
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -103,14 +102,14 @@ def color_bytes(folder: Path) -> tuple[Tensor, Tensor]:
     seen = hashlib.sha256("".join(f"{file.stat().st_size} " for file in files).encode()).hexdigest()[:12]
     copied = Path(tempfile.gettempdir()) / f"linnet_cifar10_{os.getuid()}_{seen}.npy"
     if not copied.exists():
-        with ProcessPoolExecutor(len(files), multiprocessing.get_context("spawn")) as pool:
+        with ThreadPoolExecutor(len(files)) as pool:  # unpacking does not hold Python's lock
             parts = list(pool.map(_cifar10_file, files))
         # A row holds the bytes of an image and its label.
         rows = np.concatenate([np.concatenate([x.reshape(len(x), -1), y[:, None]], 1) for x, y in parts])
         with atomic_write(copied) as temporary, open(temporary, "wb") as file:
             np.save(file, rows)
     rows = torch.from_numpy(np.load(copied, allow_pickle=False))
-    return rows[:, :-1].reshape(-1, 3, 32, 32), rows[:, -1].long()
+    return rows[:, :-1].reshape(-1, 3, 32, 32).contiguous(), rows[:, -1].long()
 
 
 @lru_cache(3)  # the files take seconds to unpack

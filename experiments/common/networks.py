@@ -137,11 +137,12 @@ class Discriminator(nn.Module):
     torch.Size([3])
     """
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 64, *, norm: bool = True) -> None:
         super().__init__()
         layers: list[nn.Module] = [convolve(1, width, 4, 2, 1), nn.LeakyReLU(0.2)]
         for d in (width, 2 * width):
-            layers += [convolve(d, 2 * d, 4, 2, 1), nn.BatchNorm2d(2 * d), nn.LeakyReLU(0.2)]
+            between = [nn.BatchNorm2d(2 * d)] if norm else []
+            layers += [convolve(d, 2 * d, 4, 2, 1), *between, nn.LeakyReLU(0.2)]
         self.main = nn.Sequential(*layers, convolve(4 * width, 1, 4, 2, 1))
 
     def forward(self, x: Tensor) -> Tensor:
