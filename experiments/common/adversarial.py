@@ -20,7 +20,7 @@ from torch.func import functional_call
 from experiments.common.networks import LATENT
 
 SHIFT, HOLE = 4, 16  # pixels that an image is shifted by at most; side of the square that is cut out
-RATE, BETAS = 2e-4, (0.5, 0.999)
+RATES, BETAS = (4e-4, 1e-4), (0.5, 0.999)  # of discriminators and of all others: one step of each is enough then
 WARM = 5  # steps before a graph is captured, in which cuDNN chooses its kernels
 READ = 500  # steps between two readings of the clock
 
@@ -29,7 +29,8 @@ def augment_alike(x: Tensor) -> Tensor:
     """Images (n, 3, h, w) with other colors, shifted, and with a hole, each by its own draw; x has a gradient.
 
     After Zhao et al. 2020: brightness, saturation, contrast; a shift by up to an eighth, with zeros where nothing was;
-    and a square of half the side that is set to zero. Draws come from torch's generator of the device.
+    and a square of half the side that is set to zero. Other than there, half of the images have no such hole: as the
+    discriminator is used, none has. Draws come from torch's generator of the device.
     """
     n, _, h, w = x.shape
 
@@ -45,6 +46,7 @@ def augment_alike(x: Tensor) -> Tensor:
     down, right = (_shift(n, size, x) for size in (h, w))
     x = down.unsqueeze(1) @ x @ right.mT.unsqueeze(1)
     rows, columns = (_hole(n, size, x) for size in (h, w))
+    rows = rows * (torch.rand(n, 1, device=x.device) < 0.5)
     return x * (1 - rows[:, None, :, None] * columns[:, None, None, :])
 
 
@@ -131,16 +133,16 @@ def renew_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     net.eval()
 
 
-def _adam(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+def _adam(parameters: Iterable[nn.Parameter], rate: float, device: torch.device) -> torch.optim.Optimizer:
     fast: dict[str, Any] = {"fused": True, "capturable": True} if device.type == "cuda" else {}
-    return torch.optim.Adam(list(parameters), RATE, betas=BETAS, **fast)
+    return torch.optim.Adam(list(parameters), rate, betas=BETAS, **fast)
 
 
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """A step on the optimizer's own parameters; no other gradient is computed."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for p, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
-        p.grad = gradient
+        p.grad = torch.empty_like(p).copy_(gradient)  # in the layout of p, as fused steps need
     optimizer.step()
 
 
@@ -269,7 +271,7 @@ def train_hinge(
         the mean losses of both networks, stretch by stretch.
     """
     precision, norm, draws = _prepare((D, G), images, seed), SpectralNorm(D), Draws(images, batch)
-    for_D, for_G = _adam(D.parameters(), images.device), _adam(G.parameters(), images.device)
+    for_D, for_G = (_adam(net.parameters(), rate, images.device) for net, rate in zip((D, G), RATES, strict=True))
     average, seen = Average([G], steps), torch.zeros(2, device=images.device)
 
     def judge(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -322,8 +324,8 @@ def train_bigan(
         Encoder and generator with averaged weights and fresh statistics, in eval mode; the number of steps; the losses.
     """
     precision, norm, draws = _prepare((D, E, G), images, seed), SpectralNorm(D), Draws(images, batch)
-    for_D = _adam(D.parameters(), images.device)
-    both = _adam([*E.parameters(), *G.parameters()], images.device)
+    for_D = _adam(D.parameters(), RATES[0], images.device)
+    both = _adam([*E.parameters(), *G.parameters()], RATES[1], images.device)
     average, seen = Average([E, G], steps), torch.zeros(2, device=images.device)
 
     def pairs() -> tuple[Tensor, Tensor]:

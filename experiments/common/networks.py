@@ -272,7 +272,7 @@ class ColorDiscriminator(nn.Module):
     >>> net(torch.zeros(2, 3, 32, 32)).shape, net.blocks(torch.zeros(2, 3, 32, 32)).shape
     (torch.Size([2]), torch.Size([2, 512, 4, 4]))
     >>> sum(p.numel() for p in net.parameters())
-    5858689
+    5860865
     """
 
     def __init__(self, width: int = 64) -> None:

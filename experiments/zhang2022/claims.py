@@ -267,10 +267,10 @@ def read_inversion(metrics: Metrics) -> dict[str, Any]:
     """Digits that LeNet-5 reads right, and squared errors, of images mapped to latents and of sums of components."""
     mapped, summed = "NFK, mapped to latents", "PCA, added up"
     part = metrics["parts"]["mnist"]
-    names = (mapped, "PCA, mapped to latents", summed)
+    names, count = (mapped, "PCA, mapped to latents", summed), part.get("test images", FULL.real)
     right = {name: 100 * part[name]["digits read right"] for name in names}
     return {
-        "alike": share_gap(*(part[name]["digits read right"] for name in names[:2]), FULL.real),
+        "alike": share_gap(*(part[name]["digits read right"] for name in names[:2]), count),
         "better": certify(right[mapped] > right[summed]),
         "told": ", ".join(f"{name} {share:.1f} %" for name, share in right.items()),
         "latents": 100 * part[mapped]["latents explained, new generated images"],

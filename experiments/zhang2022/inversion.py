@@ -250,7 +250,9 @@ def pictures(own: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
 def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
         gan = "DCGAN" if name == "mnist" else "GAN"
-        differs = f"100 components; {gan} of `encoders`; {common.duration(part['seconds'])} on {part['machine']}"
+        of = "{generated images:,} generated and {test images:,} test images; " if "test images" in part else ""
+        spent = f"{common.duration(part['seconds'])} on {part['machine']}"
+        differs = f"100 components; {of.format(**part)}{gan} of `encoders`; {spent}"
         for way in (NFK, MAPPED, PIXELS):
             one = part[way]
             ours = f"squared error {one['squared error of a pixel']:.3f}"

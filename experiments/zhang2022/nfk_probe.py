@@ -269,10 +269,13 @@ def whole_kernel(emb: FisherEmbedding, x: Tensor, new: Tensor) -> tuple[Tensor, 
     K = torch.empty(len(x), len(x), dtype=dtype, device=x.device)
     away = K.new_empty(len(new), len(x))
     room = 0.4 * torch.cuda.mem_get_info(x.device)[0] if cuda else 8 * p * BLOCK
-    group = max(CHUNK, int(room / ((2 if cuda else 8) * p)) // CHUNK * CHUNK)
+    group = min(len(x), max(CHUNK, int(room / ((2 if cuda else 8) * p)) // CHUNK * CHUNK))
+    memory = K.new_empty(group, p, dtype=torch.bfloat16 if cuda else dtype)
     for first in torch.arange(len(x)).split(group):
-        held = torch.cat([vectors(made[0], index) for index in first.split(CHUNK)])
         low, high = int(first[0]), int(first[-1]) + 1
+        held = memory[: high - low]
+        for index in first.split(CHUNK):
+            held[int(index[0]) - low : int(index[-1]) + 1 - low] = vectors(made[0], index)
         K[low:high, low:high] = multiply(held, held)
         for J, out, rest in ((made[0], K, torch.arange(high, len(x))), (made[1], away, torch.arange(len(new)))):
             for index in rest.split(CHUNK) if len(rest) else ():
@@ -366,8 +369,9 @@ def available(options: argparse.Namespace) -> tuple[str, ...]:
 def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
         said, title = SAID.get(name, {}), TITLES[name]
+        own = "our model, as theirs is not given; " if name in (GAN, VAE) else ""
         differs = (
-            f"p = {part['parameters']:,}, {part['training images']:,} training and {part['test images']:,} test "
+            f"{own}p = {part['parameters']:,}, {part['training images']:,} training and {part['test images']:,} test "
             f"images, ± is a standard error over test images; {common.duration(part['seconds'])} on {part['machine']}"
         )
         shown = {key: f"{100 * row['accuracy']:.1f} ± {100 * row['error']:.1f}" for key, row in part["probes"].items()}

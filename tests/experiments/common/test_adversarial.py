@@ -14,13 +14,14 @@ IMAGES = torch.randint(0, 256, (40, 3, 32, 32), generator=torch.Generator().manu
 
 def test_augmented_images_have_a_gradient_and_differ_by_example():
     torch.manual_seed(0)
-    x = normal(1, 3, 32, 32).float().expand(6, -1, -1, -1).clone().requires_grad_()
+    x = normal(1, 3, 32, 32).float().expand(20, -1, -1, -1).clone().requires_grad_()
     out = augment_alike(x)
     out.sum().backward()
     assert out.shape == x.shape and bool(x.grad.isfinite().all())
-    assert min(float((out[i] - out[j]).detach().abs().max()) for i in range(6) for j in range(i)) > 0
-    # A hole or the edge of a shift is zero in all colors.
-    assert bool((out == 0).all(1).flatten(1).any(1).all())
+    assert min(float((out[i] - out[j]).detach().abs().max()) for i in range(20) for j in range(i)) > 0
+    # Where a hole is, or the edge of a shift, all colors are zero; some images have no hole.
+    zero = (out == 0).all(1).flatten(1).double().mean(1)
+    assert float(zero.max()) > 0.15 and float(zero.min()) < 0.12
 
 
 def test_shifts_move_all_pixels_alike():
