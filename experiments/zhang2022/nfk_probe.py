@@ -47,6 +47,7 @@ SAID = {
 DIMENSIONS = (32, 64, 128, 256)
 LABELS = (500, 1000, 2000, 4000)
 CLASSES = 10
+SAMPLES = 20_000  # generated images, at most, whose gradients give the center and the scale of the vectors
 FURTHER = (512, 1024, 2048)  # components whose share of the variance the whole kernel tells
 BLOCK, CHUNK = 1000, 500  # examples whose whole vectors a CPU holds; examples whose vectors are made at once
 WHOLE, ACTIVATIONS = "whole", "activations"
@@ -133,7 +134,7 @@ def case(name: str, options: argparse.Namespace, sizes: Sizes) -> Case:
     D, G = D.eval().to(device), G.eval().to(device)
     lower = nn.Sequential(*list(D.main)[:-1]) if name == DIGIT_GAN else D.blocks
     known = {"last layer": lambda x: lower(x).flatten(1), "all layers": layers(lower)}
-    return Case(D, from_generator(G, sizes.train), *data, known)
+    return Case(D, from_generator(G, min(sizes.train, SAMPLES)), *data, known)
 
 
 # Probes.
@@ -202,6 +203,7 @@ def measure(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, A
         there = emb.transform(new)
     print(f"{name}: embedded in {clock.seconds['embedding']:.1f} s, {emb.passes_} passes", flush=True)
     found |= {"parameters": emb.lin_.p, "passes": emb.passes_}
+    found["largest residual of a component"] = float(torch.as_tensor(emb.residuals_).max())
     found["explained variance"] = {str(k): float(emb.explained_variance_ratio_[:k].sum()) for k in sizes.dimensions}
     with clock("probes"):
         for k in sizes.dimensions:
