@@ -97,8 +97,10 @@ class SpectralNorm:
 
     @torch.no_grad()
     def bake(self) -> None:
-        """Put the quotients in the place of the weights, after many iterations: the network is then plain."""
-        self.iterate(200)
+        """Put the quotients in the place of the weights: the network is then plain, and the function that was trained.
+
+        The estimates stay as they are. Exact singular values would change each layer's scale, but not its bias.
+        """
         for key, new in self.normalized().items():
             self.weights[key].copy_(new)
 
