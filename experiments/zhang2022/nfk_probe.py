@@ -182,7 +182,6 @@ class Probes:
 
 def measure(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     """All probes of one model."""
-    common.forget(options, name)
     one = case(name, options, sizes)
     (x, y), (new, truth) = one.train, one.test
     probes = Probes(name, one, sizes, {}, {})
@@ -208,6 +207,7 @@ def measure(name: str, options: argparse.Namespace, sizes: Sizes) -> dict[str, A
     with clock("probes"):
         for k in sizes.dimensions:
             probes.add(str(k), E[:, :k], there[:, :k], choices=(True, False))
+    common.forget(options, name)  # only now, as there is something to put in its place
     keep()
     key, known = "", [E, there]
     with clock("probes"):
