@@ -266,10 +266,18 @@ def whole_kernel(emb: FisherEmbedding, x: Tensor, new: Tensor) -> tuple[Tensor, 
         return V.bfloat16() if cuda else V
 
     def multiply(V: Tensor, W: Tensor) -> Tensor:
-        return torch.mm(V, W.T, out_dtype=torch.float32) if cuda else V @ W.T
+        out = torch.mm(V, W.T, out_dtype=torch.float32) if cuda else V @ W.T
+        # With more than 2^31 numbers in a matrix the last entry is where a product would go wrong.
+        v, w = V[-1].float(), W[-1].float()
+        off = (out[-1, -1] - v @ w).abs() / (v.norm() * w.norm())
+        if not bool(off < 1e-3):
+            raise ArithmeticError(f"A kernel of {tuple(V.shape)} and {tuple(W.shape)} is off by {float(off):.1g}.")
+        return out
 
     K = torch.empty(len(x), len(x), dtype=dtype, device=x.device)
     away = K.new_empty(len(new), len(x))
+    if cuda:
+        torch.cuda.empty_cache()  # what earlier stages have left counts as taken
     room = 0.4 * torch.cuda.mem_get_info(x.device)[0] if cuda else 8 * p * BLOCK
     group = min(len(x), max(CHUNK, int(room / ((2 if cuda else 8) * p)) // CHUNK * CHUNK))
     memory = K.new_empty(group, p, dtype=torch.bfloat16 if cuda else dtype)
