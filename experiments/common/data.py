@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.common.results import data_file
+from linnet._common import atomic_write
 
 CIFAR10_MEAN, CIFAR10_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MEAN, STD = (torch.tensor(value).view(3, 1, 1) for value in (CIFAR10_MEAN, CIFAR10_STD))
@@ -68,18 +73,43 @@ def cifar10(folder: Path, part: str, *, count: int | None = None) -> tuple[Tenso
     """CIFAR-10 images (n, 3, 32, 32), normalized as the ResNets expect, and labels (n,).
 
     Args:
-        folder: Holds cifar10_test.npz, cifar10_train_1.npz and cifar10_train_2.npz.
-        part: "test", "train_1" or "train_2", 10,000 images each; "train" for both.
-        count: The first so many of a file only.
+        folder: Holds cifar10_test.npz and cifar10_train_1.npz to cifar10_train_5.npz.
+        part: "test", or "train_1" to "train_5", 10,000 images each; "train" for the first two, "all" for the five.
+        count: The first so many of a file only; of "all", the first so many of them.
     """
     if part == "train":
         both = [cifar10(folder, one, count=count) for one in ("train_1", "train_2")]
         return torch.cat([x for x, _ in both]), torch.cat([y for _, y in both])
-    if part not in ("test", "train_1", "train_2"):
-        raise ValueError(f"part must be 'test', 'train_1', 'train_2' or 'train'; got {part!r}.")
+    if part == "all":
+        x, y = color_bytes(folder)
+        return (x[:count].float() / 255 - MEAN) / STD, y[:count]
+    if part not in ("test", *TRAINING):
+        raise ValueError(f"part must be 'test', 'train_1' to 'train_5', 'train' or 'all'; got {part!r}.")
     pixels, labels = _cifar10_file(data_file(folder, f"cifar10_{part}.npz"))
     x, y = torch.from_numpy(pixels[:count]).float() / 255, torch.from_numpy(labels[:count]).long()
     return (x - MEAN) / STD, y
+
+
+TRAINING = tuple(f"train_{i}" for i in range(1, 6))
+
+
+def color_bytes(folder: Path) -> tuple[Tensor, Tensor]:
+    """All 50,000 training images of CIFAR-10 (n, 3, 32, 32) in uint8, and labels (n,).
+
+    The five files are unpacked side by side, once: other runs read a copy in the folder for temporary files.
+    """
+    files = [data_file(folder, f"cifar10_{part}.npz") for part in TRAINING]
+    seen = hashlib.sha256("".join(f"{file.stat().st_size} " for file in files).encode()).hexdigest()[:12]
+    copied = Path(tempfile.gettempdir()) / f"linnet_cifar10_{os.getuid()}_{seen}.npy"
+    if not copied.exists():
+        with ThreadPoolExecutor(len(files)) as pool:  # unpacking does not hold Python's lock
+            parts = list(pool.map(_cifar10_file, files))
+        # A row holds the bytes of an image and its label.
+        rows = np.concatenate([np.concatenate([x.reshape(len(x), -1), y[:, None]], 1) for x, y in parts])
+        with atomic_write(copied) as temporary, open(temporary, "wb") as file:
+            np.save(file, rows)
+    rows = torch.from_numpy(np.load(copied, allow_pickle=False))
+    return rows[:, :-1].reshape(-1, 3, 32, 32).contiguous(), rows[:, -1].long()
 
 
 @lru_cache(3)  # the files take seconds to unpack

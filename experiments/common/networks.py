@@ -137,11 +137,12 @@ class Discriminator(nn.Module):
     torch.Size([3])
     """
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 64, *, norm: bool = True) -> None:
         super().__init__()
         layers: list[nn.Module] = [convolve(1, width, 4, 2, 1), nn.LeakyReLU(0.2)]
         for d in (width, 2 * width):
-            layers += [convolve(d, 2 * d, 4, 2, 1), nn.BatchNorm2d(2 * d), nn.LeakyReLU(0.2)]
+            between = [nn.BatchNorm2d(2 * d)] if norm else []
+            layers += [convolve(d, 2 * d, 4, 2, 1), *between, nn.LeakyReLU(0.2)]
         self.main = nn.Sequential(*layers, convolve(4 * width, 1, 4, 2, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,21 +234,18 @@ def digit_vae(folder: Path) -> DigitVAE:
 
 
 class Generator(nn.Module):
-    """DCGAN generator (Radford et al. 2016): from latents (n, 100) to images in [-1, 1].
+    """DCGAN generator (Radford et al. 2016): from latents (n, 100) to images (n, 1, 28, 28) in [-1, 1].
 
-    Images are (n, 1, 28, 28), with color (n, 3, 32, 32).
-
-    >>> Generator(4)(torch.zeros(3, 100)).shape, Generator(4, color=True)(torch.zeros(2, 100)).shape
-    (torch.Size([3, 1, 28, 28]), torch.Size([2, 3, 32, 32]))
+    >>> Generator(4)(torch.zeros(3, 100)).shape
+    torch.Size([3, 1, 28, 28])
     """
 
-    def __init__(self, width: int = 16, *, color: bool = False) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         w, layers = width, []
-        for shape in ((LATENT, 4 * w, 4, 1, 0), (4 * w, 2 * w, 4 if color else 3, 2, 1), (2 * w, w, 4, 2, 1)):
+        for shape in ((LATENT, 4 * w, 4, 1, 0), (4 * w, 2 * w, 3, 2, 1), (2 * w, w, 4, 2, 1)):
             layers += [convolve(*shape, up=True), nn.BatchNorm2d(shape[1]), nn.ReLU()]
-        last = nn.ConvTranspose2d(w, 3, 4, stride=2, padding=1) if color else convolve(w, 1, 4, 2, 1, up=True)
-        self.main = nn.Sequential(*layers, last, nn.Tanh())
+        self.main = nn.Sequential(*layers, convolve(w, 1, 4, 2, 1, up=True), nn.Tanh())
 
     def forward(self, z: Tensor) -> Tensor:
         return self.main(z[:, :, None, None])
@@ -260,29 +258,102 @@ def untrained_generator(seed: int, *, width: int = 16) -> Generator:
     return net.eval()
 
 
-def block(d_in: int, d_out: int, size: int, stride: int, activation: nn.Module, *, norm: bool = True) -> nn.Sequential:
+def block(d_in: int, d_out: int, size: int, stride: int, activation: nn.Module) -> nn.Sequential:
     """A convolution, batch norm and an activation."""
-    return nn.Sequential(convolve(d_in, d_out, size, stride, 1), *([nn.BatchNorm2d(d_out)] if norm else []), activation)
+    return nn.Sequential(convolve(d_in, d_out, size, stride, 1), nn.BatchNorm2d(d_out), activation)
 
 
 class ColorDiscriminator(nn.Module):
-    """DCGAN discriminator for images (n, 3, 32, 32) in [-1, 1]; the number (n,) before the sigmoid.
+    """Discriminator for images (n, 3, 32, 32) in [-1, 1], without batch norm; its output (n,) is above 0 for real ones.
+
+    Seven convolutions, as Miyato et al. 2018 use with spectral norm; the weights are plain.
 
     >>> net = ColorDiscriminator()
     >>> net(torch.zeros(2, 3, 32, 32)).shape, net.blocks(torch.zeros(2, 3, 32, 32)).shape
-    (torch.Size([2]), torch.Size([2, 256, 4, 4]))
+    (torch.Size([2]), torch.Size([2, 512, 4, 4]))
+    >>> sum(p.numel() for p in net.parameters())
+    5860865
     """
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        w = width
-        sizes = ((3, w, 3, 1), (w, 2 * w, 4, 2), (2 * w, 4 * w, 4, 2), (4 * w, 4 * w, 4, 2), (4 * w, 4 * w, 3, 1))
-        # The first has no batch norm, as Radford et al. advise.
-        self.blocks = nn.Sequential(*(block(*size, nn.LeakyReLU(0.2), norm=size[0] != 3) for size in sizes))
-        self.last = nn.Conv2d(4 * w, 1, 4, bias=False)
+        self.blocks = convolutions(width)
+        self.last = nn.Linear(8 * width * 16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.blocks(x)).flatten()
+        return self.last(self.blocks(x).flatten(1)).flatten()
+
+
+def convolutions(w: int) -> nn.Sequential:
+    """Seven convolutions with leaky ReLU, from 3 channels of 32 x 32 to 8 w of 4 x 4."""
+    sizes = ((3, w, 3, 1), (w, 2 * w, 4, 2), (2 * w, 2 * w, 3, 1), (2 * w, 4 * w, 4, 2), (4 * w, 4 * w, 3, 1))
+    sizes += ((4 * w, 8 * w, 4, 2), (8 * w, 8 * w, 3, 1))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(a, b, size, stride, 1), nn.LeakyReLU(0.1)) for a, b, size, stride in sizes)
+    )
+
+
+class ColorGenerator(nn.Module):
+    """Generator of images (n, 3, 32, 32) in [-1, 1] from latents (n, 100): three transposed convolutions.
+
+    >>> ColorGenerator(4)(torch.zeros(3, 100)).shape
+    torch.Size([3, 3, 32, 32])
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        w, up = width, []
+        for a, b in ((8 * w, 4 * w), (4 * w, 2 * w), (2 * w, w)):
+            up += [convolve(a, b, 4, 2, 1, up=True), nn.BatchNorm2d(b), nn.ReLU()]
+        self.start = nn.Linear(LATENT, 8 * w * 16, bias=False)
+        self.main = nn.Sequential(nn.BatchNorm2d(8 * w), nn.ReLU(), *up, nn.Conv2d(w, 3, 3, padding=1), nn.Tanh())
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.main(self.start(z).unflatten(1, (-1, 4, 4)))
+
+
+class ImageEncoder(nn.Module):
+    """Encoder of a BiGAN: from images (n, 3, 32, 32) in [-1, 1] to codes (n, 100), by five convolutions.
+
+    Widths and kernels are those of Dumoulin et al. 2016; the last three layers have 128, 256 and 512 channels.
+
+    >>> net = ImageEncoder(4)
+    >>> net(torch.zeros(2, 3, 32, 32)).shape, net.blocks(torch.zeros(2, 3, 32, 32)).shape
+    (torch.Size([2, 100]), torch.Size([2, 64, 1, 1]))
+    """
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        w = width
+        sizes = ((3, w, 5, 1), (w, 2 * w, 4, 2), (2 * w, 4 * w, 4, 1), (4 * w, 8 * w, 4, 2), (8 * w, 16 * w, 4, 1))
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(convolve(a, b, size, stride, 0), nn.BatchNorm2d(b), nn.LeakyReLU(0.1))
+                for a, b, size, stride in sizes
+            )
+        )
+        self.last = nn.Conv2d(16 * w, LATENT, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x)).flatten(1)
+
+
+class PairDiscriminator(nn.Module):
+    """Discriminator of a BiGAN: of images (n, 3, 32, 32) with codes (n, 100); one number (n,), without batch norm.
+
+    >>> PairDiscriminator(4)(torch.zeros(2, 3, 32, 32), torch.zeros(2, 100)).shape
+    torch.Size([2])
+    """
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        w = 16 * width
+        self.blocks, self.image = convolutions(width), nn.Linear(8 * width * 16, w)
+        self.code = nn.Sequential(nn.Linear(LATENT, w), nn.LeakyReLU(0.1), nn.Linear(w, w))
+        self.both = nn.Sequential(nn.LeakyReLU(0.1), nn.Linear(2 * w, 2 * w), nn.LeakyReLU(0.1), nn.Linear(2 * w, 1))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.both(torch.cat([self.image(self.blocks(x).flatten(1)), self.code(z)], 1)).flatten()
 
 
 class ColorVAE(nn.Module):
@@ -336,7 +407,8 @@ def wide_resnet(folder: Path = RESULTS / "wrn", *, depth: int = 40, width: int =
 
 
 FILES = {
-    "gan": ("dcgan_discriminator_cifar10", "dcgan_generator_cifar10"),
+    "gan": ("gan_discriminator_cifar10", "gan_generator_cifar10"),
+    "bigan": ("bigan_encoder_cifar10", "bigan_generator_cifar10"),
     "vae": ("vae_cifar10",),
     "rotation": ("rotation_cifar10",),
     "mnist": ("dcgan_discriminator_mnist", "dcgan_generator_mnist"),
@@ -348,7 +420,8 @@ def make_encoder(part: str, *, quick: bool = False) -> tuple[Any, ...]:
     """New networks of `FILES`; if it is to be quick, small ones. The rotation network sees by which angle."""
     width, (d, g) = (4, (4, 4)) if quick else (64, DIGIT_WIDTHS)
     makers: dict[str, Callable[[], tuple[nn.Module, ...]]] = {
-        "gan": lambda: (ColorDiscriminator(width), Generator(width, color=True)),
+        "gan": lambda: (ColorDiscriminator(width), ColorGenerator(width)),
+        "bigan": lambda: (ImageEncoder(width // 2), ColorGenerator(width)),
         "vae": lambda: (ColorVAE(width),),
         "rotation": lambda: (WideResNet(22, 1 if quick else 2, ROTATIONS),),
         "mnist": lambda: (Discriminator(d), Generator(g)),

@@ -198,6 +198,16 @@ def keep(options: argparse.Namespace, part: Mapping[str, Any]) -> dict[str, Any]
     return record["parts"]
 
 
+def forget(options: argparse.Namespace, *names: str) -> None:
+    """Drop parts that earlier runs have kept, as they are measured anew: what is not measured again must not stay."""
+    where = own_folder(options)
+    where.mkdir(parents=True, exist_ok=True)
+    with lock(where.parent):
+        record = earlier(options)
+        record = {**record, "parts": {key: part for key, part in record.get("parts", {}).items() if key not in names}}
+        write(where / "metrics.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dicts in one; where both have a value, the new one.
 

@@ -1,11 +1,12 @@
 """Gradient features of random and pretrained layers (Mu et al. 2020, tables 1 to 3).
 
-Encoders trained without labels: the discriminator of a DCGAN and the encoder of a VAE of CIFAR-10 (tables 1 and 2), a
-network that sees rotations (the form of table 3), and the discriminator of MNIST that is supplied (table 2). Their top
-one, two or three blocks adapt, or all of them, by the mode or the best Gaussian (Maddox et al. 2021, table 1). Layers
-below them, they, and the head are each random or pretrained: eight ways; beside them a linear classifier, fine-tuning
-of the same layers, and gradient features at the fine-tuned network. Batch norm is folded where a convolution precedes
-it. `--parts`, `--tops` and `--draws` measure some and keep the others.
+Encoders trained without labels: the encoder of a BiGAN, as in the paper, the discriminator of a GAN and the encoder of
+a VAE of CIFAR-10 (tables 1 and 2), a network that sees rotations (the form of table 3), and the discriminator of MNIST
+that is supplied (table 2). Their top one, two or three blocks adapt, or all of them, by the mode or the best Gaussian
+(Maddox et al. 2021, table 1). Layers below them, they, and the head are each random or pretrained: eight ways; beside
+them a linear classifier, fine-tuning of the same layers, and gradient features at the fine-tuned network. Batch norm is
+folded where a convolution precedes it. `--parts`, `--tops` and `--draws` measure some and keep the others, and with
+`--anew` drop what earlier runs have found of these parts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from experiments.mu2020.contest import Contest, Top
 
 CLASSES = 10
 PARTS = {
-    "gan": "DCGAN discriminator, CIFAR-10",
+    "bigan": "BiGAN encoder, CIFAR-10",
+    "gan": "GAN discriminator, CIFAR-10",
     "vae": "VAE encoder, CIFAR-10",
     "rotation": "rotation network, CIFAR-10",
     "mnist": "DCGAN discriminator, MNIST",
 }
+ADVERSARIAL = ("bigan", "gan")
 TOPS = (1, 2, 3, 0)  # 0: all
 ALL = "all"
 BASELINE, TUNED, BOTH = "linear", "fine-tuned", "fine-tuned, gradient features"
@@ -77,7 +80,7 @@ def encoder(part: str, options: argparse.Namespace) -> list[nn.Module]:
     if part == "rotation":
         lower = nn.Sequential(net.conv1, *net.groups[:2])
         return [lower, *net.groups[2][:2], nn.Sequential(net.groups[2][2], net.bn, nn.ReLU())]
-    return list((net[0] if part == "gan" else net).blocks)
+    return list((net[0] if part in ADVERSARIAL else net).blocks)
 
 
 def images(part: str, options: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
@@ -87,7 +90,8 @@ def images(part: str, options: argparse.Namespace) -> list[tuple[Tensor, Tensor]
     test = color_images(options.data, "test")
     if options.quick:
         return [(test[0][:500], test[1][:500]), (test[0][500:], test[1][500:])]
-    return [color_images(options.data, "train"), test]
+    # The GANs have seen all training images, the other two the first 20,000.
+    return [color_images(options.data, "all" if part in ADVERSARIAL else "train"), test]
 
 
 @torch.no_grad()
@@ -188,12 +192,13 @@ def measure(
 
 
 ARGUMENTS = {
-    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: the other three"},
+    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist; cuda: the others"},
     "--tops": common.several(TOPS, "blocks that adapt, 0 for all", type=int),
     "--draws": {"type": int, "nargs": "+", "help": "seeds of labels and test images (0 1 2)"},
     "--labels": "default: 100; cuda: 500",
     "--test": "test images of a draw (default: 1,000; cuda: 5,000)",
-    "--ablate": {"nargs": "*", "choices": PARTS, "default": ["gan"], "help": "parts with all eight ways (gan)"},
+    "--ablate": {"nargs": "*", "choices": PARTS, "default": ["bigan"], "help": "parts with all eight ways (bigan)"},
+    "--anew": {"action": "store_true", "help": "drop what earlier runs have found of the parts"},
 }
 
 
@@ -201,8 +206,10 @@ def run(options: argparse.Namespace) -> common.Outcome:
     kind = common.kind_of(options)
     options.labels, options.test = options.labels or LABELS[kind], options.test or TEST[kind]
     if options.parts is None:
-        options.parts = {"quick": ["gan"], "cpu": ["mnist"]}.get(kind, ["gan", "vae", "rotation"])
+        options.parts = {"quick": ["bigan"], "cpu": ["mnist"]}.get(kind, ["bigan", "gan", "vae", "rotation"])
     options.draws = options.draws or ([0] if options.quick else [0, 1, 2])
+    if options.anew:
+        common.forget(options, *options.parts)
     parts = common.kept_parts(options)
     for part in options.parts:
         start, data = time.perf_counter(), images(part, options)
@@ -237,7 +244,7 @@ def table(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def said(part: str, name: str, top: str) -> str:
     """The paper's accuracy, where it has one."""
-    known = SAID if part == "gan" else SAID_VAE if part == "vae" else {}
+    known = SAID if part == "bigan" else SAID_VAE if part == "vae" else {}
     if name in (OURS, GAUSSIAN) and (top == ALL or name == GAUSSIAN):
         return "all layers slightly ahead of the top one, the mode of the best Gaussian (Maddox et al., table 1)"
     return f"{known[name][int(top) - 1]:.2f}" if known.get(name) and top != ALL else "not in the paper"
@@ -246,7 +253,7 @@ def said(part: str, name: str, top: str) -> str:
 def rows(tables: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for part, tops in tables.items():
         found = parts[part]
-        less = " instead of 50,000" if part in ("gan", "vae") else ""
+        less = " instead of 50,000" if part in (*ADVERSARIAL, "vae") else ""
         differs = f"{found.get('labels', 0):,} labels{less}, {found.get('test images', 0):,} test images"
         for top, names in tops.items():
             for name in (*SAID,):

@@ -140,12 +140,11 @@ def components_less(part: str, other: str) -> Reading:
 
 
 def describe_gan(metrics: Metrics) -> str:
-    """How our GAN differs from the paper's."""
+    """How our GAN and its probe differ from the paper's."""
     found = metrics["parts"]["gan"]
-    return (
-        f"our DCGAN was trained on 20,000 images and has {found['parameters'] / 1e6:.1f} million parameters (the "
-        f"paper: 5.9), and the probe has at most {found['training images']:,} labels instead of 50,000"
-    )
+    labels = found["training images"]
+    few = f", and the probe has at most {labels:,} labels instead of 50,000" if labels < 50_000 else ""
+    return f"our GAN is not theirs, which is not given; it has {found['parameters'] / 1e6:.1f} million parameters" + few
 
 
 def read_more(metrics: Metrics) -> dict[str, Any]:
@@ -182,10 +181,10 @@ PROBES = [
         "table 1: 128 components are as good as the whole Fisher vector.",
         {
             name: components_less(part, WHOLE)
-            for part, name in (("gan", "DCGAN, CIFAR-10"), ("mnist gan", "DCGAN, MNIST"), ("teacher", "WRN-40-2"))
+            for part, name in (("gan", "GAN, CIFAR-10"), ("mnist gan", "DCGAN, MNIST"), ("teacher", "WRN-40-2"))
         },
         "points less the whole: {each:+.1f}",
-        "128 components hold {100 * parts > gan > explained variance > 128:.0f} % of the variance of our DCGAN's "
+        "128 components hold {100 * parts > gan > explained variance > 128:.0f} % of the variance of our GAN's "
         "vectors (the paper: 100 hold 99.5 %), and 256 less 128 are {more:+.1f} points. Those of WRN-40-2, which was "
         "trained with labels, keep what the probe needs.",
         within(1),
@@ -268,10 +267,10 @@ def read_inversion(metrics: Metrics) -> dict[str, Any]:
     """Digits that LeNet-5 reads right, and squared errors, of images mapped to latents and of sums of components."""
     mapped, summed = "NFK, mapped to latents", "PCA, added up"
     part = metrics["parts"]["mnist"]
-    names = (mapped, "PCA, mapped to latents", summed)
+    names, count = (mapped, "PCA, mapped to latents", summed), part.get("test images", FULL.real)
     right = {name: 100 * part[name]["digits read right"] for name in names}
     return {
-        "alike": share_gap(*(part[name]["digits read right"] for name in names[:2]), FULL.real),
+        "alike": share_gap(*(part[name]["digits read right"] for name in names[:2]), count),
         "better": certify(right[mapped] > right[summed]),
         "told": ", ".join(f"{name} {share:.1f} %" for name, share in right.items()),
         "latents": 100 * part[mapped]["latents explained, new generated images"],

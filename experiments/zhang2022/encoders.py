@@ -1,8 +1,10 @@
 """Networks that learn images without labels, for the experiments on representations, which nobody supplies.
 
-On CIFAR-10 a DCGAN, a VAE and a network that sees by which angle an image was turned; on MNIST a small DCGAN, whose
-generator also serves the discriminator that is supplied. Their weights, as float16, are the result; they are not in the
-repository, and `experiments.common.networks.load_encoder` reads them. `--parts` trains some and keeps the others.
+On CIFAR-10 a GAN, a BiGAN, whose encoder is what is wanted, a VAE and a network that sees by which angle an image was
+turned; on MNIST a small DCGAN, whose generator also serves the discriminator that is supplied. Their weights, as
+float16, are the result; they are not in the repository, and `experiments.common.networks.load_encoder` reads them.
+`--parts` trains some and keeps the others. A GAN whose discriminator, as it is used, does not tell real images from
+generated ones is stored and then refused.
 """
 
 from __future__ import annotations
@@ -20,20 +22,25 @@ from torch import Tensor, nn
 
 from experiments import common
 from experiments.common import networks, plots
-from experiments.common.data import augment, color_images, mnist, rotate
-from experiments.common.networks import LATENT, ColorVAE, draw_as_dcgan, make_encoder, read_encoder, store
-from experiments.common.training import accuracy, in_parts, train_gan, train_images, train_pair
+from experiments.common.adversarial import train_bigan, train_hinge
+from experiments.common.data import MEAN, STD, color_bytes, color_images, mnist, rotate
+from experiments.common.networks import LATENT, ColorVAE, PairDiscriminator, make_encoder, read_encoder, resnet, store
+from experiments.common.training import accuracy, in_parts, train_gan, train_images
 
 PARTS = tuple(networks.FILES)
 TITLES = {
-    "gan": "DCGAN of CIFAR-10: samples",
+    "gan": "GAN of CIFAR-10: samples",
+    "bigan": "BiGAN of CIFAR-10: test images, and encoded and generated",
     "vae": "VAE of CIFAR-10: test images, and decoded",
     "mnist": "DCGAN of MNIST: samples",
 }
 SHOWN = 40  # images of a panel
 ARGUMENTS = {
-    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist on a CPU, the other three elsewhere"},
-    "--steps": "of each GAN (default: 4,000; mnist: 2,500)",
+    "--parts": {"nargs": "*", "choices": PARTS, "help": "default: mnist on a CPU, the others elsewhere"},
+    "--steps": "of each GAN (default: 50,000; bigan: 30,000; mnist: 2,500)",
+    "--seconds": "after which the training of a GAN of CIFAR-10 stops (default: when it has taken its steps)",
+    "--batch": "images of a step of a GAN of CIFAR-10 (default: 64)",
+    "--eager": {"action": "store_true", "help": "on a GPU, take the steps of a GAN one by one, without a graph"},
     "--epochs": "of the VAE (default: 30) or the rotations (15)",
 }
 
@@ -41,10 +48,14 @@ ARGUMENTS = {
 def run(options: argparse.Namespace) -> common.Outcome:
     """Train what is asked for, measure the rounded networks, show them all."""
     if options.parts is None:
-        options.parts = {"quick": PARTS, "cpu": ("mnist",)}.get(common.kind_of(options), PARTS[:3])
-    makers = {"gan": train_color_gan, "vae": train_vae, "rotation": train_rotation, "mnist": train_digit_gan}
+        others = tuple(name for name in PARTS if name != "mnist")
+        options.parts = {"quick": PARTS, "cpu": ("mnist",)}.get(common.kind_of(options), others)
+    makers = {"gan": train_color_gan, "bigan": train_color_bigan, "vae": train_vae, "rotation": train_rotation}
+    makers["mnist"] = train_digit_gan
     folder = common.own_folder(options)
     parts = common.measure_parts(options, options.parts, lambda name: makers[name](options, folder))
+    if "gan" in options.parts and not options.quick:
+        check(parts["gan"])
     command = "python -m experiments encoders (and --device cuda)"
     spent = common.duration(sum(part["seconds"] for part in parts.values()))
     return common.Outcome({"parts": parts}, figure(options, folder, parts), rows(parts), command, spent)
@@ -57,6 +68,10 @@ def color(data: Path, device: str, quick: bool) -> tuple[Tensor, Tensor]:
     return (test[32:], test[:32]) if quick else (color_images(data, "train")[0].to(device), test)
 
 
+def images_of_test(options: argparse.Namespace) -> Tensor:
+    return images_of(options)[1] if options.quick else color_images(options.data, "test")[0].to(options.device)
+
+
 def images_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     return color(options.data, options.device, options.quick)
 
@@ -64,19 +79,109 @@ def images_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
 # The networks.
 
 
+def training_bytes(options: argparse.Namespace) -> Tensor:
+    """All training images of CIFAR-10 in uint8; a few test images if it is to be quick."""
+    if options.quick:
+        return (images_of(options)[0] / 2 + 0.5).mul(255).round().to(torch.uint8)
+    return color_bytes(options.data)[0].to(options.device)
+
+
+def how_long(options: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """Arguments of the training of a GAN of CIFAR-10."""
+    found: dict[str, Any] = {"steps": options.steps or (2 if options.quick else steps), "seed": options.seed}
+    found |= {"batch": options.batch or (8 if options.quick else 64), "seconds": options.seconds}
+    return found | {"graph": not options.eager}
+
+
 def train_color_gan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Discriminator and generator of CIFAR-10, from the start."""
-    x, test = images_of(options)
-    steps = options.steps or (2 if options.quick else 4000)
-    D, G = make_encoder("gan", quick=options.quick)
-    for i, net in enumerate((D, G)):
-        draw_as_dcgan(net, options.seed + i)
-        net.to(options.device)
-    # Shifts and mirrors of all that the discriminator sees keep it from learning 20,000 images by heart.
-    how = {"steps": steps, "seed": options.seed, "batch": batch(options)}
-    path = train_pair(D, G, x, rates=(2e-4,) * 2, change=augment, **how)
-    found = outputs(*rounded("gan", options, folder, D, G), x, test)
-    return {"steps": steps, **size(D, G), **found, "path": path}
+    x, test = training_bytes(options), color_images(options.data, "test")[0].to(options.device)
+    D, G = make_networks("gan", options)
+    G, steps, path = train_hinge(D, G, x, **(how := how_long(options, 50_000)))
+    D, G = rounded("gan", options, folder, D, G)
+    found = judge(D, G, x, test[:200] if options.quick else test, options)
+    return {"steps": steps, "batch": how["batch"], "training images": len(x), **size(D, G), **found, "path": path}
+
+
+def train_color_bigan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Encoder and generator of CIFAR-10, trained together against a discriminator of pairs, from the start."""
+    x, test = training_bytes(options), images_of_test(options)
+    E, G = make_networks("bigan", options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed + 1)
+        D = PairDiscriminator(2 if options.quick else 32)
+    E, G, steps, path = train_bigan(D, E, G, x, **(how := how_long(options, 30_000)))
+    E, G = rounded("bigan", options, folder, E, G)
+    h = torch.randn(2000, LATENT, generator=torch.Generator().manual_seed(1)).to(options.device)
+    with torch.no_grad():
+        again = in_parts(lambda images: G(E(images)), (test,))
+        made = in_parts(G, (h,))
+        left = (in_parts(E, (made,)) - h).square().sum() / h.square().sum()
+    found = {
+        "squared error of a pixel": float((again - test).square().mean()),
+        "squared error of a pixel, mean image": float((test - test.mean(0)).square().mean()),
+        "latents explained, generated images": 1 - float(left),
+        "spread of generated images": spread(made) / spread(test[:2000]),
+    }
+    return {"steps": steps, "batch": how["batch"], "training images": len(x), **size(E, G), **found, "path": path}
+
+
+def make_networks(part: str, options: argparse.Namespace) -> tuple[Any, ...]:
+    """New networks of a part, drawn with the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        return make_encoder(part, quick=options.quick)
+
+
+@torch.no_grad()
+def judge(D: nn.Module, G: nn.Module, x: Tensor, test: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """What the discriminator in eval mode says of training, test and generated images, and how these differ.
+
+    Args:
+        D: From images to a number that is above zero for real ones.
+        G: From latents to images.
+        x: Training images in uint8.
+        test: Test images in [-1, 1].
+        options: Of the run.
+    """
+    h = torch.randn(len(test), LATENT, generator=torch.Generator().manual_seed(1)).to(test.device)
+    made = in_parts(G, (h,))
+    shown = {"training": x[: len(test)].float() / 127.5 - 1, "test": test, "generated": made}
+    told = {name: in_parts(D, (images,)).double() for name, images in shown.items()}
+    found: dict[str, Any] = {f"output, {name} images": float(f.mean()) for name, f in told.items()}
+    ranks = torch.cat([told["test"], told["generated"]]).argsort().argsort()[: len(test)].double()
+    found |= {
+        "test images called real": float((told["test"] > 0).double().mean()),
+        "generated images called generated": float((told["generated"] < 0).double().mean()),
+        "test above generated": float((ranks.mean() - (len(test) - 1) / 2) / len(made)),
+        "spread of generated images": spread(made[:2000]) / spread(test[:2000]),
+    }
+    if (options.data / "weights" / "resnet20_cifar10.safetensors").exists():
+        net = resnet(options.data / "weights").to(test.device)
+        mean, std = MEAN.to(test.device), STD.to(test.device)
+        shares = in_parts(lambda images: net((images / 2 + 0.5 - mean) / std).softmax(1), (made,))
+        each = -(shares * shares.clamp_min(1e-12).log()).sum(1).mean()
+        whole = shares.mean(0)
+        found["classes of generated images, by ResNet-20"] = whole.tolist()
+        # As the inception score, with another classifier: 1 for one class or for no class, 10 at best.
+        found["score of classes, by ResNet-20"] = float((-(whole * whole.log()).sum() - each).exp())
+    return found
+
+
+def spread(x: Tensor) -> float:
+    """The mean distance of two images."""
+    return float(torch.pdist(x.flatten(1)).mean())
+
+
+def check(part: Mapping[str, Any]) -> None:
+    """Raise if the discriminator does not tell real images, also new ones, from generated ones on the average."""
+    real, new, made = (part[f"output, {name} images"] for name in ("training", "test", "generated"))
+    if not (real > made and new > made):
+        raise ArithmeticError(
+            f"The discriminator in eval mode needs larger outputs for real images than for generated ones; its means "
+            f"are {real:.3f} for training, {new:.3f} for test and {made:.3f} for generated images. Nothing that is "
+            "made of this network means anything; train again, with other settings."
+        )
 
 
 def train_vae(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -169,11 +274,11 @@ def pictures(options: argparse.Namespace, folder: Path, name: str) -> Tensor | N
     """Images (n, c, h, w) in [0, 1] that show a network; None if its weights are not there."""
     h = torch.randn(SHOWN, LATENT, generator=torch.Generator().manual_seed(0))
     try:
-        net = read_encoder(name, folder, quick=options.quick)[-1]
-        if name != "vae":
-            return net(h) / 2 + 0.5
-        x = images_of(options)[1][: SHOWN // 2].cpu()
-        both = torch.stack([x, net(x)], 1).flatten(0, 1)
+        nets = read_encoder(name, folder, quick=options.quick)
+        if name not in ("vae", "bigan"):
+            return nets[-1](h) / 2 + 0.5
+        x = color_images(options.data, "test", count=SHOWN // 2)[0]
+        both = torch.stack([x, nets[0](x) if name == "vae" else nets[1](nets[0](x))], 1).flatten(0, 1)
         return (both / 2 + 0.5).clamp(0, 1)
     except FileNotFoundError:
         return None
@@ -191,7 +296,7 @@ def figure(options: argparse.Namespace, folder: Path, parts: Mapping[str, Any]) 
         ax.imshow(plots.mosaic(images, 8), cmap="gray", vmin=0, vmax=1)
         ax.set_title(TITLES[name])
         ax.axis("off")
-    colors = dict(zip(PARTS, (plots.BLUE, plots.VERMILION, plots.GREEN, plots.ORANGE), strict=True))
+    colors = dict(zip(PARTS, (plots.BLUE, plots.SKY, plots.VERMILION, plots.GREEN, plots.ORANGE), strict=True))
     for name, path in paths.items():
         pairs = not isinstance(path[0], dict)  # of a discriminator and its generator
         for i, style in enumerate(("-", ":")[: 1 + pairs]):
@@ -210,10 +315,22 @@ def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     three = "{output, training images:.2f}, {output, test images:.2f}, {output, generated images:.2f}"
     told = {
         "gan": (
-            "DCGAN of CIFAR-10: output for training, test, generated images",
-            "trained by Zhai et al. 2019 (003) and Dumoulin et al. 2016 (001)",
-            three,
-            "20,000 images",
+            "GAN of CIFAR-10: output for training, test, generated images",
+            "trained by Zhai et al. 2019, 5.9 million parameters (003)",
+            f"{three}; {{test images called real:.1%}} of test images called real, "
+            "{generated images called generated:.1%} of generated ones called generated; a test image above a "
+            "generated one {test above generated:.1%}; spread of generated images over that of real ones "
+            "{spread of generated images:.2f}",
+            "{steps:,} steps of {batch} on {training images:,} images; spectral norm, hinge loss, DiffAugment, "
+            "averaged generator; their GAN is not given",
+        ),
+        "bigan": (
+            "BiGAN of CIFAR-10: squared error of test images encoded and generated",
+            "encoder trained as Dumoulin et al. 2016 (001)",
+            "{squared error of a pixel:.3f} (the mean image: {squared error of a pixel, mean image:.3f}); "
+            "{latents explained, generated images:.0%} of the latents of generated images explained",
+            "{steps:,} steps of {batch} on {training images:,} images; the encoder's layers are theirs, loss (hinge), "
+            "generator and discriminator (spectral norm, DiffAugment) are not",
         ),
         "vae": (
             "VAE of CIFAR-10: bound (nats), squared error",
@@ -239,4 +356,4 @@ def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
             sizes = " and ".join(f"{p:,}" for p in parts[name]["parameters"])
             spent = f"{common.duration(parts[name]['seconds'])} on {parts[name]['machine']}"
             ours = text.format(**parts[name])
-            yield common.Row(what, paper, ours, f"{sizes} parameters; {differs}; {spent}")
+            yield common.Row(what, paper, ours, f"{sizes} parameters; {differs.format(**parts[name])}; {spent}")

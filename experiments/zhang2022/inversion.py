@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import linnet
 from experiments import common
 from experiments.common import plots
-from experiments.common.data import color_images, mnist
-from experiments.common.networks import LATENT, lenet5, load_encoder
+from experiments.common.data import MEAN, STD, color_images, mnist
+from experiments.common.networks import LATENT, lenet5, load_encoder, resnet
 from experiments.common.training import in_parts
 from experiments.zhang2022.spectra import from_generator
 from linnet._estimator import convert_like
@@ -35,13 +35,16 @@ from linnet.scores.generated_samples import GeneratedSamples, Generator, Latent,
 
 NFK, MAPPED, PIXELS = "NFK, mapped to latents", "PCA, mapped to latents", "PCA, added up"
 PARTS = ("mnist", "cifar10")
-SHOWN, ROWS = 10, 5
+SIDE = 8  # images of a row, and rows, of a picture
+SHOWN, ROWS = 10, 5  # images with the largest projections on a component, and components
 KEPT = common.RESULTS / "inversion"
+CLASSES = "classes read right"
 RIDGES = (0.0, 1e-2, 1e-1, 1.0, 10.0)  # over the mean square of the embedding
 
 
 # Components, generated images to learn from and to choose with, real ones to invert.
 FULL = Sizes(components=100, samples=5000, held=1000, real=2000)
+LARGE = Sizes(components=100, samples=10_000, held=2000, real=10_000)  # on a GPU
 QUICK = Sizes(components=8, samples=100, held=40, real=40)
 
 
@@ -124,9 +127,13 @@ class Pixels(nn.Module):
         return (self(X) @ self.P.T + self.center).view_as(X).to(X.dtype)
 
 
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    return {"quick": QUICK, "cuda": LARGE}.get(common.kind_of(options), FULL)
+
+
 def load(name: str, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     """Discriminator, generator, real test images and their labels."""
-    count = (QUICK if options.quick else FULL).real
+    count = sizes_of(options).real
     D, G = load_encoder(options, "mnist" if name == "mnist" else "gan")
     if name == "mnist":
         x, y = mnist(options.data, False, network="dcgan", count=count)
@@ -137,22 +144,28 @@ def load(name: str, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, 
 
 def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Errors of each way, and the images that show them."""
-    sizes = QUICK if options.quick else FULL
+    sizes = sizes_of(options)
     D, G, x, y = load(name, options)
     latents = torch.randn(sizes.samples + sizes.held, LATENT, generator=torch.Generator().manual_seed(options.seed))
     with torch.no_grad():
         made = in_parts(G, (latents.to(options.device),))
     here, held = made[: sizes.samples], made[sizes.samples :]
     h = latents[: sizes.samples]
-    embedding = linnet.FisherEmbedding(
-        D, sizes.components, score=from_generator(G, sizes.samples), progress=False, seed=options.seed
+    how: dict[str, Any] = (
+        {"precision": "high", "tolerance": 1e-4, "passes": 12} if options.device.startswith("cuda") else {}
     )
+    # New networks make images that hardly differ.
+    how |= {"dtype": "float64"} if options.quick else {}
+    how |= {"score": from_generator(G, sizes.samples), "progress": False, "seed": options.seed}
+    embedding = linnet.FisherEmbedding(D, sizes.components, **how)
     E = embedding.fit_transform(here)
     pca = Pixels(here, sizes.components)
     ways: dict[str, Any] = {NFK: (embedding, E.double()), MAPPED: (pca, pca.transform(here))}
     truth = latents[sizes.samples :].to(options.device).double()
     found: dict[str, Any] = {"explained variance": float(torch.as_tensor(embedding.explained_variance_ratio_).sum())}
-    images = {"real": x[:SHOWN]}
+    found |= {"test images": len(x), "generated images": sizes.samples}
+    shown = SIDE * SIDE
+    images = {"real": x[:shown]}
     for way, (fitted, features) in ways.items():
         tried = {}
         for ridge in RIDGES:
@@ -163,16 +176,15 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
         best, share = tried[ridge]
         again = torch.cat([best.reconstruct(part) for part in x.split(500)])
         found[way] = {"latents explained, new generated images": share, "ridge": ridge, **score(again, x, y, options)}
-        images[way] = again[:SHOWN]
+        images[way] = again[:shown]
     again = pca.added_up(x)
     found[PIXELS] = score(again, x, y, options)
-    images[PIXELS] = again[:SHOWN]
+    images[PIXELS] = again[:shown]
     E = embedding.transform(x)
     for sign in ("positive", "negative"):
         index = torch.as_tensor(top_projections(E[:, :ROWS], SHOWN, sign=sign))
         images[f"components, {sign}"] = x[index.flatten()]
-    if name == "mnist":
-        found["images as they are"] = score(x, x, y, options)
+    found["images as they are"] = score(x, x, y, options)
     return found, {key: (image / 2 + 0.5).clamp(0, 1).cpu() for key, image in images.items()}
 
 
@@ -183,12 +195,18 @@ def explain(h: Tensor, truth: Tensor) -> float:
 
 @torch.no_grad()
 def score(again: Tensor, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, float]:
-    """How far from the image, and, for digits, whether LeNet-5 still reads the right one."""
+    """How far from the image, and whether LeNet-5 still reads the right digit, or ResNet-20 the right class."""
     found = {"squared error of a pixel": float((again - x).square().mean())}
-    if x.shape[1] == 1:
-        net = lenet5(options.data / "weights").to(x.device)
-        larger = F.interpolate(again / 2 + 0.5, (32, 32), mode="bilinear", align_corners=False)
-        found["digits read right"] = float((net(larger).argmax(1) == y).double().mean())
+    weights, gray = options.data / "weights", x.shape[1] == 1
+    if gray:
+        net: nn.Module = lenet5(weights).to(x.device)
+        seen = F.interpolate(again / 2 + 0.5, (32, 32), mode="bilinear", align_corners=False)
+    elif (weights / "resnet20_cifar10.safetensors").exists():
+        net = resnet(weights).to(x.device)
+        seen = (again / 2 + 0.5 - MEAN.to(x)) / STD.to(x)
+    else:
+        return found
+    found["digits read right" if gray else CLASSES] = float((in_parts(net, (seen,)).argmax(1) == y).double().mean())
     return found
 
 
@@ -231,12 +249,17 @@ def pictures(own: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
 
 def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
     for name, part in parts.items():
-        differs = f"100 components; DCGAN of `encoders`; {common.duration(part['seconds'])} on {part['machine']}"
+        gan = "DCGAN" if name == "mnist" else "GAN"
+        of = "{generated images:,} generated and {test images:,} test images; " if "test images" in part else ""
+        spent = f"{common.duration(part['seconds'])} on {part['machine']}"
+        differs = f"100 components; {of.format(**part)}{gan} of `encoders`; {spent}"
         for way in (NFK, MAPPED, PIXELS):
             one = part[way]
             ours = f"squared error {one['squared error of a pixel']:.3f}"
             if "digits read right" in one:
                 ours += f", {100 * one['digits read right']:.1f} % read right by LeNet-5"
+            if CLASSES in one:
+                ours += f", class of {100 * one[CLASSES]:.1f} % read right by ResNet-20"
             key = "latents explained, new generated images"
             if key in one:
                 ours += f"; {100 * one[key]:.0f} % of new latents explained"
@@ -245,21 +268,24 @@ def rows(parts: Mapping[str, Any]) -> Iterator[common.Row]:
 
 
 def figure(shown: Mapping[str, Mapping[str, Tensor]]) -> Figure:
-    """For each data set, images and what is made of them, and those with the largest projections."""
-    result = Figure(figsize=(13, 2.5 * max(1, len(shown))))
-    axes = result.subplots(max(1, len(shown)), 3, squeeze=False, width_ratios=(1, 1, 1))
-    for line, (name, images) in zip(axes, shown.items(), strict=False):
-        keys = ["real", NFK, MAPPED, PIXELS]
-        line[0].imshow(plots.mosaic(torch.cat([images[key] for key in keys]), SHOWN), cmap="gray", vmin=0, vmax=1)
+    """For each data set, test images and what is made of them, side by side; below, images of components."""
+    result = Figure(figsize=(12, 6.4 * max(1, len(shown))))
+    panels = result.subfigures(max(1, len(shown)), 1, squeeze=False)[:, 0]
+    for panel, (name, images) in zip(panels, shown.items(), strict=False):
+        panel.suptitle({"mnist": "MNIST", "cifar10": "CIFAR-10"}[name])
+        above, below = panel.subfigures(2, 1)
+        count = len(images["real"])
+        columns = SIDE if count >= SIDE * SIDE else 5
+        keys = {"real": "test images", **{key: key for key in (NFK, MAPPED, PIXELS)}}
+        for ax, (key, title) in zip(above.subplots(1, 4), keys.items(), strict=True):
+            ax.imshow(plots.mosaic(images[key], columns), cmap="gray", vmin=0, vmax=1)
+            ax.set_title(title, fontsize=9)
+            ax.axis("off")
         height = images["real"].shape[2]
-        labels = [key.replace(", ", "\n") for key in keys]
-        line[0].set_yticks([height * (i + 0.5) for i in range(len(keys))], labels, fontsize=8)
-        line[0].set_title(f"{name}: test images, and what is made of them")
-        for ax, sign in zip(line[1:], ("positive", "negative"), strict=True):
+        for ax, sign in zip(below.subplots(1, 2), ("positive", "negative"), strict=True):
             ax.imshow(plots.mosaic(images[f"components, {sign}"], SHOWN), cmap="gray", vmin=0, vmax=1)
-            ax.set_title(f"largest {sign} projections")
+            ax.set_title(f"largest {sign} projections", fontsize=9)
             ax.set_yticks([height * (i + 0.5) for i in range(ROWS)], [f"component {i + 1}" for i in range(ROWS)])
-        for ax in line:
             ax.set_xticks([])
             ax.grid(False)
             ax.tick_params(length=0)

@@ -1,8 +1,9 @@
 """How many components explain a Fisher kernel (Zhang et al. 2022, figure 2 and appendix C.2).
 
 Left, LeNet-5 against a multilayer perceptron with as many parameters, both trained on two digits of MNIST. Right, the
-discriminator of a DCGAN, trained against untrained: a large one with stored weights, and one as small as the paper's,
-trained here together with its generator. Of every kernel the whole spectrum is computed, in float64.
+discriminator of a DCGAN, trained against untrained: a large one with stored weights, and two as small as the paper's,
+trained here together with their generators: one as a DCGAN, and one without batch norm, with spectral norm and the
+hinge loss. Of every kernel the whole spectrum is computed, in float64.
 """
 
 from __future__ import annotations
@@ -24,8 +25,18 @@ from torch import Tensor, nn
 import linnet
 from experiments import common
 from experiments.common import plots
-from experiments.common.data import mnist
-from experiments.common.networks import LATENT, dcgan_discriminator, lenet5, perceptron, untrained_generator
+from experiments.common.adversarial import train_hinge
+from experiments.common.data import grayscale, mnist
+from experiments.common.networks import (
+    LATENT,
+    Discriminator,
+    Generator,
+    dcgan_discriminator,
+    draw_network,
+    lenet5,
+    perceptron,
+    untrained_generator,
+)
 from experiments.common.statistics import average, show_error
 from experiments.common.training import step, train_gan
 from linnet.fisher import Spectrum, spectrum
@@ -37,6 +48,7 @@ PAPER = 100  # components that explain 99.5 % for the paper's trained discrimina
 SMALL = 10  # channels of the first layer that make 16,920 parameters; the paper's discriminator has 17K
 
 CLASSIFIERS, LARGE_GAN, SMALL_GAN = "classifiers", "large discriminator", "small discriminator"
+PLAIN_GAN = "small discriminator without batch norm"
 TRAINED, UNTRAINED, OWN = "trained", "untrained", "untrained, its own generator"
 LINES = {
     "LeNet-5, trained": (plots.GREEN, "-"),
@@ -50,8 +62,15 @@ LINES = {
 
 
 # Images of each spectrum, training steps and seeds.
-FULL = Sizes(images={CLASSIFIERS: 1000, LARGE_GAN: 400, SMALL_GAN: 1500}, steps=500, gan_steps=1500, seeds=3)
-QUICK = Sizes(images={CLASSIFIERS: 60, LARGE_GAN: 30, SMALL_GAN: 60}, steps=20, gan_steps=3, seeds=1)
+def sizes_of(images: tuple[int, ...], **rest: Any) -> Sizes:
+    return Sizes(images=dict(zip((CLASSIFIERS, LARGE_GAN, SMALL_GAN, PLAIN_GAN), images, strict=True)), **rest)
+
+
+SIZES = {
+    "quick": sizes_of((60, 30, 60, 60), steps=20, gan_steps=3, plain_steps=3, seeds=1),
+    "cpu": sizes_of((1000, 400, 1500, 1500), steps=500, gan_steps=1500, plain_steps=1500, seeds=3),
+    "cuda": sizes_of((1000, 1000, 10_000, 10_000), steps=500, gan_steps=1500, plain_steps=10_000, seeds=3),
+}
 
 
 @dataclass(frozen=True)
@@ -167,6 +186,19 @@ def small_discriminator(options: argparse.Namespace, sizes: Sizes) -> Iterator[F
         yield from measure(SMALL_GAN, OWN, new, X, own, kernels=("nfk",))  # the NTK has no statistics
 
 
+def plain_discriminator(options: argparse.Namespace, sizes: Sizes) -> Iterator[Found]:
+    """The same without batch norm, trained with spectral norm, which is then part of its weights."""
+    pixels = grayscale(options.data, "mnist", True)[0][:, None].to(options.device)
+    n = sizes.images[PLAIN_GAN]
+    X = pixels[:n].float() / 127.5 - 1
+    for seed in range(options.seed, options.seed + sizes.seeds):
+        D, new = (draw_network(lambda: Discriminator(SMALL, norm=False), seed).to(options.device) for _ in range(2))
+        start = draw_network(lambda: Generator(16), seed)
+        G, _, _ = train_hinge(D, start, pixels, steps=sizes.plain_steps, seed=seed)
+        yield from measure(PLAIN_GAN, TRAINED, D, X, from_generator(G, n))
+        yield from measure(PLAIN_GAN, UNTRAINED, new, X, from_generator(G, n))
+
+
 def from_generator(G: nn.Module, n: int) -> linnet.scores.Score:
     """The discriminator's output, which is the one before the sigmoid, with Z and I from n samples."""
     return linnet.scores.gan(G, latent=LATENT, samples=n, output=lambda logits: logits)
@@ -185,11 +217,11 @@ def run(options: argparse.Namespace) -> common.Outcome:
     """Train, compute the spectra, count components."""
     if options.digits[0] == options.digits[1]:
         raise ValueError(f"--digits needs two different digits; got {options.digits[0]} twice.")
-    sizes = QUICK if options.quick else FULL
+    sizes = SIZES[common.kind_of(options)]
     if options.images is not None:
         sizes = Sizes(**vars(sizes) | {"images": dict.fromkeys(sizes.images, options.images)})
     found: list[Found] = []
-    for part in (classifiers, large_discriminator, small_discriminator):
+    for part in (classifiers, large_discriminator, small_discriminator, plain_discriminator):
         found.extend(part(options, sizes))
     table = summary(found)
     metrics = {
@@ -197,6 +229,7 @@ def run(options: argparse.Namespace) -> common.Outcome:
             "digits": options.digits,
             "steps": sizes.steps,
             "GAN steps": sizes.gan_steps,
+            "GAN steps without batch norm": sizes.plain_steps,
             "seeds": sizes.seeds,
             "seed": options.seed,
             "paper": {"components for 99.5 %, trained": PAPER, "parameters": 17_000},
@@ -262,8 +295,10 @@ def rows(table: Mapping[str, Any], sizes: Sizes) -> Iterator[common.Row]:
         LARGE_GAN: f"stored weights, p = {large:,}, test images; no generator, so Z and I come from the data; {new}",
         SMALL_GAN: f"p = {table[SMALL_GAN][TRAINED]['nfk']['p']:,}, {sizes.gan_steps:,} steps of training; Z and I "
         f"from the trained generator, for the untrained discriminator too; {new}",
+        PLAIN_GAN: f"p = {table[PLAIN_GAN][TRAINED]['nfk']['p']:,}, {sizes.plain_steps:,} steps with spectral norm, "
+        f"hinge loss and DiffAugment; Z and I from the trained generator, for the untrained discriminator too; {seeds}",
     }
-    for panel in (LARGE_GAN, SMALL_GAN):
+    for panel in settings:
         for kernel in KERNELS:
             ours = versus(panel, (TRAINED, UNTRAINED), kernel, 0.9, 0.995)
             what = f"{panel}, {kernel.upper()}: components for 90 / 99.5 %"
@@ -282,8 +317,9 @@ def figure(found: Sequence[Found]) -> Figure:
         CLASSIFIERS: "LeNet-5 and MLP on two digits",
         LARGE_GAN: "DCGAN discriminator",
         SMALL_GAN: "small DCGAN discriminator",
+        PLAIN_GAN: "small, spectral norm",
     }
-    picture, axes = plt.subplots(3, 3, figsize=(11.5, 9.5), sharex="col")
+    picture, axes = plt.subplots(3, len(titles), figsize=(15, 9.5), sharex="col")
     for column, (panel, title) in enumerate(titles.items()):
         mine = [one for one in found if one.panel == panel]
         top, middle, bottom = axes[:, column]

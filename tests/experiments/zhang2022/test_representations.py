@@ -1,6 +1,7 @@
 """Networks that learn without labels, and small versions of the experiments on them; no real results here."""
 
 import json
+import tempfile
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from benchmarks.models import WideResNet
 from experiments import common
 from experiments.__main__ import main
-from experiments.common import networks
+from experiments.common import data, networks
 from experiments.common.data import rotate
 from experiments.common.networks import load, store
 from experiments.common.training import train_pair
@@ -43,6 +44,22 @@ def test_the_bound_of_the_vae_is_the_score_that_is_embedded():
         assert not torch.equal(net.bound(x), net.bound(x, seed=1))
 
 
+def test_all_training_images_are_unpacked_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for i, part in enumerate(data.TRAINING):
+        residual = np.zeros((3, 2, 32, 32), np.uint8)
+        residual[:, :, 0, 0] = [[10 * i, 10 * i + 1], [5, 5], [0, 0]]  # red and blue are stored less green
+        np.savez(tmp_path / f"cifar10_{part}.npz", residual=residual, y=np.array([i, 9], np.uint8))
+    x, y = data.color_bytes(tmp_path)
+    assert x.shape == (10, 3, 32, 32) and x.dtype == torch.uint8 and y.tolist() == [0, 9, 1, 9, 2, 9, 3, 9, 4, 9]
+    assert x[:, 0, 31, 31].tolist() == [5 + 10 * (i // 2) + i % 2 for i in range(10)]
+    assert bool((x[:, 1:] == 5).all())
+    monkeypatch.setattr(data, "decode", None)  # the copy is read
+    data._cifar10_file.cache_clear()
+    again, _ = data.cifar10(tmp_path, "all", count=3)
+    torch.testing.assert_close(again, (x[:3].float() / 255 - data.MEAN) / data.STD)
+
+
 def test_all_rotations_of_all_images():
     x = normal(2, 3, 4, 4)
     turned, angle = rotate(x)
@@ -71,7 +88,7 @@ def test_both_networks_see_changed_images():
 
 
 def test_redrawn_layers_are_new_and_the_others_are_not():
-    blocks, x = list(networks.ColorDiscriminator(2).blocks), normal(8, 3, 32, 32).float()
+    blocks, x = list(networks.ImageEncoder(2).blocks), normal(8, 3, 32, 32).float()
     new = table1_mu.redraw(blocks, [False, False, True, False, False], x, 0)
     same = [torch.equal(old[0].weight, block[0].weight) for old, block in zip(blocks, new, strict=True)]
     assert same == [True, True, False, True, True]
@@ -80,20 +97,61 @@ def test_redrawn_layers_are_new_and_the_others_are_not():
     assert means[0] == 0 and min(means[1:]) > 0
 
 
-# Probes.
+# What a GAN is worth.
 
 
-def test_the_penalty_of_a_probe_is_chosen_by_held_out_examples():
-    y = torch.arange(200) % 2
-    E = torch.cat([normal(200, 3) + 2 * normal(2, 3, seed=1)[y], normal(200, 150, seed=5), torch.ones(200, 1)], 1)
-    each = [nfk_probe.fit_probe(E, y, penalties=(penalty,)) for penalty in (10.0, 0.1, 1e-6)]
-    best, right = max(each, key=lambda found: found[1])
-    found, held_out = nfk_probe.fit_probe(E, y, penalties=(10.0, 0.1, 1e-6))
-    assert held_out == right > min(share for _, share in each) and found[-1].C == best[-1].C
-    # Without a spread of each, the unit of the features is free.
-    a, b = (nfk_probe.fit_probe(k * E, y, penalties=(1.0,), standardize=False)[0] for k in (1, 100))
-    f, g = a.decision_function(E.numpy()), b.decision_function(100 * E.numpy())
-    np.testing.assert_allclose(f, g, rtol=0.01, atol=0.01)
+def test_a_discriminator_that_does_not_tell_images_apart_is_refused():
+    told = {"output, training images": 1.0, "output, test images": 0.5, "output, generated images": -1.0}
+    encoders.check(told)
+    with pytest.raises(ArithmeticError, match=r"0\.500 for test and 0\.600 for generated"):
+        encoders.check(told | {"output, generated images": 0.6})
+
+
+class Mean(nn.Module):
+    """Calls bright images real."""
+
+    def forward(self, x):
+        return x.mean((1, 2, 3))
+
+
+def test_what_is_said_of_real_and_generated_images(tmp_path):
+    import argparse
+
+    level = torch.linspace(0.1, 0.9, 20)[:, None, None, None].expand(-1, 3, 32, 32)
+    G = nn.Linear(100, 3 * 32 * 32)
+    nn.init.zeros_(G.weight), nn.init.constant_(G.bias, -0.5)
+    made = nn.Sequential(G, nn.Unflatten(1, (3, 32, 32)))
+    options = argparse.Namespace(data=tmp_path)
+    found = encoders.judge(Mean(), made, ((level + 1) * 127.5).to(torch.uint8), level, options)
+    assert found["test images called real"] == found["generated images called generated"] == 1
+    assert found["test above generated"] == 1 and found["spread of generated images"] == 0  # collapsed
+    assert found["output, generated images"] == pytest.approx(-0.5)
+
+
+# Kernels of whole Fisher vectors.
+
+
+def test_the_kernel_in_blocks_is_the_whole_one(monkeypatch):
+    import linnet
+
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    emb = linnet.FisherEmbedding(net, 2, score=linnet.scores.energy(), progress=False)
+    x, new = normal(7, 4), normal(5, 4, seed=1)
+    emb.fit(x)
+    monkeypatch.setattr(nfk_probe, "BLOCK", 4), monkeypatch.setattr(nfk_probe, "CHUNK", 2)
+    K, away = nfk_probe.whole_kernel(emb, x, new)
+    torch.testing.assert_close(K, emb.gram(x))
+    torch.testing.assert_close(away, emb.gram(new, x))
+
+
+def test_shares_of_components_beyond_the_embedding(monkeypatch):
+    E = normal(60, 40) * torch.logspace(0, -1, 40, dtype=torch.float64)
+    K = E @ E.T
+    monkeypatch.setattr(nfk_probe, "FURTHER", (5, 10, 100))
+    found = nfk_probe.explain(K, nfk_probe.Sizes(60, 60, dimensions=(4,)))
+    values = torch.linalg.eigvalsh(K).flip(0)
+    assert list(found) == ["5", "10"]
+    assert found["10"] == pytest.approx(float(values[:10].sum() / values.sum()), rel=1e-6)
 
 
 # Distillation with an embedding of the student's own.
@@ -154,6 +212,7 @@ def test_encoders_run(tmp_path):
     needs("cifar10_test.npz", "mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
     found = run_quick(tmp_path, "encoders")["parts"]
     assert list(found) == list(encoders.PARTS)
+    assert found["bigan"]["latents explained, generated images"] < 1 and found["gan"]["steps"] == 2
     assert 0 <= found["rotation"]["accuracy of angles, test"] <= 1
     assert (tmp_path / "encoders" / "vae_cifar10.safetensors").stat().st_size < 5_000_000
     again = run_quick(tmp_path, "encoders", "--parts")["parts"]
@@ -195,6 +254,8 @@ def test_inversion_runs(tmp_path):
 def test_table_1_runs(tmp_path):
     needs("cifar10_test.npz")
     found = run_quick(tmp_path, "table1_mu", "--tops", "1")
-    assert set(found["accuracy, %"]["gan"]["1"]) == set(table1_mu.SAID)
+    assert set(found["accuracy, %"]["bigan"]["1"]) == set(table1_mu.SAID)
     rotation = run_quick(tmp_path, "table1_mu", "--parts", "rotation", "--tops", "2")
-    assert set(rotation["accuracy, %"]) == {"gan", "rotation"}
+    assert set(rotation["accuracy, %"]) == {"bigan", "rotation"}
+    anew = run_quick(tmp_path, "table1_mu", "--parts", "rotation", "--tops", "1", "--anew")
+    assert set(anew["accuracy, %"]["rotation"]) == {"1"} and "bigan" in anew["accuracy, %"]

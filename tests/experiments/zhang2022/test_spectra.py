@@ -78,7 +78,7 @@ def test_what_cannot_be_loaded(tmp_path):
         mnist(tmp_path, True)
     with pytest.raises(ValueError, match=r"depth 6 b \+ 2 .* got 19"):
         resnet(None, 19)
-    with pytest.raises(ValueError, match="'test', 'train_1', 'train_2' or 'train'; got 'none'"):
+    with pytest.raises(ValueError, match="'test', 'train_1' to 'train_5', 'train' or 'all'; got 'none'"):
         cifar10(tmp_path, "none")
     with pytest.raises(ValueError, match=r"'lenet5' or 'dcgan', .* got 'vae'"):
         mnist(tmp_path, True, network="vae")
@@ -112,7 +112,7 @@ def test_two_classes_are_learned():
 def test_spectra_run(tmp_path):
     needs("mnist.npz", "weights/dcgan_discriminator_mnist.safetensors")
     table = run_quick(tmp_path, "spectra", "--images", "10")["spectra"]
-    assert list(table) == [spectra.CLASSIFIERS, spectra.LARGE_GAN, spectra.SMALL_GAN]
+    assert list(table) == [spectra.CLASSIFIERS, spectra.LARGE_GAN, spectra.SMALL_GAN, spectra.PLAIN_GAN]
     for networks in table.values():
         for kernels in networks.values():
             for one in kernels.values():
@@ -120,6 +120,7 @@ def test_spectra_run(tmp_path):
                 assert one["n"] == 10 and counts == sorted(counts) and counts[0] >= 1 and counts[-1] <= 10
     large, small = (table[name]["trained"] for name in (spectra.LARGE_GAN, spectra.SMALL_GAN))
     assert large["nfk"]["p"] == 661_248 and small["ntk"]["p"] == 16_920
+    assert table[spectra.PLAIN_GAN]["trained"]["nfk"]["p"] == 16_800  # without the parameters of batch norm
     # Centered Fisher vectors have one component less than examples; the mean is the tangent kernel's first.
     assert large["nfk"]["explained"]["10"]["mean"] == pytest.approx(1)
     assert large["ntk"]["explained"]["1"]["mean"] > 2 * large["nfk"]["explained"]["1"]["mean"]
