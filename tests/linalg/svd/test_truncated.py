@@ -752,6 +752,19 @@ def test_what_the_next_step_should_leave():
             assert before < 0.5 * float(found.errors[:10].max())
 
 
+def test_no_coarse_passes_where_memory_has_no_room_for_their_wider_block():
+    A = with_values(lenet_values(400), 400, 500)
+    coarse, given = Counted(A), {"method": "krylov", "coarse": Counted(A), "block": 20, "trace": 1.0}
+    column = (400 + 500) * 8
+    found = low_rank(Counted(A), 10, **given | {"coarse": coarse}, memory=2 * 150 * column)
+    check(replace_trace(found, A), A, 10)
+    assert coarse.passes == 0 and found.converged
+    low_rank(Counted(A), 10, **given | {"coarse": coarse}, memory=2 * 250 * column)
+    assert coarse.passes > 0
+    with pytest.raises(MemoryError, match=r"needs room for 120 columns of 900 numbers.*holds 110"):
+        low_rank(Counted(A), 10, **given, memory=2 * 110 * column)
+
+
 def test_the_full_precision_continues_from_the_coarse_space():
     s = lenet_values(400)
     A = with_values(s, 400, 500)

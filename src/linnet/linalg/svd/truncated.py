@@ -278,6 +278,9 @@ class TooFewComponents(ValueError):
 
 
 def _krylov(V: LinearOperator, s: _Settings, resumable: Resumable, coarse: LinearOperator | None) -> _Found:
+    if coarse is not None:
+        most, least = _room_for_columns(V, s, coarse=True)
+        coarse = coarse if most >= least else None  # the block is wider where V takes over from the coarse operator
     capacity = _capacity(V, s, coarse is not None)
     state = resumable.load()
     if state is None:
@@ -323,18 +326,22 @@ def _more_columns(k: int, block: int, coarse: bool) -> int:
     return max(k + OVERSAMPLES, block) if coarse else 0
 
 
-def _capacity(V: LinearOperator, s: _Settings, coarse: bool) -> int:
-    """Columns that a Krylov basis may have; beside it there are a block, its product, the rest of that, the result.
+def _room_for_columns(V: LinearOperator, s: _Settings, *, coarse: bool) -> tuple[int, int]:
+    """Columns that a Krylov basis may have, and that it must have; beside it lie three blocks and the result.
 
-    Each rank holds its rows of the basis, and all rows of the others.
+    Each rank holds its rows of the basis, and all rows of the blocks and of the result.
     """
-    fits = _columns_in(V, s.memory)
     result = s.block if s.k is None else s.k
     block = s.block + _more_columns(result, s.block, coarse)
-    least = result + 2 * block
-    capacity = (fits - 3 * block - result) * V.ranks.world
+    return (_columns_in(V, s.memory) - 3 * block - result) * V.ranks.world, result + 2 * block
+
+
+def _capacity(V: LinearOperator, s: _Settings, coarse: bool) -> int:
+    """Columns that a Krylov basis may have; raise where memory holds too few."""
+    capacity, least = _room_for_columns(V, s, coarse=coarse)
     if capacity < least:
-        needed = -(-least // V.ranks.world) + 3 * block + result
+        fits = _columns_in(V, s.memory)
+        needed = fits - capacity // V.ranks.world + -(-least // V.ranks.world)
         raise MemoryError(
             f"A Krylov basis of {V.name} {V.shape} needs room for {needed} columns of {sum(V.shape):,} numbers, "
             f"and half of the memory, {s.memory // 2:,} bytes, holds {fits}. Ask for fewer components, a smaller "
