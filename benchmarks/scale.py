@@ -317,10 +317,11 @@ def profile(name: str, job: Job, precision: Precision, device: str, part: str) -
 
 
 def estimators(device: str, only: str) -> Iterator[tuple[str, Any]]:
-    """Name and figures of each measurement of estimators."""
+    """Name and figures of each measurement of estimators; a name comes again with more figures."""
     cuda, place = device.startswith("cuda"), torch.device(device)
     if only in ("all", "estimators", "laplace"):
-        yield "laplace", scale_estimators.laplace(device, *(() if cuda else (256, 64)))
+        for rows in scale_estimators.laplace(device, *(() if cuda else (256, 64))):
+            yield "laplace", rows
     if only in ("all", "estimators", "outputs"):
         yield "outputs", scale_estimators.outputs(device)
     if only in ("all", "estimators", "adapters"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,10 @@ def _images(n: int, device: str) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 10, (n,), generator=generator).to(device)
 
 
-def laplace(device: str, n: int = 4096, new: int = 512) -> list[dict[str, Any]]:
+def laplace(device: str, n: int = 4096, new: int = 512) -> Iterator[list[dict[str, Any]]]:
     """`linnet.Laplace` and laplace-torch on ResNet-20, each with its defaults; the faster of two runs each.
+
+    Yields all rows so far, after each row.
 
     laplace-torch has no Kronecker factors of batch norms, so both take the network with its batch norms folded too.
     """
@@ -71,8 +73,7 @@ def laplace(device: str, n: int = 4096, new: int = 512) -> list[dict[str, Any]]:
             else:
                 row["laplace_torch"] = theirs["error"]
             found.append(row)
-            print(" ", row, flush=True)
-    return found
+            yield found
 
 
 def _laplace_torch(model: nn.Module, X: Tensor, y: Tensor, new: Tensor, structure: str, device: str) -> dict[str, Any]:

@@ -194,27 +194,28 @@ def scale() -> str:
     heads = ["network", "precision", "step, ms", "`J.normal(V)`, k = 16", "k = 1", "`J.gram()`"]
     heads += ["memory, k = 16", "k = 1", "`J.gram()`"]
     parts = []
-    for one in found["again"]:
+    cut = [one for one in found["passes"] if "pass in parts" in one]
+    for one in cut:
         cells = [f"{one['ratios']['pass']:.2f}, {one['memory_gib']['pass'] / one['memory_gib']['step']:.1f}"]
         cells += [f"{part['time / step']:.2f}, {part['memory / step']:.1f}" for part in one["pass in parts"]]
         theirs = one["curvlinops column"] or {}
         ratio = f"{theirs['ms'] / one['ms']['column']:.1f}" if "ms" in theirs else "does not run"
         parts.append([one["network"], _scale_precision(one), *cells, ratio])
-    counts = (f"{part['parts']} parts" for part in found["again"][0]["pass in parts"])
+    counts = (f"{part['parts']} parts" for part in cut[0]["pass in parts"])
     titles = ["network", "precision", "whole", *counts, "curvlinops / linnet, k = 1"]
     made = found["adapters"]
     times = {name: t for name, t in made.items() if name not in ("n", "step_s")}
     doors = [[name, f"{t:.1f}", f"{t / made['step_s']:.0f}"] for name, t in times.items()]
     texts = [
         _table(heads, rows),
-        "A pass with k = 16 whose chunks hold a part of the examples, from a later run: time and memory, each beside a "
-        "training step. The whole chunk of ResNet-50 was probably not recorded there.",
+        "A pass with k = 16 whose chunks hold a part of the examples: time and memory, each beside a training step.",
         _table(titles, parts),
         f"Fit and prediction together, on the adapters of the 1.1 B model, {made['n']} sequences of 64 tokens:",
         _table(["estimator", "seconds", "training steps"], doors),
         "`Laplace` with its defaults on ResNet-20 with ten outputs: fit to 4,096 images, probabilities of 512.",
         _table(
-            ["structure", "fit, s", "predict, s", "laplace-torch: fit", "predict"], _scale_laplace(found["laplace"])
+            ["network", "structure", "fit, s", "predict, s", "laplace-torch: fit", "predict"],
+            _scale_laplace(found["laplace"]),
         ),
     ]
     return _with_machine(found["machine"], "\n\n".join(texts))
@@ -225,9 +226,9 @@ def _scale_laplace(found: list[dict[str, Any]]) -> list[list[str]]:
     for one in found:
         theirs = ["takes no batch norms", ""]
         if "laplace_torch_fit_s" in one:
-            batch = f" (batches of {one['laplace_torch_batch']}; 64 do not fit memory)"
+            batch = f" (batches of {one['laplace_torch_batch']}; larger ones do not fit memory)"
             theirs = [f"{one['laplace_torch_fit_s']:.1f}{batch}", f"{one['laplace_torch_predict_s']:.2f}"]
-        rows.append([one["structure"], f"{one['fit_s']:.1f}", f"{one['predict_s']:.2f}", *theirs])
+        rows.append([one["network"], one["structure"], f"{one['fit_s']:.1f}", f"{one['predict_s']:.2f}", *theirs])
     return rows
 
 

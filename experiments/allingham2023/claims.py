@@ -117,6 +117,8 @@ PAPER = Paper(
             "needs digits with labels that the ensemble does without.",
             facts={"laplace": read_laplace},
             holds=behind,
+            limits="{settings > networks} networks of each kind; with the first 3 of them the interval of the "
+            "temperature contained zero.",
         ),
         Claim(
             "not_linearized",

@@ -438,6 +438,8 @@ def read_late(metrics: Metrics) -> str:
 STAGNATION = gained(YEARS, 30, 300, LAST)
 REACHED = gap_of(YEARS, 300, LONGER, NTK)
 
+MORE_FACES = "{settings > seeds} seeds; with the first 8 of them the intervals contained zero."
+
 FIGURE7 = [
     Claim(
         "malaria",
@@ -491,6 +493,7 @@ FIGURE7 = [
         f"{{settings > seeds}} seeds until there are many. Fine-tuning of all layers with 100 points less the "
         f"linearized network: {{tuned:+.2f}}.",
         facts={"tuned": gap_of(FACES, 100, EVERYTHING, LINEARIZED)},
+        limits=MORE_FACES,
     ),
     Claim(
         "olivetti",
@@ -509,6 +512,7 @@ FIGURE7 = [
         "All do in the mean; for {late} the spread over {settings > seeds} draws of faces is as large as what 90 more "
         "points bring.",
         facts={"late": read_late},
+        limits=MORE_FACES,
     ),
 ]
 

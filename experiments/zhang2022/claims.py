@@ -264,12 +264,18 @@ def share_gap(first: float, second: float, count: int) -> Interval:
 
 
 def read_inversion(metrics: Metrics) -> dict[str, Any]:
-    """Digits that LeNet-5 reads right, and squared errors, of images mapped to latents and of sums of components."""
+    """Digits that LeNet-5 reads right, and squared errors, of images mapped to latents and of sums of components.
+
+    The classes of CIFAR-10 that ResNet-20 reads right are for the reason: the paper has digits.
+    """
     mapped, summed = "NFK, mapped to latents", "PCA, added up"
-    part = metrics["parts"]["mnist"]
+    part, color = metrics["parts"]["mnist"], metrics["parts"]["cifar10"]
     names, count = (mapped, "PCA, mapped to latents", summed), part.get("test images", FULL.real)
     right = {name: 100 * part[name]["digits read right"] for name in names}
+    classes = {name: color[name]["classes read right"] for name in names}
     return {
+        "color": share_gap(classes[mapped], classes[summed], color["test images"]),
+        "color like for like": share_gap(classes[mapped], classes[names[1]], color["test images"]),
         "alike": share_gap(*(part[name]["digits read right"] for name in names[:2]), count),
         "better": certify(right[mapped] > right[summed]),
         "told": ", ".join(f"{name} {share:.1f} %" for name, share in right.items()),
@@ -288,7 +294,9 @@ FIGURE4 = [
         "Like for like, where principal components are mapped to latents too, the NFK is ahead by {alike:+.1f} points. "
         "The linear map explains {latents:.0f} % of the latents of new images of our DCGAN, so its images are sharp, "
         "but of another digit more often; sums of 100 components of PCA are blurred and nearly complete (squared error "
-        "{summed:.3f} against {mapped:.3f}). The paper shows pictures and no number.",
+        "{summed:.3f} against {mapped:.3f}). With the GAN of CIFAR-10 the claim holds: ResNet-20 reads the class of "
+        "{color:+.1f} points more images right than of PCA's sums, and {color like for like:+.1f} than where PCA is "
+        "mapped to latents too. The paper shows pictures of digits and no number.",
     ),
 ]
 
