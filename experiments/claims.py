@@ -57,8 +57,8 @@ def overview(found: Sequence[Judged]) -> str:
     for paper in PAPERS:
         counts = Counter(one.finding.verdict for one in found if one.paper is paper)
         file = f"assets/results/{paper.picture}.png"
-        picture = f'[![Figure of {paper.picture}]({file}){{ width="260" }}]({file})'
-        rows.append([f"{paper.authors}: *{paper.title}*", *(str(counts[verdict]) for verdict in VERDICTS), picture])
+        picture = f'[![Figure of {paper.picture}]({file}){{ width="420" }}]({file})'
+        rows.append([paper.authors, *(str(counts[verdict]) for verdict in VERDICTS), picture])
     return "\n".join(common.line_of(row) for row in (titles, ["---"] * len(titles), *rows))
 
 

@@ -304,5 +304,5 @@ PAPER = Paper(
     "Zhang et al. 2022",
     "Learning Representation from Neural Fisher Kernel with Low-rank Approximation",
     [*FIGURE2, *FIGURE3, *PROBES, *TABLE3, *FIGURE4],
-    picture="nfk_probe",
+    picture="inversion",
 )
