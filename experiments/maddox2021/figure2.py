@@ -8,6 +8,7 @@ and of a GPU stand side by side: a run replaces those of its own device, and of 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import math
 import statistics
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -27,6 +29,8 @@ import linnet
 from benchmarks.timing import timed
 from experiments import common
 from experiments.common import plots
+from experiments.common.data import cifar10, mnist
+from experiments.common.networks import lenet5, resnet
 from experiments.maddox2021.contenders import (
     NOISE,
     TOLERANCE,
@@ -42,7 +46,8 @@ from experiments.maddox2021.contenders import (
 from linnet.fisher import fisher_vector_product
 from linnet.probability import Categorical
 
-PANELS = ("data", "parameters", "products")
+PANELS = ("data", "parameters", "products", "trained")
+TRAINED = ("LeNet-5", "ResNet-20", "ResNet-32", "ResNet-56")  # networks that are supplied
 EXACT, FUNCTION, WEIGHT = "linnet, exact", "linnet, CG in function space", "linnet, CG in parameter space"
 DENSE, PUBLISHED = "all rows and torch's Cholesky", "the paper's CG: jvp, vjp, linear_cg"
 EXACT_PRODUCT, DIFFERENCE, BACKWARD = "linnet, exact product", "linnet, finite difference", "double backward"
@@ -69,6 +74,7 @@ class Sizes:
     columns: tuple[int, ...] = (1, 16)  # columns of the Fisher-vector products
     # seconds after which a contender is not tried on a larger size, and that the paper's CG may take
     limit: float = 20.0
+    images: int = 64  # of the products around trained networks
     patience: float = 2.0  # seconds; a contender that takes longer is run once
     width: int = 200
 
@@ -85,7 +91,7 @@ SIZES = {
         {"AlexNet": 512, "PreResNet-20": 512, "PreResNet-56": 512, "PreResNet-110": 512, "WRN-28-10": 128},
     ),
 }
-QUICK = Sizes((50, 100), (3, 7), {"AlexNet": 4, "PreResNet-20": 4}, 40, (1, 4), width=10)
+QUICK = Sizes((50, 100), (3, 7), {"AlexNet": 4, "PreResNet-20": 4}, 40, (1, 4), width=10, images=4)
 
 
 # Measuring.
@@ -257,6 +263,33 @@ def products(device: str, chosen: Sizes) -> list[dict[str, Any]]:
     return rows
 
 
+def trained(device: str, chosen: Sizes, folder: Path | None) -> list[dict[str, Any]]:
+    """Errors of finite differences around trained networks, in float32; the reference is exact, in float64."""
+    rows: list[dict[str, Any]] = []
+    for name in TRAINED:
+        model, x = supplied(name, folder, chosen.images)
+        lin, fine = linnet.linearize(model.to(device)), linnet.linearize(copy.deepcopy(model).double().to(device))
+        v = torch.randn(lin.p, generator=torch.Generator().manual_seed(3)).to(device)
+        given = {"likelihood": Categorical()}
+        J, exact = (one.jacobian(x.to(like), progress=False) for one, like in ((lin, v), (fine, v.double())))
+        wanted = fisher_vector_product(fine, exact, v.double(), **given)
+        for contender, method in ((EXACT_PRODUCT, "exact"), (DIFFERENCE, "finite_difference")):
+            found = fisher_vector_product(lin, J, v, method=method, **given)
+            error = float((found - wanted).norm() / wanted.norm())
+            rows.append({"network": name, "p": lin.p, "batch": len(x), "contender": contender, "relative error": error})
+            print(f"{name}, trained, {contender}: relative error {error:.2g}", flush=True)
+    return rows
+
+
+def supplied(name: str, folder: Path | None, count: int) -> tuple[torch.nn.Module, Tensor]:
+    """A trained network and test images of its data set; without a folder, a network as drawn and random images."""
+    weights, small = None if folder is None else folder / "weights", name == "LeNet-5"
+    net = lenet5(weights) if small else resnet(weights, int(name.partition("-")[2]))
+    if folder is None:
+        return net, torch.rand(count, 1 if small else 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return net, mnist(folder, False, count=count)[0] if small else cifar10(folder, "test", count=count)[0]
+
+
 # The experiment.
 
 
@@ -268,11 +301,13 @@ def run(options: argparse.Namespace) -> common.Outcome:
     kind = torch.device(options.device).type
     if kind not in SIZES:
         raise ValueError(f"The sizes are chosen for --device cpu and cuda; got {options.device!r}.")
-    chosen = QUICK if options.quick else SIZES[kind]
-    devices = common.earlier(options).get("devices", {})
+    chosen, begun = QUICK if options.quick else SIZES[kind], time.perf_counter()
+    before = common.earlier(options)
+    devices = before.get("devices", {})
     own = devices.setdefault(kind, {})
     own["machine"] = common.machine(options.device)
     panels = {"data": against_data, "parameters": against_parameters, "products": products}
+    panels["trained"] = partial(trained, folder=None if options.quick else options.data)
     for name in options.panels:
         start = time.perf_counter()
         own[name] = panels[name](options.device, chosen)
@@ -283,7 +318,14 @@ def run(options: argparse.Namespace) -> common.Outcome:
         "limit in seconds": {device: sizes.limit for device, sizes in SIZES.items()},
     }
     ordered = {device: devices[device] for device in SIZES if device in devices}
-    return common.Outcome({"settings": settings, "devices": ordered}, figure(ordered), table_rows(ordered))
+    metrics: dict[str, Any] = {"settings": settings, "devices": ordered}
+    if set(options.panels) == set(PANELS) or not before:
+        return common.Outcome(metrics, figure(ordered), table_rows(ordered))
+    # Other panels stay as earlier runs have measured them.
+    metrics["commands"] = list(dict.fromkeys([*before.get("commands", [before["command"]]), options.command]))
+    metrics["seconds of all runs"] = before.get("seconds of all runs", before["seconds"]) + time.perf_counter() - begun
+    spent = common.duration(metrics["seconds of all runs"])
+    return common.Outcome(metrics, figure(ordered), table_rows(ordered), "; ".join(metrics["commands"]), spent)
 
 
 # Tables and the figure.
@@ -344,6 +386,17 @@ def table_rows(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[common.Row]
             text = f"{errors[0]:.1g} to {errors[-1]:.1g}"
             what = "relative error of the finite difference"
             yield common.Row(what, "on the order of 0.001", text, f"untrained networks; {where}")
+        if rows := found.get("trained"):
+            errors = {
+                one: ", ".join(
+                    f"{row['network']} {row['relative error']:.1g}" for row in rows if row["contender"] == one
+                )
+                for one in (DIFFERENCE, EXACT_PRODUCT)
+            }
+            text = f"{errors[DIFFERENCE]}; of the exact product in float32: {errors[EXACT_PRODUCT]}"
+            what = "relative error of the finite difference around trained networks"
+            count = f"supplied networks, {rows[0]['batch']} test images, against the exact product in float64; {where}"
+            yield common.Row(what, "on the order of 0.001", text, count)
 
 
 def seconds_of(value: float) -> str:
