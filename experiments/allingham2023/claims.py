@@ -67,9 +67,9 @@ def apart(units: int) -> str:
 AUROC = f"summary > {EVIDENCE} > scores > AUROC > Fashion-MNIST"
 
 JOINT_LIMITS = (
-    "A network of 1,610 parameters, {settings > seeds} seeds and digits instead of ResNet-18 and CIFAR-100. This is with "
-    "the prior of largest evidence; narrowed so that marginal predictions stay good, Laplace is at {safe:+.1f} upright. "
-    "These sizes are the third tried."
+    "A network of 1,610 parameters, {settings > seeds} seeds and digits instead of ResNet-18 and CIFAR-100. This is "
+    "with the prior of largest evidence; narrowed so that marginal predictions stay good, Laplace is at {safe:+.1f} "
+    "upright. These sizes are the third tried."
 )
 
 PAPER = Paper(
