@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet._common import check_fits, find_dense_budget, show_progress, together
@@ -717,8 +718,7 @@ def _check_arguments(estimator: Any, of: Any, change: Any, by: Any, top: Any, ra
         raise NotImplementedError(
             f"attribution is for one network, and this {name} is an ensemble. Ask each of its members_."
         )
-    if not hasattr(estimator, "posterior_"):
-        raise ValueError(f"The {name} is not fitted yet: call its fit first.")
+    check_is_fitted(estimator)
     if estimator.posterior_.is_point:
         raise ValueError(
             f"attribution needs the curvature, and this {name} has a mode alone. Fit it with inference='laplace' or "
