@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linnet.likelihoods import Gaussian, Likelihood, NegativeBinomial, Ordinal, Poisson, Weibull
 from linnet.probability import (
+    Categorical,
     KnownNoise,
     Sites,
     Weighted,
@@ -343,6 +344,12 @@ def test_sites_of_ordered_classes() -> None:
     close(blocks(ignored.observed_curvature(f, targets), True), hessian(ignored, f, targets))
     assert float(ignored.observed_curvature(f, targets)[0, 1]) == 0
     assert likelihood.log_prob(f, y.clamp(min=0)).shape == (N,)
+
+
+def test_a_divergence_of_sites_is_the_sum_over_the_sites() -> None:
+    sites, f, other = Sites(Categorical(), (3, 2)), normal(N, 6), normal(N, 6, seed=1)
+    p, q = (x.view(N, 2, 3).softmax(2) for x in (f, other))
+    close(sites.kl(f, other), (p * (p / q).log()).sum((1, 2)))
 
 
 # Names and files.
