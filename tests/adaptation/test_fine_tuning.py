@@ -53,6 +53,17 @@ def test_no_network_where_no_rate_helps():
     assert fine_tune(model, given, rates=(1e-2,), deadline=time.perf_counter() - 1) is None
 
 
+def test_a_classifier_is_calibrated_on_held_out_examples_and_a_regression_is_not():
+    model, given = tuning()
+    sure = divide_outputs(model, 0.01)
+    f = sure(next(given.source.batches(60)).args[0])[given.held]
+    found = given.calibrate(sure)
+    T = find_temperature(Categorical(), f.detach(), given.targets[given.held], least=1.0)
+    assert isinstance(found, ScaledNetwork) and T > 1
+    assert float(found.temperature) == pytest.approx(0.01 * T, rel=1e-12)
+    assert replace(given, likelihood=Gaussian(1.0)).calibrate(sure) is sure
+
+
 def test_rates_that_diverge_are_given_up():
     model, given = tuning()
     found = fine_tune(model, given, rates=(1e300, 1e-2))

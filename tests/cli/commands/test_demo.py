@@ -63,7 +63,12 @@ def test_demo_prints_each_step_and_method(quick):
     _, output, found = quick
     for i in range(1, 4):
         assert f"{i}/3" in output
+    size = found["digits"]["source"]
+    words = f"random splits: 1; {found['parameters']:,} parameters, trained on {size:,} digits each"
+    assert words in output
     assert f"accuracy on 200 other upright digits: {found['upright_accuracy'][0]:.1%}" in output
+    assert "200 test digits; NLL in nats. The seconds include all tuning:" in output
+    assert "cross-validation for the methods above linnet, the evidence for linnet" in output
     for method, scores in found["methods"].items():
         (line,) = (line for line in output.splitlines() if line.startswith(f"  {method}  "))
         accuracy, nll, ece, seconds = line.removeprefix(f"  {method}").split()
