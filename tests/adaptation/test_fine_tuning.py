@@ -64,6 +64,22 @@ def test_a_classifier_is_calibrated_on_held_out_examples_and_a_regression_is_not
     assert replace(given, likelihood=Gaussian(1.0)).calibrate(sure) is sure
 
 
+@pytest.mark.parametrize(("n", "steps"), [(10, 16), (32, 16), (40, 13 * 2), (2048, 64), (3000, 64)])
+def test_a_round_has_16_to_64_steps(monkeypatch, n, steps):
+    """Batches of 32 examples, and larger ones where there would be more than 64 of them."""
+    model, given = tuning(n + 20)
+    runner, sizes = Runner(model, 1e-3, 0), []
+    step = runner.optimizer.step
+
+    def count(closure):
+        sizes.append(closure)
+        return step(closure)
+
+    monkeypatch.setattr(runner.optimizer, "step", count)
+    assert runner.run(replace(given, part=torch.arange(n)))
+    assert len(sizes) == steps and runner.rounds == 1 and len(runner.path) == 1
+
+
 def test_rates_that_diverge_are_given_up():
     model, given = tuning()
     found = fine_tune(model, given, rates=(1e300, 1e-2))

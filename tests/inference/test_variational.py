@@ -92,6 +92,16 @@ def test_a_part_of_the_way_from_one_covariance_to_another(likelihood: Likelihood
     assert part.kl() == pytest.approx(float(kl), rel=1e-9)
 
 
+def test_directions_of_few_rows_are_the_leading_singular_vectors() -> None:
+    """Exactly, also where no eigenvalue stands out."""
+    J = normal(60, 80, seed=3)
+    given = {"variance": torch.ones(80).double(), "mean": torch.zeros(60, 1).double(), "likelihood": Bernoulli()}
+    q = lowrank(Matrix(J), (normal(60, seed=4) > 0).double(), rank=3, K=J @ J.T, **given)
+    leading = torch.linalg.svd(J, full_matrices=False)[2][:3].T
+    assert q.basis is not None
+    torch.testing.assert_close(q.basis @ q.basis.T, leading @ leading.T, rtol=0, atol=1e-9)
+
+
 def test_covariances_are_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of the mean, and lengths of a step, leave the covariances as they are."""
     J, mean, y = problem(Categorical())

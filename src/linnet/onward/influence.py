@@ -73,6 +73,9 @@ Parts = Literal["layer", "site"]
 DRAWS = 256
 """Draws of the logits of an example for averages over a variational posterior: memory against noise in a residual."""
 
+KERNEL = 2**26
+"""Numbers of a kernel with the training data that are held at a time: memory against passes over these data."""
+
 
 class Ranking(NamedTuple):
     """The training examples that change each number most.
@@ -673,7 +676,7 @@ class _Best(_Collector):
 
 def _closed_form(estimator: Any, J: Jacobian, gradients: Tensor | None, top: int | None, rank: Rank) -> Any:
     """The changes that `TangentRegressor.influence` knows, some inputs at a time where few of them are kept."""
-    size = J.n if top is None or not J.by_position else max(1, 2**26 // (J.c * estimator._train.J.shape[0]))
+    size = J.n if top is None or not J.by_position else max(1, KERNEL // (J.c * estimator._train.J.shape[0]))
     whole: list[Any] = []
     for index in torch.arange(J.n).split(size):
         part = J if len(index) == J.n else J.subset(index)
