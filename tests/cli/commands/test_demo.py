@@ -121,6 +121,20 @@ def test_the_curve_is_learned_with_its_error_bars(quick):
         assert scores["rmse"] < scores["before"] and 0 < scores["coverage"] <= 1
 
 
+def test_the_curve_is_adapted_where_it_is_drawn():
+    curve = demo.adapt_curve(3)
+    step = curve.at[:, 0].diff()
+    assert curve.at.shape == (200, 1) and (float(curve.at[0]), float(curve.at[-1])) == (-3.0, 3.0)
+    torch.testing.assert_close(step, torch.full((199,), 6 / 199), rtol=1e-4, atol=1e-6)
+    assert torch.equal(curve.truth, demo.bend(curve.at[:, 0], new=True))
+    assert curve.X.shape == (demo.POINTS, 1) and float(curve.X.abs().max()) <= 3
+    assert curve.mean.shape == curve.std.shape == curve.before.shape == (200,)
+    near = (curve.at[:, 0] - curve.X.T[0, :, None]).abs().argmin(1)  # the drawn input next to each point
+    inside = (curve.mean[near] - curve.y).abs() <= 3 * curve.std[near]
+    assert inside.float().mean() >= 0.9
+    assert curve.scores["rmse"] < curve.scores["before"]
+
+
 CURVE = demo.Curve(
     *(
         torch.randn(n, *more)
