@@ -25,9 +25,14 @@ def quick(tmp_path_factory):
     (folder / "notes.txt").write_text("mine")
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    clock = time.perf_counter()
-    result = invoke("demo", "--quick", "--seed", 3, "--out", folder)
-    longest = time.perf_counter() - clock
+    bars, track = [], demo.track
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "track", lambda *args, **options: bars.append(options) or track(*args, **options))
+        clock = time.perf_counter()
+        result = invoke("demo", "--quick", "--seed", 3, "--out", folder)
+        longest = time.perf_counter() - clock
+    # Bars go when they are full, and there are none in a file.
+    assert len(bars) == 3 and all(bar["transient"] and bar["disable"] for bar in bars)
     assert result.exit_code == 0, result.output
     assert torch.equal(torch.get_rng_state(), before)
     found = json.loads((folder / demo.METRICS).read_text())
