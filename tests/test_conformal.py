@@ -12,6 +12,7 @@ import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.exceptions import NotFittedError
 from torch import Tensor, nn
 
 import linnet
@@ -222,7 +223,7 @@ def test_errors() -> None:
     estimator, draw = fitted("regressor")
     with pytest.raises(TypeError, match=r"Conformal takes a fitted TangentRegressor.*got Linear"):
         Conformal(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="The TangentRegressor is not fitted yet"):
+    with pytest.raises(NotFittedError, match="This TangentRegressor instance is not fitted yet"):
         Conformal(TangentRegressor(net(1)))
     conformal = Conformal(estimator)
     for call in (lambda: conformal.predict_interval(draw(3, 1)[0]), lambda: conformal.save("nowhere")):

@@ -27,6 +27,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet._common import files, messages
@@ -73,8 +74,7 @@ class Conformal:
                 "Conformal takes a fitted TangentRegressor, TangentClassifier, TangentGLM or Laplace; got "
                 f"{type(estimator).__name__}."
             )
-        if not hasattr(estimator, "posterior_") and not hasattr(estimator, "members_"):
-            raise ValueError(f"The {type(estimator).__name__} is not fitted yet: call its fit first.")
+        check_is_fitted(estimator)
         messages.check_seed(seed)
         self.estimator, self.seed = estimator, seed
         self._labels: np.ndarray | None = None

@@ -24,6 +24,21 @@ def test_budgets_are_as_given_or_parts_of_the_free_memory(monkeypatch: pytest.Mo
             of("much", CPU)
 
 
+def test_free_memory_of_a_gpu_counts_what_torch_holds_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = [1.0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: share[0])
+    device = torch.device("cuda", 0)
+    assert free_memory(device) == 100 + (70 - 30)
+    assert (find_budget("auto", device), find_dense_budget("auto", device)) == (70, 126)
+    share[0] = 0.125  # of the total, 30 of which are taken
+    assert free_memory(device) == 125 - 30
+    share[0] = 0.01
+    assert free_memory(device) == 0
+
+
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     check_fits(2**20, "auto", CPU, what="It", instead="Use less")

@@ -120,6 +120,16 @@ def test_threads_that_want_different_values_both_get_the_exact_one():
     assert state == ["before"]
 
 
+def test_a_setting_that_changed_between_two_blocks_is_the_one_that_is_put_back():
+    state = ["first"]
+    switch = Switch(lambda: state[0], lambda value: state.__setitem__(0, value), exact="exact")
+    for before in ("first", "second", "third"):
+        state[0] = before
+        with switch.at("exact"):
+            assert state == ["exact"]
+        assert state == [before]
+
+
 def test_threads_at_work_leave_the_settings_as_they_were():
     before = flags()
     x = torch.randn(4, 5, 3)

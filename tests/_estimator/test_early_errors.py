@@ -5,9 +5,10 @@ import os
 import numpy as np
 import pytest
 import torch
+from sklearn.exceptions import NotFittedError
 
 import linnet
-from linnet import FisherEmbedding, Laplace, TangentClassifier, TangentRegressor
+from linnet import FisherEmbedding, Laplace, TangentClassifier, TangentGLM, TangentRegressor
 from linnet.linalg import low_rank
 from tests.support.counted import Counting
 
@@ -122,3 +123,100 @@ def test_a_file_that_cannot_be_written_is_told_first(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError, match="cannot be written"):
         embed(checkpoint=tmp_path / "file")
+
+
+# Before a fit.
+
+ASKS = {
+    "regressor": (
+        lambda: TangentRegressor(ONE),
+        {
+            "predict": lambda e: e.predict(X),
+            "score": lambda e: e.score(X, y),
+            "sample": lambda e: e.sample(X),
+            "path": lambda e: e.path(X, 1.0),
+            "influence": lambda e: e.influence(X),
+            "refit": lambda e: e.refit(X, y),
+            "condition": lambda e: e.condition(X, y),
+            "forget": lambda e: e.forget([0]),
+            "linearity": lambda e: e.linearity(X),
+            "to_module": lambda e: e.to_module(),
+            "error bars of a module": lambda e: e.to_module(error_bars=True),
+            "apply": lambda e: e.apply(),
+            "loo_": lambda e: e.loo_,
+            "delta_": lambda e: e.delta_,
+            "std_error_": lambda e: e.std_error_,
+            "certificate_": lambda e: e.certificate_,
+            "layer_relevance_": lambda e: e.layer_relevance_,
+        },
+    ),
+    "classifier": (
+        lambda: TangentClassifier(THREE),
+        {
+            "predict": lambda e: e.predict(X),
+            "predict_proba": lambda e: e.predict_proba(X),
+            "predict_logits": lambda e: e.predict_logits(X),
+            "decision_function": lambda e: e.decision_function(X),
+            "uncertainty": lambda e: e.uncertainty(X),
+            "refit": lambda e: e.refit(X, labels),
+            "condition": lambda e: e.condition(X, labels),
+            "forget": lambda e: e.forget([0]),
+            "linearity": lambda e: e.linearity(X),
+            "to_module": lambda e: e.to_module(),
+            "apply": lambda e: e.apply(),
+            "delta_": lambda e: e.delta_,
+            "layer_relevance_": lambda e: e.layer_relevance_,
+        },
+    ),
+    "glm": (
+        lambda: TangentGLM(ONE, "poisson"),
+        {
+            "predict": lambda e: e.predict(X),
+            "predict_outputs": lambda e: e.predict_outputs(X),
+            "sample": lambda e: e.sample(X),
+            "score": lambda e: e.score(X, y),
+            "refit": lambda e: e.refit(X, labels),
+            "condition": lambda e: e.condition(X, labels),
+        },
+    ),
+    "laplace": (
+        lambda: Laplace(THREE),
+        {
+            "predict": lambda e: e.predict(X),
+            "predict_proba": lambda e: e.predict_proba(X),
+            "predict_label": lambda e: e.predict_label(X),
+            "uncertainty": lambda e: e.uncertainty(X),
+            "sample": lambda e: e.sample(X),
+            "linearity": lambda e: e.linearity(X),
+            "log_evidence": lambda e: e.log_evidence(),
+            "tune": lambda e: e.tune(),
+            "condition": lambda e: e.condition(X, labels),
+            "forget": lambda e: e.forget([0]),
+            "to_module": lambda e: e.to_module(),
+            "certificate_": lambda e: e.certificate_,
+        },
+    ),
+    "embedding": (
+        lambda: FisherEmbedding(THREE),
+        {
+            "transform": lambda e: e.transform(X),
+            "kernel": lambda e: e.kernel(X),
+            "gram": lambda e: e.gram(X),
+        },
+    ),
+}
+for make, asks in ASKS.values():
+    asks["save"] = lambda e: e.save("unfitted.safetensors")
+    if make is not ASKS["embedding"][0]:
+        asks["attribution"] = lambda e: linnet.attribution(e, X)
+        asks["select"] = lambda e: linnet.select(e, X, 2)
+        asks["merge"] = lambda e: linnet.merge([e, e])
+
+
+@pytest.mark.parametrize(("kind", "ask"), [(kind, ask) for kind, (_, asks) in ASKS.items() for ask in asks])
+def test_an_estimator_that_was_not_fitted_says_so(kind, ask, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, asks = ASKS[kind]
+    with pytest.raises(NotFittedError, match="is not fitted yet"):
+        asks[ask](make())
+    assert not list(tmp_path.iterdir())

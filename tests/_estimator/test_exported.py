@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import linnet
 from linnet import Laplace, TangentClassifier, TangentGLM, TangentRegressor
+from linnet._estimator.exported import find_form
 from linnet.testing.case import Net
 from tests.support.drawn import double, normal
 
@@ -43,6 +44,18 @@ def probabilities(estimator: Any) -> Any:
 
 def as_tuple(found: Any) -> Any:
     return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize(("params", "p"), [("2.*", 6), ("0.*", 20), (None, 26)])
+def test_a_posterior_of_functions_has_the_smaller_form(params: str | None, p: int) -> None:
+    """Products with the training outputs, or with the parameters where there are fewer of these."""
+    reg = TangentRegressor(net(1), noise=0.1, prior=0.7, solver="function", params=params).fit(X, NUMBERS[:, 0])
+    J = reg.lin_.jacobian(NEW).dense()
+    D, A, signs = find_form(reg.posterior_, "auto")
+    assert A is not None and signs is not None and A.shape == (p, min(p, len(X)))
+    assert (D is None) == (p <= len(X))
+    variance = (signs * (J @ A).square()).sum(1) + (0.0 if D is None else (D * J.square()).sum(1))
+    torch.testing.assert_close(variance.sqrt(), reg.predict(NEW, return_std=True)[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -269,6 +269,7 @@ FIRE = """
     import torch
     from linnet._common import files as io
 
+    torch.set_num_threads(1)  # a fork does not have the threads that OpenMP counts on
     path, children = sys.argv[1], int(sys.argv[2])
     seen = set()
     for child in range(children):

@@ -53,6 +53,33 @@ def test_no_network_where_no_rate_helps():
     assert fine_tune(model, given, rates=(1e-2,), deadline=time.perf_counter() - 1) is None
 
 
+def test_a_classifier_is_calibrated_on_held_out_examples_and_a_regression_is_not():
+    model, given = tuning()
+    sure = divide_outputs(model, 0.01)
+    f = sure(next(given.source.batches(60)).args[0])[given.held]
+    found = given.calibrate(sure)
+    T = find_temperature(Categorical(), f.detach(), given.targets[given.held], least=1.0)
+    assert isinstance(found, ScaledNetwork) and T > 1
+    assert float(found.temperature) == pytest.approx(0.01 * T, rel=1e-12)
+    assert replace(given, likelihood=Gaussian(1.0)).calibrate(sure) is sure
+
+
+@pytest.mark.parametrize(("n", "steps"), [(10, 16), (32, 16), (40, 13 * 2), (2048, 64), (3000, 64)])
+def test_a_round_has_16_to_64_steps(monkeypatch, n, steps):
+    """Batches of 32 examples, and larger ones where there would be more than 64 of them."""
+    model, given = tuning(n + 20)
+    runner, sizes = Runner(model, 1e-3, 0), []
+    step = runner.optimizer.step
+
+    def count(closure):
+        sizes.append(closure)
+        return step(closure)
+
+    monkeypatch.setattr(runner.optimizer, "step", count)
+    assert runner.run(replace(given, part=torch.arange(n)))
+    assert len(sizes) == steps and runner.rounds == 1 and len(runner.path) == 1
+
+
 def test_rates_that_diverge_are_given_up():
     model, given = tuning()
     found = fine_tune(model, given, rates=(1e300, 1e-2))

@@ -209,6 +209,19 @@ def test_a_poor_network_is_named_without_test_data_too(wines, tmp_path):
     assert "is no better than to" not in good
 
 
+def test_a_poor_network_is_named_on_the_test_data(wines, tmp_path):
+    """A new head is not the network's own, and nobody is told that it is poor."""
+    header = ["alcohol", "flavanoids", "color", "proline", "y"]
+    rows = read_table(wines / "numbers.csv")
+    y = 100 + 10 * np.array(rows["alcohol"], float)
+    lines = [[*(rows[name][i] for name in header[:4]), v] for i, v in enumerate(y)]
+    train, test = (write_table(tmp_path / f"{i}.csv", header, lines[i::2]) for i in range(2))
+    given = {"model": f"{wines}/network.py:regress", "train": train, "test": test, "target": "y"}
+    said = notes(done("adapt", **given, out=tmp_path / "own"))
+    assert "The network as it was is no better than to predict the mean: rmse" in said and "on the test data" in said
+    assert "is no better than to" not in notes(done("adapt", **given, head="new", out=tmp_path / "new"))
+
+
 def test_a_model_that_is_worse_than_its_network_says_so(wines, tmp_path):
     rng = np.random.default_rng(0)
     header = ["alcohol", "flavanoids", "color", "proline", "wine"]

@@ -379,6 +379,13 @@ def test_image_folders(tmp_path):
     assert "1 channels, but there are 3" in refused(folder, Reading(channels=1, pixel_mean=(0.5,) * 3))
 
 
+def test_images_are_files_with_the_ending_of_an_image(tmp_path):
+    folder = pictures(tmp_path / "p")
+    (folder / "down" / "notes.txt").write_text("no image")
+    (folder / "down" / "older.png").mkdir()
+    assert read(folder, Reading(channels=1, strict=True), labeled=True).n == 12
+
+
 def test_unreadable_images_are_counted_or_stop(tmp_path):
     folder = pictures(tmp_path / "p")
     whole = (folder / "down" / "0.png").read_bytes()

@@ -150,6 +150,34 @@ def test_a_folder_keeps_its_mode_and_links_to_it(tmp_path, line, monkeypatch, ex
     assert not list(tmp_path.glob(".re*"))
 
 
+@POSIX
+@pytest.mark.parametrize("force", [False, True])
+def test_a_run_is_on_disk_before_its_name_and_the_name_before_the_end(tmp_path, monkeypatch, force):
+    out, steps = tmp_path / "run", []
+    if force:
+        out.mkdir()
+        (out / "run.json").write_text("old")
+    fsync, rename, exchange = os.fsync, os.rename, publishing._exchange
+
+    def sync(handle):
+        steps.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def name(function):
+        return lambda *paths: (steps.append("name"), function(*paths))[1]
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(publishing.os, "rename", name(rename))
+    monkeypatch.setattr(publishing, "_exchange", name(exchange))
+    with publishing.publish_folder(out, force=force) as folder:
+        for part in ("run.json", "head.safetensors"):
+            (folder / part).write_text("new")
+    files = {path.stat().st_ino for path in out.iterdir()}
+    assert set(steps[:2]) == files and len(files) == 2
+    assert steps[2:5] == [out.stat().st_ino, "name", tmp_path.stat().st_ino]
+    assert (out / "run.json").read_text() == "new"
+
+
 def test_a_rename_that_fails_leaves_the_earlier_run(tmp_path, line, copied, monkeypatch):
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     rename = os.rename

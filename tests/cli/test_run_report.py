@@ -37,6 +37,7 @@ def test_a_zero_of_the_file_is_a_zero():
     center, spread = (73.9, -1.1), (86.3, 63.7)
     scaled = ((cells - torch.tensor(center)) / torch.tensor(spread)).float()
     shown = _show_inputs(Examples(scaled, None, "rows"), Reading(center=center, spread=spread)).cells
+    np.testing.assert_allclose(shown, cells, rtol=1e-5, atol=1e-4)
     assert shown[0, 0] == 0 and shown[1, 1] == 0
     np.testing.assert_allclose(shown, cells, rtol=0, atol=3e-5)
     assert shown[2, 0] > 0
@@ -51,3 +52,13 @@ def test_the_ends_of_components(labels):
     assert len(first) == 6 and {dict(item.said)["at"] for item in first} >= {"7"}
     for item in first:
         assert dict(item.said).get("label") == (None if labels is None else labels[int(dict(item.said)["at"])])
+
+
+def test_rows_in_float64_are_shown_to_their_last_digits():
+    cells = torch.tensor([[0.0, 7.0], [180.0, 0.0], [1e-3, -7.0]], dtype=torch.float64)
+    center, spread = (73.9, -1.1), (86.3, 63.7)
+    scaled = (cells - torch.tensor(center, dtype=torch.float64)) / torch.tensor(spread, dtype=torch.float64)
+    shown = _show_inputs(Examples(scaled, None, "rows"), Reading(center=center, spread=spread)).cells
+    sizes = np.abs(cells.numpy()) + 2 * np.abs(center)
+    assert shown[0, 0] == 0 and shown[1, 1] == 0
+    assert (np.abs(shown - cells.numpy()) <= 4 * np.finfo(float).eps * sizes).all()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from linnet import linearize
 from linnet.inference import variational
 from linnet.inference.mode import newton
+from linnet.inference.mode.spaces import FunctionSpace
 from linnet.inference.variational import Variational, draws, lowrank, meanfield
 from linnet.linalg import Matrix
 from linnet.probability import Bernoulli, Categorical, Gaussian, Heteroscedastic, Likelihood, take_expectations
@@ -50,6 +51,55 @@ def dense_elbo(J: Tensor, y: Tensor, mean: Tensor, likelihood: Likelihood, u: Te
     inside = take_expectations(likelihood, mean + (Phi @ u).view(mean.shape), blocks[at, :, at], y).log_prob.sum()
     kl = 0.5 * (Sigma.trace() + u @ u - len(u) - torch.logdet(Sigma))
     return inside - kl
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Categorical()])
+@pytest.mark.parametrize("kind", ["diagonal", "directions", "full"])
+def test_a_part_of_the_way_from_one_covariance_to_another(likelihood: Likelihood, kind: str) -> None:
+    """Of diagonals and along directions the covariance moves, of full covariances the precision."""
+    J, mean, y = problem(likelihood)
+    Phi, op = J * VARIANCE.sqrt(), Matrix(J, block=C)
+    shared = variational._Expectations(op, y, VARIANCE, mean, likelihood, J * VARIANCE @ J.T, 4, 0)
+    none, eye = shared.no_blocks(), torch.eye(P).double()
+    begin: variational._Covariance
+    if kind == "diagonal":
+        begin = variational._Diagonal(shared, torch.ones(P).double(), none, None)
+    elif kind == "directions":
+        Q = torch.linalg.qr(normal(P, 4, seed=5))[0]
+        F = Phi @ Q
+        rest = shared.blocks(None) - shared.blocks_of(F, F)
+        begin = variational._Directions(shared, Q, F, rest, torch.eye(4).double(), none)
+    else:
+        assert shared.K is not None
+        begin = variational._Full(FunctionSpace(shared.K, 1.0), none, none.flatten(0, 1), shared.K, none)
+
+    def covariance(of: variational._Covariance) -> Tensor:
+        if not isinstance(of, variational._Full):
+            return of.solve(eye)
+        B = torch.block_diag(*(of.B.diag_embed() if of.B.ndim == 2 else of.B))
+        return torch.linalg.inv(eye + Phi.T @ B @ Phi)
+
+    curvatures = (likelihood.curvature(normal(N, C, seed=seed)) for seed in (6, 7))
+    first, second = (begin.best(curvature) for curvature in curvatures)
+    part, (A, B) = first.mix(second, 0.25), map(covariance, (first, second))
+    inverse = torch.linalg.inv if kind == "full" else lambda M: M
+    Sigma = inverse(inverse(A).lerp(inverse(B), 0.25))
+    torch.testing.assert_close(covariance(part), Sigma, rtol=1e-9, atol=1e-12)
+    blocks = (Phi @ Sigma @ Phi.T).view(N, C, N, C)[torch.arange(N), :, torch.arange(N)]
+    expected = blocks.diagonal(dim1=1, dim2=2) if likelihood.diagonal else blocks
+    torch.testing.assert_close(part.blocks, expected, rtol=1e-9, atol=1e-12)
+    kl = 0.5 * (Sigma.trace() - P - torch.logdet(Sigma))
+    assert part.kl() == pytest.approx(float(kl), rel=1e-9)
+
+
+def test_directions_of_few_rows_are_the_leading_singular_vectors() -> None:
+    """Exactly, also where no eigenvalue stands out."""
+    J = normal(60, 80, seed=3)
+    given = {"variance": torch.ones(80).double(), "mean": torch.zeros(60, 1).double(), "likelihood": Bernoulli()}
+    q = lowrank(Matrix(J), (normal(60, seed=4) > 0).double(), rank=3, K=J @ J.T, **given)
+    leading = torch.linalg.svd(J, full_matrices=False)[2][:3].T
+    assert q.basis is not None
+    torch.testing.assert_close(q.basis @ q.basis.T, leading @ leading.T, rtol=0, atol=1e-9)
 
 
 def test_covariances_are_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:

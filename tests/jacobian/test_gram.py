@@ -45,6 +45,17 @@ def expected(kind: str) -> Tensor:
     return {"one": K[:300, :300], "stack": K, "two": K[:300, 300:]}[kind]
 
 
+def test_squares_by_group_are_those_of_the_dense_jacobian() -> None:
+    J = linnet.linearize(network()).jacobian(inputs(23), 7, progress=False)
+    p, squares = J.shape[1], J.dense().square()
+    parts = []
+    for seed in (2, 3):
+        random = torch.Generator().manual_seed(seed)
+        parts.append((torch.rand(p, dtype=torch.float64, generator=random), torch.randint(4, (p,), generator=random)))
+    expected = sum((squares * scale) @ torch.nn.functional.one_hot(group, 4).double() for scale, group in parts)
+    torch.testing.assert_close(J.grouped_squares(parts, 4), expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["one", "stack", "two"])
 def test_a_block_is_gone_before_the_next_is_formed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (left, right), truth = operators(kind), expected(kind)

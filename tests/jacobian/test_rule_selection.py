@@ -424,6 +424,18 @@ def test_abilities_that_give_wrong_numbers_are_not_used(ability):
         assert lin.rules.can(ability, J.passes.chunks.first.batch) == able
 
 
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_vectorized_rows_must_be_right_for_every_parameter(wrong):
+    def forward(m, x):
+        sides = {"a": m.a(x), "b": m.b(x)}
+        return sum((Untransformable.apply(f) if name == wrong else f).tanh() for name, f in sides.items())
+
+    model = double(Net(forward, a=nn.Linear(3, 2), b=nn.Linear(3, 2)))
+    lin = linnet.linearize(model)
+    J = lin.jacobian(normal(N, 3), engine="autodiff")
+    assert not lin.rules.can("vectorize", J.passes.chunks.first.batch)
+
+
 def test_outputs_are_taken_one_by_one_where_batching_fails():
     model = double(Net(lambda m, x: m.b(Unbatchable.apply(m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     plain = double(Net(lambda m, x: m.b((2 * m.a(x)).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))

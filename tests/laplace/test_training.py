@@ -257,6 +257,10 @@ def test_errors():
         train_with_evidence(model, (X, y), "regression", rate=0)
     with pytest.raises(ValueError, match="the target y is None"):
         train_with_evidence(model, X, "regression")
+    counts = torch.ones(50, 1)
+    counts[-1] = -1.0  # in a later batch
+    with pytest.raises(ValueError, match="Poisson needs counts"):
+        train_with_evidence(model, (X, counts), linnet.likelihoods.Poisson(), burn_in=0, epochs=1, batch_size=5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # before any step
     with pytest.raises(ArithmeticError, match=r"in epoch .*: the steps are too long"):
         train_with_evidence(model, (X, y), "regression", burn_in=90, optimizer=lambda p: torch.optim.SGD(p, lr=1e6))

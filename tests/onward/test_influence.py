@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet import Laplace, TangentClassifier, TangentGLM, TangentRegressor, attribution
 from linnet.inference import solve_posterior
+from linnet.onward import influence
 from tests.support import laplace_cases
 from tests.support.drawn import double, normal
 from tests.support.sharded import start
@@ -109,9 +110,15 @@ def test_losses_and_functions_are_of_first_order_in_the_outputs(case: str) -> No
 
 
 @pytest.mark.parametrize("top", [3, 30])
-def test_the_first_examples_of_numbers_in_closed_form(top: int) -> None:
+@pytest.mark.parametrize("of", ["output", "loss"])
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_the_first_examples_of_numbers_in_closed_form(
+    top: int, of: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reg = TangentRegressor(net(2), noise=0.1, prior=0.5).fit(X, NUMBERS)
-    found, best = attribution(reg, NEW[:1]), attribution(reg, NEW[:1], top=top)
+    monkeypatch.setattr(influence, "KERNEL", at_once * 2 * 2 * len(X))  # inputs that are asked about at a time
+    given = (NEW[:3], NEW_NUMBERS[:3]) if of == "loss" else (NEW[:3],)
+    found, best = attribution(reg, *given, of=of), attribution(reg, *given, of=of, top=top)
     order = found.abs().argsort(-1, descending=True)[..., :top]
     assert torch.equal(best.indices, order) and close(best.changes, found.gather(-1, order))
 

@@ -14,7 +14,19 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.report import Classes, Inputs, Missing, Numbers, count, number, percent, render, show_inputs, verdicts
+from linnet.report import (
+    Classes,
+    Inputs,
+    Missing,
+    Numbers,
+    count,
+    number,
+    percent,
+    render,
+    show_inputs,
+    softmax,
+    verdicts,
+)
 from linnet.report.build import group_by_confidence
 from linnet.report.content import Evidence
 from linnet.report.formatting import explain
@@ -299,6 +311,14 @@ def test_linear(error, answer, drawn, whole):
     assert ("Here 4 such weights were drawn" in text) == (drawn == 4)
     assert ("The model is the change alone" in text) == (not drawn and not whole)
     assert ("you can write the weights into the network (apply())" in text) == (not drawn and whole)
+
+
+def test_probabilities_of_outputs_are_computed_in_float64():
+    f = torch.tensor([[0.1, -20.3, 3.7], [0.0, 700.0, -700.0]])
+    np.testing.assert_allclose(softmax(f), f.double().softmax(1).numpy(), rtol=1e-15)
+    one = softmax(f[:, 1:2])
+    np.testing.assert_allclose(one[:, 0], 1 / (1 + np.exp(f[:, 1].double().numpy())), rtol=1e-15)
+    np.testing.assert_allclose(one[:, 1], 1 / (1 + np.exp(-f[:, 1].double().numpy())), rtol=1e-15)
 
 
 def test_tiles_are_four_and_the_last_says_what_follows():

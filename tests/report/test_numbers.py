@@ -11,11 +11,14 @@ from scipy.stats import norm
 
 from linnet.report import Classes, Numbers, add_guess, score_outcome, verdicts
 from linnet.report.build import group_by_confidence
+from linnet.report.content import Eigenvalues, Evidence
 from linnet.report.html import figures
 from linnet.report.html.figures import (
     compute_wilson,
     draw_coverage,
+    draw_eigenvalues,
     draw_error_by_std,
+    draw_evidence,
     draw_intervals,
     draw_linear,
     draw_rejection,
@@ -177,6 +180,34 @@ def test_errors_by_standard_deviation(drawn):
     nearly = np.linspace(1, 1.019, 50)[:, None]
     assert draw_error_by_std(Numbers(error, nearly, 0 * error, [""])) is None
     assert draw_error_by_std(Numbers(error, np.linspace(1, 1.021, 50)[:, None], 0 * error, [""])) is not None
+
+
+def test_eigenvalues_in_units_of_the_noise(drawn):
+    values = np.array([8.0, 2.0, 0.5, 1e-4])
+    text = str(draw_eigenvalues(Eigenvalues(values, 20)))
+    assert [(x, y) for x, y, _ in drawn("dot", "after")] == [(1, 8.0), (2, 2.0), (3, 0.5)]  # not below 1/1000
+    known = figures.number(float((values / (1 + values)).sum()))
+    assert "On 20 training examples, 2 of 4 directions have more signal than noise." in text
+    assert f"Together the data determine {known} parameters; the prior determines the rest." in text
+    assert "signal over noise" in text and ">eigenvalue<" not in text and "as much noise as signal" in text
+
+
+def test_eigenvalues_without_a_noise(drawn):
+    found = Eigenvalues(np.array([3.0, 1.0, 1e-10]), 20, noise=False, explained=np.array([0.75, 0.97, 0.97]))
+    text = str(draw_eigenvalues(found))
+    assert [(x, y) for x, y, _ in drawn("dot", "after")] == [(1, 3.0), (2, 1.0)]  # 1e-9 of the first, at least
+    assert "On 20 examples, the spread is that of 1.6 equal directions. 3 directions explain 97 %." in " ".join(
+        text.replace("\u202f", " ").replace("\xa0", " ").split()
+    )
+    assert ">eigenvalue<" in text and "signal over noise" not in text and "as much noise as signal" not in text
+
+
+def test_the_evidence_by_step(drawn):
+    text = str(draw_evidence(Evidence([-9.0, -4.0, -3.5], -3.5)))
+    ((x, y),) = drawn("line", "after")
+    assert (list(x), list(y)) == ([1, 2, 3], [-9.0, -4.0, -3.5])
+    assert [(x, y) for x, y, _ in drawn("dot", "after")] == [(1, -9.0), (2, -4.0), (3, -3.5)]
+    assert "step of the search" in text and "log evidence" in text
 
 
 # Verdicts.

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call, jacrev
 
@@ -209,6 +210,20 @@ def test_files_hold_the_weights(tmp_path, kind):
     assert torch.equal(flat(given), flat(model))
     with pytest.raises(NotImplementedError, match="condition is not known"):
         loaded.condition(X[:2], points(2)[:, 0] if kind == "numbers" else torch.tensor([0, 1]))
+
+
+def test_files_hold_weights_only_where_these_are_not_the_users_own(tmp_path):
+    model = network()
+    X, y = numbers(model, by=1.0)
+    est = linnet.TangentRegressor(model, mean="network", progress=False)
+    for relinearize in (0, 1, 0):
+        est.set_params(relinearize=relinearize).fit(X, y)
+        assert any(step.accepted for step in est.relinearized_) == bool(relinearize)
+        est.save(tmp_path / "file")
+        names = {name for name in load_file(tmp_path / "file") if name.startswith("network.")}
+        assert names == ({f"network.{name}" for name in model.state_dict()} if relinearize else set())
+    with pytest.raises(ValueError, match="other weights"):
+        linnet.load(tmp_path / "file", moved(model, 0.1))
 
 
 def test_what_a_fit_around_other_weights_does_not_take():

@@ -187,7 +187,7 @@ def default_network(inputs: int, outputs: int, *, seed: int, X: Any, weight: Ten
         X: Inputs (n, d).
         weight: How many times each of them counts, (n,); None for once.
     """
-    X = torch.as_tensor(as_writable(X), dtype=torch.float64, device="cpu")
+    X = torch.as_tensor(as_writable(X), device="cpu")
     w = torch.ones(len(X), dtype=torch.float64) if weight is None else weight.cpu().double()
     mean = (w[:, None] * X).sum(0) / w.sum()
     spread = ((w[:, None] * (X - mean).square()).sum(0) / w.sum()).sqrt()

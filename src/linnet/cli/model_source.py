@@ -84,7 +84,6 @@ def load_network(
         before = torch.get_rng_state()
         model = _build(spec, pretrained=weights is None, home=home)
         if weights is None and not random_weights and not torch.equal(before, torch.get_rng_state()):
-            torch.default_generator.manual_seed(seed + 1)
             _refuse_random(spec, model, _build(spec, pretrained=True, home=home))
     if weights is not None:
         _load_weights(model, weights)

@@ -158,7 +158,7 @@ def _show_inputs(data: Examples | None, reading: Reading) -> Inputs:
         X = X * torch.tensor(reading.pixel_std or [1.0]).view(-1, 1, 1)
         X = (X + torch.tensor(reading.pixel_mean or [0.0]).view(-1, 1, 1)).clamp(0, 1)  # rounding
     if X.ndim == 2 and reading.center is not None and reading.spread is not None:
-        spread, center = (torch.tensor(values).double() for values in (reading.spread, reading.center))
+        spread, center = (torch.tensor(values, dtype=torch.float64) for values in (reading.spread, reading.center))
         rounding = 4 * torch.finfo(X.dtype).eps * (X.double().abs() * spread + center.abs())
         X = X.double() * spread + center
         X = torch.where(X.abs() <= rounding, 0.0, X)

@@ -107,7 +107,7 @@ def put_head(
         pool: The same as for `attach_head`.
 
     Example:
-        >>> from linnet import attach_head
+        >>> from linnet.heads import Readout, attach_head, head_of, put_head
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 10))
         >>> X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
         >>> head = head_of(attach_head(model, X, X[:, 0]))

@@ -162,9 +162,8 @@ def _trace_network(network: FunctionalModel, batch: Batch, *, keeps_detached: bo
     theta = [t.detach() for t in network.theta.values()]
     example = [x[:1] for x in inputs]
     # Fake tensors hold no numbers: code that looks at them fails, rather than to write down one answer.
-    with torch.set_grad_enabled(not keeps_detached):
-        operations = _make_graph(run, theta, example, table=table, mode="fake")
     with torch.no_grad():
+        operations = _make_graph(run, theta, example, table=table, mode="fake")
         return _make_graph(functionalize(operations, remove="mutations"), theta, example, table=table, mode="fake")
 
 

@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet._common import check_fits, find_dense_budget, show_progress, together
@@ -71,6 +72,9 @@ Parts = Literal["layer", "site"]
 
 DRAWS = 256
 """Draws of the logits of an example for averages over a variational posterior: memory against noise in a residual."""
+
+KERNEL = 2**26
+"""Numbers of a kernel with the training data that are held at a time: memory against passes over these data."""
 
 
 class Ranking(NamedTuple):
@@ -672,7 +676,7 @@ class _Best(_Collector):
 
 def _closed_form(estimator: Any, J: Jacobian, gradients: Tensor | None, top: int | None, rank: Rank) -> Any:
     """The changes that `TangentRegressor.influence` knows, some inputs at a time where few of them are kept."""
-    size = J.n if top is None or not J.by_position else max(1, 2**26 // (J.c * estimator._train.J.shape[0]))
+    size = J.n if top is None or not J.by_position else max(1, KERNEL // (J.c * estimator._train.J.shape[0]))
     whole: list[Any] = []
     for index in torch.arange(J.n).split(size):
         part = J if len(index) == J.n else J.subset(index)
@@ -717,8 +721,7 @@ def _check_arguments(estimator: Any, of: Any, change: Any, by: Any, top: Any, ra
         raise NotImplementedError(
             f"attribution is for one network, and this {name} is an ensemble. Ask each of its members_."
         )
-    if not hasattr(estimator, "posterior_"):
-        raise ValueError(f"The {name} is not fitted yet: call its fit first.")
+    check_is_fitted(estimator)
     if estimator.posterior_.is_point:
         raise ValueError(
             f"attribution needs the curvature, and this {name} has a mode alone. Fit it with inference='laplace' or "

@@ -35,6 +35,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from linnet._common import check_fits, messages, show_progress, together
@@ -433,8 +434,7 @@ def _check_arguments(estimator: Any, n: Any, method: Any, overlap: Any, seed: An
             f"{type(estimator).__name__}."
         )
     name = type(estimator).__name__
-    if not hasattr(estimator, "posterior_"):
-        raise ValueError(f"The {name} is not fitted yet: call its fit first.")
+    check_is_fitted(estimator)
     if estimator.posterior_.is_point:
         raise ValueError(
             f"select needs error bars, and this {name} has a mode alone. Fit it with inference='vi' or 'laplace'."

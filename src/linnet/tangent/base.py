@@ -227,9 +227,6 @@ class Tangent(EnsembleMixin, ErrorBarsMixin, BaseEstimator):
     def _settle(self, around: Around | None) -> None:
         """Which weights the network is linearized around in the fit that follows; None for its own."""
         self._around, self._shift = around, None if around is None else around.shift
-        if around is not None:
-            same = {"scaled": False, "temperature": 1.0, "head": None}  # the network of the user, with other weights
-            self._made = (self._made or same) | {"with_weights": True}
 
     def _prior_base(self, J: Jacobian) -> Tensor:
         """The mean function where the prior is centered, at the inputs of J, (n, c): residuals are less this."""

@@ -70,8 +70,10 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state["inputs"] = [x[1] for x in inputs if x is not None]
         for i, x in enumerate(inputs):
             tensors |= {f"inputs.{i}.{key}": value for key, value in x[0].items()} if x else {}
-    if estimator._shift is not None:
+    made = estimator._made
+    if estimator._shift is not None:  # the network of the user, or the network that was made, with other weights
         tensors["shift"] = estimator._shift
+        made = (made or {"scaled": False, "temperature": 1.0, "head": None}) | {"with_weights": True}
     own, more = estimator._state()
     kept, seen = behavior.record(estimator.lin_, estimator._probe if estimator.model is not None else None)
     if estimator.model is None:
@@ -80,7 +82,7 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         base = None
     else:
         base = saved.base_of(estimator)
-        if estimator._made is not None and estimator._made["with_weights"]:
+        if made is not None and made["with_weights"]:
             tensors |= {f"network.{key}": value for key, value in estimator.lin_.given.state_dict().items()}
     meta = {
         "estimator": type(estimator).__name__,
@@ -93,7 +95,7 @@ def pack(estimator: Tangent) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "state": state,
         "own": own,
         "behavior": seen,
-        "made": estimator._made,
+        "made": made,
         "selection": None if estimator.selection_ is None else [asdict(row) for row in estimator.selection_],
         "relinearized": [asdict(step) for step in estimator.relinearized_],
         "selection_of": None if estimator.selection_ is None else type(estimator.selection_[0]).__name__,

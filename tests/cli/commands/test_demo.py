@@ -25,9 +25,14 @@ def quick(tmp_path_factory):
     (folder / "notes.txt").write_text("mine")
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    clock = time.perf_counter()
-    result = invoke("demo", "--quick", "--seed", 3, "--out", folder)
-    longest = time.perf_counter() - clock
+    bars, track = [], demo.track
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "track", lambda *args, **options: bars.append(options) or track(*args, **options))
+        clock = time.perf_counter()
+        result = invoke("demo", "--quick", "--seed", 3, "--out", folder)
+        longest = time.perf_counter() - clock
+    # Bars go when they are full, and there are none in a file.
+    assert len(bars) == 3 and all(bar["transient"] and bar["disable"] for bar in bars)
     assert result.exit_code == 0, result.output
     assert torch.equal(torch.get_rng_state(), before)
     found = json.loads((folder / demo.METRICS).read_text())
@@ -63,7 +68,12 @@ def test_demo_prints_each_step_and_method(quick):
     _, output, found = quick
     for i in range(1, 4):
         assert f"{i}/3" in output
+    size = found["digits"]["source"]
+    words = f"random splits: 1; {found['parameters']:,} parameters, trained on {size:,} digits each"
+    assert words in output
     assert f"accuracy on 200 other upright digits: {found['upright_accuracy'][0]:.1%}" in output
+    assert "200 test digits; NLL in nats. The seconds include all tuning:" in output
+    assert "cross-validation for the methods above linnet, the evidence for linnet" in output
     for method, scores in found["methods"].items():
         (line,) = (line for line in output.splitlines() if line.startswith(f"  {method}  "))
         accuracy, nll, ece, seconds = line.removeprefix(f"  {method}").split()
@@ -114,6 +124,20 @@ def test_the_curve_is_learned_with_its_error_bars(quick):
     assert len(curves) == 2
     for scores in curves:
         assert scores["rmse"] < scores["before"] and 0 < scores["coverage"] <= 1
+
+
+def test_the_curve_is_adapted_where_it_is_drawn():
+    curve = demo.adapt_curve(3)
+    step = curve.at[:, 0].diff()
+    assert curve.at.shape == (200, 1) and (float(curve.at[0]), float(curve.at[-1])) == (-3.0, 3.0)
+    torch.testing.assert_close(step, torch.full((199,), 6 / 199), rtol=1e-4, atol=1e-6)
+    assert torch.equal(curve.truth, demo.bend(curve.at[:, 0], new=True))
+    assert curve.X.shape == (demo.POINTS, 1) and float(curve.X.abs().max()) <= 3
+    assert curve.mean.shape == curve.std.shape == curve.before.shape == (200,)
+    near = (curve.at[:, 0] - curve.X.T[0, :, None]).abs().argmin(1)  # the drawn input next to each point
+    inside = (curve.mean[near] - curve.y).abs() <= 3 * curve.std[near]
+    assert inside.float().mean() >= 0.9
+    assert curve.scores["rmse"] < curve.scores["before"]
 
 
 CURVE = demo.Curve(

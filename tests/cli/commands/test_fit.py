@@ -236,6 +236,8 @@ def test_several_weights_make_an_ensemble(command, tmp_path, nets):
     said = refused("predict", "--run", out, "--data", test, "--out", tmp_path / "q.csv", *flags)
     assert "was fitted around other weights" in said
     assert str(paths[0]) in done("info", out)
+    one = done(command, "--weights", paths[0], "--force", model=f"{nets}:numbers", **given)
+    assert "an ensemble of" not in one
 
 
 def test_networks_of_an_ensemble_keep_their_heads(tmp_path, nets):

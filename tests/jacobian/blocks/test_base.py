@@ -164,6 +164,15 @@ def test_uses_without_gradients_are_left_out():
     assert block._used is None
 
 
+@pytest.mark.parametrize("where", [slice(0, 2), slice(2, 4)])
+def test_uses_without_gradients_are_found_on_either_side(where):
+    block = outer(N, C, 0, T=4, weight=4)[0]
+    block.g[1:, :, :, where] = 0.0
+    expected = torch.ones(N, 4, dtype=torch.bool)
+    expected[1:, where] = False
+    assert torch.equal(block._used, expected)
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_matmul(make, temporary, k):
     block, J = make(N, C, 0)

@@ -122,6 +122,26 @@ def test_a_network_has_the_same_jacobian(monkeypatch, way, engine):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("more", "serves"),
+    [
+        ({}, True),
+        ({"stride": 2, "padding": (1, 0), "dilation": 1, "groups": 1}, True),
+        ({"dilation": 2}, False),
+        ({"dilation": (1, 2)}, False),
+        ({"groups": 2}, False),
+        ({"padding": "same"}, False),
+        ({"input": torch.ones(2, 4, 6, 6).double()}, False),
+        ({"input": torch.ones(4, 6, 6)}, False),
+    ],
+)
+def test_calls_that_are_served(monkeypatch, more, serves):
+    monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
+    call = {"input": torch.ones(2, 4, 6, 6), "weight": torch.ones(4, 4 // more.get("groups", 1), 3, 3)} | more
+    assert float32_convolution._serves(call, worth=1) == serves
+    assert not float32_convolution._serves(call, worth=2 * 36 * call["weight"].numel() + 1)
+
+
 def test_small_calls_and_other_precisions_are_the_library_s(monkeypatch):
     monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
     monkeypatch.setattr(float32_convolution, "convolve", lambda *_, **__: pytest.fail("not worth it"))

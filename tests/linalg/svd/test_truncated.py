@@ -427,6 +427,15 @@ def test_nystrom_is_the_kernel_through_its_landmarks():
     assert found.passes == 2  # with the trace
 
 
+def test_nystrom_takes_ten_rows_for_each_column():
+    A, count = normal(800, 310), 300  # ten for each of 30, which is more than 256
+    found = low_rank(Matrix(A), 30, method="nystrom", block=30, seed=2)
+    index = truncated.draw_landmarks(800, count, torch.Generator().manual_seed(2))
+    expected = A @ torch.linalg.svd(A[index], full_matrices=False)[2][:30].T
+    difference = (found.U @ found.U.T - expected @ expected.T).abs().max()
+    assert float(difference) <= 1e-8 * float(found.eigenvalues[0])
+
+
 def test_nystrom_with_all_directions_of_the_landmarks(monkeypatch):
     monkeypatch.setattr(truncated, "landmark_count", lambda *_, **__: 9)
     A = normal(40, 60)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linnet.likelihoods import Gaussian, Likelihood, NegativeBinomial, Ordinal, Poisson, Weibull
 from linnet.probability import (
+    Categorical,
     KnownNoise,
     Sites,
     Weighted,
@@ -343,6 +344,31 @@ def test_sites_of_ordered_classes() -> None:
     close(blocks(ignored.observed_curvature(f, targets), True), hessian(ignored, f, targets))
     assert float(ignored.observed_curvature(f, targets)[0, 1]) == 0
     assert likelihood.log_prob(f, y.clamp(min=0)).shape == (N,)
+
+
+def test_a_divergence_of_sites_is_the_sum_over_the_sites() -> None:
+    sites, f, other = Sites(Categorical(), (3, 2)), normal(N, 6), normal(N, 6, seed=1)
+    p, q = (x.view(N, 2, 3).softmax(2) for x in (f, other))
+    close(sites.kl(f, other), (p * (p / q).log()).sum((1, 2)))
+
+
+@pytest.mark.parametrize("ignore_index", [None, -100])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_open_parameters_are_those_that_suit_the_sites_that_count(ignore_index: int | None, weighted: bool) -> None:
+    f = normal(N, 3)
+    y = torch.arange(3 * N).view(N, 3) % 4
+    weight = 0.5 + torch.arange(N).double() % 3 if weighted else None
+    each = torch.ones(N, 3).double() if weight is None else weight[:, None].expand(N, 3).clone()
+    if ignore_index is not None:
+        y[0, 1] = y[3, 2] = ignore_index
+        each[0, 1] = each[3, 2] = 0.0
+    sites = Sites(Ordinal(), (1, 3), ignore_index)
+    assert sites.is_open
+    found = sites.fitted(f, sites.targets(y, N, 3), weight)
+    labels = y.clamp(min=0).reshape(-1)
+    expected = Ordinal().fitted(f.reshape(-1, 1), labels, each.reshape(-1))
+    assert isinstance(found.inner, Ordinal) and found.ignore_index == ignore_index
+    close(found.inner.thresholds, expected.thresholds)
 
 
 # Names and files.

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from linnet._common import dual_level
 from linnet.data import Batch
-from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved, Size
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Disproved
 from linnet.network import checks
 
 if TYPE_CHECKING:
@@ -85,10 +85,6 @@ class AutodiffBlock(ColumnBlock):
         self._judge, self._seed, self._deny = judge, seed, deny
         self._graph, self._known, self._shared = graph, known, shared
         self._rows: DenseBlock | None = None
-
-    @property
-    def size(self) -> Size:
-        return Size(self.q)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return () if self._rows is None else self._rows.parts

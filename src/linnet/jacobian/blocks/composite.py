@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe, Size
+from linnet.jacobian.blocks.base import ColumnBlock, DenseBlock, Range, Recipe
 from linnet.jacobian.blocks.embedding_table import EmbeddingBlock
 from linnet.jacobian.blocks.outer_product import OuterProductBlock
 
@@ -81,10 +81,6 @@ class SumBlock(ColumnBlock):
     def __init__(self, parts: Sequence[ColumnBlock]) -> None:
         super().__init__(parts[0].ranges, n=parts[0].n, c=parts[0].c)
         self.parts = tuple(parts)
-
-    @property
-    def size(self) -> Size:
-        return Size(self.q)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for part in self.parts for t in part.tensors())

@@ -339,11 +339,6 @@ class ConvolvedBlock(ColumnBlock):
         self.conv, self.x, self.g = conv, x, g
         self.weight, self.bias = weight, bias
 
-    @property
-    def size(self) -> Size:
-        """Of its parameters alone: it is chosen already."""
-        return Size(self.q)
-
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.g
 
