@@ -174,7 +174,8 @@ def test_a_run_is_on_disk_before_its_name_and_the_name_before_the_end(tmp_path, 
             (folder / part).write_text("new")
     files = {path.stat().st_ino for path in out.iterdir()}
     assert set(steps[:2]) == files and len(files) == 2
-    assert steps[2:5] == [out.stat().st_ino, "name", tmp_path.stat().st_ino]
+    # Without an exchange of folders there are several names.
+    assert steps[2] == out.stat().st_ino and set(steps[3:-1]) == {"name"} and steps[-1] == tmp_path.stat().st_ino
     assert (out / "run.json").read_text() == "new"
 
 
