@@ -155,7 +155,7 @@ def test_classes_labels_and_heteroscedastic_noise():
 
 def test_loaders_schedules_subsets_and_progress():
     X, y = curve()
-    seen = []
+    seen, made = [], []
     model = network()
     before = model[0].weight.detach().clone()
     loader = DataLoader(TensorDataset(X, y), batch_size=25)
@@ -167,9 +167,10 @@ def test_loaders_schedules_subsets_and_progress():
         epochs=4,
         burn_in=1,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
-        schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.0),
+        schedule=lambda o: made.append(o) or torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.0),
         progress=seen.append,
     )
+    assert made[0].param_groups[0]["lr"] == 0.0
     assert tuple(seen) == found.path and len(seen) == 3
     assert list(found.best.scales) == ["2"] and found.prior_variance.shape == (9,)
     assert not torch.equal(before, model[0].weight)  # without a prior, trained all the same

@@ -394,6 +394,10 @@ def test_ranks_give_the_same_answers(tmp_path: Any) -> None:
 def test_errors() -> None:
     y = NUMBERS[:, 0]
     reg = TangentRegressor(net(1), noise=0.3)
+    each = Laplace(net(2), "regression", noise=torch.full((len(X),), 0.1).double()).fit(X, NUMBERS)
+    assert attribution(each, NEW).shape == (len(NEW), 2, len(X))
+    with pytest.raises(NotImplementedError, match="a noise for each observation, which data= does not carry"):
+        attribution(each, NEW, data=(X, NUMBERS))
     with pytest.raises(ValueError, match="not fitted"):
         attribution(reg, NEW)
     with pytest.raises(TypeError, match="attribution takes a fitted TangentRegressor"):

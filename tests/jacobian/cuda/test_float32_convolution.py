@@ -142,6 +142,30 @@ def test_calls_that_are_served(monkeypatch, more, serves):
     assert not float32_convolution._serves(call, worth=2 * 36 * call["weight"].numel() + 1)
 
 
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize(
+    "more", [(), (None, 2), (None, (2, 1), 1), {"padding": 1}, {"stride": 2}, {"bias": torch.ones(4)}]
+)
+def test_arguments_that_are_left_out_are_those_of_torch(monkeypatch, more, steady):
+    monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
+    monkeypatch.setattr(float32_convolution, "WORTH", 0)
+    args, kwargs = (more, {}) if isinstance(more, tuple) else ((), more)
+    x, w = torch.randn(2, 4, 6, 6), torch.randn(4, 4, 3, 3)
+    seen, convolve = [], float32_convolution.convolve
+    monkeypatch.setattr(float32_convolution, "convolve", lambda *a, **k: seen.append(a) or convolve(*a, **k))
+    with float32_convolution.ExactConvolution(steady=steady):
+        found = torch.conv2d(x, w, *args, **kwargs)
+    assert len(seen) == 1 and found.dtype == torch.float32
+    expected = torch.conv2d(
+        x.double(),
+        w.double(),
+        *args,
+        **{k: torch.as_tensor(v).double() if k == "bias" else v for k, v in kwargs.items()},
+    )
+    bound = 4 * 9 * torch.finfo(torch.float32).eps * float(x.abs().max() * w.abs().max())
+    assert float((found - expected).abs().max()) <= bound
+
+
 def test_small_calls_and_other_precisions_are_the_library_s(monkeypatch):
     monkeypatch.setattr(float32_convolution, "DEVICE", "cpu")
     monkeypatch.setattr(float32_convolution, "convolve", lambda *_, **__: pytest.fail("not worth it"))
