@@ -167,7 +167,7 @@ def repeat(
         seconds: After which no more steps are taken.
         graph: Whether a GPU replays a graph.
         every: Steps between two lines of progress.
-        name: Of the lines.
+        name: Name at the start of each line of progress.
 
     Returns:
         The number of steps, and the mean losses of each stretch between two lines.
@@ -262,7 +262,7 @@ def train_hinge(
         G: From latents (n, 100) to images in [-1, 1].
         images: (n, 3, h, w) in uint8, on the device to train on.
         steps: One of the discriminator and one of the generator each.
-        seed: Of all draws.
+        seed: Seed of all random draws.
         batch: Real and generated images of a step.
         seconds: After which training stops.
         graph: Whether a GPU replays a captured step.

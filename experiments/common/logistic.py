@@ -24,7 +24,7 @@ class Logistic:
     """Fitted regressions, one for each penalty.
 
     Attributes:
-        W: Of the features, or of the examples whose kernel it was fitted to, (penalties, d, c).
+        W: Weights of the features, or of the examples whose kernel it was fitted to, (penalties, d, c).
         b: (penalties, c).
         converged: Whether each has reached the tolerance, (penalties,).
         steps: How many were taken.
@@ -198,12 +198,12 @@ def fit_probe(
     Args:
         E: Features (n, d), or a kernel (n, n), which is centered in place.
         y: Classes (n,).
-        penalties: Those tried, strongest first, over the mean squared length of the features. A penalty with which the
-            fit does not converge is not taken, unless none does.
+        penalties: The penalties that are tried, strongest first, over the mean squared length of the features. A
+            penalty with which the fit does not converge is not taken, unless none does.
         classes: How many; None for the largest of y and one.
         standardize: Whether each feature is divided by its spread; a kernel's are not.
         kernel: Whether E is one.
-        seed: Of the examples that are held out.
+        seed: Seed of the draw of the held-out examples.
     """
     classes = int(y.max()) + 1 if classes is None else classes
     Z, prepare = _center(E) if kernel else _standardize(E, standardize)

@@ -145,7 +145,7 @@ def fine_tune(
         search: What to try.
         train_mode: Whether batch norm takes its statistics from the batches.
         loss: Mean over the examples, of outputs and targets.
-        seed: Of the order of examples.
+        seed: Seed of the order of examples.
     """
     cut = len(data) - max(1, len(data) // 5)
     part, held = data[:cut], data[cut:]
@@ -242,7 +242,7 @@ def train_images(
         x: Images (n, 3, h, w).
         y: Their labels (n,).
         epochs: Over all images.
-        seed: Of the order and of the shifts.
+        seed: Seed of the order and of the shifts.
         test: Images and labels to measure the accuracy on, now and then and at the end.
         loss_of: From the network, images and labels to the mean loss.
         batch: Images of a step.
@@ -293,7 +293,7 @@ def train_gan(
     Args:
         images: In [-1, 1], on the device to train on.
         steps: One of the discriminator and one of the generator each.
-        seed: Of the start and of all draws.
+        seed: Seed of the start and of all draws.
         widths: Channels of the discriminator's first and of the generator's last but one layer.
         batch: Real and generated images per step.
         rate: Of Adam.
@@ -322,7 +322,7 @@ def train_pair(
         G: From latents (n, 100) to images.
         images: On the device to train on.
         steps: One of the discriminator and one of the generator each.
-        seed: Of all draws; those of images and latents are the same on every device.
+        seed: Seed of all random draws; those of images and latents are the same on every device.
         batch: Real and generated images per step.
         rates: Of Adam with beta1 = 0.5, for the discriminator and the generator.
         change: Done to all images that the discriminator sees, real and generated.

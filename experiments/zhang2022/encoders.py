@@ -142,7 +142,7 @@ def judge(D: nn.Module, G: nn.Module, x: Tensor, test: Tensor, options: argparse
         G: From latents to images.
         x: Training images in uint8.
         test: Test images in [-1, 1].
-        options: Of the run.
+        options: Options of the run.
     """
     h = torch.randn(len(test), LATENT, generator=torch.Generator().manual_seed(1)).to(test.device)
     made = in_parts(G, (h,))
