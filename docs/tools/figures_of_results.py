@@ -269,10 +269,15 @@ def adapters() -> str:
     return _with_machine(said, f"{_table(titles, rows)}\n\n{picture}")
 
 
+def _find_experiments() -> None:
+    """Let Python find the experiments, which are no part of the package that is installed."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+
+
 def claims() -> str:
     """What the papers claim and what our numbers say of it, judged anew from the metrics."""
-    if str(ROOT) not in sys.path:  # the experiments are no part of the package that is installed
-        sys.path.append(str(ROOT))
+    _find_experiments()
     from experiments.claims import judge_all, markdown
 
     return markdown(judge_all())
@@ -280,8 +285,7 @@ def claims() -> str:
 
 def overview() -> str:
     """The verdicts of all papers in one table, and how often the defaults are ahead on the scoreboard."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
+    _find_experiments()
     from experiments.claims import count_verdicts, judge_all, overview
 
     found = judge_all()

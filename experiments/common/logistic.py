@@ -25,9 +25,9 @@ class Logistic:
 
     Attributes:
         W: Weights of the features, or of the examples whose kernel it was fitted to, (penalties, d, c).
-        b: (penalties, c).
+        b: Intercepts, (penalties, c).
         converged: Whether each has reached the tolerance, (penalties,).
-        steps: How many were taken.
+        steps: Number of steps that were taken.
     """
 
     W: Tensor
@@ -57,11 +57,11 @@ def fit_logistic(
         Z: Features (n, d), or with ``kernel=True`` a kernel (n, n).
         y: Classes (n,), from 0.
         penalties: The lambdas (k,); scikit-learn's C is the inverse of one.
-        classes: How many.
-        kernel: Whether Z is one.
-        weight: (n,), zero for examples that do not count; n is then the sum.
+        classes: Number of classes.
+        kernel: Whether Z is a kernel.
+        weight: Weights (n,) of the examples, zero for examples that do not count; n is then the sum.
         tolerance: Length of the gradient to stop at, over that at zero.
-        steps: At most.
+        steps: Largest number of steps.
     """
     k, d = len(penalties), Z.shape[1]
     weight = torch.ones_like(Z[:, 0]) if weight is None else weight.to(Z)

@@ -297,9 +297,9 @@ FIGURE4 = [
         "Like for like, where principal components are mapped to latents too, the NFK is ahead by {alike:+.1f} points. "
         "The linear map explains {latents:.0f} % of the latents of new images of our DCGAN, so its images are sharp, "
         "but of another digit more often; sums of 100 components of PCA are blurred and nearly complete (squared error "
-        "{summed:.3f} against {mapped:.3f}). With the GAN of CIFAR-10 the claim holds: ResNet-20 reads the class of "
-        "{color:+.1f} points more images right than of PCA's sums, and {color like for like:+.1f} than where PCA is "
-        "mapped to latents too. The paper shows pictures of digits and no number.",
+        "{summed:.3f} against {mapped:.3f}). For the GAN of CIFAR-10, the share of images whose class ResNet-20 "
+        "reads right, less that of PCA's sums: {color:+.1f} points; less that of PCA mapped to latents too: "
+        "{color like for like:+.1f}. The paper shows pictures of digits and no number.",
     ),
 ]
 

@@ -161,7 +161,7 @@ class RuleSelection:
         return any(known.rest for known in self._known.assignments.values())
 
     def assign_to(self, recording: Recording, batch: Batch, *, of_first: bool = False) -> RuleAssignment:
-        """Which rules serve a recorded pass, checked on the first examples if its calls are new.
+        """Find the rules that serve a recorded pass; the rules of new calls are checked on the first examples.
 
         Args:
             recording: The pass.

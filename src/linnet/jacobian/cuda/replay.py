@@ -56,7 +56,7 @@ class Replays(Generic[T]):
         *,
         needs: int,
         room: Callable[[], int],
-        allowed: Callable[[], bool] = lambda: True,
+        allowed: Callable[[], bool],
     ) -> Loan[T] | None:
         """What ``make`` gives for a batch on a GPU, by a recorded graph; None if there is none, or not yet.
 
